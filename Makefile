@@ -52,9 +52,8 @@ test:
 	@zoo=$$(mktemp -d) && trap 'rm -rf "$$zoo"' EXIT && DEPLOYKIT_ZOO=$$zoo \
 		$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target tests lint nvidia
 
-# --cache-clear: what failed is what failed in this run
 tests: .venv/.compiled
-	$(BIN)/pytest $(WORKERS) --cache-clear || $(BIN)/python -m tests.support.again $$?
+	$(BIN)/pytest $(WORKERS)
 
 nvidia: venv
 	$(BIN)/python -m scripts.nvidia.run -- -q -n auto --dist loadgroup

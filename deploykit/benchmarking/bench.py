@@ -312,7 +312,7 @@ class BenchInputs:
                 array = array.take(np.arange(size) % array.shape[place], axis=place)
         if (steps := steps_counted(spec, self.specs, sizes)) is not None:
             array = np.minimum(array, steps).astype(array.dtype)
-        return np.ascontiguousarray(array)
+        return np.asarray(array, order="C")  # ascontiguousarray would give a scalar an axis
 
     def identify(self) -> dict[str, str]:
         """Return the source of the inputs and a hash of 32 rows, to tell them from others."""

@@ -453,9 +453,8 @@ def sizes_that_run(
 
     Those of `parity_sizes` are tried with one or two rows. Where none runs: longer ones, with axes
     of states as large as the batch, and then single rows. `given`: the sizes that the user chose.
-    Raises BadInput with the engine's own reason where none runs, and for an axis that no input has.
+    Raises BadInput with the engine's own reason where none runs.
     """
-    check_axes(engine.inputs, given)
     batch = batch_axes(engine.inputs)
     wanted = parity_sizes(engine.inputs, limits)
     chosen = [{**sizes, **given} for sizes in wanted]
@@ -532,21 +531,16 @@ def given_sizes(
         raise BadInput(
             f"`axis` and `batch` are sizes of random inputs; those of {samples.where} have theirs"
         )
-    check_axes(inputs, sizes)
-    return sizes
-
-
-def check_axes(inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
-    """Raise BadInput for a size below 1, and for an axis that no input has."""
     known = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
-    for axis, size in sizes.items():
-        if axis not in known:
+    for name, size in sizes.items():
+        if name not in known:
             raise BadInput(
-                f"no input has a dynamic axis '{axis}'",
+                f"no input has a dynamic axis '{name}'",
                 hint="the dynamic axes are: " + (", ".join(known) or "none"),
             )
         if size < 1:
-            raise BadInput(f"`axis` {axis} must be 1 or more, got {size}")
+            raise BadInput(f"`axis` {name} must be 1 or more, got {size}")
+    return sizes
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from deploykit.exporting.onnx import Exported
     from deploykit.exporting.reasons import Decision
 
+_FAR = 512  # the largest size that is tried where a branch may end
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
 
 _IN_PARTS = "compared in two parts: the values by which the answers are chosen, then the choice"
@@ -87,6 +88,7 @@ def prove_export(
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
     check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
+        reference.limits = loaded.limits
         feeds, left_out = _taken(reference, feeds, loaded.example)
         with load(tmp, "cpu") as exported:
             try:
@@ -217,15 +219,14 @@ def _limits(decision: Decision, reference: Engine, exported: Engine, done: Expor
     torch names every size that it compared: often both branches compute the same.
     """
     base = done.job.sizes
-    for axis in base:
-        low, high = reference.limits.get(axis, (1, None))
-        sizes = ({**base, axis: size} for size in range(low, min(high or 512, 512) + 1))
-        outside = next((each for each in sizes if decision.holds(each) is False), None)
-        if outside is not None:
-            feeds = [done.job.given.real_feeds(reference.inputs, outside)]
-            with suppress(DeploykitError):
-                return not compare_engines(reference, exported, feeds).passed
-            return True
+    least = {axis: reference.limits.get(axis, (1, None))[0] for axis in base}
+    most = {axis: reference.limits.get(axis, (1, None))[1] or _FAR for axis in base}
+    sizes = ({**base, a: n} for a in base for n in range(least[a], min(most[a], _FAR) + 1))
+    outside = next((each for each in (*sizes, least) if decision.holds(each) is False), None)
+    if outside is not None:
+        feeds = [done.job.given.real_feeds(reference.inputs, outside)]
+        with suppress(DeploykitError):
+            return not compare_engines(reference, exported, feeds).passed
     return True
 
 

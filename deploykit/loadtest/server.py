@@ -138,9 +138,8 @@ class Server:
             why = os_reason(exc) if isinstance(exc, OSError) else f"it {one_line(str(exc))}"
             raise self.not_oip(f"{what}: {why}") from exc
         if status in _UNPROVEN:
-            raise BadInput(
-                f"{self.url}: {wire.error}", hint="`token`: what the server wants from its clients"
-            )
+            hint = "the server wants a token: --token-file FILE, in Python `token`"
+            raise BadInput(f"{self.url}: {wire.error}", hint=hint)
         if status != 200:
             return status, None, wire.error or ""
         if self.grpc:
@@ -154,7 +153,7 @@ class Server:
         return BadInput(
             f"{self.url}: is not an Open Inference Protocol server{kind} ({why})",
             hint="http:// takes the port of its HTTP interface, 8000 by default; grpc:// that of "
-            "its gRPC interface, 8001",
+            "its gRPC interface, 8001; with TLS they are https:// and grpcs://",
         )
 
     def processes(self) -> tuple[int, ...]:

@@ -56,12 +56,15 @@ def check_splits(recipe: Recipe, splits: Splits) -> Splits:
     Raises BadInput for data that do not fit the recipe's specs, for NaN, for labels that are none
     of the model's classes, and where there is nothing to train on or to test with.
     """
-    where, parts = splits.source, {}
-    for part in PARTS:
-        split = getattr(splits, part)
-        if not isinstance(split, Split):
-            raise BadInput(f"{where}: its {part} data are a {type(split).__name__}, not a Split")
-        parts[part] = _check_split(recipe, split, f"{where}: its {part} data")
+    where = splits.source
+    try:
+        check_arguments(Splits, vars(splits))
+    except BadInput as exc:
+        raise BadInput(f"{where}: its {exc.message}") from None
+    parts = {
+        part: _check_split(recipe, getattr(splits, part), f"{where}: its {part} data")
+        for part in PARTS
+    }
     for part, kind in (("train", "training"), ("test", "test")):
         if not len(parts[part].labels):
             raise BadInput(f"{where}: holds no {kind} data")

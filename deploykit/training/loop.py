@@ -479,7 +479,9 @@ class Run:
         options, device = settings.options, settings.device
         layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         memory: Any = {"device": device, "memory_format": layout}
-        self.module = module.to(**memory)
+        where = f"the recipe's model cannot be moved to {device}"
+        with users_code(where), memory_errors(where):
+            self.module = module.to(**memory)
         self.frozen: Frozen | None = None
         self.backbone: torch.nn.Module | None = None
         with users_code("the recipe's `backbone`"):

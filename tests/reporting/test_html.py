@@ -192,7 +192,7 @@ def test_a_report_holds_no_folder_of_the_machine(report: Report, tmp_path: Path)
     mine = replace(
         report,
         command="deploykit bench /home/me/secret project/../m.onnx -o /tmp/x/report",
-        not_measured=(NotMeasured("OpenVINO", "pip install '/work/clone/deploykit[openvino]'"),),
+        not_measured=(NotMeasured("OpenVINO", "pip install '/srv/clone/deploykit[openvino]'"),),
         provenance={"environment": {"LD_LIBRARY_PATH": "/opt/me/lib:/usr/me/lib64"}},
         notes=(
             "read from /sys/class/powercap",
@@ -204,7 +204,7 @@ def test_a_report_holds_no_folder_of_the_machine(report: Report, tmp_path: Path)
     write(replace(mine, verdict=verdict(mine)), tmp_path)
     for name in ("report.json", "report.md", "report.html"):
         text = (tmp_path / name).read_text("utf-8")
-        for folder in ("/home/me", "/tmp/x", "/work/clone", "/opt/me", "/usr/me"):
+        for folder in ("/home/me", "/tmp/x", "/srv/clone", "/opt/me", "/usr/me"):
             assert folder not in text
         assert "/sys/class/powercap" in text
         assert "http://host:8000/v2/models/m" in text

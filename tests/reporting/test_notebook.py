@@ -15,9 +15,10 @@ import deploykit as dk
 from deploykit.core.tensors import parse_spec
 from deploykit.evaluation.evaluation import evaluate
 from deploykit.evaluation.html_tables import evaluation_html, parity_html
-from deploykit.reporting.report import Report
+from deploykit.reporting.report import Report, write
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.browser import CHROMIUM, loaded
+from tests.support.measure.simulated import simulated
 from tests.support.onnx_zoo import mnist_like, save
 
 
@@ -66,6 +67,14 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
             assert "a<b>" not in html
             assert len(repr(each)) < 2000
         assert "float32[N,1,28,28]" in engine._repr_html_()
+
+
+def test_a_comparison_of_reports_is_a_table_of_its_figures(tmp_path: Path) -> None:
+    for name, slower in (("a", 1.0), ("b", 1.2)):
+        write(simulated(1, slower), tmp_path / name)
+    html = dk.compare_reports(tmp_path / "a", tmp_path / "b")._repr_html_()
+    assert html.count("<td>throughput</td>") == html.count("<td>p50</td>") == 3
+    assert "slower" in html
 
 
 def test_an_answer_is_a_table_of_its_keys() -> None:

@@ -194,8 +194,8 @@ def test_pixels_are_normalised_as_in_training_whatever_the_recipe_says_now(
     files = files_of(photos)[:4]
     answers = [dk.predict_items(each.path, files).answers for each in (made, exported)]
     assert answers[0] == answers[1]
-    said = any("pixels are normalised as in training" in note for note in made.notes)
-    assert said == (text != RECIPE)
+    noted = any("pixels are normalised as in training" in note for note in made.notes)
+    assert noted == (text != RECIPE)
 
 
 def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_path: Path) -> None:
