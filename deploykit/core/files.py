@@ -43,9 +43,8 @@ from deploykit.core.extras import EXTRAS, missing
 def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to `out`; on a clean exit fsync it and rename it to `out`.
 
-    `durable`: false for a file that only this process reads, which needs no fsync.
-
-    Raises BadInput when `out` cannot be written there, Unsupported when the disk is full.
+    `durable`: false for a file that only this process reads, which needs no fsync. Raises BadInput
+    when `out` cannot be written there, Unsupported when the disk is full.
     """
     check_writable(out)
     tmp = temporary_path(out)
@@ -100,8 +99,7 @@ def _runs(process: int) -> bool:
 def temporary_folder(out: Path) -> Iterator[Path]:
     """Yield a new folder next to `out`, on its disk, and remove it at the end.
 
-    Raises BadInput when it cannot be made there, and Unsupported, naming `out`, when the disk is
-    full.
+    Raises BadInput when it cannot be made there, Unsupported, naming `out`, on a full disk.
     """
     folder = temporary_path(out)
     with write_errors(out):
@@ -155,10 +153,8 @@ def write_together(folder: Path, contents: Mapping[str, str]) -> None:
     """
     with new_folder(folder), contextlib.ExitStack() as files:
         for name, text in reversed([*contents.items()]):  # unwinding turns the order round
-            out = folder / name
-            tmp = files.enter_context(atomic_write(out))
-            with write_errors(out, tmp):
-                tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
+            tmp = files.enter_context(atomic_write(folder / name))  # it maps the errors of writing
+            tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def check_writable(out: Path) -> None:

@@ -65,12 +65,8 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, str):
         return len(value) <= _CHARACTERS
     if dataclasses.is_dataclass(value):
-        return type(value).__str__ is not object.__str__ or _is_interval(value)
+        return type(value).__str__ is not object.__str__
     return value is None or isinstance(value, (bool, int, float, os.PathLike))
-
-
-def _is_interval(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and {"value", "low", "high"} <= vars(value).keys()
 
 
 def _text(value: Any) -> str:
@@ -79,19 +75,15 @@ def _text(value: Any) -> str:
         return value or ""
     if hasattr(value, "ndim"):  # an array or a tensor
         return f"{value.dtype} {list(value.shape)}"
-    if _is_interval(value):
-        return f"{value.value:.4g} ({value.low:.4g} to {value.high:.4g})"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, Mapping):
-        plain = [f"{key} {_text(each)}" for key, each in value.items() if _is_plain(each)]
-        return ", ".join(plain[:_ROWS])
-    if isinstance(value, (tuple, list)):
-        plain = [_text(each) for each in value if _is_plain(each)]
+    if isinstance(value, (Mapping, tuple, list)):
+        pairs = value.items() if isinstance(value, Mapping) else (("", each) for each in value)
+        plain = [f"{key} {_text(each)}".lstrip() for key, each in pairs if _is_plain(each)]
         more = f" and {len(plain) - _ROWS} more" * (len(plain) > _ROWS)
         return ", ".join(plain[:_ROWS]) + more
     return str(value) if _is_plain(value) or not dataclasses.is_dataclass(value) else ""

@@ -387,9 +387,9 @@ def read_samples(
 ) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
-    `sample_axes` says where the samples lie in each array. Files are read, and
-    class folders are numbered, in the order of their names. `task`: places images of any size as
-    the server does, and its labels may be the folders' names.
+    `sample_axes` says where the samples lie in each array. Files are read, and class folders are
+    numbered, in the order of their names. `task`: places images of any size as the server does, and
+    its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
     wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]

@@ -146,7 +146,6 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
     Raises BadInput for a file that is damaged, not described or not a plan, or whose code is not
     trusted, Unsupported for a plan of another TensorRT, GPU or driver.
     """
-    check_format(path)
     try:
         content = path.read_bytes()  # read once: the hashed bytes are loaded
     except OSError as exc:

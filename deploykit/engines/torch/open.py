@@ -439,8 +439,7 @@ def load_folder(
 ) -> Loaded:
     """Load the model that config.json names under `architectures`, in float32.
 
-    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
-    MissingExtra.
+    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput, MissingExtra.
     """
     if arch is not None:
         raise BadInput(
