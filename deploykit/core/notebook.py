@@ -98,8 +98,8 @@ def table_of(name: str, value: Any) -> str:
         return ""
     known = [each for each in value if isinstance(each, Mapping) or dataclasses.is_dataclass(each)]
     rows = [each if isinstance(each, Mapping) else dict(_facts(each)) for each in known]
-    names = [key for key in dict.fromkeys(key for row in rows for key in row)
-             if any(_text(row.get(key)) for row in rows)]  # fmt: skip
+    keys = dict.fromkeys(key for row in rows for key in row)
+    names = [key for key in keys if any(_text(row.get(key)) for row in rows)]
     cells = [tuple(_text(row.get(key)) for key in names) for row in rows[:_ROWS]]
     more = f", the first {_ROWS} of {len(rows)}" * (len(rows) > _ROWS)
     return _table(name + more, tuple(key.replace("_", " ") for key in names), cells)
@@ -109,8 +109,6 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     if not rows or not columns:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns) if any(columns) else ""
-    lines = [
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    ]  # fmt: skip
+    lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     caption = f'<caption style="text-align: left">{escape(title)}</caption>'
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

@@ -8,7 +8,7 @@ batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploykit.core.errors import BadInput
@@ -94,6 +94,13 @@ def axis_name(tensor: str, place: int, own: str | None = None) -> str:
     if own and own.lower() not in _UNKNOWN:
         return own
     return f"{tensor}_{place}" if place else BATCH
+
+
+def name_axes(tensor: str, axes: Iterable[int | str | None]) -> tuple[int | str, ...]:
+    """Return the shape of `axes`, the sizes, names and unknown ones (None) of a file."""
+    return tuple(
+        axis if isinstance(axis, int) else axis_name(tensor, n, axis) for n, axis in enumerate(axes)
+    )
 
 
 def carrier(dtype: str) -> str:

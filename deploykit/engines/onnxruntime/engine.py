@@ -27,7 +27,7 @@ from deploykit.core.extras import install_command, require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.subprocesses import run_apart
-from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, axis_name
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
@@ -201,8 +201,8 @@ def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
 # `preload` loads wheels in another folder of sys.path (`pip install --target`, a second
 # site-packages).
 
-_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # file names end with CUDA's major version;
-# each library after those that it needs
+# Each library comes after those that it needs; names of the first end with CUDA's major version.
+_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")
 _OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
 
 
@@ -258,11 +258,7 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
             if "map(" in node.type  # as skl2onnx writes the probabilities of a classifier
             else "export the model so that it takes and returns tensors of numbers or strings",
         )
-    shape = tuple(
-        axis if isinstance(axis, int) else axis_name(node.name, place, axis)
-        for place, axis in enumerate(node.shape)
-    )
-    return TensorSpec(node.name, dtype, shape)
+    return TensorSpec(node.name, dtype, name_axes(node.name, node.shape))
 
 
 _OF_CUDA = (
