@@ -38,20 +38,16 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        known = signature(function).parameters  # Python itself refuses other names
-        names = [*list(known)[: len(args)], *(str(name) for name in kwargs)]
-        kinds = _types(function, [name for name in names if name in known])
-
-        def whole(name: str, value: object) -> Any:
-            kind = kinds.get(name)
-            return [value] if kind and not _fits(value, kind) and _fits([value], kind) else value
-
-        place = [whole(name, value) for name, value in zip(known, args, strict=False)]
-        named = {name: whole(name, value) for name, value in kwargs.items()}
-        given = {**dict(zip(known, place, strict=False)), **named}
-        check_arguments(function, {name: each for name, each in given.items() if name in known})
-        run: Callable[..., _R] = function
-        return run(*place, *args[len(place) :], **named)
+        try:
+            bound = signature(function).bind(*args, **kwargs)
+        except TypeError:  # Python itself refuses other names, with a better message
+            return function(*args, **kwargs)
+        kinds = _types(function, bound.arguments)
+        for name, value in bound.arguments.items():
+            if not _fits(value, kinds[name]) and _fits([value], kinds[name]):
+                bound.arguments[name] = [value]
+        check_arguments(function, bound.arguments)
+        return function(*bound.args, **bound.kwargs)
 
     return call
 
