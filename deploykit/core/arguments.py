@@ -38,13 +38,10 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            bound = signature(function).bind(*args, **kwargs)
-        except TypeError:  # Python itself refuses other names, with a better message
-            return function(*args, **kwargs)
-        kinds = _types(function, bound.arguments)
-        for name, value in bound.arguments.items():
-            if not _fits(value, kinds[name]) and _fits([value], kinds[name]):
+        bound = signature(function).bind(*args, **kwargs)
+        for name, kind in _types(function, bound.arguments).items():
+            value = bound.arguments[name]
+            if not _fits(value, kind) and _fits([value], kind):
                 bound.arguments[name] = [value]
         check_arguments(function, bound.arguments)
         return function(*bound.args, **bound.kwargs)
