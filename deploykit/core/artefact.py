@@ -129,8 +129,7 @@ class Artefact(Shown):
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __str__(self) -> str:
-        return str(self.path)
+    __str__ = __fspath__
 
     def __repr__(self) -> str:
         return f"Artefact({str(self.path)!r})"

@@ -50,9 +50,8 @@ def with_gpu(machine: Machine, number: int) -> Machine:
         return machine
     gpus, devices = machine.gpus, _ask()
     if devices:
-        found = [
-            gpu for gpu in gpus if gpu.name == dict(enumerate(devices)).get(number, ("", ""))[1]
-        ]
+        names = [name for _, name in devices[number : number + 1]]
+        found = [gpu for gpu in gpus if gpu.name in names]
     else:
         places = cuda_order([""] * len(gpus))
         found = [gpus[place] for place in places[number : number + 1] if place is not None]

@@ -138,6 +138,9 @@ class Interval(Record):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+
 
 @dataclass(frozen=True)
 class Drop(Record):

@@ -43,9 +43,8 @@ from deploykit.core.extras import EXTRAS, missing
 def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to `out`; on a clean exit fsync it and rename it to `out`.
 
-    `durable`: false for a file that only this process reads, which needs no fsync.
-
-    Raises BadInput when `out` cannot be written there, Unsupported when the disk is full.
+    `durable`: false for a file that only this process reads, which needs no fsync. Raises BadInput
+    when `out` cannot be written there, Unsupported when the disk is full.
     """
     check_writable(out)
     tmp = temporary_path(out)
@@ -100,8 +99,7 @@ def _runs(process: int) -> bool:
 def temporary_folder(out: Path) -> Iterator[Path]:
     """Yield a new folder next to `out`, on its disk, and remove it at the end.
 
-    Raises BadInput when it cannot be made there, and Unsupported, naming `out`, when the disk is
-    full.
+    Raises BadInput when it cannot be made there, Unsupported, naming `out`, on a full disk.
     """
     folder = temporary_path(out)
     with write_errors(out):
@@ -155,10 +153,8 @@ def write_together(folder: Path, contents: Mapping[str, str]) -> None:
     """
     with new_folder(folder), contextlib.ExitStack() as files:
         for name, text in reversed([*contents.items()]):  # unwinding turns the order round
-            out = folder / name
-            tmp = files.enter_context(atomic_write(out))
-            with write_errors(out, tmp):
-                tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
+            tmp = files.enter_context(atomic_write(folder / name))  # it maps the errors of writing
+            tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def check_writable(out: Path) -> None:
@@ -210,29 +206,35 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 each.rmdir()
 
 
+def read_text(path: Path) -> str:
+    """Return a text file's content. Raises NotFound or BadInput."""
+    try:
+        return check_readable(path).read_text(encoding="utf-8")
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    except UnicodeDecodeError as exc:
+        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file. Raises NotFound or BadInput."""
     if sys.version_info >= (3, 11):
         import tomllib  # late: `--help` does not need it
     else:
         import tomli as tomllib
+    text = read_text(path)
     try:
-        values: dict[str, Any] = tomllib.loads(check_readable(path).read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(text)
         return values
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    except UnicodeDecodeError as exc:
-        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
     except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
 
 
 def read_json(path: Path) -> Any:
     """Return the value of a JSON file. Raises NotFound or BadInput."""
+    text = read_text(path)
     try:
-        return json.loads(check_readable(path).read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+        return json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
 

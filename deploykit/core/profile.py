@@ -73,17 +73,15 @@ class Profile(Record):
     opset: int | None = None  # set where the runtime needs an older one than export's default
     gpu_names: tuple[str, ...] = ()  # the driver's spelling, with which `auto` compares
     boards: tuple[str, ...] = ()  # device tree ids: Jetson modules of a family share one GPU name
-    container_base: Mapping[str, str] = field(
-        default_factory=dict
-    )  # image to start from by host release: see `base_image`
+    # image to start from by host release: see `base_image`
+    container_base: Mapping[str, str] = field(default_factory=dict)
     dla_cores: int = 0  # deep learning accelerators next to the GPU, on some Jetson modules
     power_modes: tuple[PowerMode, ...] = ()
     power_mode: str | None = None  # the mode chosen with NAME@MODE
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    derived: Mapping[str, str] = field(
-        default_factory=dict
-    )  # key -> how it was computed; a peak is "peak_ops_per_s.int8"
+    # key -> how it was computed; a peak is "peak_ops_per_s.int8"
+    derived: Mapping[str, str] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()  # keys without a source
 
     def base_image(self, release: str = "") -> str | None:

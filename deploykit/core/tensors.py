@@ -8,7 +8,7 @@ batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploykit.core.errors import BadInput
@@ -105,6 +105,13 @@ def axis_name(tensor: str, place: int, own: str | None = None) -> str:
     return f"{tensor}_{place}" if place else BATCH
 
 
+def name_axes(tensor: str, axes: Iterable[int | str | None]) -> tuple[int | str, ...]:
+    """Return the shape of `axes`, the sizes, names and unknown ones (None) of a file."""
+    return tuple(
+        axis if isinstance(axis, int) else axis_name(tensor, n, axis) for n, axis in enumerate(axes)
+    )
+
+
 def carrier(dtype: str) -> str:
     """Return numpy's dtype for `dtype`: float32 for bfloat16, object for strings."""
     return _CARRIERS.get(dtype, dtype)
@@ -159,22 +166,22 @@ def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
 
 def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
     """Return why an array of numpy's `dtype` and `shape` does not fit `spec`; None if it fits."""
-    fits = len(shape) == len(spec.shape) and all(
-        isinstance(want, str) or want == got for want, got in zip(spec.shape, shape, strict=True)
-    )
-    if dtype == carrier(spec.dtype) and fits:
+    if dtype == carrier(spec.dtype) and _fits(spec.shape, shape):
         return None
     got = f"{dtype}[{','.join(str(size) for size in shape)}]"
     want = str(spec)[len(spec.name) + 1 :]
     return f"input '{spec.name}' is {want}, got {got}{without_batch(spec, shape)}"
 
 
+def _fits(axes: Sequence[int | str], shape: Sequence[int]) -> bool:
+    return len(axes) == len(shape) and all(
+        isinstance(want, str) or want == got for want, got in zip(axes, shape, strict=True)
+    )
+
+
 def without_batch(spec: TensorSpec, shape: Sequence[int]) -> str:
     """Return an addition to the error if `shape` is that of a single sample, else ""."""
-    rest = spec.shape[1:]
-    if spec.shape[:1] not in ((BATCH,), (1,)) or len(shape) != len(rest):
-        return ""
-    fits = all(isinstance(want, str) or want == got for want, got in zip(rest, shape, strict=True))
+    fits = spec.shape[:1] in ((BATCH,), (1,)) and _fits(spec.shape[1:], shape)
     return ": one sample without its batch axis, which x[None] adds" if fits else ""
 
 

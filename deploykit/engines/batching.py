@@ -177,10 +177,7 @@ def _pools(
     samples: Arrays | None,
     joined: Sequence[JoinedRun],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield inputs of several rows, whose first row the engine runs.
-
-    The rows come from the largest batch that it ran, then from the samples, then are invented.
-    """
+    """Yield rows, the first of which runs: of the largest batch, of the samples, then invented."""
 
     def runs(pool: Arrays) -> bool:
         return isinstance(_run(engine, {name: array[:1] for name, array in pool.items()}), dict)
@@ -305,10 +302,7 @@ class _Proof:
                 raise _Dependent(f"output '{name}' is {found} for {rows} rows")
 
     def _check(self, rows: int, outputs: Arrays, places: Iterable[tuple[str, int]]) -> None:
-        """Compare the rows of a batch of `rows` with the same rows alone and elsewhere in it.
-
-        `places`: letters of rows and where they are. Raises _Dependent.
-        """
+        """Compare rows, letters and places, of a batch with the same rows alone and elsewhere."""
         for letter, place in places:
             for name in self._names:
                 got = outputs[name][place, ...]  # an array even without axes, as of strings

@@ -94,8 +94,7 @@ def conditions_of(states: Sequence[GpuState]) -> Conditions:
     clocks = [state.clock_hz / 1e6 for state in states if state.clock_hz is not None]
     watts = [state.power_w for state in states if state.power_w is not None]
     allowed = [state.clock_max_hz / 1e6 for state in states if state.clock_max_hz]
-    heat = [each.temperature_c for each in states if each.temperature_c is not None]
-    heat += [degrees for state in states for _, degrees in state.zones]
+    heat = [degrees for degrees in map(_hottest, states) if degrees is not None]
     modes = dict.fromkeys(state.power_mode for state in states if state.power_mode)
     known = [state.throttled for state in states if state.throttled is not None]
     return Conditions(
@@ -113,12 +112,13 @@ def conditions_of(states: Sequence[GpuState]) -> Conditions:
         trace={
             "clock_mhz": tuple(state.clock_hz and state.clock_hz / 1e6 for state in traced),
             "power_w": tuple(state.power_w for state in traced),
-            "temperature_c": tuple(
-                max(filter(None, (each.temperature_c, *dict(each.zones).values())), default=None)
-                for each in traced
-            ),
+            "temperature_c": tuple(map(_hottest, traced)),
         },
     )
+
+
+def _hottest(state: GpuState) -> float | None:
+    return max(filter(None, (state.temperature_c, *dict(state.zones).values())), default=None)
 
 
 def in_order(reasons: Iterable[str]) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ def _number(path: Path) -> int | None:
     return int(text) if re.fullmatch(r"-?[0-9]{1,15}", text) else None
 
 
-class Devices:
+class Devices(Closing):
     """The GPUs of this machine; NVML is opened once and kept."""
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -352,11 +352,8 @@ def _scale(value: float | None, factor: float) -> float | None:
 
 def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
     """Return the state of every GPU once, some 10 ms slower than an open `Devices`."""
-    devices = Devices(root)
-    try:
+    with Devices(root) as devices:
         return devices.read()
-    finally:
-        devices.close()
 
 
 def cuda_names(gpus: Sequence[GpuState]) -> dict[str, str]:

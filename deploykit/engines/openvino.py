@@ -24,7 +24,7 @@ from deploykit.core.evidence import Layer
 from deploykit.core.extras import require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
-from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import adds_exactly, external_weights
 from deploykit.graph.facts import Value, read_facts
@@ -67,16 +67,7 @@ def _error(path: Path, text: str) -> DeploykitError:
     return Unsupported(f"{path}: OpenVINO failed: {reason}", hint=OTHER_RUNTIME)
 
 
-_INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
-_TAKES = frozenset(("float16", "float32", "float64", "bool", *_INTEGERS))
-Axes = tuple["int | str | None", ...]  # None: the file has no size
-
-
-def _name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
-    """Name each axis of unknown size in `shape`, as ONNX Runtime's engine does."""
-    return tuple(
-        axis if isinstance(axis, int) else axis_name(name, n, axis) for n, axis in enumerate(shape)
-    )
+_TAKES = PROTOCOL_NAMES.keys() - {"bfloat16", "string"}
 
 
 def _dtype(path: Path, value: Value) -> str:
@@ -145,7 +136,7 @@ class OpenVinoEngine(Engine):
         self.runtime = f"openvino {str(ov.__version__).partition('-')[0]}"  # drop the build
         facts = read_facts(path)  # OpenVINO drops names of dynamic axes, and inputs that none reads
         self.inputs = tuple(
-            TensorSpec(each.name, _dtype(path, each), _name_axes(each.name, each.shape or ()))
+            TensorSpec(each.name, _dtype(path, each), name_axes(each.name, each.shape or ()))
             for each in facts.inputs
         )
         outputs = [(each.name, _dtype(path, each), each.shape) for each in facts.outputs]
@@ -248,7 +239,7 @@ def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
         if shape is None or len(shape) != len(sizes):
             shape = sizes
         shape = [axis if n is None else n for axis, n in zip(shape, sizes, strict=True)]
-    return TensorSpec(name, dtype, _name_axes(name, shape or ()))
+    return TensorSpec(name, dtype, name_axes(name, shape or ()))
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.engines.data.examples import Example
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples, write_npz
 from tests.support.runtimes.data_files import B, X, rows
 
@@ -181,6 +182,16 @@ def test_random_masks_are_zeros_and_ones_and_hide_no_whole_row() -> None:
     for mask in feeds.values():
         assert mask.any(axis=1).all()
         assert not mask.all()
+
+
+def test_an_example_is_permuted_and_repeated_along_its_batch_alone() -> None:
+    """The layers of a state, [2,N], stay in their order."""
+    specs = [parse_spec("state:int64[2,N]"), parse_spec("x:float32[N,3]")]
+    example = Example({"state": np.array([[1, 2, 3], [10, 20, 30]]), "x": rows(3)})
+    for seed in range(9):
+        found = example.feeds(specs, {"N": 6}, seed)["state"]
+        assert sorted(found[0]) == [1, 1, 2, 2, 3, 3]
+        assert (found[1] == 10 * found[0]).all()
 
 
 def torch_archive() -> bytes:

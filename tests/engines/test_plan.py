@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.evidence import Evidence, WeightsFile
 from deploykit.core.files import manifest_path
@@ -40,6 +41,13 @@ def test_plan_of_this_machine_is_read_whole(plan: Path) -> None:
     opened, manifest = open_plan(plan, HERE)
     assert (opened.content, opened.notes, opened.host_code) == (CONTENT, (), False)
     assert manifest == described()
+
+
+def test_the_manifest_of_an_opened_plan_is_not_read_again(plan: Path) -> None:
+    artefact = Artefact.open(plan)
+    assert artefact.manifest == described()
+    manifest_path(plan).unlink()  # reading it again would hash gigabytes again
+    assert open_plan(artefact, HERE)[1] == described()
 
 
 # damaged, another file, no manifest or one of something else

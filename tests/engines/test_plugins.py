@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import deploykit as dk
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import read_manifest
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.files import sha256
 from deploykit.core.manifest import write_manifest
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
@@ -26,6 +27,13 @@ def library_fixture(tmp_path: Path) -> Path:
     path = tmp_path / "lib my.so"
     path.write_bytes(b"code")
     return path
+
+
+def compile_library(path: Path, code: str) -> None:
+    try:
+        fetch.library(path, code)
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
 
 
 def test_a_library_next_to_the_plan_comes_first(library: Path, tmp_path: Path) -> None:
@@ -63,10 +71,7 @@ def test_a_library_that_registers_itself_is_not_registered_again(
 ) -> None:
     """As TensorRT's own macro does when the library is loaded: a second time is an error."""
     library = tmp_path / f"lib{itself}.so"
-    try:
-        fetch.library(library, "int getCreators(void) { return 1; }")
-    except fetch.Unobtainable as exc:
-        pytest.skip(str(exc))
+    compile_library(library, "int getCreators(void) { return 1; }")
     nv = FakeTensorRt()
     real = ctypes.CDLL
 
@@ -79,14 +84,39 @@ def test_a_library_that_registers_itself_is_not_registered_again(
     assert nv.does.seen.get("libraries", []) == ([] if itself else [str(library)])
 
 
+@pytest.mark.parametrize(
+    ("content", "answer", "reason"),
+    [
+        (None, None, "no such plugin library"),
+        (b"text", None, "cannot be loaded: .*(file too short|invalid ELF header)"),
+        ("int getCreators(void) { return 1; }", None, "cannot be loaded: TensorRT refused it"),
+        ("int getCreators(void) { return 2; }", RuntimeError("no"), "cannot be loaded: no"),
+    ],
+    ids=["missing", "text", "refused", "raised"],
+)
+def test_a_library_that_does_not_load_is_named_with_the_reason(
+    tmp_path: Path, content: str | bytes | None, answer: Exception | None, reason: str
+) -> None:
+    library = tmp_path / "libown.so"
+    if isinstance(content, bytes):
+        library.write_bytes(content)
+    elif content is not None:
+        compile_library(library, content)
+
+    def load(_path: str) -> None:
+        if answer is not None:
+            raise answer
+
+    nv = SimpleNamespace(get_plugin_registry=lambda: SimpleNamespace(load_library=load))
+    with pytest.raises((NotFound, Unsupported), match=rf"libown\.so: {reason}"):
+        load_plugins(nv, [library])
+
+
 def test_an_engine_built_with_a_plugin_loads_it_again(
     affine_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "libown.so"
-    try:
-        fetch.library(library, "int here(void) { return 1; }")
-    except fetch.Unobtainable as exc:
-        pytest.skip(str(exc))
+    compile_library(library, "int here(void) { return 1; }")
     with gpu_machine(tmp_path, monkeypatch):
         made = dk.build(affine_onnx, "l4", shapes=Shapes(plugins=(library,)))
         manifest = read_manifest(made.path)

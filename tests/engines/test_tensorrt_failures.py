@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import shutil
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,21 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
         assert opening.tensorrt_cuda() == major
         machine = opening.here(FakeCuda())
     assert machine.facts().get("cuda", "") == major  # never that of the driver
+
+
+@pytest.mark.parametrize(("majors", "known"), [(["12"], "12"), (["12", "13"], "")], ids=str)
+def test_tensorrt_from_pip_names_its_cuda_by_its_package(
+    monkeypatch: pytest.MonkeyPatch, majors: list[str], known: str
+) -> None:
+    def version(name: str) -> str:
+        if name.rpartition("cu")[2] in majors:
+            return "10.13.3.9"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with replaced("tensorrt", FakeTensorRt()):
+        opening = importlib.import_module("deploykit.engines.tensorrt.open")
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        assert opening.tensorrt_cuda() == known
 
 
 def module() -> Any:

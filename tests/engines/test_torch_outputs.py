@@ -335,3 +335,10 @@ def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(
     with pytest.raises(BadInput, match="the model does not take") as caught:
         describe("m", adapter, inputs, Example())
     assert (hint in str(caught.value.hint)) if hint else caught.value.hint is None
+
+
+def test_steps_in_front_of_the_batch_have_a_least_size() -> None:
+    inputs = [parse_spec("x:float32[T,N,4]")]
+    module = Function(lambda x: x.unfold(0, 3, 1))
+    adapter = adapt(module, binding(module, ["x"])[0], 1)
+    assert describe("m", adapter, inputs, Example()).limits == {"T": (3, None)}

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -87,26 +87,8 @@ def byte_count(dtype: str, shape: Shape) -> int:
     return math.prod(shape, start=np.dtype(dtype).itemsize)
 
 
-class Work(Protocol):
-    """Work for a slot's stream, such as a TensorRT context. Raises only DeploykitError."""
-
-    def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-        """Set the inputs' shapes; return the outputs', None if they depend on the data."""
-        ...
-
-    def bind(self, addresses: Mapping[str, int]) -> None:
-        """Set the device addresses of inputs and outputs, except those of unknown shape."""
-        ...
-
-    def enqueue(self, stream: int) -> None: ...
-
-    def late(self, name: str) -> tuple[int, Shape]:
-        """Return, after `enqueue`, address and shape of an output that `shapes` did not know."""
-        ...
-
-    def close(self) -> None: ...
-
-
+# A work is that of one stream, as `engines.tensorrt.engine.Context`; it raises only DeploykitError.
+Work = Any
 MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory) -> Work
 
 

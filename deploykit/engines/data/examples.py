@@ -53,9 +53,9 @@ class Example:
             array, shape = self.arrays[spec.name], concrete(spec, sizes)
             for place, size in enumerate(shape):
                 count = array.shape[place]
-                if not count or (count == size and place):
+                rows = spec.shape[place] in batch if batch else place == 0
+                if not count or (count == size and not rows):
                     continue
-                rows = place == 0 and (spec.shape[0] in batch or isinstance(spec.shape[0], int))
                 if rows:
                     order = np.arange(count)
                     order = order if floats else np.random.default_rng(seed).permutation(order)

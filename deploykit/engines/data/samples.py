@@ -387,9 +387,9 @@ def read_samples(
 ) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
-    `sample_axes` says where the samples lie in each array. Files are read, and
-    class folders are numbered, in the order of their names. `task`: places images of any size as
-    the server does, and its labels may be the folders' names.
+    `sample_axes` says where the samples lie in each array. Files are read, and class folders are
+    numbered, in the order of their names. `task`: places images of any size as the server does, and
+    its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
     wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]
@@ -456,7 +456,7 @@ def random_feeds(
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
-        elif "mask" in spec.name.lower() and len(shape) == 2 and "float" not in spec.dtype:
+        elif "mask" in spec.name.lower() and len(shape) == 2:
             least = int(spec.dtype == "bool" and shape[1] > 1)
             most = min(_TAIL, max(least + 1, shape[1]))
             found = np.arange(shape[1]) < shape[1] - random.integers(least, most, (shape[0], 1))

@@ -27,7 +27,7 @@ from deploykit.core.extras import install_command, require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.subprocesses import run_apart
-from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
@@ -154,8 +154,7 @@ class Binding:
             del self._bound[plain[0]]
         graph = None
         if self._graphs and (self._batched is None or key[self._batched][0] in self._graphs):
-            self._captured += 1
-            graph = self._captured
+            graph = self._captured = self._captured + 1
         bound = self._bound[key] = _Bound(self._session.io_binding(), [], graph)
         for spec, shape in zip(self._inputs, key, strict=True):
             bound.values.append(self._value(shape, spec.dtype))
@@ -202,8 +201,8 @@ def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
 # `preload` loads wheels in another folder of sys.path (`pip install --target`, a second
 # site-packages).
 
-_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # file names end with CUDA's major version;
-# each library after those that it needs
+# Each library comes after those that it needs; names of the first end with CUDA's major version.
+_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")
 _OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
 
 
@@ -245,18 +244,8 @@ def reason(exc: Exception) -> str:
     return f"node '{node[2]}' ({node[1]}): {why}" if node else why
 
 
-_DTYPES = {
-    "tensor(bool)": "bool",
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(float16)": "float16",
-    "tensor(string)": "string",
-    **{
-        f"tensor({kind}{bits})": f"{kind}{bits}"
-        for kind in ("int", "uint")
-        for bits in (8, 16, 32, 64)
-    },
-}
+_DTYPES = {f"tensor({name})": name for name in PROTOCOL_NAMES if name != "bfloat16"}
+_DTYPES |= {"tensor(float)": "float32", "tensor(double)": "float64"}
 
 
 def spec_of(path: Path, node: Any) -> TensorSpec:
@@ -269,11 +258,7 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
             if "map(" in node.type  # as skl2onnx writes the probabilities of a classifier
             else "export the model so that it takes and returns tensors of numbers or strings",
         )
-    shape = tuple(
-        axis if isinstance(axis, int) else axis_name(node.name, place, axis)
-        for place, axis in enumerate(node.shape)
-    )
-    return TensorSpec(node.name, dtype, shape)
+    return TensorSpec(node.name, dtype, name_axes(node.name, node.shape))
 
 
 _OF_CUDA = (
@@ -370,9 +355,7 @@ class OnnxRuntimeEngine(Engine):
         if rounds_sums(used):
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
         options = {name: getattr(used, name, None) for name in _OPTIONS}
-        options |= {
-            name: used.get_session_config_entry(name) for name in (SPINNING, EXACT_INTEGERS)
-        }
+        options |= {n: used.get_session_config_entry(n) for n in (SPINNING, EXACT_INTEGERS)}
         options["providers"] = ", ".join(self.session.get_providers())
         self.options = {name: getattr(value, "name", str(value)) for name, value in options.items()}
         self.inputs = tuple(spec_of(path, node) for node in self.session.get_inputs())
@@ -568,15 +551,7 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
         raise BadInput(f"{path}: {first_line(exc)}") from exc
     except ort_state.NotImplemented as exc:
         raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
-    except (
-        ort_state.InvalidGraph,
-        ort_state.InvalidArgument,
-        ort_state.Fail,
-        ort_state.RuntimeException,
-        ort_state.EPFail,
-        RuntimeError,
-        ValueError,
-    ) as exc:
+    except (*_OF_CUDA, ort_state.InvalidGraph, ValueError) as exc:
         refused = isinstance(exc, _REFUSALS)
         error = BadInput if refused or "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
         hint = _MASK_CURE if "attn_mask" in str(exc) else None

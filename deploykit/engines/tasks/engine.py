@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -252,7 +253,9 @@ class TaskEngine:
                 self.steps.read(items[n], name, own_file=True)
                 for n, name in zip(several, named, strict=True)
             ]
-            for same in _same_shapes(rows):
+            # adjacent rows of one shape, as shorter sentences would need padding
+            for _, group in groupby(rows, lambda row: [a.shape for a in row.feeds.values()]):
+                same = list(group)
                 feeds = {
                     name: np.concatenate([row.feeds[name] for row in same])
                     for name in same[0].feeds
@@ -261,18 +264,6 @@ class TaskEngine:
                 placed = [row.placed for row in same]
                 found += answer(self.steps.task, outputs, placed, mask=mask)
         return found
-
-
-def _same_shapes(rows: Sequence[ModelRow]) -> list[list[ModelRow]]:
-    """Group adjacent rows of one shape, as shorter sentences would need padding."""
-    found: list[list[ModelRow]] = []
-    for row in rows:
-        shapes = {name: array.shape for name, array in row.feeds.items()}
-        if found and {n: a.shape for n, a in found[-1][0].feeds.items()} == shapes:
-            found[-1].append(row)
-        else:
-            found.append([row])
-    return found
 
 
 def _check_image(image: ImageInput, specs: Mapping[str, TensorSpec]) -> None:

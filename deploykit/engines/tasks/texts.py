@@ -57,9 +57,7 @@ class Tokens:
         most = self._text.max_length
         try:
             characters = text if isinstance(text, str) else bytes(text).decode("utf-8-sig")
-            size = len(
-                characters.encode()
-            )  # JSON can hold half a surrogate pair, which has no encoding
+            size = len(characters.encode())  # half a surrogate pair, as in JSON, has no encoding
         except UnicodeError:
             raise BadInput(f"{where}: is not UTF-8") from None
         if not characters.strip():

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from deploykit.core.artefact import read_manifest, sniff
+from deploykit.core.artefact import Artefact, ArtefactLike, sniff
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
 from deploykit.core.extras import install_command
 from deploykit.core.files import cache_folder, make_folder, manifest_path
@@ -129,10 +129,13 @@ class PlanFile:
     dla: int | None = None  # the DLA core that some of its layers run on
 
 
-def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[PlanFile, Manifest | None]:
-    """Read the manifest of `path`, then `check_plan`. Raises as both do."""
+def open_plan(
+    source: ArtefactLike, here: Here, trust: bool = False
+) -> tuple[PlanFile, Manifest | None]:
+    """Return the plan, as `check_plan` does, and its manifest. An Artefact is not hashed again."""
+    path = Path(source)
     check_format(path)
-    manifest = read_manifest(path)
+    manifest = Artefact.open(source).manifest
     return check_plan(path, manifest, here, trust), manifest
 
 
@@ -143,7 +146,6 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
     Raises BadInput for a file that is damaged, not described or not a plan, or whose code is not
     trusted, Unsupported for a plan of another TensorRT, GPU or driver.
     """
-    check_format(path)
     try:
         content = path.read_bytes()  # read once: the hashed bytes are loaded
     except OSError as exc:

@@ -371,6 +371,7 @@ class Context:
         self._late = {name: _output_allocator(nv)(driver) for name in self._outputs}
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
+        """Set the inputs' shapes; return the outputs', None if they depend on the data."""
         profile = choose_profile(self._profiles, inputs)
         if profile is None:
             raise BadInput("the shapes fit none of the engine's optimisation profiles")
@@ -395,6 +396,7 @@ class Context:
         return found
 
     def bind(self, addresses: Mapping[str, int]) -> None:
+        """Set the device addresses of inputs and outputs, except those of unknown shape."""
         for name, address in addresses.items():
             what = f"address of tensor '{name}'"
             self._log_errors.call(what, self.handle.set_tensor_address, name, address)
@@ -409,7 +411,10 @@ class Context:
             raise
 
     def late(self, name: str) -> tuple[int, Shape]:
-        """Return the shape, known once `execute_async_v3` returns (see IOutputAllocator)."""
+        """Return address and shape of an output whose shape depends on the data.
+
+        Both are known once `execute_async_v3` returns (see IOutputAllocator).
+        """
         memory = self._late[name]
         if memory.shape is None:
             raise self._log_errors.refusal(f"output '{name}' has no shape")

@@ -31,7 +31,7 @@ if installed("tensorrt_lean") and not installed("tensorrt"):
     )
 trt = require("tensorrt")
 _MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
-_CUDART = re.compile(rb"\blibcudart\.so\.(\d{2})\b")
+_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
 _LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # pip packages
 
 
@@ -61,7 +61,7 @@ def open_engine(
 
     driver = CudaDevice(int(device.partition(":")[2] or 0))
     machine = here(driver)
-    plan, manifest = open_plan(path, machine, trust)
+    plan, manifest = open_plan(source, machine, trust)
     load_plugins(trt, recorded_plugins(path, manifest.plugins if manifest else {}))
     engine = TensorRtEngine(trt, driver, path, plan, manifest, slots=slots, graphs=graphs)
     engine.place = place_of(machine.facts())

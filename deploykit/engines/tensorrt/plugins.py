@@ -32,16 +32,12 @@ def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
         before = len(getattr(registry, "all_creators", ()))
         try:
             found = ctypes.CDLL(str(path))
-        except OSError as exc:
+            itself = len(getattr(registry, "all_creators", ())) > before  # twice is an error
+            wanted = not itself and any(hasattr(found, name) for name in _CREATORS)
+            if wanted and registry.load_library(str(path)) is None:
+                raise RuntimeError("TensorRT refused it")
+        except (OSError, RuntimeError) as exc:
             raise Unsupported(f"{library}: cannot be loaded: {first_line(exc)}") from exc
-        itself = len(getattr(registry, "all_creators", ())) > before  # a second time is an error
-        if not itself and any(hasattr(found, name) for name in _CREATORS):
-            try:
-                handle = registry.load_library(str(path))
-            except RuntimeError as exc:
-                raise Unsupported(f"{library}: TensorRT refused it: {first_line(exc)}") from exc
-            if handle is None:
-                raise Unsupported(f"{library}: TensorRT refused this plugin library")
         _loaded[path] = found  # keep it loaded: running plans use its code
 
 

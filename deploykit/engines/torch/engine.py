@@ -98,12 +98,18 @@ class TorchEngine(Engine):
             raise DeploykitError(f"{self._where}: the engine is closed")
         self._guard.check_process()
         check_feeds(self.inputs, feeds, self._where)
-        arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
-        with module_errors(f"{self._where}: the model failed"), torch.inference_mode():
-            tensors = [  # copies, as a module may write to its inputs; numpy lacks bfloat16
-                torch.from_numpy(array).to(self.device, self._dtype(spec), copy=True)
-                for array, spec in zip(arrays, self.inputs, strict=True)
-            ]
+        with module_errors(f"{self._where}: the model failed"):
+            return self._run(feeds, self._floats)
+
+    def _run(self, feeds: Arrays, floats: Any) -> dict[str, np.ndarray]:
+        """Run the module on inputs whose floats have the type `floats`, None: that of the specs."""
+        tensors = []
+        for spec in self.inputs:  # copies, as a module may write to its inputs
+            dtype = getattr(torch, spec.dtype)  # numpy lacks bfloat16
+            dtype = floats if floats and dtype.is_floating_point else dtype
+            array = np.require(feeds[spec.name], requirements=["C", "W"])
+            tensors.append(torch.from_numpy(array).to(self.device, dtype, copy=True))
+        with torch.inference_mode():
             values = [to_numpy(value).copy() for value in self._module(*tensors)]
         if len(values) != len(self.outputs):
             raise BadInput(
@@ -112,22 +118,11 @@ class TorchEngine(Engine):
             )
         return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
 
-    def _dtype(self, spec: TensorSpec) -> Any:
-        dtype = getattr(torch, spec.dtype)
-        return self._floats if self._floats and dtype.is_floating_point else dtype
-
     def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Return the outputs for `feeds` in float64. Raises BadInput if the model cannot."""
-        arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         failed = module_errors(f"{self._where}: in float64 the model failed")
         with failed, torch.inference_mode(), _in_double(self._module):
-            tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
-            tensors = [
-                each.to(torch.float64 if each.is_floating_point() else each.dtype, copy=True)
-                for each in tensors
-            ]
-            values = [to_numpy(value).copy() for value in self._module(*tensors)]
-        return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
+            return self._run(feeds, torch.float64)
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         """Yield the model, named "(model)", and its modules by their names."""

@@ -132,8 +132,10 @@ def describe_module(
     ran_pickle: bool = False,
     notes: Sequence[str] = (),
     example: Example | None = None,
+    preset: Preset | None = None,
 ) -> Loaded:
-    """Find the outputs of a module without specs, by running it. Raises BadInput."""
+    """Find the outputs of a module, by running it. `inputs`: else those of `preset`."""
+    inputs = tuple(inputs) or (preset.inputs if preset else ())
     if not inputs:
         raise undescribed(where, inputs=True)
     configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
@@ -162,12 +164,13 @@ def describe_module(
     ]
     return Loaded(
         adapter,
-        tuple(inputs),
+        inputs,
         found.outputs,
         source,
         ran_pickle=ran_pickle,
         notes=(*notes, *cached, *more, *sizes),
         limits=found.limits,
+        preset=preset,
         sizes=found.sizes,
         example=example,
     )
@@ -209,9 +212,7 @@ def load_live(module: Any, inputs: Sequence[TensorSpec], example: Example | None
     with module_errors(name):
         copied = _copy(_unwrap(module))
         preset = preset_of(copied)
-        inputs = inputs or (preset.inputs if preset else ())
-        loaded = describe_module(name, copied, inputs, "module", example=example)
-        return replace(loaded, preset=preset)
+        return describe_module(name, copied, inputs, "module", example=example, preset=preset)
 
 
 def hash_weights(module: Any) -> str:

@@ -6,7 +6,6 @@ with deploykit, and no other Python object.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, NotFound, first_line, users_code
+from deploykit.core.errors import BadInput, NotFound, users_code
 from deploykit.core.extras import require
-from deploykit.core.files import atomic_write, check_readable
+from deploykit.core.files import atomic_write, check_readable, read_json
 from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
@@ -238,31 +237,25 @@ def load_module(
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        raise nameless(path, content.value) or undescribed(path, arch=True, inputs=not inputs)
+        if known := recognise(content.value, path):
+            raise BadInput(
+                f"{path}: does not say what the model is; these are the weights of torchvision's "
+                f"{known}",
+                hint=f"`arch` {known}",
+            )
+        raise undescribed(path, arch=True, inputs=not inputs)
     module, built_with = build_module(arch, content.arguments, content.value)
-    preset = preset_of(module, arch, path)
-    inputs = tuple(inputs) or (preset.inputs if preset else ())
-    if not inputs:
-        raise undescribed(path, inputs=True)
-    notes = (
-        *content.notes,
-        *built_with,
-        *copy_weights(path, module, content.value, content.source),
-    )
+    copied = copy_weights(path, module, content.value, content.source)
     with module_errors(path):
-        loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
-    return replace(loaded, preset=preset)
-
-
-def nameless(path: Path, weights: Mapping[str, Any]) -> BadInput | None:
-    """Return the error for weights alone that a library's model has, which names that model."""
-    known = recognise(weights, path)
-    if known is None:
-        return None
-    return BadInput(
-        f"{path}: does not say what the model is; these are the weights of torchvision's {known}",
-        hint=f"`arch` {known}",
-    )
+        return describe_module(
+            path,
+            module,
+            inputs,
+            content.source,
+            notes=(*content.notes, *built_with, *copied),
+            example=example,
+            preset=preset_of(module, arch, path),
+        )
 
 
 def model_files(path: Path) -> list[Path]:
@@ -298,17 +291,16 @@ def _from_whole_model(
     with module_errors(path):
         if content.source != "torch.export":
             module, notes = in_float32(content.value.cpu())
-            preset = preset_of(module)
-            loaded = describe_module(
+            return describe_module(
                 path,
                 module,
-                inputs or (preset.inputs if preset else ()),
+                inputs,
                 content.source,
                 ran_pickle=content.ran_pickle,
                 notes=(*content.notes, *notes),
                 example=example,
+                preset=preset_of(module),
             )
-            return replace(loaded, preset=preset)
         program = open_program(str(path), content.value, inputs)
     return Loaded(
         program.module,
@@ -447,8 +439,7 @@ def load_folder(
 ) -> Loaded:
     """Load the model that config.json names under `architectures`, in float32.
 
-    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
-    MissingExtra.
+    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput, MissingExtra.
     """
     if arch is not None:
         raise BadInput(
@@ -533,10 +524,7 @@ def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(check_readable(path).read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not readable JSON: {first_line(exc)}") from exc
+    found: dict[str, Any] = read_json(path)
     if not isinstance(found, dict):
         raise BadInput(f"{path}: is not a JSON object")
     return found
