@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -115,6 +118,27 @@ def test_in_the_time_to_drain_all_requests_are_answered_but_readiness(
         with frames(server.server.grpc_port or 0) as other:
             assert other.call(1, infer_bytes()).status == 0
             assert server.stop() == 0
+
+
+def test_a_client_that_connects_before_the_ports_close_is_answered() -> None:
+    with running(drain_s=0.3) as server:
+        port, seen = server.port, Counter[int]()
+
+        def ask() -> None:
+            # reset: it came after the last `accept` and before the port was closed
+            with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):
+                while True:
+                    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as client:
+                        client.sendall(INFER)
+                        seen[int(client.recv(1 << 16).split(b" ", 2)[1])] += 1
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for each in threads:
+            each.start()
+        server.server.stop()
+        for each in threads:
+            each.join()
+        assert seen.keys() == {200}
 
 
 @pytest.mark.parametrize(
