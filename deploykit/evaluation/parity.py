@@ -170,11 +170,12 @@ def _check_same(
         )
     for name, spec in left.items():
         other = right[name]
-        fits = kind == "output" or len(spec.shape) == len(other.shape)
-        fits = fits and all(
-            isinstance(x, str) or isinstance(y, str) or x == y
-            for x, y in zip(spec.shape, other.shape, strict=kind == "input")
-            if kind == "input"
+        fits = kind == "output" or (
+            len(spec.shape) == len(other.shape)
+            and all(
+                isinstance(x, str) or isinstance(y, str) or x == y
+                for x, y in zip(spec.shape, other.shape, strict=True)
+            )
         )
         if spec.dtype != other.dtype or not fits:
             raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
@@ -394,16 +395,18 @@ def comparison_feeds(
     samples: Samples | None,
     graph: Path | None,
     sizes: Mapping[str, int] | None = None,
+    most: int = MOST_SAMPLES,
 ) -> tuple[list[Feeds], tuple[str, ...]]:
     """Return the inputs to compare two engines on, in batches that both take, and notes.
 
     They are the samples, where there are any, else random inputs at several sizes of the dynamic
     axes, see `sizes_that_run`. `graph`: the ONNX file that shows how many rows fit into memory;
     None where there is none. `sizes`: those that the user chose, of some axes or of the batch.
+    `most`: rows of a batch.
     """
     limits = {**first.limits, **second.limits}
-    least, most = limits.get(BATCH, (1, None))
-    usual = min(MOST_SAMPLES, most or MOST_SAMPLES)
+    least, high = limits.get(BATCH, (1, None))
+    usual = min(high or most, *(engine.max_batch or most for engine in (first, second)), most)
     if samples is not None:
         usual, notes = rows_that_run(first, samples, usual)
         size, used = samples.batching(usual, (*first.inputs, *second.inputs))
@@ -412,6 +415,9 @@ def comparison_feeds(
             return list(samples.batches(size)), notes
         rows = max(least, rows_that_fit([next(samples.batches(size))], graph))
         return list(samples.batches(min(size, rows))), rows_note(rows, usual)
+    for axis in batch_axes(first.inputs):
+        low, high = limits.get(axis, (1, None))
+        limits[axis] = low, min(usual, high or usual)
     found, notes = sizes_that_run(first, sizes or {}, limits)
     feeds = feeds_at_sizes(first.inputs, sizes=found)
     if graph is None:

@@ -33,6 +33,7 @@ from deploykit.evaluation.artefacts import (
     reject,
     stage,
 )
+from deploykit.evaluation.evaluation import NOTHING_FOUND
 from deploykit.evaluation.outputs import named_files
 from deploykit.evaluation.parity import sizes_that_run
 from deploykit.graph.graph import Graph
@@ -219,6 +220,8 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     half = "fp16" in (to, made.evidence.quantize and made.evidence.quantize.other_nodes)
     if half and made.evidence.calibration is None:
         hints[0] = "give `calib`: nodes that overflow float16 on these inputs stay in float32"
+    if NOTHING_FOUND in evaluation.why:
+        hints = ["give `calib` or `data` on which the model finds something"]
     if half and evaluation.sqnr_db == -math.inf:
         hints.append("bf16 has the range of float32")
     if to != "auto":
