@@ -111,21 +111,22 @@ def predict_items(
     """
     artefact = Artefact.open(engine)
     task = artefact.task
-    for name in files:
-        if not Path(name).is_dir():
-            try:
+    try:
+        for name in files:
+            if not Path(name).is_dir():
                 check_readable(Path(name))
-            except NotFound as exc:
-                exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
-                raise
+    except NotFound as exc:
+        exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
+        raise
     if task is None:
         raise BadInput(
             f"{artefact}: has no task, so it takes only tensors",
             hint="export it with `task`; or give its inputs as an .npz file, and `out`",
         )
-    if out is not None:
-        is_table = Path(out).suffix.lower() == ".csv"
-        out = claim(out, ANSWER_TABLE if is_table else ANSWERS, (engine, *files), force=force)
+    path = None if out is None else Path(out)
+    if path is not None:
+        kind = ANSWER_TABLE if path.suffix.lower() == ".csv" else ANSWERS
+        path = claim(path, kind, (engine, *files), force=force)
     suffixes = _IMAGE_FILES if task.image else _TEXT_FILES
     found = [str(f) for path in files for f in _files_of(Path(path), suffixes, on_note)]
     names = [*found, *text]
@@ -134,23 +135,23 @@ def predict_items(
     count = len(found)
     (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
     answers: list[dict[str, Any]] = []
-    failed: list[str] | None = None if out is None else []
+    failed: list[str] | None = None if path is None else []
     with opened, ExitStack() as stack:
         steps, started = TaskEngine(opened, task), time.perf_counter()
-        keep: Callable[[str, dict[str, Any]], None] = lambda _, one: answers.append(one)  # noqa: E731
-        if out is not None:
-            keep = stack.enter_context(_answer_file(Path(out), task.kind))
+        keep = None if path is None else stack.enter_context(_answer_file(path, task.kind))
         for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
             some = range(at, min(at + MOST_ROWS, len(names)))
             items = [Path(names[n]) if n < count else names[n] for n in some]
             shown = [names[n] if n < count else f"text {n - count + 1}" for n in some]
             for n, one in zip(some, _answer(steps, items, shown, failed), strict=True):
-                keep(names[n], one)
+                if keep is not None:
+                    keep(names[n], one)
+                else:
+                    answers.append(one)
             on_progress(f"{some.stop}/{len(names)} items", some.stop / len(names))
         seconds = time.perf_counter() - started
     if failed:
         on_note(f"{len(failed)} of {len(names)} items could not be answered, such as {failed[0]}")
-    path = None if out is None else Path(out)
     given = (artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
     return Answered(*given, path, seconds)
 
@@ -512,23 +513,18 @@ class PartialOutputs:
         on outputs that do not join to one array, and on a full disk.
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
-        outputs = {
-            name: np.moveaxis(values, self._axis(name, values.shape, samples), 0)
-            if values.ndim
-            else values
-            for name, values in outputs.items()
-        }
+        rows: dict[str, np.ndarray] = {}
         for name, values in outputs.items():
-            if not np.ndim(values) and self._scalars.setdefault(name, values) != values:
+            if np.ndim(values):
+                rows[name] = np.moveaxis(values, self._axis(name, values.shape, samples), 0)
+            elif self._scalars.setdefault(name, values) == values:
+                rows[name] = np.full(samples, values)
+            else:
                 raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
-        outputs = {
-            name: values if np.ndim(values) else np.full(samples, values)
-            for name, values in outputs.items()
-        }
-        for name, values in outputs.items():
+        for name, values in rows.items():
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
-            for name, values in outputs.items():
+            for name, values in rows.items():
                 if values.dtype.hasobject:  # strings, one line of JSON for each sample
                     lines = "".join(f"{json.dumps(row)}\n" for row in values.tolist())
                     nbytes[name] = nbytes.get(name, 0) + self._files[name].write(lines.encode())

@@ -373,7 +373,7 @@ _LARGEST_BFLOAT16 = 0xFF * 2.0**120  # just below float32's
 
 _FLOAT = TensorProto.FLOAT
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
-_PAIR_OPSET = 19  # the first whose pairs take half scales
+PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
 _SCALE_ERROR = 1 / 254
 # Sums over a whole axis, and coordinates in pixels: 11 bits are too few whatever the range.
@@ -457,7 +457,7 @@ def to_half(
             f"the model computes nothing in float32: there is nothing to cast to {half.name}"
         )
     if any(node.op_type in _PAIR for node in editor.graph.node):
-        raise_opset(editor.model, _PAIR_OPSET)
+        raise_opset(editor.model, PAIR_OPSET)
     guarded = {  # Q/DQ nodes one of whose scales the half type cannot hold well
         node.name
         for node in editor.graph.node
