@@ -304,8 +304,10 @@ def evaluate_engines(
         return found
     from deploykit.evaluation.divergence import first_divergence
 
-    options = (job.samples, None, job.sizes, job.batch_size)
-    for feeds in comparison_feeds(reference, candidate, *options)[0]:
+    feeds_list, _ = comparison_feeds(
+        reference, candidate, job.samples, None, job.sizes, job.batch_size
+    )
+    for feeds in feeds_list:
         outputs = candidate(feeds).values()
         if all(np.isfinite(each).all() for each in outputs if each.dtype.kind == "f"):
             continue

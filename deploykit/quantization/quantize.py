@@ -35,7 +35,7 @@ from deploykit.evaluation.artefacts import (
 )
 from deploykit.evaluation.evaluation import NOTHING_FOUND
 from deploykit.evaluation.outputs import named_files
-from deploykit.evaluation.parity import sizes_that_run
+from deploykit.evaluation.parity import comparison_feeds
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
@@ -187,7 +187,9 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
     sizes_note: tuple[str, ...] = ()
     with open_both(job, graph) as (reference, candidate):
         if job.samples is None:
-            sizes_note = sizes_that_run(reference, job.sizes)[1]
+            sizes_note = comparison_feeds(
+                reference, candidate, None, None, job.sizes, job.batch_size
+            )[1]
         found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name, graph)
         samples = golden_samples(job, tmp, reference, candidate)
     notes = (*evidence.notes, *sizes_note, *accuracy_notes(job, found))
