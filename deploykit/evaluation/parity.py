@@ -56,7 +56,8 @@ def compare_engines(
     Raises BadInput when inputs, outputs or their shapes differ, or when there is nothing to
     compare. An exceeded bound does not raise: `Parity.raise_if_over` does.
     """
-    check_bound(max_error)
+    if not (math.isfinite(max_error) and max_error >= 0):  # NaN would pass anything
+        raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
     _check_same("input", a.inputs, b.inputs, names)
     _check_same("output", a.outputs, b.outputs, names)
     tallies: dict[tuple[str, int], _Tally] = {}
@@ -142,13 +143,6 @@ def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
         return dict(engine(feeds))
     parts = [engine({n: a[row : row + 1] for n, a in feeds.items()}) for row in range(rows)]
     return {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
-
-
-def check_bound(max_error: float) -> float:
-    """Return `max_error`. Raises BadInput if negative or not finite: NaN would pass anything."""
-    if not (math.isfinite(max_error) and max_error >= 0):
-        raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
-    return max_error
 
 
 def _check_same(

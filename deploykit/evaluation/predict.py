@@ -282,7 +282,7 @@ def predict(
         source = find_source(Path(data), opened.inputs, task=artefact.task)
         size = batch if batch_axes(opened.inputs) else 1
         places = {name: source.axes.get(own) for name, own in source.names.items()}
-        axes = _SampleAxes(opened, places)
+        axes = SampleAxes(opened, places)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)
         stack.enter_context(parts)
@@ -307,7 +307,7 @@ def predict(
         return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
 
 
-class _SampleAxes:
+class SampleAxes:
     """Finds the axis of samples of each output by its name, or its shape for the first samples.
 
     `axes`: those of the inputs.
@@ -462,7 +462,7 @@ class PartialOutputs:
     """Keeps outputs on disk so that a later run can resume. Use in `with`, one process at a time.
 
     `made_by`: names and values of all that the outputs depend on besides the samples. `axes`: finds
-    the axis of samples, 0 without it. `restart`: drop what there is. `dropped`: why an earlier run
+    the axis of samples. `restart`: drop what there is. `dropped`: why an earlier run
     was dropped, "" where none was.
     """
 
@@ -470,7 +470,7 @@ class PartialOutputs:
         self,
         out: Path,
         made_by: Mapping[str, str],
-        axes: _SampleAxes | None = None,
+        axes: SampleAxes,
         *,
         restart: bool = False,
     ) -> None:
@@ -516,7 +516,8 @@ class PartialOutputs:
         rows: dict[str, np.ndarray] = {}
         for name, values in outputs.items():
             if np.ndim(values):
-                rows[name] = np.moveaxis(values, self._axis(name, values.shape, samples), 0)
+                axis = self._axes.find(name, values.shape, samples)
+                rows[name] = np.moveaxis(values, axis, 0)
             elif self._scalars.setdefault(name, values) == values:
                 rows[name] = np.full(samples, values)
             else:
@@ -535,9 +536,6 @@ class PartialOutputs:
         if time.monotonic() - self._saved_s > _EVERY_S:
             self._save()
 
-    def _axis(self, name: str, shape: Sequence[int] = (), samples: int = 0) -> int:
-        return self._axes.find(name, shape, samples) if self._axes else 0
-
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all outputs by name, mapped from their files; strings are read."""
         self._save()
@@ -547,13 +545,13 @@ class PartialOutputs:
             if dtype.hasobject:
                 lines = Path(path).read_bytes()[: self.done.nbytes[name]].splitlines()
                 strings = np.array([json.loads(line) for line in lines], np.str_)
-                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axis(name))
+                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axes.find(name))
                 continue
             size, row_bytes = self.done.nbytes[name], math.prod(row) * dtype.itemsize
             shape = (size // row_bytes if row_bytes else self.done.samples, *row)
             empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
             values = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
-            found[name] = np.moveaxis(values, 0, self._axis(name))
+            found[name] = np.moveaxis(values, 0, self._axes.find(name))
         return found
 
     def finish(self) -> None:
@@ -598,7 +596,7 @@ class PartialOutputs:
             name: {
                 "dtype": dtype.str,
                 "row": row,
-                "axis": self._axis(name),
+                "axis": self._axes.find(name),
                 "bytes": self.done.nbytes.get(name, 0),
             }
             for name, (dtype, row) in self._kinds.items()
@@ -629,8 +627,7 @@ class PartialOutputs:
         try:
             for name, kind in state["outputs"].items():
                 self._kinds[name] = np.dtype(kind["dtype"]), tuple(kind["row"])
-                if self._axes is not None:
-                    self._axes.known[name] = kind.get("axis", 0)
+                self._axes.known[name] = kind.get("axis", 0)
                 self._open(name, "r+b")
                 nbytes[name] = size = kind["bytes"]
                 if self._files[name].seek(0, os.SEEK_END) < size:

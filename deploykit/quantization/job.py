@@ -298,7 +298,7 @@ def evaluate_engines(
         names=(job.model.name, name),
         batch_size=job.batch_size,
         sizes=job.sizes,
-        shares=_shares(job.source),
+        shares=share_outputs(job.source),
     )
     if converted is None or found.sqnr_db != -math.inf:
         return found
@@ -316,7 +316,7 @@ def evaluate_engines(
     return found
 
 
-def _shares(graph: Graph) -> set[str]:
+def share_outputs(graph: Graph) -> set[str]:
     """Return the outputs that a sigmoid makes, and nothing but its shape is changed."""
     makers = {name: node for node in graph.skeleton.graph.node for name in node.output}
     found = set()
