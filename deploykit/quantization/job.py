@@ -198,7 +198,7 @@ def prepare(
         notes = ()  # levels that need a newer one are steps that say so
     rows = batch_that_fits(source, axis_sizes(samples, source.inputs, 1))
     rows = min(rows, request.batch or rows)
-    if samples:
+    if samples and rows > 1:
         with load(model, "cpu") as engine:
             rows, single = rows_that_run(engine, calib or samples, rows)
         notes += single
