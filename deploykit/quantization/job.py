@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,26 +199,30 @@ def prepare(
         notes = ()  # levels that need a newer one are steps that say so
     rows = batch_that_fits(source, axis_sizes(samples, source.inputs, 1))
     rows = min(rows, request.batch or rows)
-    if samples and rows > 1:
-        with load(model, "cpu") as engine:
-            rows, single = rows_that_run(engine, calib or samples, rows)
-        notes += single
     if calib:
         on_progress("calibrating", 0.1)
         doubts = tuple(check_calibration(calib, source.inputs))
         # the check for float16 overflow needs no outliers left out
         pairs = request.to in (*CALIBRATED, "auto")
-        calibration = calibrate(
-            source,
-            calib,
-            method="mixed" if pairs else "minmax",
-            batch_size=rows,
-            places=places_to_choose_on(source, calib, rows) if pairs else (),
-        )
+        run = partial(calibrate, source, calib, method="mixed" if pairs else "minmax")
+        places = partial(places_to_choose_on, source, calib) if pairs else lambda _: ()
+        try:
+            calibration = run(places=places(rows), batch_size=rows)
+        except BadInput:
+            with load(model, "cpu") as engine:
+                rows, single = rows_that_run(engine, calib, rows)
+            if not single:
+                raise
+            notes += single
+            calibration = run(places=places(rows), batch_size=rows)
         record = calibration_record(request, calibration, doubts)
         notes = (*notes, *doubts, *_overlap(request, calib, test))
         scales = Scales(source, calibration, record, notes)
     else:
+        if test:
+            with load(model, "cpu") as engine:
+                rows, single = rows_that_run(engine, test, rows)
+            notes += single
         scales = Scales(source, notes=notes)
     return Job(model, request, calib, test, metric if labelled else None, scales, rows, sizes)
 
