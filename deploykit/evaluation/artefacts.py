@@ -89,8 +89,13 @@ class Made(Record):
 
     def _repr_html_(self) -> str:
         known = self.manifest
-        facts = html_tables.model_facts(known.inputs, known.outputs, known.precision)
-        facts = {"file": self.path, **facts, "notes": "; ".join(self.notes)}
+        facts = {
+            "file": self.path,
+            "inputs": ", ".join(map(str, known.inputs)),
+            "outputs": ", ".join(map(str, known.outputs)),
+            "nodes by precision": ", ".join(f"{name} {n}" for name, n in known.precision.items()),
+            "notes": "; ".join(self.notes),
+        }
         html = html_tables.facts_html(self.path.name, facts)
         if self.evaluation is not None:
             return html + html_tables.evaluation_html(self.evaluation)

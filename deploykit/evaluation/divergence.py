@@ -91,9 +91,8 @@ def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
     twins = _makers(b)
     by_stem: dict[str, str] = {}
     for name in twins:
-        by_stem.setdefault(
-            _TWIN.sub("", name), name
-        )  # the first: a node computes it, a Cast copies it
+        # the first: a node computes it, a Cast copies it
+        by_stem.setdefault(_TWIN.sub("", name), name)
     pairs = []
     for name, node in _makers(a).items():
         other = name if name in twins else by_stem.get(_TWIN.sub("", name))

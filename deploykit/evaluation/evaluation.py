@@ -7,22 +7,16 @@ the outputs do.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, Parity, ParityRow
-from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
-from deploykit.evaluation.parity import (
-    BOXES,
-    compare_engines,
-    feeds_at_sizes,
-    sizes_that_run,
-)
+from deploykit.evaluation.parity import BOXES, compare_engines, comparison_feeds
 from deploykit.evaluation.statistics import (
     pooled_share,
     samples_to_show_agreement,
@@ -35,6 +29,7 @@ MAX_DROP = 0.01  # one percentage point
 # weights passed while one sample in twelve kept its answer.
 MIN_SQNR_DB = 15.0
 _SMALL_SHARE = 1e-3
+NOTHING_FOUND = f"is below {_SMALL_SHARE:g} everywhere on these inputs"
 MIN_BOXES = 0.9  # share of the boxes that either found
 
 
@@ -65,9 +60,9 @@ def evaluate(
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        shares: outputs from 0 to 1. Where one is below 0.001 everywhere, as the map of a detector
-            that finds nothing, its SQNR says nothing and is left out.
         sizes: sizes of the random inputs' dynamic axes; others are those of `sizes_that_run`.
+        shares: outputs from 0 to 1. Where one is below 0.001 everywhere, as the map of a detector
+            that finds nothing, its SQNR says nothing: others decide, and none but such fails.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -81,7 +76,7 @@ def evaluate(
                 "`max_drop` needs samples",
                 hint="give labelled samples (or unlabelled ones, for agreement), or no bound",
             )
-        random = evaluation_feeds(reference, candidate, None, batch_size, sizes or {})
+        random, _ = comparison_feeds(reference, candidate, None, None, sizes, batch_size)
         parity = compare_engines(reference, candidate, random, names=names, random=True)
         return _without_labels(parity, None, None, None, shares)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
@@ -113,28 +108,6 @@ def evaluate(
     return _without_labels(parity, agreement, used, max_drop, shares)
 
 
-def evaluation_feeds(
-    reference: Engine,
-    candidate: Engine,
-    samples: Samples | None,
-    batch_size: int,
-    sizes: Mapping[str, int],
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the batches that `evaluate` runs: of the samples, else seeded inputs of several sizes.
-
-    No batch of these is above what either engine takes.
-    """
-    if samples is not None:
-        size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
-        yield from samples.first(used).batches(size)
-        return
-    limits = {**reference.limits, **candidate.limits}
-    most = [engine.max_batch or batch_size for engine in (reference, candidate)]
-    limits |= {axis: (1, min(batch_size, *most)) for axis in batch_axes(reference.inputs)}
-    found, _ = sizes_that_run(reference, sizes, limits)
-    yield from feeds_at_sizes(reference.inputs, sizes=found)
-
-
 def _broken(parity: Parity) -> str:
     row = next((row for row in parity.rows if row.floating and row.problem), None)
     return f"{_where(row)}: {row.problem}" if row else ""
@@ -154,26 +127,28 @@ def _without_labels(
     def verdict(passed: bool, reason: str) -> Evaluation:
         return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, MIN_SQNR_DB)
 
-    floating = [row for row in parity.rows if row.floating]
     if failed := _broken(parity) or _lost_boxes(parity):
         return verdict(False, failed)
     reasons = [*parity.warnings]
-    small = _small_shares(floating, shares)
+    every = [row for row in parity.rows if row.floating]
+    low = {row.output for row in every if row.sqnr_db < MIN_SQNR_DB}
+    large = {row.output for row in every if max(row.scale or 0.0, row.max_abs) >= _SMALL_SHARE}
+    small = (low & set(shares)) - large
+    floating = [row for row in every if row.output not in small] or every
     if small:
-        floating = [row for row in floating if row.output not in small]
         where = ", ".join(sorted(small))
-        reasons.append(f"'{where}' is below {_SMALL_SHARE:g} everywhere on these inputs")
+        reasons.append(f"'{where}' {NOTHING_FOUND}")
     if floating:
         worst = min(floating, key=lambda row: row.sqnr_db)
         text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
         if worst.sqnr_db < MIN_SQNR_DB:
-            return verdict(False, f"{text} below {MIN_SQNR_DB:g} dB")
+            return verdict(False, "; ".join([f"{text} below {MIN_SQNR_DB:g} dB", *reasons]))
         reasons.append(f"{text} {MIN_SQNR_DB:g} dB or more")
-    elif samples is None and not small:  # only integers, and no data that shows how many may differ
+    elif samples is None:  # only integers, and no data that shows how many may differ
         row = parity.worst
         passed = not row.problem
         return verdict(passed, f"{_where(row)}: {row.problem or 'all integers are equal'}")
-    elif not small:
+    else:
         max_drop = MAX_DROP if max_drop is None else max_drop
     if max_drop is not None:
         if agreement is None or samples is None:
@@ -194,12 +169,6 @@ def _lost_boxes(parity: Parity) -> str:
             share = f"{(row.agreement or 0.0) * 100:.4g} % of the boxes"
             return f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}"
     return ""
-
-
-def _small_shares(rows: Sequence[ParityRow], shares: Collection[str]) -> set[str]:
-    """Return the outputs among `shares` that are almost 0 on both sides, at every batch."""
-    large = {r.output for r in rows if max(r.scale or 0.0, r.max_abs) >= _SMALL_SHARE}
-    return {row.output for row in rows} & set(shares) - large
 
 
 def _agreement_verdict(agreement: Interval, n: int, max_drop: float) -> tuple[bool, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -85,17 +85,6 @@ def evaluation_html(evaluation: Evaluation) -> str:
     table = Table("Evaluation", ("", ""), rows, (0, 1))
     by = "No bound applies to this error: the evaluation above decides."
     return html_table(table) + html_table(parity_table(evaluation.parity.to_dict(), by))
-
-
-def model_facts(
-    inputs: Iterable[object], outputs: Iterable[object], precision: Mapping[str, int]
-) -> dict[str, object]:
-    """Return the facts that `facts_html` shows of a model."""
-    return {
-        "inputs": ", ".join(map(str, inputs)),
-        "outputs": ", ".join(map(str, outputs)),
-        "nodes by precision": ", ".join(f"{name} {count}" for name, count in precision.items()),
-    }
 
 
 def facts_html(title: str, facts: Mapping[str, object]) -> str:

@@ -231,9 +231,4 @@ def percentile_ms(histogram: Mapping[str, Sequence[int]], q: float) -> float:
     rank = max(1, math.ceil(total * q / 100 - 1e-9))
     ends = itertools.accumulate(histogram["counts"])
     ended = (index for index, end in zip(histogram["bins"], ends, strict=True) if end >= rank)
-    return middle_ms(next(ended))
-
-
-def middle_ms(index: int) -> float:
-    """Return the (geometric) middle of a bin, in ms."""
-    return float(GROWTH ** (index + 0.5)) / 1e3
+    return float(GROWTH ** (next(ended) + 0.5)) / 1e3  # the geometric middle of the bin

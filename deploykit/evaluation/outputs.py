@@ -29,7 +29,6 @@ from deploykit.core.task import TOKENIZER
 from deploykit.graph.facts import external_files
 
 PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
-CURVE = "curve"  # an SVG of a training run
 ANSWERS = "answers"  # JSON Lines: a file and its answer
 ANSWER_TABLE = "answer table"  # the same as CSV
 REPORT = ("report.json", "report.md", "report.html")
@@ -44,33 +43,31 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     "torch": (".pt", ".pth", ".ckpt"),
     PREDICTIONS: (".npz",),
     SPLIT: (".npz",),
-    CURVE: (".svg",),
     ANSWERS: (".jsonl",),
     ANSWER_TABLE: (".csv",),
 }
 _MARKS = {  # kind -> what the first or the last bytes of a file of deploykit's hold
     PREDICTIONS: b"deploykit predictions",
     SPLIT: b"deploykit split",
-    CURVE: b"deploykit: training curve",
     ANSWERS: b'", "answer": ',
     ANSWER_TABLE: b"file,error,",
 }
-_OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
-_KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
+_OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .svg"
+_KNOWN = {end for ends in _ENDS.values() for end in ends} | {".jpeg", *_OTHERS.split()}
 
 
 def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = False) -> Path:
     """Return the path of an output once it, and the files next to it, may be written.
 
-    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS, SPLIT, CURVE or ANSWERS. `inputs`: all that
-    the command reads: paths and artefacts; anything else is skipped. Raises BadInput.
+    `kind`: one of `_ENDS`. `inputs`: all that the command reads: paths and artefacts; anything else
+    is skipped. Raises BadInput.
     """
     place = Path(out)
     end = place.suffix.lower()
     if end in _KNOWN - set(_ENDS[kind]):
         raise BadInput(
             f"{place}: the name says {end}, and the file would be {_ENDS[kind][0]}",
-            hint=f"`{'curve' if kind == CURVE else 'out'}` {place.with_suffix(_ENDS[kind][0])}",
+            hint=f"`out` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
     given = tuple(paths(inputs))
@@ -120,47 +117,27 @@ def claim_splits(folder: StrPath, inputs: Iterable[object], *, force: bool = Fal
 
 
 def claim_run(
-    inputs: Iterable[object],
-    *,
-    curve: Path | None = None,
-    checkpoint: Path | None = None,
-    tensorboard: Path | None = None,
-    force: bool = False,
+    inputs: Iterable[object], *, checkpoint: Path | None = None, tensorboard: Path | None = None
 ) -> None:
     """Check what a training run writes next to its model. Raises BadInput.
 
     `checkpoint` may exist: the run that resumes from it checks its contents.
     """
-    given = tuple(inputs)
     if checkpoint is not None:
+        given, end = tuple(inputs), checkpoint.suffix.lower()
         check_writable(checkpoint)
         check_inputs((checkpoint,), tuple(paths(given)))
-        _check_apart("checkpoint", checkpoint, ".ckpt", filter(None, (*given, curve)))
-    if curve is not None:
-        claim(curve, CURVE, given, force=force)
+        hint = f"give it a file of its own: `checkpoint` {checkpoint.with_suffix('.ckpt')}"
+        if end in _KNOWN - {".ckpt"}:
+            raise BadInput(f"`checkpoint` {checkpoint}: the name says {end}", hint=hint)
+        for other in filter(None, given):
+            if checkpoint.resolve() == Path(str(other)).resolve():
+                raise BadInput(
+                    f"`checkpoint` {checkpoint}: is another file of this command, {other}",
+                    hint=hint,
+                )
     if tensorboard is not None:
         make_folder(tensorboard)
-
-
-def claim_cache(cache: StrPath, inputs: Iterable[object], out: Path) -> None:
-    """Check the file that TensorRT's timings are read from and written to. Raises BadInput.
-
-    `inputs`: everything else that the command reads; `out`: the engine.
-    """
-    others = (out, rejected(out), *_next_to(out), *paths(inputs))
-    _check_apart("timing_cache", Path(cache), ".cache", others)
-
-
-def _check_apart(parameter: str, place: Path, end: str, others: Iterable[object]) -> None:
-    """Raise BadInput for a file that is another one of the command, or has another's suffix."""
-    hint = f"give it a file of its own: `{parameter}` {place.with_suffix(end)}"
-    if place.suffix.lower() in _KNOWN - {end}:
-        raise BadInput(f"`{parameter}` {place}: the name says {place.suffix}", hint=hint)
-    for other in others:
-        if place.resolve() == Path(str(other)).resolve():
-            raise BadInput(
-                f"`{parameter}` {place}: is another file of this command, {other}", hint=hint
-            )
 
 
 def named_files(*references: str | None) -> list[str]:

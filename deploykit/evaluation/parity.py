@@ -56,7 +56,8 @@ def compare_engines(
     Raises BadInput when inputs, outputs or their shapes differ, or when there is nothing to
     compare. An exceeded bound does not raise: `Parity.raise_if_over` does.
     """
-    check_bound(max_error)
+    if not (math.isfinite(max_error) and max_error >= 0):  # NaN would pass anything
+        raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
     _check_same("input", a.inputs, b.inputs, names)
     _check_same("output", a.outputs, b.outputs, names)
     tallies: dict[tuple[str, int], _Tally] = {}
@@ -144,13 +145,6 @@ def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
     return {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
 
 
-def check_bound(max_error: float) -> float:
-    """Return `max_error`. Raises BadInput if negative or not finite: NaN would pass anything."""
-    if not (math.isfinite(max_error) and max_error >= 0):
-        raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
-    return max_error
-
-
 def _check_same(
     kind: str, a: Sequence[TensorSpec], b: Sequence[TensorSpec], names: tuple[str, str]
 ) -> None:
@@ -170,11 +164,12 @@ def _check_same(
         )
     for name, spec in left.items():
         other = right[name]
-        fits = kind == "output" or len(spec.shape) == len(other.shape)
-        fits = fits and all(
-            isinstance(x, str) or isinstance(y, str) or x == y
-            for x, y in zip(spec.shape, other.shape, strict=kind == "input")
-            if kind == "input"
+        fits = kind == "output" or (
+            len(spec.shape) == len(other.shape)
+            and all(
+                isinstance(x, str) or isinstance(y, str) or x == y
+                for x, y in zip(spec.shape, other.shape, strict=True)
+            )
         )
         if spec.dtype != other.dtype or not fits:
             raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
@@ -394,16 +389,18 @@ def comparison_feeds(
     samples: Samples | None,
     graph: Path | None,
     sizes: Mapping[str, int] | None = None,
+    most: int = MOST_SAMPLES,
 ) -> tuple[list[Feeds], tuple[str, ...]]:
     """Return the inputs to compare two engines on, in batches that both take, and notes.
 
     They are the samples, where there are any, else random inputs at several sizes of the dynamic
     axes, see `sizes_that_run`. `graph`: the ONNX file that shows how many rows fit into memory;
     None where there is none. `sizes`: those that the user chose, of some axes or of the batch.
+    `most`: rows of a batch.
     """
     limits = {**first.limits, **second.limits}
-    least, most = limits.get(BATCH, (1, None))
-    usual = min(MOST_SAMPLES, most or MOST_SAMPLES)
+    least, high = limits.get(BATCH, (1, None))
+    usual = min(high or most, *(engine.max_batch or most for engine in (first, second)), most)
     if samples is not None:
         usual, notes = rows_that_run(first, samples, usual)
         size, used = samples.batching(usual, (*first.inputs, *second.inputs))
@@ -412,6 +409,9 @@ def comparison_feeds(
             return list(samples.batches(size)), notes
         rows = max(least, rows_that_fit([next(samples.batches(size))], graph))
         return list(samples.batches(min(size, rows))), rows_note(rows, usual)
+    for axis in batch_axes(first.inputs):
+        low, high = limits.get(axis, (1, None))
+        limits[axis] = low, min(usual, high or usual)
     found, notes = sizes_that_run(first, sizes or {}, limits)
     feeds = feeds_at_sizes(first.inputs, sizes=found)
     if graph is None:

@@ -111,21 +111,22 @@ def predict_items(
     """
     artefact = Artefact.open(engine)
     task = artefact.task
-    for name in files:
-        if not Path(name).is_dir():
-            try:
+    try:
+        for name in files:
+            if not Path(name).is_dir():
                 check_readable(Path(name))
-            except NotFound as exc:
-                exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
-                raise
+    except NotFound as exc:
+        exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
+        raise
     if task is None:
         raise BadInput(
             f"{artefact}: has no task, so it takes only tensors",
             hint="export it with `task`; or give its inputs as an .npz file, and `out`",
         )
-    if out is not None:
-        is_table = Path(out).suffix.lower() == ".csv"
-        out = claim(out, ANSWER_TABLE if is_table else ANSWERS, (engine, *files), force=force)
+    path = None if out is None else Path(out)
+    if path is not None:
+        kind = ANSWER_TABLE if path.suffix.lower() == ".csv" else ANSWERS
+        path = claim(path, kind, (engine, *files), force=force)
     suffixes = _IMAGE_FILES if task.image else _TEXT_FILES
     found = [str(f) for path in files for f in _files_of(Path(path), suffixes, on_note)]
     names = [*found, *text]
@@ -134,23 +135,23 @@ def predict_items(
     count = len(found)
     (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
     answers: list[dict[str, Any]] = []
-    failed: list[str] | None = None if out is None else []
+    failed: list[str] | None = None if path is None else []
     with opened, ExitStack() as stack:
         steps, started = TaskEngine(opened, task), time.perf_counter()
-        keep: Callable[[str, dict[str, Any]], None] = lambda _, one: answers.append(one)  # noqa: E731
-        if out is not None:
-            keep = stack.enter_context(_answer_file(Path(out), task.kind))
+        keep = None if path is None else stack.enter_context(_answer_file(path, task.kind))
         for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
             some = range(at, min(at + MOST_ROWS, len(names)))
             items = [Path(names[n]) if n < count else names[n] for n in some]
             shown = [names[n] if n < count else f"text {n - count + 1}" for n in some]
             for n, one in zip(some, _answer(steps, items, shown, failed), strict=True):
-                keep(names[n], one)
+                if keep is not None:
+                    keep(names[n], one)
+                else:
+                    answers.append(one)
             on_progress(f"{some.stop}/{len(names)} items", some.stop / len(names))
         seconds = time.perf_counter() - started
     if failed:
         on_note(f"{len(failed)} of {len(names)} items could not be answered, such as {failed[0]}")
-    path = None if out is None else Path(out)
     given = (artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
     return Answered(*given, path, seconds)
 
@@ -281,7 +282,7 @@ def predict(
         source = find_source(Path(data), opened.inputs, task=artefact.task)
         size = batch if batch_axes(opened.inputs) else 1
         places = {name: source.axes.get(own) for name, own in source.names.items()}
-        axes = _SampleAxes(opened, places)
+        axes = SampleAxes(opened, places)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)
         stack.enter_context(parts)
@@ -306,7 +307,7 @@ def predict(
         return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
 
 
-class _SampleAxes:
+class SampleAxes:
     """Finds the axis of samples of each output by its name, or its shape for the first samples.
 
     `axes`: those of the inputs.
@@ -461,7 +462,7 @@ class PartialOutputs:
     """Keeps outputs on disk so that a later run can resume. Use in `with`, one process at a time.
 
     `made_by`: names and values of all that the outputs depend on besides the samples. `axes`: finds
-    the axis of samples, 0 without it. `restart`: drop what there is. `dropped`: why an earlier run
+    the axis of samples. `restart`: drop what there is. `dropped`: why an earlier run
     was dropped, "" where none was.
     """
 
@@ -469,7 +470,7 @@ class PartialOutputs:
         self,
         out: Path,
         made_by: Mapping[str, str],
-        axes: _SampleAxes | None = None,
+        axes: SampleAxes,
         *,
         restart: bool = False,
     ) -> None:
@@ -512,23 +513,19 @@ class PartialOutputs:
         on outputs that do not join to one array, and on a full disk.
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
-        outputs = {
-            name: np.moveaxis(values, self._axis(name, values.shape, samples), 0)
-            if values.ndim
-            else values
-            for name, values in outputs.items()
-        }
+        rows: dict[str, np.ndarray] = {}
         for name, values in outputs.items():
-            if not np.ndim(values) and self._scalars.setdefault(name, values) != values:
+            if np.ndim(values):
+                axis = self._axes.find(name, values.shape, samples)
+                rows[name] = np.moveaxis(values, axis, 0)
+            elif self._scalars.setdefault(name, values) == values:
+                rows[name] = np.full(samples, values)
+            else:
                 raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
-        outputs = {
-            name: values if np.ndim(values) else np.full(samples, values)
-            for name, values in outputs.items()
-        }
-        for name, values in outputs.items():
+        for name, values in rows.items():
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
-            for name, values in outputs.items():
+            for name, values in rows.items():
                 if values.dtype.hasobject:  # strings, one line of JSON for each sample
                     lines = "".join(f"{json.dumps(row)}\n" for row in values.tolist())
                     nbytes[name] = nbytes.get(name, 0) + self._files[name].write(lines.encode())
@@ -539,9 +536,6 @@ class PartialOutputs:
         if time.monotonic() - self._saved_s > _EVERY_S:
             self._save()
 
-    def _axis(self, name: str, shape: Sequence[int] = (), samples: int = 0) -> int:
-        return self._axes.find(name, shape, samples) if self._axes else 0
-
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all outputs by name, mapped from their files; strings are read."""
         self._save()
@@ -551,13 +545,13 @@ class PartialOutputs:
             if dtype.hasobject:
                 lines = Path(path).read_bytes()[: self.done.nbytes[name]].splitlines()
                 strings = np.array([json.loads(line) for line in lines], np.str_)
-                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axis(name))
+                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axes.find(name))
                 continue
             size, row_bytes = self.done.nbytes[name], math.prod(row) * dtype.itemsize
             shape = (size // row_bytes if row_bytes else self.done.samples, *row)
             empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
             values = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
-            found[name] = np.moveaxis(values, 0, self._axis(name))
+            found[name] = np.moveaxis(values, 0, self._axes.find(name))
         return found
 
     def finish(self) -> None:
@@ -602,7 +596,7 @@ class PartialOutputs:
             name: {
                 "dtype": dtype.str,
                 "row": row,
-                "axis": self._axis(name),
+                "axis": self._axes.find(name),
                 "bytes": self.done.nbytes.get(name, 0),
             }
             for name, (dtype, row) in self._kinds.items()
@@ -633,8 +627,7 @@ class PartialOutputs:
         try:
             for name, kind in state["outputs"].items():
                 self._kinds[name] = np.dtype(kind["dtype"]), tuple(kind["row"])
-                if self._axes is not None:
-                    self._axes.known[name] = kind.get("axis", 0)
+                self._axes.known[name] = kind.get("axis", 0)
                 self._open(name, "r+b")
                 nbytes[name] = size = kind["bytes"]
                 if self._files[name].seek(0, os.SEEK_END) < size:

@@ -175,14 +175,10 @@ def check_proven(
     parity, why = prove_engine(engine, path, manifest, graph, path.name)
     if parity is None:
         if not trust:
-            never = (
-                f"was proven on {' and '.join(filter(None, proven)) or 'another machine'} only"
-                if moved
-                else ""
-            )
+            places = " and ".join(filter(None, proven)) or "another machine"
+            state = f"was proven on {places} only" if moved else "was never run on its device"
             raise BadInput(
-                f"{path}: {never or 'was never run on its device'}, and cannot be proven here: "
-                f"{why}",
+                f"{path}: {state}, and cannot be proven here: {why}",
                 hint=f"put {manifest.built_on.get('model', 'its graph')} next to it, build it "
                 "here, or open it unproven with `trust`",
             )

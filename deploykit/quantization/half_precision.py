@@ -180,19 +180,16 @@ def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> tuple[se
     masked = _masked(editor.graph, stored, held) if stored or held else None
     if masked is None:
         return set(), set()
-    return _change_constants(editor, types, masks, clamp), masked
+    return _change_constants(editor, types, clamp), masked
 
 
 def clamp_to(editor: Editor, types: Mapping[str, int], most: float) -> set[str]:
     """Replace finite constants beyond +-`most` by it; returns the new constants."""
 
-    def beyond(values: np.ndarray) -> bool:
-        return bool((np.isfinite(values) & (np.abs(values) > most)).any())
-
     def clamp(values: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(values), np.clip(values, -most, most), values)
 
-    return _change_constants(editor, types, beyond, clamp)
+    return _change_constants(editor, types, clamp)
 
 
 def _floats(editor: Editor, types: Mapping[str, int]) -> list[str]:
@@ -202,20 +199,20 @@ def _floats(editor: Editor, types: Mapping[str, int]) -> list[str]:
 def _change_constants(
     editor: Editor,
     types: Mapping[str, int],
-    wrong: Callable[[np.ndarray], bool],
     change: Callable[[np.ndarray], np.ndarray],
 ) -> set[str]:
-    """Replace the float32 constants that are `wrong`, in attributes of nodes too."""
+    """Replace the float32 constants that `change` changes, in attributes of nodes too."""
     new = {}
     for name in _floats(editor, types):
-        if wrong(values := editor.array(name)):
-            new[name] = editor.store(f"{name}_clamp", change(values).astype(np.float32))
+        values = editor.array(name)
+        if not np.array_equal(changed := change(values), values, equal_nan=True):
+            new[name] = editor.store(f"{name}_clamp", changed.astype(np.float32))
     for node in all_nodes(editor.graph):
         for place, name in enumerate(node.input):
             node.input[place] = new.get(name, name)
         for attribute, values in zip(node.attribute, attribute_floats(node), strict=True):
-            if wrong(values):
-                store_floats(attribute, change(values).astype(np.float32))
+            if not np.array_equal(changed := change(values), values, equal_nan=True):
+                store_floats(attribute, changed.astype(np.float32))
     return set(new.values())
 
 
@@ -373,7 +370,7 @@ _LARGEST_BFLOAT16 = 0xFF * 2.0**120  # just below float32's
 
 _FLOAT = TensorProto.FLOAT
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
-_PAIR_OPSET = 19  # the first whose pairs take half scales
+PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
 _SCALE_ERROR = 1 / 254
 # Sums over a whole axis, and coordinates in pixels: 11 bits are too few whatever the range.
@@ -457,7 +454,7 @@ def to_half(
             f"the model computes nothing in float32: there is nothing to cast to {half.name}"
         )
     if any(node.op_type in _PAIR for node in editor.graph.node):
-        raise_opset(editor.model, _PAIR_OPSET)
+        raise_opset(editor.model, PAIR_OPSET)
     guarded = {  # Q/DQ nodes one of whose scales the half type cannot hold well
         node.name
         for node in editor.graph.node

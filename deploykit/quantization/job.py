@@ -33,11 +33,12 @@ from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
 from deploykit.evaluation.accuracy import Metric, find_metric
 from deploykit.evaluation.artefacts import Progress
-from deploykit.evaluation.evaluation import MAX_DROP, evaluate, evaluation_feeds
+from deploykit.evaluation.evaluation import MAX_DROP, NOTHING_FOUND, evaluate
 from deploykit.evaluation.parity import (
     MOST_SAMPLES,
     axis_sizes,
     batch_that_fits,
+    comparison_feeds,
     given_sizes,
     rows_that_run,
 )
@@ -302,13 +303,16 @@ def evaluate_engines(
         names=(job.model.name, name),
         batch_size=job.batch_size,
         sizes=job.sizes,
-        shares=_shares(job.source),
+        shares=share_outputs(job.source),
     )
     if converted is None or found.sqnr_db != -math.inf:
         return found
     from deploykit.evaluation.divergence import first_divergence
 
-    for feeds in evaluation_feeds(reference, candidate, job.samples, job.batch_size, job.sizes):
+    feeds_list, _ = comparison_feeds(
+        reference, candidate, job.samples, None, job.sizes, job.batch_size
+    )
+    for feeds in feeds_list:
         outputs = candidate(feeds).values()
         if all(np.isfinite(each).all() for each in outputs if each.dtype.kind == "f"):
             continue
@@ -317,15 +321,15 @@ def evaluate_engines(
     return found
 
 
-def _shares(graph: Graph) -> set[str]:
-    """Return the outputs that a sigmoid or softmax makes, and nothing but its shape is changed."""
+def share_outputs(graph: Graph) -> set[str]:
+    """Return the outputs that a sigmoid makes, and nothing but its shape is changed."""
     makers = {name: node for node in graph.skeleton.graph.node for name in node.output}
     found = set()
     for value in graph.skeleton.graph.output:
         node = makers.get(value.name)
         while node is not None and node.op_type in _RESHAPES:
             node = makers.get(node.input[0])
-        if node is not None and node.op_type in ("Sigmoid", "Softmax", "HardSigmoid"):
+        if node is not None and node.op_type in ("Sigmoid", "HardSigmoid"):
             found.add(value.name)
     return found
 
@@ -389,7 +393,7 @@ def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:
         return []
     on = job.samples.where if job.samples else "random inputs"
     notes = [f"accuracy not measured: no labelled data (`data`); agreement and SQNR are of {on}"]
-    if "everywhere on these inputs" in evaluation.why:
+    if NOTHING_FOUND in evaluation.why:
         notes.append(f"{evaluation.why}: give inputs on which the model finds something")
     agreement = evaluation.agreement
     if agreement is not None and agreement.value < _FEW_AGREE:

@@ -24,8 +24,8 @@ from deploykit.engines.engine import load
 from deploykit.evaluation.parity import compare_engines, comparison_feeds
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
+from deploykit.quantization.half_precision import PAIR_OPSET
 
-PAIR_OPSET = 19  # the first whose Q/DQ pairs take half scales
 _RAISED_BY_WRITERS = 13
 _MAX_ERROR = 1e-4  # the same arithmetic in other nodes
 

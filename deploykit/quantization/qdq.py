@@ -34,6 +34,7 @@ from deploykit.quantization.qdq_placement import (
     Placement,
     check_opset,
     edit_float32,
+    lacks_fp8_kernel,
     operators,
     place_pairs,
     quantizable_nodes,
@@ -110,14 +111,10 @@ def without_kernel(source: Graph, runtime: str, to: str) -> str:
     if to != "fp8":
         return ""
     editor = edit_float32(source)
-    every = quantizable_nodes(editor, operators(runtime, to))
-    left = len(every) - len(quantizable_nodes(editor, operators(runtime, to), to))
-    return (
-        f"{left} convolution(s) stay as they are: TensorRT has no FP8 kernel for groups, fewer "
-        "than 16 channels or windows above 32"
-        if left
-        else ""
-    )
+    nodes = [editor.graph.node[n] for n in quantizable_nodes(editor, operators(runtime, to))]
+    left = sum(lacks_fp8_kernel(node, editor.constants) for node in nodes)
+    note = "stay as they are: TensorRT has no FP8 kernel for groups, fewer than 16 channels or"
+    return f"{left} convolution(s) {note} windows above 32" if left else ""
 
 
 def _placement(

@@ -33,8 +33,9 @@ from deploykit.evaluation.artefacts import (
     reject,
     stage,
 )
+from deploykit.evaluation.evaluation import NOTHING_FOUND
 from deploykit.evaluation.outputs import named_files
-from deploykit.evaluation.parity import sizes_that_run
+from deploykit.evaluation.parity import comparison_feeds
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
@@ -186,7 +187,9 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
     sizes_note: tuple[str, ...] = ()
     with open_both(job, graph) as (reference, candidate):
         if job.samples is None:
-            sizes_note = sizes_that_run(reference, job.sizes)[1]
+            sizes_note = comparison_feeds(
+                reference, candidate, None, None, job.sizes, job.batch_size
+            )[1]
         found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name, graph)
         samples = golden_samples(job, tmp, reference, candidate)
     notes = (*evidence.notes, *sizes_note, *accuracy_notes(job, found))
@@ -219,6 +222,8 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     half = "fp16" in (to, made.evidence.quantize and made.evidence.quantize.other_nodes)
     if half and made.evidence.calibration is None:
         hints[0] = "give `calib`: nodes that overflow float16 on these inputs stay in float32"
+    if NOTHING_FOUND in evaluation.why:
+        hints = ["give `calib` or `data` on which the model finds something"]
     if half and evaluation.sqnr_db == -math.inf:
         hints.append("bf16 has the range of float32")
     if to != "auto":

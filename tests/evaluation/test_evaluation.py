@@ -392,19 +392,31 @@ def test_an_evaluation_is_written_as_json_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "noise", "shares", "passes"),
+    ("values", "of_candidate", "shares", "passes", "said"),
     [
-        (1e-6, 1e-6, ("y",), True),  # a detector that finds nothing
-        (1e-6, 1e-6, (), False),  # a quantity may be small
-        (1e-6, 2e-3, ("y",), False),  # one that finds something
-        (0.5, 0.4, ("y",), False),
+        ((1e-6, 1.0), (2e-6, 1.0), ("y",), True, True),  # a detector that finds nothing
+        ((1e-6,), (2e-6,), ("y",), False, True),  # nothing else shows that it is right
+        ((1e-6,), (1e-6,), ("y",), True, False),
+        ((1e-6, 1.0), (2e-6, 0.0), ("y",), False, True),
+        ((1e-6, 1.0), (2e-6, 1.0), (), False, False),  # a quantity may be small
+        ((1e-6, 1.0), (2e-3, 1.0), ("y",), False, False),  # one that finds something
+        ((0.5, 1.0), (0.9, 1.0), ("y",), False, False),
     ],
 )
+@pytest.mark.parametrize("samples", [None, samples_of(40, labelled=False)])
 def test_shares_that_find_nothing_do_not_fail_by_their_noise(
-    largest: float, noise: float, shares: tuple[str, ...], passes: bool
+    values: tuple[float, ...],
+    of_candidate: tuple[float, ...],
+    shares: tuple[str, ...],
+    passes: bool,
+    said: bool,
+    samples: Samples | None,
 ) -> None:
-    a = Function(lambda x: {"y": np.full_like(x, largest)})
-    b = Function(lambda x: {"y": np.full_like(x, largest + noise)})
-    found = evaluate(a, b, samples=samples_of(40, labelled=False), shares=shares)
+    def engine(each: tuple[float, ...]) -> Function:
+        outputs = dict(zip("yz", each, strict=False))
+        specs = [f"{name}:float32[N,4]" for name in outputs]
+        return Function(lambda x: {n: np.full_like(x, v) for n, v in outputs.items()}, *specs)
+
+    found = evaluate(engine(values), engine(of_candidate), samples=samples, shares=shares)
     assert found.passed is passes
-    assert ("below 0.001 everywhere" in found.why) is passes
+    assert ("below 0.001 everywhere" in found.why) is said

@@ -18,6 +18,7 @@ import deploykit as dk
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.evaluation import predict as partial
 from tests.support import onnx_zoo
+from tests.support.fake_engine import FakeEngine
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
@@ -176,7 +177,9 @@ def test_more_samples_at_the_end_go_on(model: Path, data: Path) -> None:
 
 def test_two_at_once_are_refused_and_the_first_goes_on(model: Path, data: Path) -> None:
     out = data.parent / "out.npz"
-    with partial.PartialOutputs(out, {}), pytest.raises(BadInput, match="another process is writ"):
+    axes = partial.SampleAxes(FakeEngine(), {"x": 0})
+    refused = pytest.raises(BadInput, match="another process is writ")
+    with partial.PartialOutputs(out, {}, axes), refused:
         run(model, data)
     assert run(model, data)[0] is not None
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import deploykit as dk
 from deploykit.building.build import build
 from deploykit.core.artefact import read_manifest
+from deploykit.graph.graph import Graph
+from deploykit.quantization.job import share_outputs
 from deploykit.quantization.quantize import quantize
 from tests.support.onnx_zoo import mnist_like, save
 
@@ -130,3 +133,18 @@ def test_a_build_in_int8_is_gated_on_the_file_that_it_writes(
     with pytest.raises(dk.GateFailed, match="the upper end of the drop"):
         build(model, "cpu", out=tmp_path / "g.onnx", max_drop=1e-6, **options)
     assert (tmp_path / "g.rejected.onnx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("y = Sigmoid(x)", {"y"}),
+        ("s = Sigmoid(x) y = Flatten(s)", {"y"}),
+        ("s = Sigmoid(x) y = Mul(s, x)", set()),
+        ("y = Softmax(x)", set()),  # its values add up to 1: their noise always says something
+    ],
+)
+def test_outputs_of_a_sigmoid_are_those_that_may_find_nothing(body: str, found: set[str]) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> '
+    text += f"g (float[N,4] x) => (float[N,4] y) {{ {body} }}"
+    assert share_outputs(Graph(onnx.parser.parse_model(text))) == found
