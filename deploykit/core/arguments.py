@@ -38,20 +38,13 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        known = signature(function).parameters  # Python itself refuses other names
-        names = [*list(known)[: len(args)], *(str(name) for name in kwargs)]
-        kinds = _types(function, [name for name in names if name in known])
-
-        def whole(name: str, value: object) -> Any:
-            kind = kinds.get(name)
-            return [value] if kind and not _fits(value, kind) and _fits([value], kind) else value
-
-        place = [whole(name, value) for name, value in zip(known, args, strict=False)]
-        named = {name: whole(name, value) for name, value in kwargs.items()}
-        given = {**dict(zip(known, place, strict=False)), **named}
-        check_arguments(function, {name: each for name, each in given.items() if name in known})
-        run: Callable[..., _R] = function
-        return run(*place, *args[len(place) :], **named)
+        bound = signature(function).bind(*args, **kwargs)
+        for name, kind in _types(function, bound.arguments).items():
+            value = bound.arguments[name]
+            if not _fits(value, kind) and _fits([value], kind):
+                bound.arguments[name] = [value]
+        check_arguments(function, bound.arguments)
+        return function(*bound.args, **bound.kwargs)
 
     return call
 

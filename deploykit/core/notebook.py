@@ -29,10 +29,8 @@ class Shown:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        facts = list(_facts(self))
-        rows = [(name.replace("_", " "), _text(value)) for name, value in facts]
-        found = _table(type(self).__name__, ("", ""), [row for row in rows if row[1]])
-        return found + "".join(table_of(name.replace("_", " "), value) for name, value in facts)
+        others = (table_of(name.replace("_", " "), value) for name, value in _facts(self))
+        return "".join([_facts_table(type(self).__name__, self), *others])
 
 
 def _facts(value: Any) -> Iterable[tuple[str, Any]]:
@@ -100,25 +98,26 @@ def _text(value: Any) -> str:
 def table_of(name: str, value: Any) -> str:
     """Return a table of an object, or of several or of dicts, with each fact that fits a cell."""
     if isinstance(value, Shown) and not _is_plain(value):
-        facts = [(key.replace("_", " "), _text(each)) for key, each in _facts(value)]
-        return _table(name, ("", ""), [row for row in facts if row[1]])
+        return _facts_table(name, value)
     if not isinstance(value, (tuple, list)) or all(map(_is_plain, value)):
         return ""
     known = [each for each in value if isinstance(each, Mapping) or dataclasses.is_dataclass(each)]
     rows = [each if isinstance(each, Mapping) else dict(_facts(each)) for each in known]
-    names = [key for key in dict.fromkeys(key for row in rows for key in row)
-             if any(_text(row.get(key)) for row in rows)]  # fmt: skip
+    names = list(dict.fromkeys(key for row in rows for key, each in row.items() if _text(each)))
     cells = [tuple(_text(row.get(key)) for key in names) for row in rows[:_ROWS]]
     more = f", the first {_ROWS} of {len(rows)}" * (len(rows) > _ROWS)
     return _table(name + more, tuple(key.replace("_", " ") for key in names), cells)
+
+
+def _facts_table(title: str, value: Any) -> str:
+    rows = [(name.replace("_", " "), _text(each)) for name, each in _facts(value)]
+    return _table(title, ("", ""), [row for row in rows if row[1]])
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows or not columns:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns) if any(columns) else ""
-    lines = [
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    ]  # fmt: skip
+    lines = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     caption = f'<caption style="text-align: left">{escape(title)}</caption>'
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

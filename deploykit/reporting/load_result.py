@@ -83,5 +83,4 @@ class LoadResult(Record):
             raise GateFailed("; ".join(self.unmet))
 
     def _repr_html_(self) -> str:
-
         return load_html(self.to_dict())

@@ -246,7 +246,6 @@ class Report:
         return {"report": VERSION, **_without_folders(json_value(self, *self.shown))}
 
     def _repr_html_(self) -> str:
-
         return report_html(self.to_dict())
 
 

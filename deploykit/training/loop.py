@@ -432,7 +432,7 @@ def run_training(
         shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
         run.notes += [f"on the test data: {', '.join(shown)}".replace("_", " ")] if shown else []
         figures |= report
-    return Trained(module, scores, figures, tuple(run.history), tuple(run.notes))
+    return Trained(module, scores, figures, recipe, splits, tuple(run.history), tuple(run.notes))
 
 
 @contextlib.contextmanager

@@ -50,12 +50,15 @@ class TrainingOptions:
 class Trained:
     """`module` in eval mode on the CPU; `scores`: the metric of each test sample, in order.
 
-    `history`: one entry per epoch. `notes`: what the user should know about the run.
+    `recipe` and `splits`: as they were trained, sized and checked. `history`: one entry per epoch.
+    `notes`: what the user should know about the run.
     """
 
     module: torch.nn.Module
     scores: np.ndarray
     figures: dict[str, Any]
+    recipe: Recipe
+    splits: Splits
     history: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
