@@ -83,11 +83,7 @@ def _styled(text: str, word: str) -> str:
 
 
 def _table_lines(table: Table, width: int | None) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their widest cell.
-
-    What is wider than `width` loses its empty columns, then wraps headers and text, then goes on
-    below, with the first column again. No cell is cut.
-    """
+    """Fit a table into `width`: drop empty columns, then wrap text, then continue below."""
     cells = [[one_line(cell) for cell in row] for row in (table.columns, *table.rows)]
     columns = dict(enumerate(zip(*cells, strict=True)))
     widths = {at: max(map(len, column)) for at, column in columns.items()}

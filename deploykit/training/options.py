@@ -127,10 +127,7 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device; `auto` is the first GPU that torch can use, else the CPU.
-
-    Raises BadInput or Unsupported.
-    """
+    """Return the device; `auto` is the first GPU that torch can use, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
