@@ -39,9 +39,7 @@ from deploykit.training import train
 
 RECIPE = "mnist-cnn"
 MAX_DROP = 0.02  # 540 test samples prove no less: one answer moves the bound 0.6 pp
-CONNECTIONS = 32
 READY_S = 60.0
-STOP_S = 30.0
 _STEPS = 9
 
 
@@ -162,7 +160,7 @@ def demo(
     best = _fastest(report, {BASELINE: built["fp32"], built["int8"].stem: built["int8"]})
     seconds = 1.0 if quick else 5.0
     with steps(f"serve {best.name} over HTTP, under load"), _server(best) as url:
-        closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
+        closed = load_test.load_test(url, concurrency=32, duration_s=seconds)
         quarter = max(1.0, closed.achieved_per_s.value / 4)
         serving = closed, load_test.load_test(url, rate=quarter, duration_s=seconds)
     report = replace(
@@ -201,7 +199,7 @@ def _server(engine: Path) -> Iterator[str]:
                 raise Unsupported(f"the server did not start: {why or f'not within {READY_S:g} s'}")
             yield f"http://{json.loads(ready)['http']}"
             process.terminate()
-            code = process.wait(timeout=STOP_S)
+            code = process.wait(timeout=30.0)
             if code != 0:
                 raise GateFailed(f"the server ended with exit code {code} on SIGTERM, not 0")
         finally:

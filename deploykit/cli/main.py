@@ -39,7 +39,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 10_000},
 )
 _EXIT_TERMINATED = 128 + signal.SIGTERM
-_ECHO_S = 1.0  # a second signal within this time is the same one
 
 
 class _Terminated(SystemExit):
@@ -171,11 +170,11 @@ def _exit_with(exc: Exception) -> NoReturn:
         output.error(exc)
         _exit(exc.exit_code)
     message = getattr(exc, "format_message", None)
-    if type(exc).__name__ == "NoArgsIsHelpError" and message is not None:
-        output.note(message())
-        _exit(BadInput.exit_code)
     if message is not None:
-        output.error(_usage_error(exc, str(message())))
+        if type(exc).__name__ == "NoArgsIsHelpError":
+            output.note(message())
+        else:
+            output.error(_usage_error(exc, str(message())))
         _exit(BadInput.exit_code)
     output.note(f"error: a bug in deploykit: {type(exc).__name__}: {output.one_line(str(exc))}")
     output.note("hint: run it again with --debug and report what it prints")
@@ -209,7 +208,7 @@ def _without_echoes(end: Callable[[], NoReturn]) -> Callable[[int, FrameType | N
     def handle(_number: int, _frame: FrameType | None) -> None:
         nonlocal last_s
         before_s, last_s = last_s, time.monotonic()
-        if last_s - before_s >= _ECHO_S:
+        if last_s - before_s >= 1.0:  # a second signal within this time is the same one
             end()
 
     return handle

@@ -20,7 +20,7 @@ from deploykit.cli.options import (
     api_arguments,
     described,
 )
-from deploykit.cli.output import Progress
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.prove import axis_sizes
 
 _ACCURACY = """
@@ -106,11 +106,7 @@ def train(
         options, line = {key: given[key] for key in names}, output.command_line()
         with Progress("train --compare-devices") as progress:
             table = time_devices(**options, command=line, on_progress=progress)
-        shown: list[output.Part] = [
-            against(table.to_dict()),
-            *table.verdict,
-            f"wrote {table.folder}",
-        ]
+        shown: list[Part] = [against(table.to_dict()), *table.verdict, f"wrote {table.folder}"]
         output.show(table, shown, as_json=as_json)
         return
     from deploykit.training import train as training

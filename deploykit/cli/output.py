@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from deploykit.core.errors import DeploykitError, GateFailed
 from deploykit.evaluation.formatting import Table
@@ -38,12 +38,6 @@ Part = str | Table
 spell: Callable[[str], str] = str  # spells parameter names as the running command does
 
 
-class JsonResult(Protocol):
-    """The result of an API function."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 def open_streams() -> None:
     """Make both streams accept any text; one that the caller closed (`>&-`) discards it."""
     while (free := os.open(os.devnull, os.O_RDWR)) < 3:
@@ -56,7 +50,7 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def show(result: JsonResult, parts: Sequence[Part], *, as_json: bool) -> None:
+def show(result: Any, parts: Sequence[Part], *, as_json: bool) -> None:
     """Print one JSON document, or lines and tables for people."""
     if as_json:
         show_json(result.to_dict())
@@ -89,11 +83,7 @@ def _styled(text: str, word: str) -> str:
 
 
 def _table_lines(table: Table, width: int | None) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their widest cell.
-
-    What is wider than `width` loses its empty columns, then wraps headers and text, then goes on
-    below, with the first column again. No cell is cut.
-    """
+    """Fit a table into `width`: drop empty columns, then wrap text, then continue below."""
     cells = [[one_line(cell) for cell in row] for row in (table.columns, *table.rows)]
     columns = dict(enumerate(zip(*cells, strict=True)))
     widths = {at: max(map(len, column)) for at, column in columns.items()}
@@ -250,11 +240,8 @@ class Progress:
         now_s = time.monotonic()
         verbose = logging.root.isEnabledFor(logging.INFO)
         step = _NUMBERS.sub("", message)  # "32/540 samples" and "64/540 samples" are one step
-        if verbose and step != self.step:
-            due = True
-        else:
-            due = not self.bar_only and now_s - self.last_s >= (1.0 if verbose else _QUIET_S)
-        if due:
+        due = not self.bar_only and now_s - self.last_s >= (1.0 if verbose else _QUIET_S)
+        if due or (verbose and step != self.step):
             self.step, self.last_s = step, now_s
             after = f", after {now_s - self.started_s:.1f} s" if verbose else ""
             note(f"{self.what}: {share * 100:3.0f} %  {message}{after}")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, TargetPlan
     from deploykit.planning.predict import Prediction
 
-_IN_FULL = 3  # more targets than this get one line each
 _HINTS = 5
 _MUCH, _LEAST = 0.5, 0.005  # share of a core, and of the operations
 _ENDS = ("limit", "memory", "fits", "joules at most")  # the last columns
@@ -72,7 +71,7 @@ def lines(result: Planned) -> list[Part]:
     ]
     answers = [line for target in result.targets for line in _answers(target, result)]
     found += [*answers, ""] if answers else []
-    if len(result.targets) <= _IN_FULL:
+    if len(result.targets) <= 3:  # more targets than this get one line each
         for target in result.targets:
             found += [*_in_full(target), ""]
     else:

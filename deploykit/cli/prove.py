@@ -142,17 +142,12 @@ def predict(
                 engine, data or [], **options, on_progress=progress, on_note=output.note_line
             )
         several = len(found.answers) > 1
-        answers_json = {
-            name: json.dumps(x, ensure_ascii=False) for name, x in found.answers.items()
-        }
         lines: list[Part] = [
-            f"{name}: {text}" if several else text for name, text in answers_json.items()
+            f"{name}: " * several + json.dumps(answer, ensure_ascii=False)
+            for name, answer in found.answers.items()
         ]
         if found.path is not None:
-            per_s = figure(found.files / found.seconds)
-            lines = [
-                f"wrote {found.path}: {found.files} files on {found.device}, {per_s} per second"
-            ]
+            lines = [_wrote(found.path, found.files, "files", found)]
         output.show(found, lines, as_json=as_json)
         return
     from deploykit.evaluation import predict as predicting
@@ -170,13 +165,8 @@ def predict(
                 engine, files, text=sentences, out=out, device=device, trust=trust, force=force,
                 on_progress=progress if out else lambda *_: None, on_note=output.note_line,
             )  # fmt: skip
-        shown: list[output.Part] = []
-        if out is None:
-            shown += tables.answered(answered)
-        else:
-            per_s = figure(len(answered.items) / max(answered.seconds, 1e-9))
-            what = f"{len(answered.items)} items on {answered.device}, {per_s} per second"
-            shown.append(f"wrote {out}: {what}")
+        count = len(answered.items)
+        shown = [_wrote(out, count, "items", answered)] if out else tables.answered(answered)
         output.show(answered, shown, as_json=as_json)
         return
     if len(files) != 1 or sentences:
@@ -195,6 +185,11 @@ def predict(
             on_note=output.note_line,
         )
     output.show(result, tables.predicted(result), as_json=as_json)
+
+
+def _wrote(path: Path, count: int, what: str, result: Any) -> Part:
+    per_s = figure(count / max(result.seconds, 1e-9))
+    return f"wrote {path}: {count} {what} on {result.device}, {per_s} per second"
 
 
 @described(f"""

@@ -35,18 +35,13 @@ def latency(value: Latency | None) -> str:
     """Show p50, p90 and p99 in milliseconds, with the number of samples."""
     if value is None:
         return "not measured: no request had a good answer"
-    parts = []
+    parts, lost = [], 100 * value.lost / (value.samples + value.lost)
     for name, item in percentiles(value):
         needs = value.needs.get(f"{name}_ms")
-        none = f"none: {lost(value)} had no good answer"
+        none = f"none: {figure(lost)} % had no good answer"
         why = f"too few, needs {needs:,} calls" if needs else none
         parts.append(f"{name} {ms(item) if item else why}")
     return ", ".join(parts) + f" (n = {value.samples:,})"
-
-
-def lost(value: Latency) -> str:
-    """Show the share of calls without an answer."""
-    return f"{figure(100 * value.lost / (value.samples + value.lost))} %"
 
 
 def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
@@ -374,14 +369,14 @@ def report(result: Report, folder: Path) -> list[Part]:
         *["✗: no verdict, for the reason below"] * bool(doubtful),
         "",
         *_layers(result),
-        *("warning: " * _is_doubt(sentence) + sentence for sentence in result.verdict),
+        *(
+            "warning: " * (each.startswith("The machine was busy") or " give no verdict: " in each)
+            + each
+            for each in result.verdict
+        ),
         "",
         f"report: {folder / 'report.html'}",
     ]
-
-
-def _is_doubt(sentence: str) -> bool:
-    return sentence.startswith("The machine was busy") or " give no verdict: " in sentence
 
 
 def _layers(result: Report) -> Iterator[Part]:

@@ -31,7 +31,6 @@ COLUMNS = ("layer", "operator", "ms", "share")
 NEVER = "∞"  # latency of a missing answer
 _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
 _DRAWN = 15  # most layers
-_ADDS_UP = 0.05  # share of a call by which the sum of its layers may differ
 _SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # slower calls
 _TICKS = (
     (2.0, "50 %"),
@@ -50,10 +49,7 @@ def _part(part: float, whole: float | None) -> str:
 
 
 def charts(document: Json) -> tuple[list[Figure], list[str]]:
-    """Return the charts that have data, and one sentence for each that has none.
-
-    No chart shows the speed of wrong outputs.
-    """
+    """Return the charts that have data, of right outputs, and a sentence for each without."""
     wrong = document["wrong"]
     points: list[Json] = [point for point in document["points"] if point["label"] not in wrong]
     document = {**document, "points": points}
@@ -420,7 +416,7 @@ def layer_note(found: Json) -> str:
     )
     if more_us > 0:
         text += f", {number(more_us)}{SPACE}µs more for each layer"
-    if abs(share - 1) > _ADDS_UP:
+    if abs(share - 1) > 0.05:  # share of a call by which the sum of its layers may differ
         text += f". NOT within 5{SPACE}%, so only the shares say something: the profiler takes "
         text += "time itself and may count whole microseconds, or other work ran meanwhile"
     return f"{text}."

@@ -29,7 +29,6 @@ CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encod
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _CONCLUSIONS = 6  # most in the summary; the others are below
 DISTURBED = "The machine was busy"  # the beginning of the sentence that says so
-_FRAME_PX = 560  # height in a notebook: one chart and its caption; more scroll
 
 
 def report_page(document: Mapping[str, Any]) -> str:
@@ -87,10 +86,7 @@ def html_page(title: str, content: str) -> str:
 
 
 def _headline(document: Mapping[str, Any], figures: str) -> str:
-    """Return the first sentence of the verdict, which is the doubt if there is one.
-
-    `figures`: the short table, where the machine was busy: it comes before that doubt.
-    """
+    """Return title and verdict; `figures`, before it, where the machine was busy."""
     first = (document["verdict"] or ["No verdict."])[0]
     unmet = not all(gate["passed"] for gate in document["gates"])
     kind = "verdict doubt" if document["throttled"] or unmet else "verdict"
@@ -156,5 +152,5 @@ def _frame(drawn: Sequence[Figure]) -> str:
     page = _e(html_page("Charts", "".join(map(figure_html, drawn))))
     return (
         f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
-        f'style="width: 100%; height: {_FRAME_PX}px; border: 0"></iframe>'
+        f'style="width: 100%; height: 560px; border: 0"></iframe>'
     )

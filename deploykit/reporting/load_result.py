@@ -49,9 +49,7 @@ class LoadResult(Record):
     client_busy: float  # share of one core that the generator used
     generator_limited: bool
     same_machine: bool
-    errors: Mapping[str, int] = field(
-        default_factory=dict
-    )  # the first few messages, with their count
+    errors: Mapping[str, int] = field(default_factory=dict)  # the first few messages: counts
     unsent: int = 0  # due when every connection that the generator may open was in use
     limits: tuple[str, ...] = ()
     behind: float = 0.0
@@ -83,5 +81,4 @@ class LoadResult(Record):
             raise GateFailed("; ".join(self.unmet))
 
     def _repr_html_(self) -> str:
-
         return load_html(self.to_dict())

@@ -17,7 +17,6 @@ from deploykit.core.json_value import Record
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # share of a core, and of all cores; the larger counts
 _STEAL, _HELD = 0.02, 0.01  # of the time
-_DISTURBED = 0.25  # share of the time, in stretches past the bound
 _ROW_S, _STRETCH_S = 0.5, 1.0  # shorter ones prove little: counters have steps of 0.01 s
 _STOP = "stop them, or move them to other CPUs, and measure again"
 _UNSEEN = "processes that are not visible from here"
@@ -256,7 +255,7 @@ def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
         for what, figure, cure in _disturbances(outside.during, bound_cores)
     ]
     share = outside.disturbed_s / outside.during.seconds if outside.during.seconds else 0.0
-    if not found and share > _DISTURBED:
+    if not found and share > 0.25:  # share of the time, in stretches past the bound
         who = outside.during.busiest or _UNSEEN
         found = [f"other processes, most of all {who}, ran in {share:.0%} of the time: {_STOP}"]
     return tuple(found)

@@ -205,8 +205,6 @@ def _runs(point: Point) -> str:
 
 # Choose the fastest point, and find the batch from which one setup is ahead of another.
 
-_SURE = 1.96  # standard deviations
-
 
 def crossover(
     points_a: Sequence[Point], points_b: Sequence[Point], by: str = "throughput"
@@ -255,14 +253,12 @@ def _ahead(a: Point, b: Point, by: str) -> bool:
     if by == "p50":
         ours, theirs = theirs, ours
     alone = sum(point.processes == 1 for point in (a, b))
-    least = max(PRACTICAL, _SURE * PROCESS_SPREAD * math.sqrt(alone))
+    least = max(PRACTICAL, 1.96 * PROCESS_SPREAD * math.sqrt(alone))  # standard deviations
     return ours.low > theirs.high and ours.value >= theirs.value * (1 + least)
 
 
 def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
-    found: dict[int, Point] = {}
-    for point in points:
-        if point.batch in found:
-            raise BadInput(f"batch {point.batch} is there twice on one side of a crossover")
-        found[point.batch] = point
+    found = {point.batch: point for point in points}
+    if len(found) < len(points):
+        raise BadInput("a batch is there twice on one side of a crossover")
     return found

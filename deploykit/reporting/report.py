@@ -206,21 +206,16 @@ class Report:
     @property
     def speedups(self) -> tuple[Speedup, ...]:
         pairs = _pairs(self.usable, self.baseline)
-        return tuple(
-            Speedup(point.label, point.scenario, point.batch, self.speedup(point, reference))
-            for point, reference in pairs
-        )
+        return tuple(Speedup(a.label, a.scenario, a.batch, self.speedup(a, b)) for a, b in pairs)
 
     @property
     def crossovers(self) -> tuple[Crossover, ...]:
         """The batch from which each other setup stays ahead of the baseline, if it ever does."""
         found, pairs = [], _pairs(self.usable, self.baseline)
         for scenario, label in dict.fromkeys((p.scenario, p.label) for p, _ in pairs):
-            same = [
-                pair for pair in pairs if (pair[0].scenario, pair[0].label) == (scenario, label)
-            ]
+            own = [(a, b) for a, b in pairs if (a.scenario, a.label) == (scenario, label)]
             for by in ("throughput", "p50"):
-                batch = crossover([a for a, _ in same], [b for _, b in same], by)
+                batch = crossover([a for a, _ in own], [b for _, b in own], by)
                 found.append(Crossover(label, self.baseline, scenario, by, batch))
         return tuple(found)
 
@@ -246,7 +241,6 @@ class Report:
         return {"report": VERSION, **_without_folders(json_value(self, *self.shown))}
 
     def _repr_html_(self) -> str:
-
         return report_html(self.to_dict())
 
 

@@ -26,7 +26,6 @@ from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of, load_label
 
 _MOST = 3  # most engines or reasons to name
-_INTEGER = ("int8", "uint8", "int4")
 _PAYS = 1.1  # factor of throughput that makes larger batches worth it
 _FAR = 0.25  # share of the roofline; below it neither arithmetic nor memory is the limit
 
@@ -197,11 +196,7 @@ def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> 
 
 
 def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> Point | None:
-    """Return the reference of a point: the baseline with the same sessions and threads.
-
-    A GPU's point is compared with the fastest on the CPU. If no baseline has the same settings, it
-    is another point of the baseline.
-    """
+    """Return a baseline, with the same settings if any has; for a GPU the fastest on the CPU."""
     if point.device != "cpu":
         cpu = [each for each in usable if each.device == "cpu" and _is_comparable(each, point)]
         return best(cpu) if cpu else None
@@ -292,18 +287,15 @@ class _Pair:
 
     def integer(self) -> str:
         """State whether INT8 beats float32 on the same device with as many threads."""
-        if self.candidate.precision not in _INTEGER:
+        if self.candidate.precision not in ("int8", "uint8", "int4"):
             return ""
         found: list[tuple[int, Interval]] = []
         for point in sorted(self.of(self.candidate.label), key=lambda point: point.batch):
-            same = (point.device, point.sessions, point.threads, point.batch, point.rounds)
-            like = [
-                p
-                for p in self.usable
-                if p.precision == "fp32"
-                and (p.device, p.sessions, p.threads, p.batch, p.rounds) == same
+            names = ("device", "sessions", "threads", "batch", "rounds")
+            same = [
+                p for p in self.usable if all(getattr(p, n) == getattr(point, n) for n in names)
             ]
-            if like:
+            if like := [p for p in same if p.precision == "fp32"]:
                 found.append((point.batch, self.report.speedup(point, best(like))))
         ends = list(dict.fromkeys(found[:1] + found[-1:]))
         if not ends:
@@ -326,11 +318,11 @@ class _Pair:
             no = f"no batch has {_PAYS}× the throughput of batch {first.batch}"
             return f"Batching does not pay: {no}."
         times = number(most.throughput_per_s.value / least.value)
-        text = f"Batching pays: batch {most.batch} has {times}× the throughput of batch"
+        text = f"batch {most.batch} has {times}× the throughput of batch {first.batch}"
         if first.latency.p50_ms and most.latency.p50_ms:
             slower = number(most.latency.p50_ms.value / first.latency.p50_ms.value)
-            return f"{text} {first.batch}, and calls that take {slower}× as long."
-        return f"{text} {first.batch}."
+            text += f", and calls that take {slower}× as long"
+        return f"Batching pays: {text}."
 
     def bound(self) -> str:
         """Name its limit by the share of a call that is not compute, else by the roofline."""

@@ -61,7 +61,7 @@ def check_splits(recipe: Recipe, splits: Splits) -> Splits:
         check_arguments(Splits, vars(splits))
     except BadInput as exc:
         raise BadInput(f"{where}: its {exc.message}") from None
-    parts = {
+    parts: dict[str, Any] = {
         part: _check_split(recipe, getattr(splits, part), f"{where}: its {part} data")
         for part in PARTS
     }
@@ -76,9 +76,7 @@ def check_splits(recipe: Recipe, splits: Splits) -> Splits:
         specs = [spec for spec in recipe.inputs if spec.name == image.tensor]
         if not specs or mismatch(specs[0], "uint8", (1, *size)):
             raise BadInput(f"{where}: its `image` does not describe one of the recipe's inputs")
-    return replace(
-        splits, train=parts["train"], calibration=parts["calibration"], test=parts["test"]
-    )
+    return replace(splits, **parts)
 
 
 def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
@@ -100,8 +98,9 @@ def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
     sizes["labels"] = len(labels)
     if len(set(sizes.values())) > 1:
         raise BadInput(f"{where} have different numbers of samples: {sizes}")
+    found = Split({name: arrays[name] for name in names}, labels)
     if not len(labels):
-        return Split({name: arrays[name] for name in names}, labels)
+        return found
     for spec in recipe.inputs:
         array = arrays[spec.name]
         wanted = replace(spec, shape=(BATCH, *spec.shape[1:]))
@@ -117,7 +116,7 @@ def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
                 f"{where} have labels from {low} to {high}; the model has {classes} classes, 0 to "
                 f"{classes - 1}"
             )
-    return Split({name: arrays[name] for name in names}, labels)
+    return found
 
 
 def check_outputs(recipe: Recipe, run: Any, split: Split, device: torch.device) -> None:
@@ -148,14 +147,12 @@ def check_outputs(recipe: Recipe, run: Any, split: Split, device: torch.device) 
 
 
 def shared_samples(splits: Splits) -> dict[str, dict[str, int]]:
-    """Find the samples that are in two splits, by a hash of their inputs' bytes.
-
-    Returns, for each pair of splits that share some, how many and the position of the `first`.
-    """
-    known = {}
-    for part in PARTS:
-        split = getattr(splits, part)
-        known[part] = list(digests(Samples(split.inputs, split.labels, splits.source)))
+    """Return how many samples each pair of splits shares, and the position of the `first`."""
+    known = {
+        part: list(digests(Samples(split.inputs, split.labels, splits.source)))
+        for part in PARTS
+        if (split := getattr(splits, part))
+    }
     found = {}
     for one, other in (("test", "train"), ("test", "calibration"), ("calibration", "train")):
         there = set(known[other])
@@ -180,9 +177,6 @@ def score_classes(splits: Splits, scores: np.ndarray) -> dict[str, dict[str, int
     }
 
 
-_FEW = 10  # test samples of a class
-
-
 def explain_score(
     low: float,
     classes: Mapping[str, Mapping[str, int]],
@@ -203,7 +197,7 @@ def explain_score(
                 f"always answering '{most}' is right for {share:.1%} of the test data: this score "
                 "is not surely better"
             )
-        if sizes[fewest] < _FEW:
+        if sizes[fewest] < 10:  # test samples of a class
             notes.append(
                 f"the test data have {sizes[fewest]} of '{fewest}': too few to conclude from"
             )

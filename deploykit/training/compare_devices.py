@@ -121,9 +121,9 @@ def compare_devices(
     """Time steps and batches of `recipe` on the CPU and a GPU, in each precision that they have.
 
     Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
-    one of three; an eighth and four times as much are the others. `augment`: change the images, as
-    `train` does; augmentation on each processor is timed anyway. `compile`: use torch.compile.
-    Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
+    one of three; an eighth and four times as much, at most all samples, are the others. `augment`:
+    change the images, as `train` does; augmentation on each processor is timed anyway. `compile`:
+    use torch.compile. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
@@ -131,7 +131,7 @@ def compare_devices(
     check_recipe(chosen)
     splits = read_splits(chosen, Path(data) if data else None)
     middle, samples = batch_size or chosen.batch_size, len(splits.train.labels)
-    batches = sorted({max(1, middle // 8), middle, 4 * middle})
+    batches = sorted({min(max(1, each), samples) for each in (middle // 8, middle, 4 * middle)})
     progress = on_progress or no_progress
     rows = time_devices(chosen, splits, batches, progress, augment=augment, compile=compile)
     table = DeviceTable(
@@ -319,10 +319,7 @@ def _time_of(count: float, rate: Interval) -> Interval:
 def _time_rows(
     timings: Sequence[_Timing], samples: int, epochs: int, on_progress: Progress
 ) -> list[DeviceRow]:
-    """Time the CPU's rows in turns: a busy second of the machine then slows each of them.
-
-    A GPU's come one after another, for the sake of its memory.
-    """
+    """Time the CPU's rows in turns, as the machine may be busy; a GPU's alone, for its memory."""
     wanted = [each for each in timings if each.row.absent is None]
     on_cpu = [each for each in wanted if each.row.device == "cpu"]
     done = 0
@@ -365,8 +362,7 @@ def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
             if gpu[batch].low <= max(cpu[batch].high for cpu in cpus if batch in cpu)
         ]
         won = [batch for batch in common if not lost or batch > lost[-1]]
-        entry = {"precision": precision, "batch": won[0] if won else None, "measured": common}
-        found.append(entry)
+        found.append({"precision": precision, "batch": won[0] if won else None, "measured": common})
     return found
 
 
@@ -414,12 +410,11 @@ def conclude(table: Any) -> list[str]:
 
 def conclude_augmentation(table: Any) -> list[str]:
     """Say where augmentation takes less time; say nothing where nothing was augmented."""
-    for each in find_crossovers(table.augmentation):
+    if crossovers := find_crossovers(table.augmentation):
+        (each,) = crossovers
         where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
-        batches = ", ".join(map(str, each["measured"]))
-        return [
-            f"The GPU augments batches in less time than the CPU {where} (measured: {batches})."
-        ]
+        where += f" (measured: {', '.join(map(str, each['measured']))})"
+        return [f"The GPU augments batches in less time than the CPU {where}."]
     absent = next((row.absent for row in table.augmentation if row.absent), "")
     for row in table.augmentation:
         if row.batch == table.batch and row.loader_ms is not None:
@@ -470,7 +465,8 @@ def against(document: Json) -> Table:
     rows, threads, gpus = {}, "", document["machine"].get("gpus") or ()
     for row in document["rows"]:
         threads = f", {row['threads']} threads" if row["threads"] else threads
-        both = [_find(document, d, row["precision"], row["batch"]) for d in ("cpu", "cuda")]
+        setup = row["precision"], row["batch"]
+        both = [_find(document["rows"], device, *setup) for device in PRECISIONS]
         rows[row["precision"], count(row["batch"])] = (*map(_rate, both), _times(*both))
     places = f"CPU{threads} (samples/s)", f"GPU{', ' * bool(gpus)}{gpus[0]['name'] if gpus else ''}"
     columns = ("precision", "batch", *places, "times")
@@ -479,7 +475,8 @@ def against(document: Json) -> Table:
 
 def _tables(document: Json) -> list[Table]:
     """Return the tables that have rows."""
-    own = [_find(document, device, "float32", document["batch"]) for device in ("cpu", "cuda")]
+    found, batch = document["rows"], document["batch"]
+    own = [_find(found, device, "float32", batch) for device in PRECISIONS]
     what = f"{document['recipe']} on this machine: {count(document['epochs'])} epochs of "
     what += f"{count(document['samples'])} samples at batch {document['batch']}, float32"
     keys, note = ("what", "cpu", "gpu", "times", "claim"), ""
@@ -496,20 +493,17 @@ def _tables(document: Json) -> list[Table]:
     columns = ("setup", "batch", "step (ms)", "loader (ms)", f"{document['epochs']} epochs (s)")
     note = f"Batches are {'' if document['augment'] else 'not '}augmented."
     parts = Table("Loader and compute apart", columns, tuple(rows), note=note)
-    found = (against(document), articles, parts, _augmentation(document))
-    return [each for each in (*found, machine({**document, "conditions": []})) if each.rows]
+    tables = (against(document), articles, parts, _augmentation(document))
+    return [each for each in (*tables, machine({**document, "conditions": []})) if each.rows]
 
 
 def _augmentation(document: Json) -> Table:
     """Return a row for each batch size: what augmenting it takes on each processor."""
-    sizes: dict[int, dict[str, Json]] = {}
-    for row in document["augmentation"]:
-        sizes.setdefault(row["batch"], {})[row["device"]] = row
-    rows, threads = [], next((row["threads"] for row in document["augmentation"]), 0)
-    for batch, places in sizes.items():
-        cpu, gpu = (places.get(device, {}) for device in ("cpu", "cuda"))
-        cells = (_rate(cpu, "loader_ms"), _rate(gpu, "loader_ms"))
-        rows.append((count(batch), *cells, _faster(cpu, gpu)))
+    found = document["augmentation"]
+    rows, threads = [], next((row["threads"] for row in found), 0)
+    for batch in dict.fromkeys(row["batch"] for row in found):
+        both = [_find(found, device, AUGMENTED, batch) for device in PRECISIONS]
+        rows.append((count(batch), *(_rate(each, "loader_ms") for each in both), _faster(*both)))
     columns = ("batch", f"CPU, workers: {threads} (ms)", "GPU (ms)", "faster")
     note = "From the images in memory until the augmented batch is where the steps run."
     return Table("Augmentation on each processor", columns, tuple(rows), (0, 3), note)
@@ -552,11 +546,9 @@ def _measured(document: Json) -> list[Json]:
     return [row for row in document["rows"] if row["samples_per_s"]]
 
 
-def _find(document: Json, *wanted: object) -> Json:
+def _find(rows: Sequence[Json], *wanted: object) -> Json:
     """Return the row of a device, precision and batch; {} where there is none."""
-    keys = ("device", "precision", "batch")
-    rows = (row for row in document["rows"] if tuple(row[key] for key in keys) == wanted)
-    return next(rows, {})
+    return next((r for r in rows if (r["device"], r["precision"], r["batch"]) == wanted), {})
 
 
 def _rate(row: Json, key: str = "samples_per_s") -> str:

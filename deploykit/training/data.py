@@ -104,7 +104,6 @@ class WaitClock:
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DRAWS = 8  # random numbers that a sample takes
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # values at once: in a core's cache, in little memory
-_GREY = (0.299, 0.587, 0.114)
 _FIXED = 1 << 16  # steps of a grey value whose mean is taken
 
 
@@ -204,7 +203,7 @@ class Augment(Record):
 def _grey(images_NCHW: torch.Tensor) -> torch.Tensor:
     """Return (N, 1, H, W): ITU-R BT.601 as in torchvision; the mean unless 3 channels."""
     channels = images_NCHW.unbind(1)
-    shares = _GREY if len(channels) == 3 else (1 / len(channels),) * len(channels)
+    shares = (0.299, 0.587, 0.114) if len(channels) == 3 else (1 / len(channels),) * len(channels)
     found: torch.Tensor = channels[0] * shares[0]
     for channel, share in zip(channels[1:], shares[1:], strict=True):
         found.add_(channel * share)
@@ -348,10 +347,7 @@ class Batches:
 
     @property
     def copied(self) -> bool:
-        """Return whether each batch is copied from the host to the device.
-
-        A tensor on the device "cuda" reports "cuda:0", which is not equal to "cuda".
-        """
+        """Return whether each batch is copied from the host to the device."""
         return self.labels.device.type == "cpu" and self.device.type != "cpu"
 
     def figures(self) -> dict[str, Any]:
@@ -424,10 +420,7 @@ def make_batches(
     group: Processes,
     augment_on: torch.device | None = None,
 ) -> Batches:
-    """Make the batches of a run; where the CPU augments, each free core makes some ahead.
-
-    Raises BadInput where the recipe has nothing to augment.
-    """
+    """Make the batches of a run; where the CPU augments, each free core makes some ahead."""
     augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
     workers = max(1, free_cores(settings.device)) if augment_on == CPU else 0
     seed = settings.options.seed
@@ -483,9 +476,6 @@ def free_cores(device: torch.device) -> int:
     return max(0, usable_cores() // processes - used)
 
 
-_GREATEST = 16.0  # the largest of scikit-learn's pixels
-
-
 def top1_per_sample(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
     """Return 1.0 for each sample whose largest logit is the label, else 0.0."""
     right: np.ndarray = (outputs["logits"].argmax(1) == labels).astype(np.float64)
@@ -499,7 +489,7 @@ def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np
     """
     digits = require("sklearn.datasets").load_digits()
     order = np.random.RandomState(0).permutation(len(digits.images))[:count]  # a stable stream
-    small = (digits.images[order] / _GREATEST).astype(np.float32)
+    small = (digits.images[order] / 16.0).astype(np.float32)  # the largest of scikit-learn's pixels
     resize = _linear(small.shape[1], side)
     large = np.clip(resize @ small @ resize.T, 0.0, 1.0)
     return large, digits.target[order].astype(np.int64)

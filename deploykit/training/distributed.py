@@ -24,7 +24,6 @@ import torch.distributed as dist
 from deploykit.core.errors import BadInput, Unsupported, first_line
 
 _LIMIT = datetime.timedelta(minutes=30)  # the longest wait for another process
-_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,7 @@ def join_processes(device: str) -> Iterator[Processes]:
 
 
 def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, shard: bool) -> Any:
-    """Return `run`, whose backward pass averages the gradients over the processes.
-
-    `shard`: FSDP2, which also spreads weights and the state of the optimiser.
-    """
+    """Average gradients over the processes; `shard`: spread weights and the optimiser (FSDP2)."""
     if group.size == 1:
         if shard:
             raise BadInput("`fsdp` needs several processes", hint="start them with torchrun")
@@ -143,14 +139,10 @@ def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def whole_state(module: torch.nn.Module) -> dict[str, Any]:
     """Return the weights of a sharded module, whole, on the CPU; all processes call it."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found: dict[str, Any] = get_model_state_dict(module, options=options)
-    return found
+    return dict(get_model_state_dict(module, options=options))
 
 
 def measure_scaling(
@@ -168,7 +160,7 @@ def measure_scaling(
 
     def median() -> float:
         times = []
-        for number in range(_REPEATS + 1):
+        for number in range(6):  # the first warms up
             started = time.perf_counter()
             gradients(*batch)
             if device.type == "cuda":

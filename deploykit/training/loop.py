@@ -177,11 +177,7 @@ _SAMPLES = 256  # at once
 
 
 def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.ndarray:
-    """Return the recipe's metric for each sample of `split`, shape (samples,), in float32.
-
-    Computed on the device that holds `module`, in eval mode; the mode is restored. Raises
-    OutOfMemory.
-    """
+    """Return the recipe's metric for each sample of `split`, computed where `module` is."""
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     run = before(module, recipe.inputs, recipe.preprocess).to(device)
     training = module.training
@@ -211,10 +207,7 @@ KEY = "deploykit_training_state"
 
 
 def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
-    """Read the state in `path`; None where there is no such file yet.
-
-    Raises BadInput for a file that is no state, or is that of another run, naming the difference.
-    """
+    """Read the state in `path`; None if there is no file. Raises BadInput for another run's."""
     if not path.exists():
         return None
     check_readable(path)
@@ -279,10 +272,7 @@ class Frozen:
 def start_from(
     module: torch.nn.Module, recipe: Recipe, weights: dict[str, torch.Tensor], where: Path
 ) -> list[str]:
-    """Copy `weights`, read from `where`, into the module or its backbone; returns notes.
-
-    Raises BadInput where they do not fit.
-    """
+    """Copy `weights`, read from `where`, into the module or its backbone; returns notes."""
     if recipe.backbone is None:
         return list(copy_weights(where, module, weights))
     name = recipe.backbone[0]
@@ -305,10 +295,7 @@ def start_from(
 def freeze(
     module: torch.nn.Module, recipe: Recipe, train: Split, calibration: Split, device: torch.device
 ) -> Frozen:
-    """Run the backbone over the data once, in eval mode.
-
-    Raises OutOfMemory, BadInput unless the module computes head(backbone(x)).
-    """
+    """Run the backbone once. Raises BadInput unless the module computes head(backbone(x))."""
     names = recipe.backbone or ("", "")
     backbone, head = (module.get_submodule(each) for each in names)
     backbone.requires_grad_(False)
@@ -432,7 +419,7 @@ def run_training(
         shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
         run.notes += [f"on the test data: {', '.join(shown)}".replace("_", " ")] if shown else []
         figures |= report
-    return Trained(module, scores, figures, tuple(run.history), tuple(run.notes))
+    return Trained(module, scores, figures, recipe, splits, tuple(run.history), tuple(run.notes))
 
 
 @contextlib.contextmanager
@@ -760,9 +747,11 @@ class Run:
             **self.batches.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
-            **({"classes": list(self.splits.classes)} if self.splits.classes else {}),
-            **({"image": self.splits.image.to_dict()} if self.splits.image else {}),
-            **({"preprocess": self.recipe.preprocess.to_dict()} if self.recipe.preprocess else {}),
+            **{
+                key: self.described[key]
+                for key in ("classes", "image", "preprocess")
+                if self.described[key]
+            },
             **({"feature_seconds": round(self.frozen.seconds, 3)} if self.frozen else {}),
             "history": list(self.history),
         }

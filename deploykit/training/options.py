@@ -50,12 +50,15 @@ class TrainingOptions:
 class Trained:
     """`module` in eval mode on the CPU; `scores`: the metric of each test sample, in order.
 
-    `history`: one entry per epoch. `notes`: what the user should know about the run.
+    `recipe` and `splits`: as they were trained, sized and checked. `history`: one entry per epoch.
+    `notes`: what the user should know about the run.
     """
 
     module: torch.nn.Module
     scores: np.ndarray
     figures: dict[str, Any]
+    recipe: Recipe
+    splits: Splits
     history: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -124,10 +127,7 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device; `auto` is the first GPU that torch can use, else the CPU.
-
-    Raises BadInput or Unsupported.
-    """
+    """Return the device; `auto` is the first GPU that torch can use, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -85,13 +85,9 @@ def train(
     initial = runtime.load_weights(start) if start else None
     with distributed.join_processes(device) as group:
         checks.check_recipe(chosen)
-        splits = read_splits(chosen, Path(data) if data else None)
-        chosen = chosen.sized_for(splits.build_with)
-        splits = checks.check_splits(chosen, splits)
-        shared = checks.shared_samples(splits)
         trained = loop.run_training(
             chosen,
-            splits,
+            read_splits(chosen, Path(data) if data else None),
             TrainingOptions(
                 epochs=epochs,
                 batch_size=batch_size,
@@ -114,6 +110,8 @@ def train(
             on_progress=on_progress if group.first else None,
             group=group,
         )
+        chosen, splits = trained.recipe, trained.splits
+        shared = checks.shared_samples(splits)
         score, classes = mean_score(trained.scores), checks.score_classes(splits, trained.scores)
         figures = trained.figures | {"test_classes": classes, "shared_samples": shared}
         record = TrainingRecord(recipe, chosen.metric_name, len(trained.scores), score, figures)

@@ -24,6 +24,7 @@ OWN = {
     "compare_devices",
     "axis",
     "fail_on_regression",
+    "token_file",
 }  # which the commands do not pass on as they are
 
 

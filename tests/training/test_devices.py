@@ -321,11 +321,13 @@ def test_the_folder_holds_the_report_and_the_articles_claims(
     recipe, folder = f"{tmp_path / 'r.py'}:RECIPE", tmp_path / "t"
     for _ in range(2):  # its own files are replaced
         words = ["deploykit", "train", recipe, "--compare-devices", "-o", str(folder)]
+        words += ["--batch-size", "150"]  # four times that would be more than all samples
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit, match="0"):
             main()
     document = json.loads((folder / "report.json").read_text())
     assert len(document["rows"]) == 18
+    assert {row["batch"] for row in document["rows"]} == {18, 150, 200}
     for row in document["rows"]:
         if row["absent"] is None:
             rate, batch = row["samples_per_s"]["value"], row["batch"]

@@ -22,6 +22,7 @@ from deploykit.core.task import ImageInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.engines.torch.open import load_module  # noqa: E402
 from deploykit.evaluation.statistics import mean_score, proportion  # noqa: E402
+from deploykit.training import checks  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import (  # noqa: E402
     TrainingOptions,
@@ -272,9 +273,13 @@ def loss(y, labels):
     assert expected in done.stderr
 
 
-def test_the_learning_rate_can_be_given(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, "epochs=1")
+def test_the_learning_rate_can_be_given_and_the_data_are_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, checked = write_recipe(tmp_path, "epochs=1"), []
+    monkeypatch.setattr(checks, "check_finite", checked.append)
     made = dk.train(recipe, tmp_path / "m.pt", learning_rate=0.25, device="cpu")
+    assert len(checked) == len(checks.PARTS)
     assert made.evidence.training.figures["learning_rate"] == 0.25
     for wrong in (math.nan, -1, 0.0):
         with pytest.raises(BadInput, match="`learning_rate` must be"):
