@@ -153,9 +153,7 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
                     size = dim if isinstance(dim, int) else str(dim.value)
                     own = str(size) if named else axes.setdefault(str(size), str(axis))
                     if isinstance(axis, str) and (own != axis or isinstance(size, int)):
-                        with SizeWatch() as again:
-                            _capture_alone(job)
-                        raise baked(spec, at, size, again.place(job.sizes[axis]))
+                        raise baked(spec, at, size, watch.place(job.sizes[axis]))
             return _simplify(lambda: graph), watch.decisions(job.sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc

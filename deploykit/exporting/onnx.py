@@ -362,9 +362,15 @@ def add_cause(
 def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
     """Run `by_dynamo`; where it fixes an axis, once more without names, and at larger sizes."""
     first: NotExported | None = None
-    for named, larger in ((True, False), (False, False), (True, True)):
-        sizes = {axis: 2 * size + 1 if larger else size for axis, size in job.sizes.items()}
-        sizes = {axis: min(size, job.given.most.get(axis, size)) for axis, size in sizes.items()}
+
+    def at_most(axis: str, size: int) -> int:
+        return min(size, job.given.most.get(axis, size))
+
+    base = {axis: at_most(axis, size) for axis, size in job.sizes.items()}
+    larger = {axis: at_most(axis, 2 * size + 1) for axis, size in base.items()}
+    tries = [(True, base), (False, base), (True, larger)]
+    for named, start in tries[: 2 + (larger != base)]:
+        sizes = dict(start)
         while True:
             try:
                 found = by_dynamo(replace(job, sizes=sizes), named=named)
@@ -372,9 +378,10 @@ def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
                 return found
             except TooSmall as exc:
                 first = first or exc
-                if sizes[exc.axis] >= exc.least:
+                size = at_most(exc.axis, 2 * exc.least)  # at the least what is left may be 1
+                if size <= sizes[exc.axis]:
                     break
-                sizes[exc.axis] = 2 * exc.least  # at the least itself what is left may be 1
+                sizes[exc.axis] = size
             except NotExported as exc:
                 if not (first or exc).fixed:
                     raise

@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
-from deploykit.core.tensors import TensorSpec, concrete, make_spec, steps_counted
+from deploykit.core.tensors import TensorSpec, batch_axes, concrete, make_spec, steps_counted
 from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.files import absent, lacks
 
@@ -190,7 +190,7 @@ _SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
 _IMAGE_SIZES = (64, 224, _SMALL)
 
 
-class _Failed(BadInput):
+class SizeRefused(BadInput):
     """The module raised an exception at these sizes; others may work."""
 
 
@@ -274,7 +274,7 @@ class _Probe:
         ]
 
     def run(self) -> Leaves:
-        """Return the outputs, without the module's warnings. Raises _Failed if it raises."""
+        """Return the outputs, without the module's warnings. Raises SizeRefused if it raises."""
         try:
             return self._outputs(self.feeds())
         except DeploykitError:
@@ -283,7 +283,7 @@ class _Probe:
             if operator := absent(exc):
                 raise lacks(self.where, operator) from exc
             tried = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-            raise _Failed(
+            raise SizeRefused(
                 f"{self.where}: the model does not take {', '.join(map(str, self.inputs))}"
                 f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}",
                 hint=_hint(self.adapter, self.inputs, exc),
@@ -315,12 +315,12 @@ class _Probe:
         This bisects between 1 and the size at which the module ran. A batch may have any size. At
         the result, the outputs are finite, except those in `unanswered`.
         """
-        fails, runs = 0, self.sizes[axis] if axis not in _batch_axes(self.inputs) else 1
+        fails, runs = 0, self.sizes[axis] if axis not in batch_axes(self.inputs) else 1
         while fails + 1 < runs:
             size = (fails + runs) // 2 if fails else 1
             try:
                 answers = _unanswered(self.at(axis, size)) <= unanswered
-            except _Failed:
+            except SizeRefused:
                 answers = False
             fails, runs = (fails, size) if answers else (size, runs)
         return runs
@@ -332,7 +332,7 @@ class _Probe:
         smaller. The second result is the largest size that it takes, None if there is none.
         """
         size, most = self.sizes[axis], self.example.most.get(axis)
-        batch = axis in _batch_axes(self.inputs)
+        batch = axis in batch_axes(self.inputs)
         candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
         if not batch and size < _SEQUENCE_SIZES[1]:
             candidates.append(17 * size)
@@ -345,7 +345,7 @@ class _Probe:
             try:
                 if other > 0:
                     found.append((other, self.at(axis, other)))
-            except _Failed as exc:
+            except SizeRefused as exc:
                 failure = failure or exc
         if found and failure and most is None and not batch:
             ran = max(size, *(each for each, _ in found))
@@ -369,7 +369,7 @@ class _Probe:
                 axes[0] = shape[0]
                 specs = list(self.inputs)
                 specs[number] = make_spec(spec.name, spec.dtype, axes)
-                with contextlib.suppress(_Failed):
+                with contextlib.suppress(SizeRefused):
                     replace(self, inputs=specs).at(axis, self.sizes[axis] + 1)
                     return f"axis 0 of '{spec.name}' is not the batch: `inputs`, '{specs[number]}'"
         return None
@@ -378,7 +378,7 @@ class _Probe:
         """Find by bisection the size above which the model takes none, as a table's; else None."""
 
         def works(size: int) -> bool:
-            with contextlib.suppress(_Failed):
+            with contextlib.suppress(SizeRefused):
                 self.at(axis, size)
                 return True
             return False
@@ -413,35 +413,41 @@ def _changes(base: Leaves, other: Leaves) -> list[tuple[int, int, int, int]] | N
 def _first_that_runs(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
 ) -> tuple[_Probe, Leaves]:
-    """Find sizes and a value for integers at which the module runs; else raise its failure.
+    """Find sizes and a value for integers at which the module runs; else raise its failure."""
+    tries = _sizes_near(example, inputs) if example.arrays else _made_up_sizes(inputs, example.most)
+    failures: list[SizeRefused] = []
+    for sizes, fill in tries:
+        probe = _Probe(where, adapter, inputs, sizes, fill, example)
+        try:
+            return probe, probe.run()
+        except SizeRefused as exc:
+            failures.append(exc)
+    raise failures[-1 if example.arrays else 0]  # at the example's own sizes, or the smallest
 
-    The sizes of different axes differ: those of the example, or near them, where there is one;
-    else the batch stays small, and the others grow with each try.
-    """
-    if example.arrays:
-        return _example_that_runs(where, adapter, inputs, example)
-    batch = _batch_axes(inputs)
+
+def _made_up_sizes(
+    inputs: Sequence[TensorSpec], most: Mapping[str, int]
+) -> Iterator[tuple[dict[str, int], int]]:
+    """Yield sizes that differ, up to `most`: only the batch does not grow with each try."""
+    batch = batch_axes(inputs)
     axes = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
     others = [axis for axis in axes if axis not in batch]
     images = any(isinstance(a, str) for s in inputs if len(s.shape) >= 4 for a in s.shape[2:])
     integers = any("float" not in spec.dtype for spec in inputs)
-    failure: BadInput | None = None
     for base in (_IMAGE_SIZES if images else _SEQUENCE_SIZES) if others else (_SMALL,):
         first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
         sizes = {axis: _SMALL + at for at, axis in enumerate(batch)}
         sizes |= {axis: first + step * at for at, axis in enumerate(others)}
-        for fill in (0, 1) if integers else (0,):  # a length of 0 is refused
-            probe = _Probe(where, adapter, inputs, sizes, fill, example)
-            try:
-                return probe, probe.run()
-            except _Failed as exc:
-                failure = failure or exc
-    raise _as_bad_input(failure or BadInput(f"{where}: no size to try"))
+        sizes = {axis: min(size, most.get(axis, size)) for axis, size in sizes.items()}
+        yield sizes, 0
+        if integers:  # a length of 0 is refused
+            yield sizes, 1
 
 
-def _example_that_runs(
-    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
-) -> tuple[_Probe, Leaves]:
+def _sizes_near(
+    example: Example, inputs: Sequence[TensorSpec]
+) -> Iterator[tuple[dict[str, int], int]]:
+    """Yield sizes that differ and are near the example's, then its own."""
     own = example.sizes(inputs)
     taken = {size for spec in inputs for size in spec.shape if isinstance(size, int)}
     apart: dict[str, int] = {}
@@ -450,25 +456,8 @@ def _example_that_runs(
         near = [each for each in near if each <= example.most.get(axis, each)]
         apart[axis] = next((each for each in near if each not in taken), size)
         taken.add(apart[axis])
-    failure: BadInput | None = None
     for sizes in (apart, {axis: max(2, size) for axis, size in own.items()}, own):
-        probe = _Probe(where, adapter, inputs, sizes, 0, example)
-        try:
-            return probe, probe.run()
-        except _Failed as exc:
-            failure = exc
-    raise _as_bad_input(failure or BadInput(f"{where}: no size to try"))
-
-
-def _as_bad_input(failure: BadInput) -> BadInput:
-    """Return the error as its users know it."""
-    error = BadInput(failure.message, hint=failure.hint)
-    error.__cause__ = failure.__cause__
-    return error
-
-
-def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:
-    return list(dict.fromkeys(str(spec.shape[0]) for spec in inputs if spec.batched))
+        yield sizes, 0
 
 
 def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:
