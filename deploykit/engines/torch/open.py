@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from deploykit.engines.torch.files import (
 )
 from deploykit.engines.torch.loaded import Loaded, before, by_position, describe_module, undescribed
 from deploykit.engines.torch.outputs import (
-    Adapter,
     adapt,
     binding,
     flatten_outputs,
@@ -54,23 +53,11 @@ _SYMBOL = re.compile(r"\bs\d+\b")  # torch's numbering is arbitrary
 AxisLimits = dict[str, tuple[int, "int | None"]]
 
 
-@dataclass(frozen=True)
-class Program:
-    """An exported program as a module.
-
-    `limits`: smallest and largest size (None: any) of its dynamic axes. `notes`: the axes that take
-    only some of the sizes between.
-    """
-
-    module: Adapter
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    limits: AxisLimits
-    notes: tuple[str, ...]
-
-
-def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Program:
+def _from_program(
+    path: Path, content: Content, wanted: Sequence[TensorSpec], example: Example | None
+) -> Loaded:
     """Open a program. Raises BadInput if `wanted` differ from its inputs, or it has no tensors."""
+    where, program = str(path), content.value
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
@@ -108,8 +95,16 @@ def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Prog
         for expression, axis in axes.items()
         if isinstance(axis, str) and not expression.is_Symbol
     )
-    limits = _limits(where, program, axes)
-    return Program(module, tuple(inputs), tuple(outputs), limits, notes)
+    return Loaded(
+        module,
+        tuple(inputs),
+        tuple(outputs),
+        content.source,
+        ran_pickle=content.ran_pickle,
+        notes=notes,
+        limits=_limits(where, program, axes),
+        example=example or Example(),
+    )
 
 
 def _inputs_programs(
@@ -296,30 +291,20 @@ def _from_whole_model(
     path: Path, content: Content, inputs: Sequence[TensorSpec], example: Example | None
 ) -> Loaded:
     with module_errors(path):
-        if content.source != "torch.export":
-            module, notes = in_float32(content.value.cpu())
-            preset = preset_of(module)
-            loaded = describe_module(
-                path,
-                module,
-                inputs or (preset.inputs if preset else ()),
-                content.source,
-                ran_pickle=content.ran_pickle,
-                notes=(*content.notes, *notes),
-                example=example,
-            )
-            return replace(loaded, preset=preset)
-        program = open_program(str(path), content.value, inputs)
-    return Loaded(
-        program.module,
-        program.inputs,
-        program.outputs,
-        content.source,
-        ran_pickle=content.ran_pickle,
-        notes=program.notes,
-        limits=program.limits,
-        example=example or Example(),
-    )
+        if content.source == "torch.export":
+            return _from_program(path, content, inputs, example)
+        module, notes = in_float32(content.value.cpu())
+        preset = preset_of(module)
+        loaded = describe_module(
+            path,
+            module,
+            inputs or (preset.inputs if preset else ()),
+            content.source,
+            ran_pickle=content.ran_pickle,
+            notes=(*content.notes, *notes),
+            example=example,
+        )
+        return replace(loaded, preset=preset)
 
 
 def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
