@@ -97,7 +97,7 @@ class ExportJob:
     def example(self) -> tuple[Any, ...]:
         """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
         if self.given.arrays:
-            feeds = self.given.real_feeds(self.inputs, self.sizes)
+            feeds = self.given.feeds(self.inputs, self.sizes, floats=True)
             return tuple(
                 torch.tensor(feeds[spec.name], dtype=getattr(torch, spec.dtype))
                 for spec in self.inputs
@@ -246,7 +246,9 @@ def cutting_line(job: ExportJob) -> str:
     if is_scripted(job.module):
         return ""
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
-        _capture_alone(job)
+        example, shapes = job.example(), job.dynamic_shapes()
+        with contextlib.suppress(torch.onnx.OnnxExporterError, *_RAISED):  # as the first time
+            torch.export.export(job.module, example, dynamic_shapes=shapes, strict=False)
     return watch.suspect(job.sizes)
 
 
@@ -258,13 +260,6 @@ def watch_calls(job: ExportJob) -> CallWatch:
         job.module(*example)
         watch.ended = True
     return watch
-
-
-def _capture_alone(job: ExportJob) -> None:
-    """Run torch.export, whose log a SizeWatch reads; it may fail, as it did the first time."""
-    with contextlib.suppress(torch.onnx.OnnxExporterError, *_RAISED):
-        example, shapes = job.example(), job.dynamic_shapes()
-        torch.export.export(job.module, example, dynamic_shapes=shapes, strict=False)
 
 
 @contextlib.contextmanager

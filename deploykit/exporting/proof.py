@@ -149,7 +149,7 @@ def _taken(
     kept, lost = [*feeds[:1]], []
     for each in feeds[1:]:
         sizes = Example(each).sizes(reference.inputs)
-        for tried in (each, example.real_feeds(reference.inputs, sizes)):
+        for tried in (each, example.feeds(reference.inputs, sizes, floats=True)):
             with suppress(DeploykitError):
                 reference(tried)
                 kept.append(tried)
@@ -224,7 +224,7 @@ def _limits(decision: Decision, reference: Engine, exported: Engine, done: Expor
     sizes = ({**base, a: n} for a in base for n in range(least[a], min(most[a], _FAR) + 1))
     outside = next((each for each in (*sizes, least) if decision.holds(each) is False), None)
     if outside is not None:
-        feeds = [done.job.given.real_feeds(reference.inputs, outside)]
+        feeds = [done.job.given.feeds(reference.inputs, outside, floats=True)]
         with suppress(DeploykitError):
             return not compare_engines(reference, exported, feeds).passed
     return True

@@ -326,9 +326,7 @@ def _read_labels(path: Path) -> tuple[str, ...]:
         text = check_readable(path).read_text(encoding="utf-8-sig")
     except ValueError as exc:
         raise BadInput(f"{path}: is not a text file in UTF-8", hint="one label per line") from exc
-    lines = [line.strip() for line in text.rstrip().split("\n")] if text.strip() else []
-    if not lines:
-        raise BadInput(f"{path}: holds no labels", hint="one label per line")
+    lines = [line.strip() for line in text.rstrip().split("\n")]
     if "" in lines:
         raise BadInput(f"{path}: line {lines.index('') + 1} is empty", hint="one label per line")
     if not "".join(lines).translate(_JOINERS).isprintable():

@@ -233,7 +233,13 @@ def load_module(
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        raise nameless(path, content.value) or undescribed(path, arch=True, inputs=not inputs)
+        if (known := recognise(content.value, path)) is None:
+            raise undescribed(path, arch=True, inputs=not inputs)
+        raise BadInput(
+            f"{path}: does not say what the model is; these are the weights of torchvision's "
+            f"{known}",
+            hint=f"`arch` {known}",
+        )
     module, built_with = build_module(arch, content.arguments, content.value)
     preset = preset_of(module, arch, path)
     inputs = tuple(inputs) or (preset.inputs if preset else ())
@@ -247,22 +253,6 @@ def load_module(
     with module_errors(path):
         loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
     return replace(loaded, preset=preset)
-
-
-def nameless(path: Path, weights: Mapping[str, Any]) -> BadInput | None:
-    """Return the error for weights alone that a library's model has, which names that model."""
-    known = recognise(weights, path)
-    if known is None:
-        return None
-    return BadInput(
-        f"{path}: does not say what the model is; these are the weights of torchvision's {known}",
-        hint=f"`arch` {known}",
-    )
-
-
-def model_files(path: Path) -> list[Path]:
-    """Return the files that hold the model's weights: `path`, or those in the folder."""
-    return weight_files(path) if path.is_dir() else [path]
 
 
 def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:

@@ -262,7 +262,7 @@ class _Probe:
         """Return the example, else zeros for floats, lengths as they are, `fill` for integers."""
         inputs, sizes = self.inputs, self.sizes
         if self.example.arrays:
-            given = self.example.real_feeds(inputs, sizes)
+            given = self.example.feeds(inputs, sizes, floats=True)
             return [torch.tensor(given[x.name], dtype=getattr(torch, x.dtype)) for x in inputs]
         return [
             torch.full(

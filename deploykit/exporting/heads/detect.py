@@ -12,13 +12,7 @@ from deploykit.core.errors import first_line
 from deploykit.core.extras import require
 from deploykit.core.task import DETECT
 from deploykit.core.tensors import TensorSpec, concrete
-from deploykit.exporting.heads.head import (
-    INSIDE,
-    AnswerRule,
-    HeadRequest,
-    TaskHead,
-    float_outputs,
-)
+from deploykit.exporting.heads.head import INSIDE, AnswerRule, HeadRequest, TaskHead, float_outputs
 from deploykit.exporting.operators import suppress
 
 torch = require("torch")
