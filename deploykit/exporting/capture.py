@@ -239,10 +239,7 @@ def _simplify(load: Callable[[], Any]) -> Any:
 
 
 def cutting_line(job: ExportJob) -> str:
-    """Return the line of the user's code by which a graph is wrong; "" if it is not known.
-
-    The older exporter does not report it, so torch.export runs once more for it.
-    """
+    """Return the line of the user's code by which a graph is wrong; "" if it is not known."""
     if is_scripted(job.module):
         return ""
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
@@ -264,12 +261,9 @@ def watch_calls(job: ExportJob) -> CallWatch:
 
 @contextlib.contextmanager
 def _exporting() -> Iterator[list[warnings.WarningMessage]]:
-    """Set torch up for export, keep it off the user's terminal, and yield its warnings.
-
-    The fast path of torch's transformer layers is one operator that ONNX does not have. They also
-    look at a mask's values to see if it is causal; that only chooses a kernel, and the answer "no"
-    is always right.
-    """
+    """Set torch up for export, keep it off the user's terminal, and yield its warnings."""
+    # transformer layers look at a mask's values to choose a kernel, for which "no" is always right;
+    # their fast path is one operator that ONNX does not have
     detect = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda _, is_causal=None, _size=None: is_causal is True
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -292,10 +286,7 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
 
 @contextlib.contextmanager
 def _no_output() -> Iterator[None]:
-    """Keep this process's standard output silent, below Python's too.
-
-    Where the older exporter fails it writes the whole graph there, from C++.
-    """
+    """Silence standard output for C++ too: a failing older exporter writes the graph there."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("wb") as sink:

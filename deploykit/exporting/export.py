@@ -243,11 +243,11 @@ def _record(
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
     """Return where the graph goes: `out`, else next to the model."""
-    source = Path(model) if isinstance(model, (str, os.PathLike)) else None
-    if out is None and source is None:
+    if out is not None:
+        return Path(out)
+    if not isinstance(model, (str, os.PathLike)):
         raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
-    if out is not None or source is None:
-        return Path(str(out))
+    source = Path(model)
     if not source.is_dir():
         return source.with_suffix(".onnx")
     base = source if source.name not in ("", "..") else source.resolve()

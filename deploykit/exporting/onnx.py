@@ -121,11 +121,7 @@ def _transpose_once(node: Any) -> bool:
 
 
 def _expand_mask(node: Any) -> None:
-    """Expand the mask of an Attention along queries and keys, unless it surely has both axes.
-
-    ONNX Runtime's kernel does not broadcast along these, as the standard says: such a mask, one row
-    for all queries, failed at every size but 1.
-    """
+    """Expand the mask of an Attention along queries and keys: ONNX Runtime does not broadcast."""
     names = [*node.inputs, None, None, None]
     mask, past = names[3], names[4]
     if mask is None or mask.shape is None or any(len(_axes(x)) != 4 for x in names[:2]):

@@ -69,15 +69,10 @@ def prove_export(
     out_name: str,
     done: Exported,
 ) -> Proof:
-    """Compare the graph with the module, record golden samples next to it, prove its batch.
+    """Compare the graph `tmp` with its source, record golden samples next to it, prove its batch.
 
-    Args:
-        source: the module.
-        tmp: the graph.
-        feeds: the inputs to compare on, at several sizes.
-        max_error: the user's bound.
-        out_name: what the comparison calls the graph.
-        done: how it was exported.
+    `feeds`: the inputs to compare on, at several sizes. `max_error`: the user's bound. `out_name`:
+    what the comparison calls the graph. `done`: how it was exported.
     """
     from deploykit.engines.torch.engine import TorchEngine
 
@@ -163,10 +158,8 @@ def _taken(
 class _ChosenBy:
     """A model in two parts: `graph` gives the values, PyTorch chooses by them.
 
-    Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
-    are right; and choices alone that are equal show little of the scores. So the first part is
-    exported alone and compared, and the second, in PyTorch, chooses by the values of that graph.
-    It has the parts of an Engine that a comparison needs.
+    Where scores differ by 1e-7, either choice is right, and equal choices show little of them. This
+    has the parts of an Engine that a comparison needs.
     """
 
     def __init__(self, graph: Engine, choice: Engine) -> None:

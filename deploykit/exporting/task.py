@@ -117,14 +117,8 @@ def with_task(
 ) -> Tasked:
     """Put a model behind its preprocessing, and the outputs of its task behind it.
 
-    Args:
-        source: the model.
-        options: None for a model without a task.
-        pixels: what the user's `preprocess` says of values.
-        rule: what it says about placing an image.
-
-    Raises:
-        BadInput: the task does not fit the model, or something of it is not known.
+    `options`: None for a model without a task. `pixels`, `rule`: what the user's `preprocess` says
+    of values, and about placing an image. Raises BadInput for a task that does not fit the model.
     """
     if options is None:
         from deploykit.engines.torch.loaded import with_preprocess

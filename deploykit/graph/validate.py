@@ -99,10 +99,7 @@ def _check_operators(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
 
 
 def for_checker(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Return `model` for onnx's checker, which lacks RUNTIME_OPERATORS below their opset.
-
-    In a copy they are in a domain that it does not check: ONNX Runtime runs them at any opset.
-    """
+    """Return `model`, or a copy with RUNTIME_OPERATORS in a domain that onnx does not check."""
     own = RUNTIME_DOMAINS[0]
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
@@ -122,10 +119,7 @@ def for_checker(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _check_names(parts: Parts, path: Path) -> None:
-    """Raise BadInput unless each graph's inputs, outputs and stored tensors have unique names.
-
-    Libraries differ in which of two initializers with one name they use.
-    """
+    """Raise BadInput unless each graph's inputs, outputs and stored tensors have unique names."""
     for graph in parts.graphs:
         sparse = [each.values.name for each in graph.sparse_initializer]
         for kind, names in (

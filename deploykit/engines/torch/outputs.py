@@ -310,10 +310,9 @@ class _Probe:
             return []
 
     def least(self, axis: str, unanswered: set[int]) -> int:
-        """Find the smallest size of `axis` that the module takes, as a kernel of 3 needs 3.
+        """Find by bisection the smallest size of `axis` that the module takes; 1 for a batch.
 
-        This bisects between 1 and the size at which the module ran. A batch may have any size. At
-        the result, the outputs are finite, except those in `unanswered`.
+        At that size, the outputs are finite, except those in `unanswered`.
         """
         fails, runs = 0, self.sizes[axis] if axis not in batch_axes(self.inputs) else 1
         while fails + 1 < runs:
@@ -326,10 +325,9 @@ class _Probe:
         return runs
 
     def others(self, axis: str) -> tuple[list[tuple[int, Leaves]], int | None]:
-        """Run with `axis` larger: twice the size shows a stride, 17 times a longer one.
+        """Run with `axis` larger, which shows strides, or smaller, as at the end of a table.
 
-        Where the model takes none of them, as at the end of its table of positions, run with it
-        smaller. The second result is the largest size that it takes, None if there is none.
+        The second result is the largest size that the model takes, None if there is none.
         """
         size, most = self.sizes[axis], self.example.most.get(axis)
         batch = axis in batch_axes(self.inputs)
