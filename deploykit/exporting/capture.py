@@ -97,7 +97,7 @@ class ExportJob:
     def example(self) -> tuple[Any, ...]:
         """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
         if self.given.arrays:
-            feeds = self.given.real_feeds(self.inputs, self.sizes)
+            feeds = self.given.feeds(self.inputs, self.sizes, floats=True)
             return tuple(
                 torch.tensor(feeds[spec.name], dtype=getattr(torch, spec.dtype))
                 for spec in self.inputs
@@ -153,9 +153,7 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
                     size = dim if isinstance(dim, int) else str(dim.value)
                     own = str(size) if named else axes.setdefault(str(size), str(axis))
                     if isinstance(axis, str) and (own != axis or isinstance(size, int)):
-                        with SizeWatch() as again:
-                            _capture_alone(job)
-                        raise baked(spec, at, size, again.place(job.sizes[axis]))
+                        raise baked(spec, at, size, watch.place(job.sizes[axis]))
             return _simplify(lambda: graph), watch.decisions(job.sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
@@ -241,14 +239,13 @@ def _simplify(load: Callable[[], Any]) -> Any:
 
 
 def cutting_line(job: ExportJob) -> str:
-    """Return the line of the user's code by which a graph is wrong; "" if it is not known.
-
-    The older exporter does not report it, so torch.export runs once more for it.
-    """
+    """Return the line of the user's code by which a graph is wrong; "" if it is not known."""
     if is_scripted(job.module):
         return ""
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
-        _capture_alone(job)
+        example, shapes = job.example(), job.dynamic_shapes()
+        with contextlib.suppress(torch.onnx.OnnxExporterError, *_RAISED):  # as the first time
+            torch.export.export(job.module, example, dynamic_shapes=shapes, strict=False)
     return watch.suspect(job.sizes)
 
 
@@ -262,21 +259,11 @@ def watch_calls(job: ExportJob) -> CallWatch:
     return watch
 
 
-def _capture_alone(job: ExportJob) -> None:
-    """Run torch.export, whose log a SizeWatch reads; it may fail, as it did the first time."""
-    with contextlib.suppress(torch.onnx.OnnxExporterError, *_RAISED):
-        example, shapes = job.example(), job.dynamic_shapes()
-        torch.export.export(job.module, example, dynamic_shapes=shapes, strict=False)
-
-
 @contextlib.contextmanager
 def _exporting() -> Iterator[list[warnings.WarningMessage]]:
-    """Set torch up for export, keep it off the user's terminal, and yield its warnings.
-
-    The fast path of torch's transformer layers is one operator that ONNX does not have. They also
-    look at a mask's values to see if it is causal; that only chooses a kernel, and the answer "no"
-    is always right.
-    """
+    """Set torch up for export, keep it off the user's terminal, and yield its warnings."""
+    # transformer layers look at a mask's values to choose a kernel, for which "no" is always right;
+    # their fast path is one operator that ONNX does not have
     detect = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda _, is_causal=None, _size=None: is_causal is True
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -299,10 +286,7 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
 
 @contextlib.contextmanager
 def _no_output() -> Iterator[None]:
-    """Keep this process's standard output silent, below Python's too.
-
-    Where the older exporter fails it writes the whole graph there, from C++.
-    """
+    """Silence standard output for C++ too: a failing older exporter writes the graph there."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("wb") as sink:

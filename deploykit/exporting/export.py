@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
-from deploykit.core.evidence import (
-    Evidence,
-    ExportRecord,
-    Parity,
-    Preflight,
-)
+from deploykit.core.evidence import Evidence, ExportRecord, Parity, Preflight
 from deploykit.core.files import StrPath
 from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
@@ -248,11 +243,11 @@ def _record(
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
     """Return where the graph goes: `out`, else next to the model."""
-    source = Path(model) if isinstance(model, (str, os.PathLike)) else None
-    if out is None and source is None:
+    if out is not None:
+        return Path(out)
+    if not isinstance(model, (str, os.PathLike)):
         raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
-    if out is not None or source is None:
-        return Path(str(out))
+    source = Path(model)
     if not source.is_dir():
         return source.with_suffix(".onnx")
     base = source if source.name not in ("", "..") else source.resolve()
@@ -283,7 +278,7 @@ def _feeds(
     inputs, limits, example = source.loaded.inputs, source.loaded.limits, source.loaded.example
     feeds: list[dict[str, np.ndarray]] = []
     if example.arrays:
-        feeds.append(example.real_feeds(inputs, example.sizes(inputs)))
+        feeds.append(example.feeds(inputs, example.sizes(inputs), floats=True))
     if task and task.image and not task.image.height:
         feeds.append(random_feeds(inputs, sides_of(inputs[0], task.image.multiple)))
     if samples is None:

@@ -90,7 +90,7 @@ def open_source(
     loaded = runtime.load_module(
         path, arch=arch, inputs=specs, allow_pickle=allow_pickle, example=given
     )
-    hashes = tuple(sha256(file) for file in runtime.model_files(path))
+    hashes = tuple(map(sha256, runtime.weight_files(path) if path.is_dir() else [path]))
     code = Path((arch or "").rpartition(":")[0])  # the user's own file; else a package's module
     record = SourceRecord(
         loaded.source,

@@ -121,11 +121,7 @@ def _transpose_once(node: Any) -> bool:
 
 
 def _expand_mask(node: Any) -> None:
-    """Expand the mask of an Attention along queries and keys, unless it surely has both axes.
-
-    ONNX Runtime's kernel does not broadcast along these, as the standard says: such a mask, one row
-    for all queries, failed at every size but 1.
-    """
+    """Expand the mask of an Attention along queries and keys: ONNX Runtime does not broadcast."""
     names = [*node.inputs, None, None, None]
     mask, past = names[3], names[4]
     if mask is None or mask.shape is None or any(len(_axes(x)) != 4 for x in names[:2]):
@@ -362,9 +358,15 @@ def add_cause(
 def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
     """Run `by_dynamo`; where it fixes an axis, once more without names, and at larger sizes."""
     first: NotExported | None = None
-    for named, larger in ((True, False), (False, False), (True, True)):
-        sizes = {axis: 2 * size + 1 if larger else size for axis, size in job.sizes.items()}
-        sizes = {axis: min(size, job.given.most.get(axis, size)) for axis, size in sizes.items()}
+
+    def at_most(axis: str, size: int) -> int:
+        return min(size, job.given.most.get(axis, size))
+
+    base = {axis: at_most(axis, size) for axis, size in job.sizes.items()}
+    larger = {axis: at_most(axis, 2 * size + 1) for axis, size in base.items()}
+    tries = [(True, base), (False, base), (True, larger)]
+    for named, start in tries[: 2 + (larger != base)]:
+        sizes = dict(start)
         while True:
             try:
                 found = by_dynamo(replace(job, sizes=sizes), named=named)
@@ -372,9 +374,10 @@ def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
                 return found
             except TooSmall as exc:
                 first = first or exc
-                if sizes[exc.axis] >= exc.least:
+                size = at_most(exc.axis, 2 * exc.least)  # at the least what is left may be 1
+                if size <= sizes[exc.axis]:
                     break
-                sizes[exc.axis] = 2 * exc.least  # at the least itself what is left may be 1
+                sizes[exc.axis] = size
             except NotExported as exc:
                 if not (first or exc).fixed:
                     raise

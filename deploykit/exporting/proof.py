@@ -69,15 +69,10 @@ def prove_export(
     out_name: str,
     done: Exported,
 ) -> Proof:
-    """Compare the graph with the module, record golden samples next to it, prove its batch.
+    """Compare the graph `tmp` with its source, record golden samples next to it, prove its batch.
 
-    Args:
-        source: the module.
-        tmp: the graph.
-        feeds: the inputs to compare on, at several sizes.
-        max_error: the user's bound.
-        out_name: what the comparison calls the graph.
-        done: how it was exported.
+    `feeds`: the inputs to compare on, at several sizes. `max_error`: the user's bound. `out_name`:
+    what the comparison calls the graph. `done`: how it was exported.
     """
     from deploykit.engines.torch.engine import TorchEngine
 
@@ -149,7 +144,7 @@ def _taken(
     kept, lost = [*feeds[:1]], []
     for each in feeds[1:]:
         sizes = Example(each).sizes(reference.inputs)
-        for tried in (each, example.real_feeds(reference.inputs, sizes)):
+        for tried in (each, example.feeds(reference.inputs, sizes, floats=True)):
             with suppress(DeploykitError):
                 reference(tried)
                 kept.append(tried)
@@ -163,10 +158,8 @@ def _taken(
 class _ChosenBy:
     """A model in two parts: `graph` gives the values, PyTorch chooses by them.
 
-    Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
-    are right; and choices alone that are equal show little of the scores. So the first part is
-    exported alone and compared, and the second, in PyTorch, chooses by the values of that graph.
-    It has the parts of an Engine that a comparison needs.
+    Where scores differ by 1e-7, either choice is right, and equal choices show little of them. This
+    has the parts of an Engine that a comparison needs.
     """
 
     def __init__(self, graph: Engine, choice: Engine) -> None:
@@ -224,7 +217,7 @@ def _limits(decision: Decision, reference: Engine, exported: Engine, done: Expor
     sizes = ({**base, a: n} for a in base for n in range(least[a], min(most[a], _FAR) + 1))
     outside = next((each for each in (*sizes, least) if decision.holds(each) is False), None)
     if outside is not None:
-        feeds = [done.job.given.real_feeds(reference.inputs, outside)]
+        feeds = [done.job.given.feeds(reference.inputs, outside, floats=True)]
         with suppress(DeploykitError):
             return not compare_engines(reference, exported, feeds).passed
     return True

@@ -184,11 +184,7 @@ def _operator(chain: Sequence[BaseException], reason: str) -> tuple[str, str]:
 
 
 def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
-    """Refuse a graph in which axis `at` of input `spec` is not free.
-
-    `size`: what it became, a number or an expression in other axes. `place`: the line of the user's
-    code that did it, if it is known.
-    """
+    """Refuse a graph in which the line `place` made axis `at` of `spec` a number or expression."""
     kind = "at" if isinstance(size, int) else "to"
     return NotExported(
         f"the model fixes axis {spec.shape[at]} (axis {at} of input '{spec.name}') {kind} {size}: "
@@ -223,12 +219,9 @@ class Decision(NamedTuple):
 
 
 class SizeWatch(logging.Handler):
-    """Collects from torch's log the first line of the user's code that fixed each size.
+    """Collects from torch's log the lines of the user's code that fixed, or branched on, sizes.
 
-    It also collects lines that branch on a size which stays free, as `if x.shape[1] > 32` does.
-
-    torch names a line of its own where a library function compares the sizes; the Python stack is
-    still there when it logs that, and holds the user's.
+    The log names lines of torch; the Python stack at that moment holds the user's.
     """
 
     def __init__(self) -> None:

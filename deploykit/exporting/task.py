@@ -117,14 +117,8 @@ def with_task(
 ) -> Tasked:
     """Put a model behind its preprocessing, and the outputs of its task behind it.
 
-    Args:
-        source: the model.
-        options: None for a model without a task.
-        pixels: what the user's `preprocess` says of values.
-        rule: what it says about placing an image.
-
-    Raises:
-        BadInput: the task does not fit the model, or something of it is not known.
+    `options`: None for a model without a task. `pixels`, `rule`: what the user's `preprocess` says
+    of values, and about placing an image. Raises BadInput for a task that does not fit the model.
     """
     if options is None:
         from deploykit.engines.torch.loaded import with_preprocess
@@ -326,9 +320,7 @@ def _read_labels(path: Path) -> tuple[str, ...]:
         text = check_readable(path).read_text(encoding="utf-8-sig")
     except ValueError as exc:
         raise BadInput(f"{path}: is not a text file in UTF-8", hint="one label per line") from exc
-    lines = [line.strip() for line in text.rstrip().split("\n")] if text.strip() else []
-    if not lines:
-        raise BadInput(f"{path}: holds no labels", hint="one label per line")
+    lines = [line.strip() for line in text.rstrip().split("\n")]
     if "" in lines:
         raise BadInput(f"{path}: line {lines.index('') + 1} is empty", hint="one label per line")
     if not "".join(lines).translate(_JOINERS).isprintable():

@@ -15,14 +15,7 @@ from onnx import helper
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 from deploykit.core.precision import FLOATS, of_dtype
-from deploykit.graph.graph import (
-    CONVERTS,
-    DESCRIBES,
-    GENERATES,
-    VIEWS,
-    Graph,
-    NodePrecision,
-)
+from deploykit.graph.graph import CONVERTS, DESCRIBES, GENERATES, VIEWS, Graph, NodePrecision
 from deploykit.graph.parse import dtype_name, subgraphs
 from deploykit.graph.shapes import TensorShapes, elements_of, fixed_shapes
 from deploykit.graph.skeleton import reads, stored_bytes
@@ -87,10 +80,6 @@ def _pooling_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     return None if outputs is None else outputs * math.prod(kernel)
 
 
-def _reduction_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    return known.elements(node.input[0])
-
-
 GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
 # Kind, its operations, operators. The operations are those of one output element, by definition
 # (softmax takes the largest, subtracts, exponentiates, adds up and divides), or a formula; None:
@@ -124,7 +113,7 @@ _ROWS: tuple[tuple[str, int | Callable[..., int | None] | None, str], ...] = (
     (POOLING, 8, "Resize Upsample"),  # a bilinear mean of four
     (
         POOLING,
-        _reduction_flops,
+        lambda node, known: known.elements(node.input[0]),
         """ReduceMax ReduceMean ReduceMin ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceSumSquare
         CumSum ReduceLogSum ReduceLogSumExp ArgMax ArgMin GlobalAveragePool GlobalMaxPool
         GlobalLpPool""",

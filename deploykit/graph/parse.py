@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -164,10 +164,10 @@ class Parts:
     def __init__(self, model: Any, path: Path) -> None:
         self.graphs, self.nodes, self.inner = [model.graph], list[Any](), list[Any]()
         nodes = self._walk(model.graph.node, path)
+        inside = {(each.domain, each.name): self._walk(each.node, path) for each in model.functions}
         sizes: dict[tuple[str, str], int] = {}  # of each function, inlined
-        for function in _callees_first(model.functions, path):
-            inside = self._walk(function.node, path)
-            sizes[function.domain, function.name] = _inlined(inside, sizes)
+        for key in _callees_first(inside, path):
+            sizes[key] = _inlined(inside[key], sizes)
         if sizes and _inlined(nodes, sizes) > _MAX_INLINED + sum(map(_size, self.nodes)):
             raise BadInput(
                 f"{path}: its functions call one another so often that the graph, inlined, is "
@@ -205,22 +205,19 @@ class Parts:
         self.inner += [part for each in tensors for part in (each.values, each.indices)]
 
 
-def _callees_first(functions: Iterable[Any], path: Path) -> list[Any]:
+def _callees_first(
+    inside: Mapping[tuple[str, str], Sequence[Any]], path: Path
+) -> Iterator[tuple[str, str]]:
     """Order functions by their calls. Raises BadInput if one calls itself, through any others."""
-    by_key = {(each.domain, each.name): each for each in functions}
-    calls = {key: set(_calls(each.node)) & by_key.keys() for key, each in by_key.items()}
+    calls = {
+        key: {(node.domain, node.op_type) for node in nodes} & inside.keys()
+        for key, nodes in inside.items()
+    }
     try:
-        return [by_key[key] for key in TopologicalSorter(calls).static_order()]
+        yield from TopologicalSorter(calls).static_order()
     except CycleError as exc:
         name = exc.args[1][0][1]
         raise BadInput(f"{path}: its function '{name}' calls itself, which ONNX forbids") from exc
-
-
-def _calls(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    for node in nodes:
-        yield node.domain, node.op_type
-        for body in subgraphs(node):
-            yield from _calls(body.node)
 
 
 def _size(node: Any) -> int:

@@ -63,17 +63,12 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
             for node in nodes
             if node.domain not in STANDARD_DOMAINS and not node.domain.startswith(RUNTIME_DOMAINS)
         )
-    found = []
     types = {name: dtype_name(kind) for name, kind in source.element_types.items()}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in nodes:
-        if why := _operator(node) or _type(node, types) or _pair(node, types, weights):
-            found.append(Problem(node.name, node.op_type, why))
-    for function in model.functions:  # a function's tensors have names of their own
-        for node in function.node:
-            if (node.domain, node.op_type) not in own and (why := _operator(node)):
-                found.append(Problem(node.name, node.op_type, why))
-    return tuple(found)
+    whys = [(n, _operator(n) or _type(n, types) or _pair(n, types, weights)) for n in nodes]
+    inside = [node for function in model.functions for node in function.node]
+    whys += [(n, _operator(n)) for n in inside if (n.domain, n.op_type) not in own]
+    return tuple(Problem(node.name, node.op_type, why) for node, why in whys if why)
 
 
 def find_mismatch(source: Artefact, graph: Graph, target: Profile) -> BadInput | None:

@@ -100,10 +100,7 @@ def _read(
 
 
 def _compute_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Replace arithmetic on shapes by its result, in place; return whether there was any.
-
-    Inference propagates values through few operators, and not through a Reshape of a shape.
-    """
+    """Replace arithmetic on shapes by its result, in place; return whether there was any."""
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
     kept = []

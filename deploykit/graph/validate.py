@@ -6,7 +6,6 @@ data files that are hard links to files outside the model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -58,14 +57,14 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def _check_versions(model: onnx.ModelProto, path: Path) -> None:
-    newest = {"": defs.onnx_opset_version(), "ai.onnx": defs.onnx_opset_version()}
+    newest = defs.onnx_opset_version()
     hint = f"the newest that the installed onnx {onnx.__version__} knows is "
     if model.ir_version > onnx.IR_VERSION:
         raise BadInput(
             f"{path}: has IR version {model.ir_version}", hint=f"{hint}{onnx.IR_VERSION}"
         )
     for entry in model.opset_import:
-        limit = newest.get(entry.domain, (1 << 31) - 1)
+        limit = newest if entry.domain in ("", "ai.onnx") else (1 << 31) - 1
         if not 1 <= entry.version <= limit:
             raise BadInput(f"{path}: has opset {entry.version}", hint=f"{hint}{limit}")
 
@@ -100,36 +99,27 @@ def _check_operators(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
 
 
 def for_checker(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Return `model` for onnx's checker, which lacks RUNTIME_OPERATORS below their opset.
+    """Return `model`, or a copy with RUNTIME_OPERATORS in a domain that onnx does not check."""
+    own = RUNTIME_DOMAINS[0]
+    version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
-    In a copy they are in a domain that it does not check: ONNX Runtime runs them at any opset.
-    """
-    version = next(
-        (each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0
-    )
-
-    def foreign(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        found = [each for each in nodes if each.op_type in RUNTIME_OPERATORS]
+    def foreign(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+        found = [each for each in Parts(model, path).nodes if each.op_type in RUNTIME_OPERATORS]
         return [each for each in found if not defs.has(each.op_type, version, each.domain)]
 
-    if foreign(Parts(model, path).nodes):
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        for node in foreign(Parts(copy, path).nodes):
-            node.domain = RUNTIME_DOMAINS[0]
-        domains = {each.domain for each in copy.opset_import}
-        copy.opset_import.extend(
-            [onnx.helper.make_opsetid(RUNTIME_DOMAINS[0], 1)] * (RUNTIME_DOMAINS[0] not in domains)
-        )
-        return copy
-    return model
+    if not foreign(model):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for node in foreign(copy):
+        node.domain = own
+    if own not in {each.domain for each in copy.opset_import}:
+        copy.opset_import.add(domain=own, version=1)
+    return copy
 
 
 def _check_names(parts: Parts, path: Path) -> None:
-    """Raise BadInput unless each graph's inputs, outputs and stored tensors have unique names.
-
-    Libraries differ in which of two initializers with one name they use.
-    """
+    """Raise BadInput unless each graph's inputs, outputs and stored tensors have unique names."""
     for graph in parts.graphs:
         sparse = [each.values.name for each in graph.sparse_initializer]
         for kind, names in (

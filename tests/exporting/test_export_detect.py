@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -263,6 +265,25 @@ def test_the_rows_of_a_model_without_nms_may_have_a_mask_each(tmp_path: Path) ->
         rows, _ = model(torch.from_numpy(images(2)).permute(0, 3, 1, 2) / 255)
     best = rows[..., 4].sort(1, descending=True).values
     np.testing.assert_allclose(found["scores"], best, atol=1e-6)
+
+
+class Raw(Yolo):
+    """The end of a YOLO of Ultralytics that needs NMS."""
+
+    nc, names = CLASSES, ("circle", "square", "star")
+
+
+def test_boxes_that_the_librarys_nms_cannot_check_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older version has its NMS elsewhere."""
+    monkeypatch.setitem(sys.modules, "ultralytics.utils.nms", ModuleType("nms"))
+    module = Chosen(Raw)
+    module.names = list(Raw.names)
+    spec = [f"image:float32[N,3,{SIDE},{SIDE}]"]
+    made = dk.export(module.eval(), out=tmp_path / "d.onnx", inputs=spec, task="detect")
+    (note,) = (note for note in made.notes if "NMS" in note)
+    assert "not compared with Ultralytics' own NMS, which failed: " in note
 
 
 @pytest.mark.parametrize("task", ["segment", "embed", "classify"])

@@ -191,7 +191,7 @@ def test_a_second_input_is_refused_before_the_export(tmp_path: Path) -> None:
         (b"", "is an empty file|is empty"),
         (b"a\n\nb\n", "line 2 is empty"),
         (b"\xff\xfe\x00", "is not a text file in UTF-8"),
-        (b" \n\n", "holds no labels"),
+        (b" \n\n", "line 1 is empty"),
         (b"a\x00b\n", "is not a text file with one label per line"),
     ],
 )

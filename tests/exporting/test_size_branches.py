@@ -96,7 +96,8 @@ def test_a_decision_is_written_in_the_names_of_the_axes() -> None:
     watch = SizeWatch()
     watch.symbols = {"s5": 3, "s77": 2}
     watch.guards = {"s5 <= 31": "a.py:1", "s77 > 1": "a.py:2", "s5 < s77": "a.py:1"}
-    assert watch.decisions({"N": 2, "T": 3}) == ("T <= 31 (a.py:1)",)
+    (decision,) = watch.decisions({"N": 2, "T": 3})
+    assert str(decision) == "T <= 31 (a.py:1)"
 
 
 def split(x: torch.Tensor) -> torch.Tensor:

@@ -29,20 +29,17 @@ class Example:
         }
 
     def feeds(
-        self, specs: Sequence[TensorSpec], sizes: Mapping[str, int], seed: int = 0
+        self,
+        specs: Sequence[TensorSpec],
+        sizes: Mapping[str, int],
+        seed: int = 0,
+        *,
+        floats: bool = False,
     ) -> dict[str, np.ndarray]:
-        """Return inputs at `sizes`: integers, booleans and masks of the example, random floats."""
-        return self._feeds(specs, sizes, seed, floats=False)
+        """Return inputs at `sizes`: integers, booleans and masks of the example, random floats.
 
-    def real_feeds(
-        self, specs: Sequence[TensorSpec], sizes: Mapping[str, int]
-    ) -> dict[str, np.ndarray]:
-        """Return inputs at `sizes` with all values of the example, in its order."""
-        return self._feeds(specs, sizes, 0, floats=True)
-
-    def _feeds(
-        self, specs: Sequence[TensorSpec], sizes: Mapping[str, int], seed: int, *, floats: bool
-    ) -> dict[str, np.ndarray]:
+        `floats`: all values of the example instead, in its order.
+        """
         found = random_feeds(tuple(specs), sizes, seed)
         own, batch = self.sizes(specs), batch_axes(specs)
         for spec in specs:

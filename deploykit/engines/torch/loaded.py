@@ -110,17 +110,14 @@ class Loaded:
 
 def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
     """Return one error for all that `where` lacks: the architecture, the inputs or both."""
-    parts, hints = [], []
-    if arch:
-        parts.append("what the model is")
-        hints.append(
-            "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
-            "pkg.mod:callable or ./file.py:callable"
-        )
-    if inputs:
-        parts.append("what its inputs are")
-        hints.append("`inputs` describes each input, for example 'x:float32[N,3,224,224]'")
-    return BadInput(f"{where}: does not say {' or '.join(parts)}", hint="; ".join(hints))
+    builds = (
+        "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
+        "pkg.mod:callable or ./file.py:callable"
+    )
+    describes = "`inputs` describes each input, for example 'x:float32[N,3,224,224]'"
+    lacks = {"what the model is": builds} if arch else {}
+    lacks |= {"what its inputs are": describes} if inputs else {}
+    return BadInput(f"{where}: does not say {' or '.join(lacks)}", hint="; ".join(lacks.values()))
 
 
 def describe_module(

@@ -6,17 +6,18 @@ with deploykit, and no other Python object.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, NotFound, users_code
+from deploykit.core.errors import BadInput, NotFound, first_line, users_code
 from deploykit.core.extras import require
-from deploykit.core.files import atomic_write, check_readable, read_json
+from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
@@ -32,7 +33,6 @@ from deploykit.engines.torch.files import (
 )
 from deploykit.engines.torch.loaded import Loaded, before, by_position, describe_module, undescribed
 from deploykit.engines.torch.outputs import (
-    Adapter,
     adapt,
     binding,
     flatten_outputs,
@@ -53,23 +53,11 @@ _SYMBOL = re.compile(r"\bs\d+\b")  # torch's numbering is arbitrary
 AxisLimits = dict[str, tuple[int, "int | None"]]
 
 
-@dataclass(frozen=True)
-class Program:
-    """An exported program as a module.
-
-    `limits`: smallest and largest size (None: any) of its dynamic axes. `notes`: the axes that take
-    only some of the sizes between.
-    """
-
-    module: Adapter
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    limits: AxisLimits
-    notes: tuple[str, ...]
-
-
-def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Program:
+def _from_program(
+    path: Path, content: Content, wanted: Sequence[TensorSpec], example: Example | None
+) -> Loaded:
     """Open a program. Raises BadInput if `wanted` differ from its inputs, or it has no tensors."""
+    where, program = str(path), content.value
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
@@ -107,8 +95,16 @@ def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Prog
         for expression, axis in axes.items()
         if isinstance(axis, str) and not expression.is_Symbol
     )
-    limits = _limits(where, program, axes)
-    return Program(module, tuple(inputs), tuple(outputs), limits, notes)
+    return Loaded(
+        module,
+        tuple(inputs),
+        tuple(outputs),
+        content.source,
+        ran_pickle=content.ran_pickle,
+        notes=notes,
+        limits=_limits(where, program, axes),
+        example=example or Example(),
+    )
 
 
 def _inputs_programs(
@@ -237,30 +233,26 @@ def load_module(
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        if known := recognise(content.value, path):
-            raise BadInput(
-                f"{path}: does not say what the model is; these are the weights of torchvision's "
-                f"{known}",
-                hint=f"`arch` {known}",
-            )
-        raise undescribed(path, arch=True, inputs=not inputs)
-    module, built_with = build_module(arch, content.arguments, content.value)
-    copied = copy_weights(path, module, content.value, content.source)
-    with module_errors(path):
-        return describe_module(
-            path,
-            module,
-            inputs,
-            content.source,
-            notes=(*content.notes, *built_with, *copied),
-            example=example,
-            preset=preset_of(module, arch, path),
+        if (known := recognise(content.value, path)) is None:
+            raise undescribed(path, arch=True, inputs=not inputs)
+        raise BadInput(
+            f"{path}: does not say what the model is; these are the weights of torchvision's "
+            f"{known}",
+            hint=f"`arch` {known}",
         )
-
-
-def model_files(path: Path) -> list[Path]:
-    """Return the files that hold the model's weights: `path`, or those in the folder."""
-    return weight_files(path) if path.is_dir() else [path]
+    module, built_with = build_module(arch, content.arguments, content.value)
+    preset = preset_of(module, arch, path)
+    inputs = tuple(inputs) or (preset.inputs if preset else ())
+    if not inputs:
+        raise undescribed(path, inputs=True)
+    notes = (
+        *content.notes,
+        *built_with,
+        *copy_weights(path, module, content.value, content.source),
+    )
+    with module_errors(path):
+        loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
+    return replace(loaded, preset=preset)
 
 
 def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
@@ -289,29 +281,20 @@ def _from_whole_model(
     path: Path, content: Content, inputs: Sequence[TensorSpec], example: Example | None
 ) -> Loaded:
     with module_errors(path):
-        if content.source != "torch.export":
-            module, notes = in_float32(content.value.cpu())
-            return describe_module(
-                path,
-                module,
-                inputs,
-                content.source,
-                ran_pickle=content.ran_pickle,
-                notes=(*content.notes, *notes),
-                example=example,
-                preset=preset_of(module),
-            )
-        program = open_program(str(path), content.value, inputs)
-    return Loaded(
-        program.module,
-        program.inputs,
-        program.outputs,
-        content.source,
-        ran_pickle=content.ran_pickle,
-        notes=program.notes,
-        limits=program.limits,
-        example=example or Example(),
-    )
+        if content.source == "torch.export":
+            return _from_program(path, content, inputs, example)
+        module, notes = in_float32(content.value.cpu())
+        preset = preset_of(module)
+        loaded = describe_module(
+            path,
+            module,
+            inputs or (preset.inputs if preset else ()),
+            content.source,
+            ran_pickle=content.ran_pickle,
+            notes=(*content.notes, *notes),
+            example=example,
+        )
+        return replace(loaded, preset=preset)
 
 
 def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
@@ -439,7 +422,8 @@ def load_folder(
 ) -> Loaded:
     """Load the model that config.json names under `architectures`, in float32.
 
-    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput, MissingExtra.
+    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
+    MissingExtra.
     """
     if arch is not None:
         raise BadInput(
@@ -524,7 +508,10 @@ def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = read_json(path)
+    try:
+        found = json.loads(check_readable(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as exc:
+        raise BadInput(f"{path}: is not readable JSON: {first_line(exc)}") from exc
     if not isinstance(found, dict):
         raise BadInput(f"{path}: is not a JSON object")
     return found

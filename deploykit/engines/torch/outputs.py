@@ -190,7 +190,7 @@ _SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
 _IMAGE_SIZES = (64, 224, _SMALL)
 
 
-class _Failed(BadInput):
+class SizeRefused(BadInput):
     """The module raised an exception at these sizes; others may work."""
 
 
@@ -262,7 +262,7 @@ class _Probe:
         """Return the example, else zeros for floats, lengths as they are, `fill` for integers."""
         inputs, sizes = self.inputs, self.sizes
         if self.example.arrays:
-            given = self.example.real_feeds(inputs, sizes)
+            given = self.example.feeds(inputs, sizes, floats=True)
             return [torch.tensor(given[x.name], dtype=getattr(torch, x.dtype)) for x in inputs]
         return [
             torch.full(
@@ -274,7 +274,7 @@ class _Probe:
         ]
 
     def run(self) -> Leaves:
-        """Return the outputs, without the module's warnings. Raises _Failed if it raises."""
+        """Return the outputs, without the module's warnings. Raises SizeRefused if it raises."""
         try:
             return self._outputs(self.feeds())
         except DeploykitError:
@@ -283,7 +283,7 @@ class _Probe:
             if operator := absent(exc):
                 raise lacks(self.where, operator) from exc
             tried = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-            raise _Failed(
+            raise SizeRefused(
                 f"{self.where}: the model does not take {', '.join(map(str, self.inputs))}"
                 f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}",
                 hint=_hint(self.adapter, self.inputs, exc),
@@ -310,26 +310,24 @@ class _Probe:
             return []
 
     def least(self, axis: str, unanswered: set[int]) -> int:
-        """Find the smallest size of `axis` that the module takes, as a kernel of 3 needs 3.
+        """Find by bisection the smallest size of `axis` that the module takes; 1 for a batch.
 
-        This bisects between 1 and the size at which the module ran. A batch may have any size. At
-        the result, the outputs are finite, except those in `unanswered`.
+        At that size, the outputs are finite, except those in `unanswered`.
         """
         fails, runs = 0, self.sizes[axis] if axis not in batch_axes(self.inputs) else 1
         while fails + 1 < runs:
             size = (fails + runs) // 2 if fails else 1
             try:
                 answers = _unanswered(self.at(axis, size)) <= unanswered
-            except _Failed:
+            except SizeRefused:
                 answers = False
             fails, runs = (fails, size) if answers else (size, runs)
         return runs
 
     def others(self, axis: str) -> tuple[list[tuple[int, Leaves]], int | None]:
-        """Run with `axis` larger: twice the size shows a stride, 17 times a longer one.
+        """Run with `axis` larger, which shows strides, or smaller, as at the end of a table.
 
-        Where the model takes none of them, as at the end of its table of positions, run with it
-        smaller. The second result is the largest size that it takes, None if there is none.
+        The second result is the largest size that the model takes, None if there is none.
         """
         size, most = self.sizes[axis], self.example.most.get(axis)
         batch = axis in batch_axes(self.inputs)
@@ -345,7 +343,7 @@ class _Probe:
             try:
                 if other > 0:
                     found.append((other, self.at(axis, other)))
-            except _Failed as exc:
+            except SizeRefused as exc:
                 failure = failure or exc
         if found and failure and most is None and not batch:
             ran = max(size, *(each for each, _ in found))
@@ -369,7 +367,7 @@ class _Probe:
                 axes[0] = shape[0]
                 specs = list(self.inputs)
                 specs[number] = make_spec(spec.name, spec.dtype, axes)
-                with contextlib.suppress(_Failed):
+                with contextlib.suppress(SizeRefused):
                     replace(self, inputs=specs).at(axis, self.sizes[axis] + 1)
                     return f"axis 0 of '{spec.name}' is not the batch: `inputs`, '{specs[number]}'"
         return None
@@ -378,7 +376,7 @@ class _Probe:
         """Find by bisection the size above which the model takes none, as a table's; else None."""
 
         def works(size: int) -> bool:
-            with contextlib.suppress(_Failed):
+            with contextlib.suppress(SizeRefused):
                 self.at(axis, size)
                 return True
             return False
@@ -414,20 +412,21 @@ def _first_that_runs(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
 ) -> tuple[_Probe, Leaves]:
     """Find sizes and a value for integers at which the module runs; else raise its failure."""
-    failures = []
-    for sizes, fill in (_near_example if example.arrays else _invented)(inputs, example):
+    tries = _sizes_near(example, inputs) if example.arrays else _made_up_sizes(inputs, example.most)
+    failures: list[SizeRefused] = []
+    for sizes, fill in tries:
         probe = _Probe(where, adapter, inputs, sizes, fill, example)
         try:
             return probe, probe.run()
-        except _Failed as exc:
+        except SizeRefused as exc:
             failures.append(exc)
-    raise failures[-1 if example.arrays else 0]
+    raise failures[-1 if example.arrays else 0]  # at the example's own sizes, or the smallest
 
 
-def _invented(
-    inputs: Sequence[TensorSpec], _example: Example
-) -> Iterator[tuple[Mapping[str, int], int]]:
-    """Yield different sizes for different axes: a small batch, and others that grow."""
+def _made_up_sizes(
+    inputs: Sequence[TensorSpec], most: Mapping[str, int]
+) -> Iterator[tuple[dict[str, int], int]]:
+    """Yield sizes that differ, up to `most`: only the batch does not grow with each try."""
     batch = batch_axes(inputs)
     axes = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
     others = [axis for axis in axes if axis not in batch]
@@ -437,13 +436,16 @@ def _invented(
         first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
         sizes = {axis: _SMALL + at for at, axis in enumerate(batch)}
         sizes |= {axis: first + step * at for at, axis in enumerate(others)}
-        yield from ((sizes, fill) for fill in ((0, 1) if integers else (0,)))  # a length is not 0
+        sizes = {axis: min(size, most.get(axis, size)) for axis, size in sizes.items()}
+        yield sizes, 0
+        if integers:  # a length of 0 is refused
+            yield sizes, 1
 
 
-def _near_example(
-    inputs: Sequence[TensorSpec], example: Example
-) -> Iterator[tuple[Mapping[str, int], int]]:
-    """Yield different sizes near those of the example, then its own."""
+def _sizes_near(
+    example: Example, inputs: Sequence[TensorSpec]
+) -> Iterator[tuple[dict[str, int], int]]:
+    """Yield sizes that differ and are near the example's, then its own."""
     own = example.sizes(inputs)
     taken = {size for spec in inputs for size in spec.shape if isinstance(size, int)}
     apart: dict[str, int] = {}
@@ -452,7 +454,8 @@ def _near_example(
         near = [each for each in near if each <= example.most.get(axis, each)]
         apart[axis] = next((each for each in near if each not in taken), size)
         taken.add(apart[axis])
-    yield from ((apart, 0), ({axis: max(2, size) for axis, size in own.items()}, 0), (own, 0))
+    for sizes in (apart, {axis: max(2, size) for axis, size in own.items()}, own):
+        yield sizes, 0
 
 
 def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:

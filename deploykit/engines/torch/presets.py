@@ -77,11 +77,7 @@ def torchvision_name(arch: str | None) -> str | None:
     Return None for another library's model. Raises NotFound for an unknown bare name.
     """
     package, colon, name = (arch or "").rpartition(":")
-    if (
-        arch is None
-        or (colon and package not in _PACKAGES)
-        or (not colon and not arch.isidentifier())
-    ):
+    if not (package in _PACKAGES if colon else name.isidentifier()):
         return None
     try:
         models = _torchvision()
@@ -263,11 +259,10 @@ def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
         side = math.ceil(min(transform.min_size[-1] * _PHOTO, transform.max_size) / _STRIDE)
         placed = ImageInput(INPUT, side * _STRIDE, side * _STRIDE, LETTERBOX)
     spec = make_spec(INPUT, "float32", [1, 3, placed.height, placed.width])
+    box_predictor = getattr(getattr(module, "roi_heads", None), "box_predictor", None)
     heads = (
         getattr(getattr(module, "head", None), "classification_head", None),
-        getattr(
-            getattr(getattr(module, "roi_heads", None), "box_predictor", None), "cls_score", None
-        ),
+        getattr(box_predictor, "cls_score", None),
     )
     sizes = [getattr(each, key, None) for each in heads for key in ("num_classes", "out_features")]
     sizes += [getattr(part, "num_columns", None) for part in heads]

@@ -35,13 +35,13 @@ def add_head(request: HeadRequest) -> TaskHead:
             f"`task` {request.kind}: by {request.loaded.preset.source} the outputs are features",
             hint="`task` embed; where they are classes, `labels` says so",
         )
-    needs = "classify needs scores of the classes, float [N,classes]"
+    needs = "classify needs scores of two classes or more, float [N,classes]"
     at = request.find(SCORES, (2, 4), needs, "Classification")
     notes = request.left_out(at)
     spec = request.loaded.outputs[at]
     batch, count, *rest = spec.shape
     if not isinstance(count, int) or count < 2 or any(size != 1 for size in rest):
-        raise request.misfit("classify needs scores of two classes or more, float [N,classes]")
+        raise request.misfit(needs)
     done = are_probabilities(request.loaded, at)
     if done:
         notes += (f"output '{spec.name}' is probabilities already: no softmax was added",)

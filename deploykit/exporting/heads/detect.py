@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+from deploykit.core.errors import first_line
 from deploykit.core.extras import require
 from deploykit.core.task import DETECT
 from deploykit.core.tensors import TensorSpec, concrete
-from deploykit.exporting.heads.head import (
-    INSIDE,
-    AnswerRule,
-    HeadRequest,
-    TaskHead,
-    float_outputs,
-)
+from deploykit.exporting.heads.head import INSIDE, AnswerRule, HeadRequest, TaskHead, float_outputs
 from deploykit.exporting.operators import suppress
 
 torch = require("torch")
@@ -89,12 +85,17 @@ def _of_one_output(request: HeadRequest) -> TaskHead:
 
     made = _suppressed(request, [at], (batch, anchors), count, decode)
     if request.stated == DETECT and request.classes:
-        _check_with_library(request, at, made, count)
+        made = replace(made, notes=made.notes + _check_with_library(request, at, made, count))
     return made
 
 
-def _check_with_library(request: HeadRequest, at: int, made: TaskHead, count: int) -> None:
-    """Raise BadInput unless Ultralytics' own NMS chooses the same boxes in a random image."""
+def _check_with_library(
+    request: HeadRequest, at: int, made: TaskHead, count: int
+) -> tuple[str, ...]:
+    """Raise BadInput unless Ultralytics' own NMS chooses the same boxes in a random image.
+
+    Return a note where that NMS does not run.
+    """
     try:
         library = require("ultralytics.utils.nms").non_max_suppression
         (spec,) = request.loaded.inputs
@@ -103,8 +104,8 @@ def _check_with_library(request: HeadRequest, at: int, made: TaskHead, count: in
             raw = request.loaded.module(image)[at]
             boxes, scores, classes = made.loaded.module(image)
             (own,) = library(raw, 1e-4, request.iou, max_det=request.boxes, nc=count)
-    except Exception:  # noqa: BLE001 - an older version, or torchvision's operators are missing
-        return
+    except Exception as exc:  # noqa: BLE001 - an older version, or torchvision lacks operators
+        return (f"boxes not compared with Ultralytics' own NMS, which failed: {first_line(exc)}",)
     here = torch.cat((boxes[0], classes[0].unsqueeze(1)), 1)[scores[0] > 1e-4]
     width, height = request.size[1], request.size[0]
     own = torch.cat((own[:, :4].clamp(min=0), own[:, 5:6]), 1)
@@ -112,6 +113,7 @@ def _check_with_library(request: HeadRequest, at: int, made: TaskHead, count: in
     apart = torch.cdist(own, here, p=torch.inf)
     if len(own) and (not len(here) or (apart.min(1).values > 1).float().mean() > _MOST_APART):
         raise request.misfit("its boxes are not those that Ultralytics' own NMS chooses")
+    return ()
 
 
 def _are_raw_maps(boxes: TensorSpec, others: Sequence[TensorSpec]) -> bool:

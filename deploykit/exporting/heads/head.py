@@ -131,12 +131,10 @@ class HeadRequest:
         classes: int | None = None,
         notes: tuple[str, ...] = (),
     ) -> TaskHead:
-        """Put `function` behind the model.
+        """Put `function` behind the model: it takes the values at `places`, returns `outputs`.
 
-        Args:
-            function: takes the values at `places`, returns a tuple in the order of `outputs`.
-            places: of the model's outputs; its inputs are numbered behind them.
-            outputs: named as the fields of `TaskOutputs`, where they are the answer.
+        `places`: of the model's outputs; its inputs are numbered behind them. `outputs`: named as
+        the fields of `TaskOutputs`, where they are the answer.
         """
         behind = _Behind(self.loaded.module, function, places).eval()
         made = adapt(behind, by_position, len(self.loaded.inputs))
@@ -177,10 +175,7 @@ class _Behind(torch.nn.Module):  # type: ignore[misc, name-defined] # torch come
 
 
 def _transformers_class(loaded: Loaded) -> str:
-    """Return the class of the model if it is one of transformers, whose outputs have fixed names.
-
-    A model inside a module of the user's own does not count: the module decides what it returns.
-    """
+    """Return the class of a model of transformers, unless a module of the user's is around it."""
     types = (type(part) for part in loaded.module.modules())
     outside = (each for each in types if not each.__module__.startswith("deploykit."))
     outermost = next(outside, object)
