@@ -241,18 +241,17 @@ def load_module(
             hint=f"`arch` {known}",
         )
     module, built_with = build_module(arch, content.arguments, content.value)
-    preset = preset_of(module, arch, path)
-    inputs = tuple(inputs) or (preset.inputs if preset else ())
-    if not inputs:
-        raise undescribed(path, inputs=True)
-    notes = (
-        *content.notes,
-        *built_with,
-        *copy_weights(path, module, content.value, content.source),
-    )
+    copied = copy_weights(path, module, content.value, content.source)
     with module_errors(path):
-        loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
-    return replace(loaded, preset=preset)
+        return describe_module(
+            path,
+            module,
+            inputs,
+            content.source,
+            notes=(*content.notes, *built_with, *copied),
+            example=example,
+            preset=preset_of(module, arch, path),
+        )
 
 
 def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
@@ -284,17 +283,16 @@ def _from_whole_model(
         if content.source == "torch.export":
             return _from_program(path, content, inputs, example)
         module, notes = in_float32(content.value.cpu())
-        preset = preset_of(module)
-        loaded = describe_module(
+        return describe_module(
             path,
             module,
-            inputs or (preset.inputs if preset else ()),
+            inputs,
             content.source,
             ran_pickle=content.ran_pickle,
             notes=(*content.notes, *notes),
             example=example,
+            preset=preset_of(module),
         )
-        return replace(loaded, preset=preset)
 
 
 def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
