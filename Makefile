@@ -47,9 +47,9 @@ lint: venv-lint
 	$(BIN)/mypy
 
 # side by side, so that no core waits; each part prints when it is done, and each can fail the whole
-# DEPLOYKIT_ZOO: the files that the tests of the zoo make, and that NVIDIA's part asks its builder about
+# DK_ZOO: the files that the tests of the zoo make, and that NVIDIA's part asks its builder about
 test:
-	@zoo=$$(mktemp -d) && trap 'rm -rf "$$zoo"' EXIT && DEPLOYKIT_ZOO=$$zoo \
+	@zoo=$$(mktemp -d) && trap 'rm -rf "$$zoo"' EXIT && DK_ZOO=$$zoo \
 		$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target tests lint nvidia
 
 tests: .venv/.compiled
@@ -59,7 +59,7 @@ nvidia: venv
 	$(BIN)/python -m scripts.nvidia.run -- -q -n auto --dist loadgroup
 
 test-all:
-	DEPLOYKIT_CAMPAIGN=1 $(MAKE) test
+	DK_CAMPAIGN=1 $(MAKE) test
 	$(BIN)/python -m benchmarks.serve.soak
 
 docs: venv
@@ -69,7 +69,7 @@ docs: venv
 # any, and what other tests install takes none from 7 on
 ray-test: venv
 	$(BIN)/pip install -qq "ray[serve,data]>=2.44" psutil "protobuf<7"
-	DEPLOYKIT_CAMPAIGN=1 $(BIN)/pytest tests/deploying/test_ray_cluster.py
+	DK_CAMPAIGN=1 $(BIN)/pytest tests/deploying/test_ray_cluster.py
 
 coverage: venv
 	$(BIN)/pytest $(WORKERS) --cov --cov-report=term:skip-covered

@@ -20,7 +20,7 @@ from pathlib import Path
 from memory import held_mib
 from reasons import NotMeasuredError
 
-MARK = "DEPLOYKIT_BENCH_SERVER"  # in the environment of a server and so of all its descendants
+MARK = "DK_BENCH_SERVER"  # in the environment of a server and so of all its descendants
 READY_LIMIT_S = 90.0
 END_LIMIT_S = 20.0
 PROC = Path("/proc")

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
-MARK = "DEPLOYKIT_GPU_WORK"  # in the environment of all that is started inside the block
+MARK = "DK_GPU_WORK"  # in the environment of all that is started inside the block
 LIMIT_S = 10  # a process that waits for a GPU's driver may outlive SIGKILL
 
 

@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no version": (lambda f: (f / "bundle.json").write_text("{}"), "is not that of a bundle"),
     "deep": (lambda f: (f / "bundle.json").write_text("[" * 99_999), "is not valid JSON"),
     "huge": (lambda f: os.truncate(f / "bundle.json", 1 << 30), "is larger than any bundle"),
-    "not text": (lambda f: (f / "bundle.json").write_bytes(b"\xff\xfe"), "is not valid JSON"),
+    "not text": (lambda f: (f / "bundle.json").write_bytes(b"\xff\xfe"), "is not a text file"),
     "version": (lambda f: edit(f / "bundle.json", lambda d: d.update(bundle=2)), "reads version 1"),
     "wrong version": (lambda f: edit(f / "bundle.json", lambda d: d.update(bundle="2")), "is not"),
     "no files": (lambda f: edit(f / "bundle.json", lambda d: d.pop("files")), "not a complete"),

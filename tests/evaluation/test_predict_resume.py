@@ -194,6 +194,8 @@ def test_a_folder_of_somebody_else_is_refused_and_stays(model: Path, data: Path)
 
 FULL = """
 import resource, signal, sys
+
+sys.dont_write_bytecode = True  # the limit below would cut the files of modules
 import deploykit as dk
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-CAMPAIGN = os.environ.get("DEPLOYKIT_CAMPAIGN") == "1"
+CAMPAIGN = os.environ.get("DK_CAMPAIGN") == "1"
 only_in_a_campaign = pytest.mark.skipif(not CAMPAIGN, reason="takes minutes: make test-all")
 
 

@@ -1,4 +1,4 @@
-"""One set of the zoo's files for the whole session, or for all of `make test` (DEPLOYKIT_ZOO)."""
+"""One set of the zoo's files for the whole session, or for all of `make test` (DK_ZOO)."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 def keeper(tmp_path_factory: pytest.TempPathFactory) -> Keeper:
     from tests.support.zoo.keeper import Keeper
 
-    shared = os.environ.get("DEPLOYKIT_ZOO")
+    shared = os.environ.get("DK_ZOO")
     return Keeper(Path(shared) if shared else tmp_path_factory.mktemp("zoo"))

@@ -324,7 +324,8 @@ class GrpcCall(Stream):
         method, link, reader = self.head.method, self.link, self._reader
         if method is None:
             return False
-        shared, left, most = link.shared, _MESSAGES_PER_TURN, self._max_bytes
+        shared, left, most = link.shared, _MESSAGES_PER_TURN, method.max_bytes
+        most = most if most < shared.max_message_bytes else shared.max_message_bytes
         while reader.need and not self.gone:
             if reader.need - PREFIX_BYTES > most:
                 text = f"the message is above {most} bytes"

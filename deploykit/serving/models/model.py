@@ -222,7 +222,8 @@ class ServedModel:
             raise self.refuse(shutting_down(), started_us, trace, request.id)
         key = request.key if self.buckets is None else self.buckets.key(request.key)
         limit_us, now_us = self._limit_us, self._clock_us()
-        wait_us = min(request.timeout_us or limit_us, limit_us)
+        wait_us = request.timeout_us or limit_us
+        wait_us = wait_us if wait_us < limit_us else limit_us
         pending = Pending(
             request.feeds, request.rows, key, done, now_us, now_us + wait_us, now_us + limit_us,
             request.priority, trace, now_us - started_us, id=request.id,
