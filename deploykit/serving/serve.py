@@ -27,7 +27,6 @@ from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving import processes as multiprocess
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.reload import Reloader, Source
-from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.shadow import Shadow, check_reference
 from deploykit.serving.models.warmup import WarmUp
 from deploykit.serving.observe import logs
@@ -35,11 +34,12 @@ from deploykit.serving.observe.tracing import Tracer
 from deploykit.serving.options import Models, ServeOptions, takes
 from deploykit.serving.processes import Workers
 from deploykit.serving.running_server import RunningServer
-from deploykit.serving.workers.group import ServerGroup
 
 if TYPE_CHECKING:
+    from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.running_server import OnStart
     from deploykit.serving.server import Server
+    from deploykit.serving.workers.group import ServerGroup
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +183,7 @@ class _Service:
     ) -> int:
         """Open and serve the models. `group`: processes on the ports; `shared`: see `load`."""
         from deploykit.serving import server as http
+        from deploykit.serving.workers.group import ServerGroup
 
         settings, steps = self.settings, ServedPipelines(self.pipelines, self.files)
         group = group or ServerGroup()
