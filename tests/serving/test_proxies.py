@@ -143,7 +143,7 @@ def test_no_request_is_lost_while_servers_behind_nginx_are_restarted(tmp_path: P
         for number, pair in enumerate(pairs):
             assert servers[number].stop() == 0
             servers[number] = start(*pair)
-            threading.Event().wait(1.5)  # until nginx tries it again
+            threading.Event().wait(3)  # until nginx tries it again
         stopped.set()
         for client in clients:
             client.join(WAIT_S)
