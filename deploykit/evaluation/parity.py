@@ -478,7 +478,7 @@ def sizes_that_run(
     good = [sizes for sizes in chosen if runs(sizes, 2)]
     if len(good) == len(chosen):
         return chosen, ()
-    every = [axis for axis in wanted[0] if axis not in (*given, *batch)]
+    every = [axis for axis in wanted[0] if axis not in given and axis not in batch]
     # one free axis that is not the first, in an input without the batch: a state [2,?,128]
     named = [[a for a in spec.shape if isinstance(a, str)] for spec in engine.inputs]
     states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in every}
