@@ -152,8 +152,8 @@ def predict_items(
         seconds = time.perf_counter() - started
     if failed:
         on_note(f"{len(failed)} of {len(names)} items could not be answered, such as {failed[0]}")
-    items, all_answers = tuple(names), tuple(answers)
-    return Answered(artefact.path, task.kind, opened.device, items, all_answers, path, seconds)
+    asked, answered = tuple(names), tuple(answers)
+    return Answered(artefact.path, task.kind, opened.device, asked, answered, path, seconds)
 
 
 def _answer(
