@@ -7,7 +7,6 @@ large body is received directly into its final memory.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -24,7 +23,6 @@ from deploykit.serving.transport.call import (
     Call,
     Head,
     MemoryBudget,
-    log_access,
     message_of,
     reply_error,
 )
@@ -72,7 +70,7 @@ class Exchange(Call):
         Call.__init__(self, head, listener.memory)
         self.connection = connection
         self.keep_alive = head.keep_alive
-        self.begun_s = time.monotonic() if listener.logs_access else 0.0
+        self.begun_s = listener.turns.clock_s() if listener.records else 0.0
         self.pending_reply: list[Bytes] | None = None
 
     @property
@@ -94,8 +92,8 @@ class Exchange(Call):
             if not self.reserve(length):
                 raise Overloaded(self.memory.message)
         listener.replies[status] += 1
-        if listener.logs_access:
-            connection.log_access(self, status)
+        if listener.records:
+            connection.record(self, status)
         if listener.draining and connection.exchanges[-1] is self:
             self.keep_alive = False
         end = b"\r\n"
@@ -220,10 +218,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
 
-    def log_access(self, exchange: Exchange, status: int) -> None:
-        head, ms = exchange.head, 1000 * (time.monotonic() - exchange.begun_s)
-        asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
-        log_access(self._transport.get_extra_info("peername"), asked, status, ms, head.trace)
+    def record(self, exchange: Exchange, status: int) -> None:
+        head = exchange.head
+        self.listener.record(
+            f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}", str(status), exchange.begun_s,
+            head.trace, exchange.about, self._transport, failed=status >= 400,
+        )  # fmt: skip
 
     # -- asyncio ---------------------------------------------------------------------------------
 

@@ -118,6 +118,7 @@ class TaskCall:
             self.fail(too_many(count) if count else BadInput("the request has no items"))
             return
         self.several = found.several
+        self.client.about = self.request.id, count
         self._left = count
         self.client.cancel = self._abandon
         kind = "text" if self.steps.task.image is None else "image"
@@ -182,11 +183,12 @@ class TaskCall:
 class _Slot:
     """The place of one item's answer."""
 
-    __slots__ = ("answer", "call", "cancel")
+    __slots__ = ("about", "answer", "call", "cancel")
 
     def __init__(self, call: TaskCall) -> None:
         self.call = call
         self.cancel: Callable[[], object] | None = None
+        self.about: tuple[str | None, int] | None = None
         self.answer = b""
 
     @property
