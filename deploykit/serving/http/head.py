@@ -141,8 +141,9 @@ class HeadReader:
         authorization = headers.get(b"authorization")
         if host is None and not old:
             self._refuse(400, "the header Host is missing")
-        elif coding is not None and (old or coding.strip().lower() != b"chunked"):
-            self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, only chunked")
+        elif coding is not None and (old or coding.lower() != b"chunked"):
+            offered = "without HTTP/1.1" if old else "only chunked"
+            self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, {offered}")
         elif refusal := self._access.refusal(method, path, host, origin, authorization):
             self._refused = self._refused or refusal
         elif length is not None and length > self._max_body_bytes:
