@@ -26,7 +26,7 @@ from deploykit.serving.transport.call import Refusal
 log = logging.getLogger(__name__)
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+", re.IGNORECASE)  # apps have their own schemes
-_PLACE = re.compile(rb"(\[[0-9a-f:.]+\]|[^:\[\]@\s]+?)\.?(?::(\d*))?")  # host and port
+_PLACE = re.compile(rb"(\[[0-9a-f:.]+\]|[^:\[\]@\s]+)(?::(\d*))?")  # host and port
 _HOST = re.compile(
     r"\*|(\*?\.)?([A-Za-z0-9_-]+\.)*[A-Za-z0-9_-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?"
 )
@@ -114,7 +114,8 @@ class AccessControl:
         if match is None:
             return False
         name, port = match.groups()
-        names = (name + b":" + port, name) if port else (name,)
+        bare = name.removesuffix(b".")  # as Kubernetes writes a whole name
+        names = (bare + b":" + port, bare) if port else (bare,)
         known = any(each in self._hosts or each.endswith(self._domains) for each in names)
         return known or (self._loopback and _is_local(name))
 
