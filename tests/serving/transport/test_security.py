@@ -165,10 +165,10 @@ HOSTS = [  # allowed hosts, address, Host, status
     *(
         ((), "127.0.0.1", host, 200)
         for host in (
-            "LocalHost.",
+            "LocalHost",
             "localhost:",
             "app.localhost:3000",
-            "127.1.2.3.:80",
+            "127.1.2.3:80",
             "[::1]:8000",
             "[0:0:0:0:0:0:0:1]",
             "[::ffff:127.0.0.1]:1",
@@ -177,7 +177,8 @@ HOSTS = [  # allowed hosts, address, Host, status
     *(
         ((), "127.0.0.1", host, 403)
         for host in (
-            "localhost..",
+            "localhost.",
+            "127.0.0.1.",
             "localhost:a",
             "a@localhost",
             "notlocalhost",
