@@ -18,6 +18,7 @@ from typing import cast
 
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
 from deploykit.serving.transport.call import (
     RETRY,
@@ -75,8 +76,8 @@ class Exchange(Call):
         self.pending_reply: list[Bytes] | None = None
 
     @property
-    def peer(self) -> HttpConnection:
-        return self.connection
+    def peer(self) -> Peer:
+        return Peer.of(self.connection.address, self.connection)
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
@@ -222,10 +223,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
 
+    @property
+    def address(self) -> object:
+        """Return the client's address."""
+        return self._transport.get_extra_info("peername")
+
     def log_access(self, exchange: Exchange, status: int) -> None:
         head, ms = exchange.head, 1000 * (time.monotonic() - exchange.begun_s)
         asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
-        log_access(self._transport.get_extra_info("peername"), asked, status, ms, head.trace)
+        log_access(self.address, asked, status, ms, head.trace)
 
     # -- asyncio ---------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.task import CLASSIFY, DETECT, SEGMENT, TEXT_CLASSIFY
 from deploykit.core.tensors import Bytes
 from deploykit.engines.tasks.engine import PNG, RLE, Item
+from deploykit.pipelines.live import Sent
 from deploykit.serving.models.inference import ModelRoute
 from deploykit.serving.models.pipelines import NOT_JSON, ServedPipeline
 from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
@@ -298,9 +299,9 @@ class PipelineRoute:
         head, body = call.head, call.body
         call.body = b""
         read = partial(self._read, head, body)
-        call.cancel = self._pipeline.start(read, partial(_reply, call), head.trace, call.reserve)
+        call.cancel = self._pipeline.start(read, partial(_reply, call), call, head.trace)
 
-    def _read(self, head: Head, body: Bytes) -> bytes | str:
+    def _read(self, head: Head, body: Bytes) -> Sent:
         """Return the input's bytes or string. Raises BadInput, TooLarge, UnknownEncoding."""
         check_query(head.target, ())
         content_type, name = head.content_type or b"", self._pipeline.input
@@ -324,13 +325,13 @@ class PipelineRoute:
         if takes == "json" or text_in_json:
             check_json_size(data, NOT_JSON)
         if not text_in_json:
-            return data
+            return Sent(data)
         with ONE_JSON:
             value = parse_document(data)
         found = value.get(name) if isinstance(value, dict) else value
         if not isinstance(found, str):
             raise BadInput(f"'{name}' must be a JSON string, or an object with it")
-        return found
+        return Sent(found)
 
 
 def _reply(call: Call, answer: bytes | Exception, is_json: bool) -> None:

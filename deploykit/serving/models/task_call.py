@@ -7,7 +7,7 @@ batched, counted and limited as all others are.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
 from deploykit.serving.models.offload import Lane, Result
@@ -106,7 +107,7 @@ class TaskCall:
         try:
             self.route.offload(
                 lambda: split(self._take()), self._on_split,
-                lane=Lane.LARGE if large else Lane.SMALL, client=self.client.peer, limit_s=left_s,
+                lane=Lane.LARGE if large else Lane.SMALL, peer=self.client.peer, limit_s=left_s,
             )  # fmt: skip
         except Overloaded as exc:
             self.fail(exc)
@@ -194,7 +195,7 @@ class _Slot:
         return self.call.done or self.call.client.gone
 
     @property
-    def peer(self) -> Hashable:
+    def peer(self) -> Peer:
         return self.call.client.peer
 
     def reserve(self, size: int) -> bool:
