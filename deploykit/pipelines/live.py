@@ -213,22 +213,14 @@ class LiveRun:
         self.over = False
         pipeline.counts.in_flight += 1
         self._started_us = _now_us()
-        self._timer: asyncio.TimerHandle | None = None
-        self._limit_us = math.inf
-        self._limit(round(pipeline.host.timeout_ms * 1000))
-        self._limit(timeout_us)
+        limit_us = round(pipeline.host.timeout_ms * 1000)
+        self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
+        self._timer = self._start_timer()
         self._begin(pipeline.graph.input)
 
-    def _limit(self, limit_us: int | None) -> None:
-        """Let the run end after `limit_us` from its start, unless it ends sooner anyway."""
-        if limit_us is None or limit_us >= self._limit_us:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._limit_us = limit_us
-        later = self._pipeline.host.loop.call_later
-        left_us = self._started_us + limit_us - _now_us()
-        self._timer = later(max(0, left_us) / 1e6, self._expire, None)
+    def _start_timer(self) -> asyncio.TimerHandle:
+        left_us = self._started_us + self._limit_us - _now_us()
+        return self._pipeline.host.loop.call_later(max(0, left_us) / 1e6, self._expire, None)
 
     def cancel(self) -> None:
         """End the run because the client disconnected; no further stage begins."""
@@ -249,7 +241,10 @@ class LiveRun:
     def _admit(self, stage: LiveStage, read: tuple[Any, int, int | None]) -> None:
         """Continue with the input if its memory fits into the server's budget."""
         value, size, timeout_us = read
-        self._limit(timeout_us)
+        if timeout_us is not None and timeout_us < self._limit_us:
+            self._timer.cancel()
+            self._limit_us = timeout_us
+            self._timer = self._start_timer()
         if self._client.reserve(size):
             self._finish(stage, value)
             return
@@ -417,8 +412,7 @@ class LiveRun:
         pipeline, self.over = self._pipeline, True
         pipeline.counts.in_flight -= 1
         pipeline.counts.record(outcome, _now_us() - self._started_us)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         for name in self._began_us:
             self._stages[name].counts.record("cancelled")
         for timer in self._timers.values():

@@ -1,9 +1,10 @@
 """Threads that clients share: whatever one client sends, the work of another is soon next.
 
-The client whose work has taken the least time is next (start-time fair queuing; Goyal et al.,
+The client whose work has taken the least CPU time is next (start-time fair queuing; Goyal et al.,
 1996), first among addresses, then among the connections of an address. So more connections bring a
 client no more time, and clients behind one proxy take turns all the same. Another client waits for
-the work that runs, not for what the first has queued.
+the work that runs, not for what the first has queued. While work waits itself, for the event loop
+or a lock, nothing is charged: others may have caused it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class _Share:
 class FairThreads(Closing):
     """Up to `most` daemon threads, started on demand: one that hangs does not keep the process."""
 
-    def __init__(self, most: int, name: str, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, most: int, name: str, clock_s: Callable[[], float] = time.thread_time
+    ) -> None:
         self._most = most
         self._name = name
         self._clock_s = clock_s
@@ -139,7 +142,7 @@ class FairThreads(Closing):
     def hanging(self, limit_s: float) -> bool:
         """Return whether every thread has run one job for longer than `limit_s`."""
         began_s = list(self._since_s.values())
-        return len(began_s) == self._most and max(began_s) < self._clock_s() - limit_s
+        return len(began_s) == self._most and max(began_s) < time.monotonic() - limit_s
 
     def close(self) -> None:
         """Start no more jobs, and wait for none."""
@@ -166,7 +169,7 @@ class FairThreads(Closing):
                 path.append(path[-1].next_part())
             job = path[-1].jobs.popleft()
             self._all.waiting -= 1
-            began_s = self._since_s[me] = self._clock_s()
+            began_s, self._since_s[me] = self._clock_s(), time.monotonic()
         try:
             job()
         finally:

@@ -409,7 +409,7 @@ class GrpcCall(Stream):
             self.read()
 
         try:
-            self.link.shared.offload(work, then, client=self.link)
+            self.link.shared.offload(work, then, peer=self.peer)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
             self.fail(exc.grpc_status, exc.message)

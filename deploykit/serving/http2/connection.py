@@ -207,7 +207,7 @@ class Http2Port(Port):
     """State that all HTTP/2 connections of a server share.
 
     `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
-    head; `offload(work, then, client=...)` runs `work` on another thread,
+    head; `offload(work, then, peer=...)` runs `work` on another thread,
     then `then` on the event loop's.
     """
 

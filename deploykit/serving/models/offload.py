@@ -94,7 +94,8 @@ class ThreadOffload(Closing):
         del work, then  # else `run` would keep the request of a client that has gone
 
         def run() -> None:
-            places, result = self._ahead[lane], _expired
+            places = self._ahead[lane]
+            result: Result[T] = _expired
             ahead = places.acquire(timeout=_PATIENCE_S)
             for todo, _ in jobs[:]:
                 result = _result_of(todo)

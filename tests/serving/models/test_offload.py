@@ -114,6 +114,29 @@ def test_time_is_not_forgotten_between_two_requests_nor_saved(
     assert order == "a0 late a1 a2 late a3 a4 a5 late a6 a7"
 
 
+def test_a_client_does_not_pay_while_its_work_waits_for_others() -> None:
+    """Else a small request that waited for a lock would be last for as long."""
+    order: list[str] = []
+
+    def spend(name: str) -> None:
+        order.append(name)
+        end_s = time.thread_time() + 0.02
+        while time.thread_time() < end_s:
+            pass
+
+    def wait() -> None:
+        order.append("waits")
+        time.sleep(0.3)
+
+    with FairThreads(1, "test") as threads:
+        threads.submit(wait, Peer("a"))
+        for _ in range(5):
+            threads.submit(partial(spend, "b"), Peer("b"))
+        threads.submit(partial(order.append, "a"), Peer("a"))
+        until(lambda: len(order) == 7)
+    assert order[:3] in (["waits", "b", "a"], ["waits", "a", "b"])
+
+
 @pytest.mark.parametrize("peers", [lambda n: Peer(n, n), lambda n: Peer("a", n)])
 def test_thousands_of_clients_cost_little_and_are_forgotten(
     threads: FairThreads, work: Work, peers: Callable[[int], Peer]
