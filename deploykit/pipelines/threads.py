@@ -50,8 +50,10 @@ NOBODY = Peer()
 class _Share:
     """The work of everybody, of an address or of a connection.
 
-    `spent_s`: the virtual time at which its next work may start; `now_s`: that of the part whose
-    work was started last. `turns`: its parts, but those whose work all runs.
+    `spent_s`: the virtual time at which its next work may start. `now_s`: the virtual time of its
+    parts, which advances by the work done for each of the `active` ones: whoever sends all of its
+    requests as new clients is not ahead of one that comes back. `turns`: the parts, but those whose
+    work all runs.
     """
 
     key: Hashable = None
@@ -59,6 +61,7 @@ class _Share:
     now_s: float = 0.0
     waiting: int = 0
     running: int = 0
+    active: int = 0
     in_turns: bool = False
     jobs: deque[Job] = field(default_factory=deque)
     parts: dict[Hashable, _Share] = field(default_factory=dict)
@@ -69,6 +72,7 @@ class _Share:
         part = self.parts.setdefault(key, _Share(key))
         if not (part.waiting or part.running):  # while it was idle it saved no time
             part.spent_s = max(part.spent_s, self.now_s)
+            self.active += 1
         part.waiting += 1
         self._queue(part)
         return part
@@ -95,7 +99,9 @@ class _Share:
         """Count a job of `part` that has ended."""
         part.running -= 1
         part.spent_s += took_s
+        self.now_s += took_s / self.active
         if not part.running:
+            self.active -= not part.waiting
             self._queue(part)
 
     def _queue(self, part: _Share) -> None:

@@ -114,6 +114,28 @@ def test_time_is_not_forgotten_between_two_requests_nor_saved(
     assert order == "a0 late a1 a2 late a3 a4 a5 late a6 a7"
 
 
+def test_new_clients_do_not_come_before_one_that_comes_back(
+    threads: FairThreads, work: Work
+) -> None:
+    """A client may open a connection for each request."""
+
+    def new(number: int) -> None:
+        work("new")()
+        if number < 100:
+            threads.submit(partial(new, number + 4), Peer("a", number + 4))
+
+    def again(left: int) -> None:
+        work("again", 0.1)()
+        if left:
+            threads.submit(partial(again, left - 1), Peer("a", "again"))
+
+    for n in range(4):
+        threads.submit(partial(new, n), Peer("a", n))
+    threads.submit(partial(again, 9), Peer("a", "again"))
+    order = finish(work, 114)
+    assert order[:60].count("again") == 10
+
+
 def test_a_client_does_not_pay_while_its_work_waits_for_others() -> None:
     """Else a small request that waited for a lock would be last for as long."""
     order: list[str] = []
