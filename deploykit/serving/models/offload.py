@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 from deploykit.core.errors import DeploykitError, Expired, Overloaded
 from deploykit.engines.engine import Closing
@@ -37,33 +37,21 @@ class Lane(IntEnum):
     HUGE = 2  # longer, or with much memory: one at a time
 
 
-class Offload(Protocol):
-    """Runs `work`, then `then` on the event loop's thread with the result.
-
-    `peer`: whose work it is. The result raises Expired after `limit_s`. Raises Overloaded if no
-    work can be started.
-    """
-
-    def __call__(
-        self,
-        work: Callable[[], T],
-        then: Callable[[Result[T]], None],
-        *,
-        lane: Lane = Lane.SMALL,
-        peer: Peer = NOBODY,
-        limit_s: float | None = None,
-    ) -> None: ...
+# runs work, then its continuation on the event loop's thread with the result: see ThreadOffload
+Offload = Callable[..., None]
 
 
 def run_inline(work: Callable[[], T], then: Callable[[Result[T]], None], **_: object) -> None:
-    """Run `work` without a thread. It has the signature of Offload."""
+    """Run `work` without a thread. It may replace a ThreadOffload."""
     then(work)
 
 
 class ThreadOffload(Closing):
     """Runs work on `threads` threads for each lane but the last, which has one.
 
-    `run` schedules the continuation on the loop's thread, now or in one of its next turns.
+    `run` schedules the continuation on the loop's thread, now or in one of its next turns. `peer`:
+    whose work it is. The result raises Expired after `limit_s`. Raises Overloaded if no work can
+    be started.
     """
 
     def __init__(
