@@ -88,7 +88,8 @@ def load_test(
             {"axis1": 128, "axis2": 4} where there are several; "h_1" is that of one input.
         token: sent as `Authorization: Bearer`.
         ca_file: certificates to trust in place of the system's.
-        cert_file, key_file: the client's own certificate, and its key if that is not in it.
+        cert_file: the client's own certificate, where the server wants one.
+        key_file: its private key, if that is not in `cert_file`.
         slo_ms: also count the answers within this latency, the goodput.
         fail_on: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
             `raise_if_unmet` turns into GateFailed.
