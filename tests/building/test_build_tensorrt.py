@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import deploykit as dk
@@ -267,6 +268,33 @@ def test_sizes_are_compared_within_what_the_engine_takes(
     assert made.manifest.evidence.verified is True
 
 
+@pytest.mark.parametrize(
+    ("batch", "batches"), [((1, 8, 32), [1, 2, 9]), ((4, 8, 8), [4, 5, 8]), ((9, 9, 9), [9])]
+)
+def test_the_proof_and_the_golden_samples_use_the_data_that_were_given(
+    machine: Machine, affine_onnx: Path, tmp_path: Path, batch: tuple[int, ...], batches: list[int]
+) -> None:
+    x = np.random.default_rng(3).standard_normal((9, 4)).astype(np.float32)
+    np.savez(tmp_path / "real.npz", x=x)
+    machine(content=plan(batch, layers=LAYERS))
+    sizes = Shapes(batch=",".join(map(str, batch)))
+    made = dk.build(affine_onnx, "l4", data=tmp_path / "real.npz", shapes=sizes)
+    assert made.parity is not None
+    assert [row.batch for row in made.parity.rows] == batches
+    recorded = np.load(made.path.with_name(made.manifest.evidence.golden.file))["inputs/x"]
+    assert (recorded == x[: len(recorded)]).all()
+
+
+def test_data_of_other_sizes_than_the_engine_takes_are_refused_before_the_build(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "real.npz", x=np.zeros((9, 4), np.float32))
+    does = machine()
+    with pytest.raises(dk.BadInput, match="axis N of 'x' has 9, the engine is built for 16 to 16"):
+        dk.build(affine_onnx, "l4", data=tmp_path / "real.npz", shapes=Shapes(batch="16"))
+    assert "config" not in does.seen
+
+
 def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onnx: Path) -> None:
     machine(content=plan(layers=LAYERS, off=1.0))
     with pytest.raises(
@@ -279,6 +307,18 @@ def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onn
     assert kept is not None
     assert kept.evidence.verified is False
     assert kept.evidence.golden.file == "affine.rejected.trt.golden.npz"
+
+
+def test_the_parser_gets_a_name_for_each_axis_that_the_file_calls_unknown(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    does, model = machine(), onnx.load(affine_onnx)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "?"
+    onnx.save(model, affine_onnx)
+    dk.build(affine_onnx, "l4")
+    (parsed,) = onnx.load_from_string(does.seen["parsed"]).graph.input
+    assert parsed.type.tensor_type.shape.dim[0].dim_param == "N"
 
 
 def test_an_engine_replaces_no_plugin_that_it_needs(

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import math
 import re
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,6 +137,29 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
         shape = tuple(size if size >= 0 else name for size, name in axes)
         found.append(TensorSpec(tensor.name, dtype, shape))
     return found
+
+
+@contextlib.contextmanager
+def _with_own_axes(model: Path) -> Iterator[Path]:
+    """Yield the file, or a copy if it gives several axes one word for "unknown".
+
+    TensorRT takes axes of one name for axes of one size.
+    """
+    graph = Graph.open(model)
+    named = type(graph.model)()
+    named.CopyFrom(graph.model)
+    shapes = {spec.name: spec.shape for spec in graph.inputs}
+    for value in named.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        for dim, axis in zip(dims, shapes.get(value.name, ()), strict=False):
+            if dim.dim_param and isinstance(axis, str):
+                dim.dim_param = axis
+    if named == graph.model:
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Graph(named, graph.path).save(Path(folder, model.name))
+        yield Path(folder, model.name)
 
 
 def element_types(network: trt.INetworkDefinition) -> set[str]:
@@ -446,8 +470,8 @@ class _Job:
         typed = 1 << int(getattr(nv.NetworkDefinitionCreationFlag, STRONG)) if strong else 0
         network = self.builder.create_network(typed)
         parser: trt.OnnxParser = nv.OnnxParser(network, logger(nv))  # owns the weights: keep it
-        with collect_log(nv) as lines:
-            parsed = parser.parse_from_file(str(self.model))
+        with collect_log(nv) as lines, _with_own_axes(self.model) as model:
+            parsed = parser.parse_from_file(str(model))
         if not parsed:
             return _Attempt(None, refusals(lines, parser), tuple(lines.errors))
         warnings = lines.warnings

@@ -25,6 +25,7 @@ from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
 from deploykit.core.subprocesses import run_apart
+from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
@@ -72,14 +73,14 @@ def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
 def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manifest:
     """Return the manifest of a plan that has not run yet, and golden samples next to it."""
     graph, layers, tmp, shapes = Graph.open(graph_file.path), built.layers, job.tmp, job.shapes
-    samples = golden.carry(graph_file, tmp)
+    samples, given = golden.carry(graph_file, tmp), job.samples
     if samples is None:  # at a small batch and the optimum of the other axes
-        axes = dict(map(parse_axis, shapes.axes))
-        most = parse_batch(shapes.batch).maximum if shapes.batch else golden.SAMPLES
-        rows = max(1, min(golden.SAMPLES, most))
+        options = options_of(job.target, shapes, graph_file)
+        rows = min(max(golden.SAMPLES, options.batch.minimum), options.batch.maximum)
         names = {axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)}
-        sizes = {name: axes[name].optimum if name in axes else rows for name in names}
-        samples = verify.record_on_cpu(graph_file, tmp, sizes)
+        sizes = {n: options.axes[n].optimum if n in options.axes else rows for n in names}
+        feeds = given.rows(slice(rows)) if given else random_feeds(graph.inputs, sizes)
+        samples = verify.record_on_cpu(graph_file, tmp, feeds)
     read = verify.compare_layers(layers, verify.asked_of(graph))
     precision = _count(layers or ()) if read.known else graph.precision
     if samples is not None:
@@ -124,7 +125,9 @@ def _prove(manifest: Manifest, graph_file: Artefact, job: BuildJob) -> tuple[Evi
         staged, device = Artefact.from_manifest(tmp, manifest), f"cuda:{job.shapes.device}"
         with load(staged, device, trust=True) as opened:
             engine: Any = opened
-            parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
+            parity, why = verify.prove_engine(
+                engine, tmp, manifest, graph_file.path, name, job.samples
+            )
             if read is not None:
                 read = verify.read_engine(engine, read)
             with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
