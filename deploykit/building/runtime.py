@@ -122,7 +122,7 @@ def place_if_better(
     """Move the pairs of a foreign graph and build it again, if more then runs in integers."""
     from deploykit.quantization.moving import move_foreign_pairs
 
-    few, target = _few(placed.graph, built), job.target
+    few, target = few_integers(placed.graph, built), job.target
     if not few and _kernels(built) >= _products(placed.graph):
         return placed, built
     moved = move_foreign_pairs(placed.graph, target.runtime)
@@ -148,7 +148,7 @@ def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
     """Raise BadInput if ONNX Runtime runs few INT8 nodes in integers: slower than float32."""
     source, kind = job.source, "int8" if graph.precision.get("int8") else "int16"
     asked, runs = graph.precision.get(kind, 0), built.precision.get(kind, 0)
-    if not asked or (runs and not (graph.path == source.path and _few(graph, built))):
+    if not asked or (runs and not (graph.path == source.path and few_integers(graph, built))):
         return
     if job.quantizes:  # to quantize again would change nothing
         raise BadInput(
@@ -176,7 +176,7 @@ def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
     )
 
 
-def _few(graph: Graph, built: Graph) -> bool:
+def few_integers(graph: Graph, built: Graph) -> bool:
     """Return whether less than half of the INT8 nodes run in integers."""
     return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 

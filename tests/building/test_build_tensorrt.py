@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 import deploykit as dk
+from deploykit.building.build import check_build
 from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
 from deploykit.building.tensorrt.build import cache_path
@@ -31,6 +33,7 @@ from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.quantization.job import QuantizeRequest
+from tests.support.onnx_zoo import make, save
 from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, Use
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
@@ -310,15 +313,17 @@ def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onn
 
 
 def test_the_parser_gets_a_name_for_each_axis_that_the_file_calls_unknown(
-    machine: Machine, affine_onnx: Path
+    machine: Machine, tmp_path: Path
 ) -> None:
-    does, model = machine(), onnx.load(affine_onnx)
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "?"
-    onnx.save(model, affine_onnx)
-    dk.build(affine_onnx, "l4")
+    """TensorRT takes axes of one name for axes of one size."""
+    does = machine()
+    nodes = [helper.make_node("GlobalAveragePool", ["x"], ["y"], "pool")]
+    model = make(nodes, {"x": ("N", 3, "?", "?")}, {"y": ("N", 3, 1, 1)}, {})
+    axes = ["x_2=48", "x_3=192"]
+    check_build(save(model, tmp_path / "m.onnx"), "l4", shapes=Shapes(axes=axes))
     (parsed,) = onnx.load_from_string(does.seen["parsed"]).graph.input
-    assert parsed.type.tensor_type.shape.dim[0].dim_param == "N"
+    dims = parsed.type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in dims] == ["N", 3, "x_2", "x_3"]
 
 
 def test_an_engine_replaces_no_plugin_that_it_needs(

@@ -61,11 +61,11 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import BuildMemory
 from deploykit.core.precision import ALL, Precision
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.inspector import read_layers
 from deploykit.engines.tensorrt.log import logger
 from deploykit.engines.tensorrt.plugins import load_plugins
-from deploykit.graph.facts import external_files, onnx_files
+from deploykit.graph.facts import external_files, onnx_files, read_facts
 from deploykit.graph.graph import Graph
 
 if TYPE_CHECKING:
@@ -145,6 +145,11 @@ def _with_own_axes(model: Path) -> Iterator[Path]:
 
     TensorRT takes axes of one name for axes of one size.
     """
+    axes = [axis for value in read_facts(model).inputs for axis in value.shape or ()]
+    words = [each for each in axes if isinstance(each, str) and axis_name("", 0, each) != each]
+    if len(set(words)) == len(words):
+        yield model
+        return
     graph = Graph.open(model)
     named = type(graph.model)()
     named.CopyFrom(graph.model)
@@ -152,11 +157,8 @@ def _with_own_axes(model: Path) -> Iterator[Path]:
     for value in named.graph.input:
         dims = value.type.tensor_type.shape.dim
         for dim, axis in zip(dims, shapes.get(value.name, ()), strict=False):
-            if dim.dim_param and isinstance(axis, str):
+            if isinstance(axis, str):
                 dim.dim_param = axis
-    if named == graph.model:
-        yield model
-        return
     with tempfile.TemporaryDirectory() as folder:
         Graph(named, graph.path).save(Path(folder, model.name))
         yield Path(folder, model.name)
