@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -342,11 +343,23 @@ def build(
 ) -> BuildResult:
     """Write the plan of `model` to `out`, completely or not at all. Takes seconds to hours.
 
+    It is built on the GPU of `options`, within its free memory.
+
     `on_progress(phase, share)`: the share is from 0 to 1. Raises NotFound or BadInput for a damaged
     file and for options that contradict it; Unsupported for what this TensorRT or GPU cannot do,
     for too little free memory, and for TensorRT for RTX in place of TensorRT; KeyboardInterrupt
     after Ctrl-C; MissingExtra.
     """
+    return interruptible(partial(_build, model, out, options), on_progress)
+
+
+def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) -> BuildResult:
+    with contextlib.suppress(DeploykitError):  # no CUDA: TensorRT itself reports what is missing
+        from deploykit.engines.cuda.driver import CudaDevice
+
+        driver = CudaDevice(options.device)
+        driver.use()  # TensorRT builds for this thread's GPU
+        options = replace(options, free_bytes=driver.memory()[0])
     here = with_gpu(this_machine(), options.device)
     nv = module(options.flavour)
     check_target(nv, options)
@@ -358,9 +371,9 @@ def build(
     _check_flavour(attempt.plan, out, options)
     layers, notes = read_back(attempt.plan, options)
     notes += note_dla(layers, options, str(model))
+    progress.complete("built")
     with atomic_write(out) as tmp:
         tmp.write_bytes(attempt.plan)
-    progress.complete("built")
     return BuildResult(
         _built_on(nv, model, options, here, attempt),
         layers,
@@ -373,6 +386,10 @@ def build(
 
 def check(model: Path, options: Options, on_progress: OnProgress | None = None) -> BuildCheck:
     """Parse and build `model` with the installed builder; a refused graph is a result."""
+    return interruptible(partial(_check, model, options), on_progress)
+
+
+def _check(model: Path, options: Options, on_progress: OnProgress) -> BuildCheck:
     nv = module(options.flavour)
     started = time.perf_counter()
     here = with_gpu(this_machine(), options.device)
@@ -434,7 +451,7 @@ def _build_plan(
     check_options(options)
     check_graph(options, model)
     progress.report("parsing")
-    progress.raise_if_stopped()
+    progress.raise_failure()
     job = _Job(nv, start(nv), model, options, progress, here, checking)
     load_plugins(nv, options.plugins)
     if weakly_typed(nv, options):
@@ -507,9 +524,8 @@ class _Job:
             add_profile(self.builder, config, inputs, sizes)
             watch = monitor(nv, self.progress)  # the config does not keep it alive
             config.progress_monitor = watch
-            with interruptible(self.progress):
-                plan = maybe(self.builder.build_serialized_network(network, config))
-        self.progress.raise_if_stopped()
+            plan = maybe(self.builder.build_serialized_network(network, config))
+        self.progress.raise_failure()
         notes += build_warnings([*warnings, *lines.warnings])
         layers = int(network.num_layers)
         if plan is None:

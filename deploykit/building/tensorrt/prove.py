@@ -13,7 +13,6 @@ from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
 from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import AxisRange, Options, parse_axis, parse_batch
-from deploykit.building.tensorrt.progress import OnProgress
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
@@ -197,21 +196,6 @@ def _count(layers: Sequence[Layer]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def build_here(
-    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
-) -> BuildResult:
-    """`plans.build` on the GPU of `options`, within its free memory."""
-    try:
-        from deploykit.engines.cuda.driver import CudaDevice
-
-        driver = CudaDevice(options.device)
-        driver.use()  # TensorRT builds for this thread's GPU
-        options = replace(options, free_bytes=driver.memory()[0])
-    except DeploykitError:  # no CUDA: TensorRT itself reports what is missing
-        pass
-    return plans.build(model, out, options, on_progress)
-
-
 DEFAULT_BATCH = "1,8,32"
 
 
@@ -225,9 +209,9 @@ def build_engine(
     """Write the plan; in a process of its own where the GPU shares the CPU's memory."""
     options = options_of(target, shapes, model)
     if not target.unified_memory:
-        return build_here(model.path, out, options, on_progress)
+        return plans.build(model.path, out, options, on_progress)
     built: BuildResult = run_apart(
-        str(model), build_here, model.path, out, options, on_progress=on_progress
+        str(model), plans.build, model.path, out, options, on_progress=on_progress
     )
     return built
 
