@@ -354,12 +354,15 @@ def build(
 
 
 def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) -> BuildResult:
-    with contextlib.suppress(DeploykitError):  # no CUDA: TensorRT itself reports what is missing
+    try:
         from deploykit.engines.cuda.driver import CudaDevice
 
         driver = CudaDevice(options.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
+    except DeploykitError:  # without CUDA TensorRT itself reports what is missing
+        if options.device:  # it would build for the first GPU
+            raise
     here = with_gpu(this_machine(), options.device)
     nv = module(options.flavour)
     check_target(nv, options)

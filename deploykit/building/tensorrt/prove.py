@@ -159,7 +159,7 @@ def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
     if not here or not _is_target(machine, target):
         raise Unsupported(
             f"profile '{target.name}' is not this machine, which has "
-            f"{here or 'no NVIDIA GPU'}: a TensorRT engine is built on its target",
+            f"{here or f'no NVIDIA GPU cuda:{gpu}'}: a TensorRT engine is built on its target",
             hint=hint,
         )
     if not installed("tensorrt"):
