@@ -25,8 +25,9 @@ from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
 from deploykit.core.json_value import json_value
-from deploykit.core.memory import check_fits, does_not_fit, lacks_memory, memory_errors
+from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.engines.data.folders import large_array
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
@@ -313,8 +314,7 @@ def freeze(
                 values = run(*part).float().cpu().numpy()
                 if start == 0:
                     shape = (len(split.labels), *values.shape[1:])
-                    check_fits("the backbone's features", int(np.prod(shape)) * 4)
-                    features = np.empty(shape, np.float32)
+                    features = large_array("the backbone's features", shape, np.float32)
                 features[start : start + _BATCH] = values
         found.append(features)
     seconds = time.perf_counter() - started

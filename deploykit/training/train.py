@@ -83,6 +83,8 @@ def train(
     from deploykit.training.options import TrainingOptions, read_splits
 
     initial = runtime.load_weights(start) if start else None
+    if on_progress:
+        on_progress("reading the data", 0.0)
     with distributed.join_processes(device) as group:
         checks.check_recipe(chosen)
         trained = loop.run_training(
