@@ -217,17 +217,28 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
         state, reason = None, first_line(exc).rstrip(".")
-    if not isinstance(state, dict) or state.get(KEY) != VERSION:
+    if not isinstance(state, dict) or KEY not in state:
         raise BadInput(
             f"{path}: is not the state of a training run: {reason}",
             hint="name a file that does not exist yet as `checkpoint`",
         )
+    if state[KEY] != VERSION:
+        raise BadInput(
+            f"{path}: is a state of version {state[KEY]}, this deploykit reads {VERSION}",
+            hint="name another `checkpoint`",
+        )
+    hint = "repeat that run's options, or name another `checkpoint`"
     for name, value in run.items():
-        if state["run"].get(name) != value:
+        before = state["run"].get(name)
+        if name == "epochs" and run["schedule"] == "constant" and len(state["history"]) <= value:
+            continue  # each epoch is what it would be in a run of any length
+        if before != value:
+            if name == "epochs" and before < value:
+                hint = f"the {run['schedule']} schedule ends with epoch {before}: only a recipe "
+                hint += "with schedule='constant' can be lengthened; name another `checkpoint`"
             raise BadInput(
-                f"{path}: is the state of another run: its {name} is "
-                f"{state['run'].get(name)}, here it is {value}",
-                hint="repeat that run's options, or name another `checkpoint`",
+                f"{path}: is the state of another run: its {name} is {before}, here it is {value}",
+                hint=hint,
             )
     return dict(state)
 
@@ -489,6 +500,7 @@ class Run:
         self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.unsaved = ""
         if settings.amp_dtype == torch.float16 and device.type == "cpu":
             self.notes.append("fp16 is much slower on a CPU than float32 or bf16")
         if group.size > 1 and device.type == "cpu" and self._has_batch_norm():
@@ -556,12 +568,20 @@ class Run:
                 if options.checkpoint is not None:
                     state = self._state()
                     if first:
-                        state = {KEY: VERSION, "run": self.described, **state}
-                        save_whole(state, options.checkpoint)
+                        self._save({KEY: VERSION, "run": self.described, **state})
         finally:
             if events is not None:
                 events.close()
         self._conclude()
+
+    def _save(self, state: dict[str, Any]) -> None:
+        """Replace the checkpoint; where that fails, as on a full disk, the run goes on."""
+        path, self.unsaved = self.settings.options.checkpoint, ""
+        try:
+            save_whole(state, path)
+        except (BadInput, Unsupported) as exc:
+            self.unsaved = f"epoch {len(self.history)} is not in the checkpoint: {exc.message}"
+            _log.warning(self.unsaved)
 
     def _train_epoch(self, on_progress: Progress) -> None:
         """Run one epoch, again in float32 if mixed precision gave a loss that is not finite."""
@@ -668,6 +688,7 @@ class Run:
                 f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
                 "float16 gradients overflowed"
             )
+        self.notes += [self.unsaved] if self.unsaved else []
         self.notes += self.batches.conclude(self.loader_share())
 
     def loader_share(self) -> float:
