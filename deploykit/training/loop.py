@@ -108,17 +108,20 @@ class Stepper:
         """
         while True:
             try:
-                loss = self.gradients(inputs, labels, weight)
+                with users_code("the recipe's model or loss failed"):
+                    loss = self.gradients(inputs, labels, weight)
                 break
-            except Exception as exc:
-                if not isinstance(exc, torch.OutOfMemoryError) and not lacks_memory(exc):
-                    what = f"{type(exc).__name__}: {first_line(exc)}"
-                    if type(exc).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                        raise Unsupported(
-                            f"torch.compile failed: {what}", hint="leave `compile` out"
-                        ) from exc
-                    raise BadInput(f"the recipe's model or loss failed: {what}") from exc
-                reason = first_line(exc)
+            except (BadInput, MemoryError) as exc:
+                cause = exc.__cause__ or exc
+                reason = first_line(cause)
+                if type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise Unsupported(
+                        f"torch.compile failed: {type(cause).__name__}: {reason}",
+                        hint="leave `compile` out",
+                    ) from cause
+                if not isinstance(cause, torch.OutOfMemoryError) and not lacks_memory(cause):
+                    raise
+                del cause
             # outside of `except`: its traceback would keep the tensors
             if self.parts >= len(labels) or not self.alone:
                 what = "a single sample" if self.alone else "a process's part of a batch"
@@ -319,7 +322,7 @@ def freeze(
     for split in (train, calibration):
         inputs, _ = tensors(split, torch.device("cpu"))
         parts, features = range(0, len(split.labels), _BATCH), np.empty((0, 1), np.float32)
-        with torch.inference_mode():
+        with torch.inference_mode(), users_code(f"the recipe's backbone, {names[0]}, failed"):
             for start in parts:
                 part = [each[start : start + _BATCH].to(device) for each in inputs]
                 values = run(*part).float().cpu().numpy()
@@ -330,7 +333,7 @@ def freeze(
         found.append(features)
     seconds = time.perf_counter() - started
     inputs, _ = tensors(train, torch.device("cpu"))
-    with torch.inference_mode():
+    with torch.inference_mode(), users_code(f"the recipe's head, {names[1]}, failed"):
         expected = whole(*(each[:2].to(device) for each in inputs))
         behind = head(torch.from_numpy(found[0][:2]).to(device))
         largest = float(expected.abs().max()) or 1.0
@@ -417,7 +420,7 @@ def run_training(
         state = whole_state(run.module) if options.fsdp else run.module.state_dict()
         module.load_state_dict(run.group.share(state) if options.fsdp else state)
     else:
-        module = copy.deepcopy(run.module)
+        module = run.module
     layout: Any = {"device": "cpu", "memory_format": torch.contiguous_format}
     module = module.eval().to(**layout)
     if run.frozen is not None and recipe.backbone is not None:
@@ -427,7 +430,7 @@ def run_training(
     if recipe.report is not None:
         with users_code("the recipe's report failed"):
             report = json_value(dict(recipe.report(module, splits)))
-        shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
+            shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
         run.notes += [f"on the test data: {', '.join(shown)}".replace("_", " ")] if shown else []
         figures |= report
     return Trained(module, scores, figures, recipe, splits, tuple(run.history), tuple(run.notes))
@@ -603,7 +606,8 @@ class Run:
             both = ", in mixed precision and in float32" if start is not None else ""
             raise Unsupported(
                 f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
-                hint="lower `learning_rate`, or limit the gradients (the recipe's clip_norm)",
+                hint="lower `learning_rate`, limit the gradients (the recipe's clip_norm), or look "
+                "for NaN in the labels and the loss",
             )
         self.seconds += seconds
         module, recipe, part = self.module, self.recipe, self.splits.calibration
