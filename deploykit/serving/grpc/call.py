@@ -13,6 +13,7 @@ from urllib.parse import quote as percent_encode
 
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.http2.connection import (
     DATA,
     END_HEADERS,
@@ -245,8 +246,8 @@ class GrpcCall(Stream):
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
 
     @property
-    def peer(self) -> Http2Connection:
-        return self.link
+    def peer(self) -> Peer:
+        return Peer.of(self.link.address, self.link)
 
     @property
     def unanswered(self) -> int:
@@ -409,7 +410,7 @@ class GrpcCall(Stream):
             self.read()
 
         try:
-            self.link.shared.offload(work, then, client=self.link)
+            self.link.shared.offload(work, then, peer=self.peer)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
             self.fail(exc.grpc_status, exc.message)

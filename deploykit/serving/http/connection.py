@@ -17,6 +17,7 @@ from typing import cast
 
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
 from deploykit.serving.transport.call import (
     RETRY,
@@ -74,8 +75,8 @@ class Exchange(Call):
         self.pending_reply: list[Bytes] | None = None
 
     @property
-    def peer(self) -> HttpConnection:
-        return self.connection
+    def peer(self) -> Peer:
+        return Peer.of(self.connection.address, self.connection)
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
@@ -217,6 +218,11 @@ class HttpConnection(asyncio.BufferedProtocol):
     def idle_since_s(self) -> float | None:
         busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
+
+    @property
+    def address(self) -> object:
+        """Return the client's address."""
+        return self._transport.get_extra_info("peername")
 
     def record(self, exchange: Exchange, status: int) -> None:
         head = exchange.head

@@ -207,7 +207,7 @@ class Http2Port(Port):
     """State that all HTTP/2 connections of a server share.
 
     `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
-    head; `offload(work, then, client=...)` runs `work` on another thread,
+    head; `offload(work, then, peer=...)` runs `work` on another thread,
     then `then` on the event loop's.
     """
 
@@ -311,6 +311,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._read_by_s: float | None = None  # when the client must have read more of them
         self._stalled_s: float | None = None  # when the client stopped reading
         self._blocked_s: float | None = None  # when its windows began to block a reply
+
+    @property
+    def address(self) -> object:
+        """Return the client's address."""
+        return self.transport.get_extra_info("peername")
 
     @property
     def unanswered(self) -> int:

@@ -9,7 +9,7 @@ import logging
 import re
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,6 +27,7 @@ from deploykit.core.errors import (
 )
 from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +140,9 @@ class Call:
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
     @property
-    def peer(self) -> Hashable:
+    def peer(self) -> Peer:
         """Return the connection, with whose other work this request's waits, if it is known."""
-        return self
+        return Peer(None, self)
 
     def reserve(self, size: int) -> bool:
         """Count `size` more bytes until the reply; return whether they fit into the budget."""
