@@ -148,61 +148,52 @@ class CallHead:
     length: int | None = None
 
 
-class HeadParser:
-    """Parses a call's headers into a CallHead. `allows`: whether an authorization is valid."""
-
-    def __init__(
-        self,
-        methods: Mapping[str, Method],
-        allows: Callable[[bytes | None], bool],
-        max_headers: int,
-    ) -> None:
-        self._methods = methods
-        self._allows = allows
-        self._max_headers = max_headers
-
-    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            if keys.count(b"traceparent") > 1:
-                del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
-            if keys.count(b"authorization") > 1:
-                values[b"authorization"] = b""  # proxies disagree about which of them counts
-        content_type = values.get(b"content-type", b"")
-        speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
-        length = values.get(b"content-length")
-        path = values.get(b":path", b"").decode("latin-1")
-        method = self._methods.get(path)
-        trace = values.get(b"traceparent")
-        timeout = values.get(b"grpc-timeout")
-        match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
-        refusal: tuple[str, str] | None = None
-        if not speaks_grpc:
-            got = quote(content_type.decode("latin-1"))
-            text = f"send 'content-type: application/grpc', not {got}"
-            refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
-        elif values.get(b":method") != b"POST":
-            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
-        elif len(pairs) > self._max_headers:
-            refusal = ("RESOURCE_EXHAUSTED", f"there are more than {self._max_headers} headers")
-        elif not (method and method.public) and not self._allows(values.get(b"authorization")):
-            text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
-            refusal = ("UNAUTHENTICATED", text)
-        elif method is None:
-            refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
-        elif timeout is not None and match is None:
-            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
-        return CallHead(
-            path,
-            method,
-            None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
-            None if trace is None else trace.decode("latin-1"),
-            values.get(b"grpc-encoding", b"identity"),
-            refusal,
-            speaks_grpc,
-            None if length is None else int(length),
-        )
+def parse_head(
+    methods: Mapping[str, Method],
+    allows: Callable[[bytes | None], bool],
+    max_headers: int,
+    pairs: list[tuple[bytes, bytes]],
+) -> CallHead:
+    """Parse a call's headers. `allows`: whether an authorization is valid."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        if keys.count(b"traceparent") > 1:
+            del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
+        if keys.count(b"authorization") > 1:
+            values[b"authorization"] = b""  # proxies disagree about which of them counts
+    content_type = values.get(b"content-type", b"")
+    speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
+    path = values.get(b":path", b"").decode("latin-1")
+    method = methods.get(path)
+    trace, length = values.get(b"traceparent"), values.get(b"content-length")
+    timeout = values.get(b"grpc-timeout")
+    match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
+    refusal: tuple[str, str] | None = None
+    if not speaks_grpc:
+        text = f"send 'content-type: application/grpc', not {quote(content_type)}"
+        refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
+    elif values.get(b":method") != b"POST":
+        refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
+    elif len(pairs) > max_headers:
+        refusal = ("RESOURCE_EXHAUSTED", f"there are more than {max_headers} headers")
+    elif not (method and method.public) and not allows(values.get(b"authorization")):
+        text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
+        refusal = ("UNAUTHENTICATED", text)
+    elif method is None:
+        refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+    elif timeout is not None and match is None:
+        refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
+    return CallHead(
+        path,
+        method,
+        None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
+        None if trace is None else trace.decode("latin-1"),
+        values.get(b"grpc-encoding", b"identity"),
+        refusal,
+        speaks_grpc,
+        None if length is None else int(length),
+    )
 
 
 def error_block(status: str, message: str) -> bytes:
