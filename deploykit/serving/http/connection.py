@@ -375,9 +375,6 @@ class HttpConnection(asyncio.BufferedProtocol):
                 if head is not None:
                     at = self._begin(head, at + len(raw), end)
                     continue
-                if data.startswith(b"\r\n", at, end):
-                    at += 2  # some clients send an empty line after a body
-                    continue
                 self._enter(HEAD)
                 self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)

@@ -64,6 +64,10 @@ class HeadReader:
 
     def feed(self, data: bytes) -> tuple[int, Head | None]:
         """Return how many bytes belong to the head, and the Head once it is complete or refused."""
+        if not self.bytes and data[:1] in (b"\r", b"\n"):  # empty lines, as after a body
+            plain = data.lstrip(b"\r\n")
+            used, head = self.feed(plain) if plain else (0, None)
+            return len(data) - len(plain) + used, head
         seam = self._seam + data
         stop = seam.find(END)
         used = len(data) if stop < 0 else stop + len(END) - len(self._seam)
