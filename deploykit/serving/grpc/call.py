@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
-_PIECE_BYTES = 1024  # smaller pieces are joined, as a Python object costs more than its bytes
 _SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
 _MESSAGES_PER_TURN = 64  # messages of a streaming call before other calls get their turn
@@ -68,53 +67,43 @@ class MessageReader:
     `have`: bytes received and not taken. `need`: bytes of the next message with its prefix.
     """
 
-    __slots__ = ("_data", "_later", "_start", "have", "need")
+    __slots__ = ("_at", "_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data = b""
-        self._start = 0  # where the next message starts in it
-        self._later: list[bytes | bytearray] = []  # the pieces after it
+        self._data: bytes | bytearray = b""  # a single piece as it came, several joined
+        self._at = 0  # where the next message starts in it
         self.have = 0
         self.need = 0  # 0 until the prefix has arrived
 
     def add(self, piece: bytes) -> None:
         if self.have:
-            later = self._later
-            if len(piece) >= _PIECE_BYTES:
-                later.append(piece)
-            elif later and type(later[-1]) is bytearray:
-                later[-1] += piece
-            else:
-                later.append(bytearray(piece))
+            if type(self._data) is bytes:
+                self._data = bytearray(self._data)
+            del self._data[: self._at]
+            self._data += piece
         else:
-            self._data, self._start = piece, 0
+            self._data = piece
+        self._at = 0
         self.have += len(piece)
-        if not self.need and self.have >= PREFIX_BYTES:
-            self._read_prefix()
+        self._read_prefix()
 
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        if self._later:
-            self._join()
-        data, start, end = self._data, self._start, self._start + self.need
+        data, start = self._data, self._at
+        self._at += self.need
         self.have -= self.need
+        found = data if type(data) is bytes else memoryview(data)
+        message = bytes(found[start : self._at])
         self.need = 0
         if self.have:
-            self._start = end
-            if self.have >= PREFIX_BYTES:
-                self._read_prefix()
+            self._read_prefix()
         else:
             self._data = b""
-        return data[start:end]
+        return message
 
     def _read_prefix(self) -> None:
-        if self._later:
-            self._join()
-        self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._start + 1)[0]
-
-    def _join(self) -> None:
-        self._data = b"".join((self._data[self._start :], *self._later))
-        self._start, self._later = 0, []
+        if not self.need and self.have >= PREFIX_BYTES:
+            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._at + 1)[0]
 
 
 @dataclass(frozen=True)
