@@ -77,10 +77,11 @@ class MessageReader:
 
     def add(self, piece: bytes) -> None:
         if self.have:
-            if type(self._data) is bytes:
-                self._data = bytearray(self._data)
-            del self._data[: self._at]
-            self._data += piece
+            data = self._data
+            if not isinstance(data, bytearray):
+                data = self._data = bytearray(data)
+            del data[: self._at]
+            data += piece
         else:
             self._data = piece
         self._at = 0
