@@ -99,7 +99,32 @@ class GrpcUpload(Link):
         return b"came too slowly" in self.wired.wire.out
 
 
-@pytest.fixture(params=["upload", "chunks", "download", "gRPC upload"])
+class GrpcDownload(Link):
+    """Two answers: the second one has to wait for the first."""
+
+    def __init__(self) -> None:
+        self.wired = Wired(max_bytes=SIZE)
+        self.left = SIZE
+        self.wired.wire.get_write_buffer_size = lambda: self.left  # type: ignore[method-assign]
+        self.wired.feed(PREFACE + frame(SETTINGS, 0, 0))
+        message = b"\0" + (100_000).to_bytes(4, "big") + bytes(100_000)
+        for number in (1, 3):
+            self.wired.feed(frame(HEADERS, 4, number, block(path="/echo")))
+            for at in range(0, len(message), 1 << 14):
+                piece = message[at : at + (1 << 14)]
+                self.wired.feed(frame(DATA, len(piece) < 1 << 14, number, piece))
+        self.wired.connection.pause_writing()
+
+    def move(self, size: int) -> None:
+        self.left -= size
+        self.wired.tick(STEP_S)
+
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        return self.wired.wire.closed
+
+
+@pytest.fixture(params=["upload", "chunks", "download", "gRPC upload", "gRPC download"])
 def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
     server = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
     sized = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SIZE}\r\n\r\n".encode()
@@ -110,6 +135,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
         "chunks": lambda: Chunks(server, chunked),
         "download": lambda: Download(server),
         "gRPC upload": GrpcUpload,
+        "gRPC download": GrpcDownload,
     }
 
     def make() -> Link:
@@ -118,7 +144,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
 
     yield make
     for each in opened:
-        if isinstance(each, GrpcUpload):
+        if isinstance(each, (GrpcUpload, GrpcDownload)):
             each.wired.close()
     server.repository.close(drain=False)
     server._offload.close()
