@@ -24,7 +24,7 @@ from hpack import HPACKError
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Port, extend
+from deploykit.serving.transport.listener import Port, extend, unread_bytes
 from deploykit.serving.transport.turns import BUSY_BYTES
 
 log = logging.getLogger(__name__)
@@ -308,6 +308,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._write_bytes = 0
         self._sent_bytes = 0  # bytes of DATA since the last check
         self._buffered = 0  # bytes that the transport has not sent; counted in the memory budget
+        self._unread = 0  # bytes that the client had not received then
         self._read_by_s: float | None = None  # when the client must have read more
         self._stalled = False  # the transport takes no more
 
@@ -806,12 +807,13 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _reads(self, now_s: float) -> bool:
         """Return whether the client reads fast enough: any of its answers, in any order."""
         size, stall_s = self.transport.get_write_buffer_size(), self.shared.limits.stall_s
-        read_bytes = self._sent_bytes - (size - self._buffered)
         self.shared.memory.release(self._buffered - size)
-        self._sent_bytes, self._buffered = 0, size
+        sent_bytes, self._sent_bytes, self._buffered = self._sent_bytes, 0, size
         if not size and not any(stream.unsent for stream in self.streams.values()):
             self._read_by_s = None
             return True
+        unread = unread_bytes(self.transport)
+        read_bytes, self._unread = sent_bytes + self._unread - unread, unread
         by_s = self._read_by_s
         self._read_by_s = by_s = (
             now_s + stall_s if by_s is None else extend(by_s, read_bytes, now_s, stall_s)
