@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -23,13 +23,14 @@ from deploykit.engines.engine import Arrays
 from deploykit.pipelines.live import Client, LivePipeline, Sent
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.description import describe_pipeline
-from deploykit.serving.models.model import ServedModel
-from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, duration, split_by
+from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, inference_stats, split_by
 from deploykit.serving.observe.prometheus import Histogram, Sample
 from deploykit.serving.oip.request import Request, Signature, signature
 from deploykit.serving.oip.response import Result, collect_results
-from deploykit.serving.options import VERSION, ServeOptions
-from deploykit.serving.shared_memory import SharedMemory
+from deploykit.serving.options import VERSION
+
+if TYPE_CHECKING:
+    from deploykit.serving.models.repository import ModelRepository
 
 _STEP = 1 << 16
 NOT_JSON = (
@@ -38,17 +39,6 @@ NOT_JSON = (
 )
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
-
-
-class Models(Protocol):
-    """The part of the repository that pipelines use."""
-
-    options: ServeOptions
-    draining: bool
-    memory: SharedMemory | None
-
-    def find(self, name: str) -> ServedModel: ...
-    def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None: ...
 
 
 class PipelineCounts:
@@ -89,20 +79,15 @@ class PipelineCounts:
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics as for a model; the whole duration counts as compute time."""
-        outcomes, seconds = dict(self._outcomes), self._seconds
+        outcomes, us = dict(self._outcomes), self._seconds.total
         count = outcomes.pop("success")
-        none = duration(count, 0)
+        times_us = {"success": us, "compute_infer": us}
+        failures = sum(outcomes.values())
         return {
             "last_inference": int(self._last_s * 1000),
             "inference_count": count,
             "execution_count": count,
-            "inference_stats": {
-                "success": duration(count, seconds.total),
-                "fail": duration(sum(outcomes.values()), self._lost_us),
-                **dict.fromkeys(("queue", "compute_input", "compute_output"), none),
-                "compute_infer": duration(count, seconds.total),
-                **dict.fromkeys(("cache_hit", "cache_miss"), duration(0, 0)),
-            },
+            "inference_stats": inference_stats(count, times_us, failures, self._lost_us),
             "batch_stats": [],
         }
 
@@ -133,7 +118,7 @@ class ServedPipeline:
     """A pipeline under its name. `counts`: for the whole pipeline, under "", and for each stage."""
 
     def __init__(
-        self, runs: LivePipeline, counts: Mapping[str, PipelineCounts], models: Models
+        self, runs: LivePipeline, counts: Mapping[str, PipelineCounts], models: ModelRepository
     ) -> None:
         self.name: str = runs.metadata["name"]
         self.takes: str = runs.metadata["parameters"]["takes"]  # image, text, json or bytes
@@ -260,7 +245,9 @@ class ServedPipeline:
 class PipelineHost:
     """The server as a pipeline uses it; see `deploykit.pipelines.live.Host`."""
 
-    def __init__(self, repository: Models, loop: asyncio.AbstractEventLoop, processes: int) -> None:
+    def __init__(
+        self, repository: ModelRepository, loop: asyncio.AbstractEventLoop, processes: int
+    ) -> None:
         self.loop = loop
         self.timeout_ms: float = repository.options.timeout_ms
         self.limit = repository.options.queue
