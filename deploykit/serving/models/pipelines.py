@@ -72,11 +72,6 @@ class PipelineCounts:
     def waiting(self) -> int:
         return 0 if self._waiting is None else self._waiting()
 
-    @property
-    def total_us(self) -> int:
-        """Return the total duration of all successes."""
-        return self._seconds.total
-
     def statistics(self) -> dict[str, Any]:
         """Return statistics as for a model; the whole duration counts as compute time."""
         outcomes, us = dict(self._outcomes), self._seconds.total
@@ -216,7 +211,7 @@ class ServedPipeline:
 
     def counted(self) -> dict[str, Any]:
         """Return the counters for the dashboard, with the total time of each stage."""
-        stages_us = {name: each.total_us for name, each in self._stages.items()}
+        stages_us = {n: each.status()["request"]["us"] for n, each in self._stages.items()}
         return {**self._total.status(), "stages_us": stages_us}
 
     def status(self) -> dict[str, Any]:

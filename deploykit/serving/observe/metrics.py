@@ -11,7 +11,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -365,15 +365,17 @@ def _since_1970_s(since_boot_s: float) -> float:
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
 
 
-_GAUGES: Mapping[str, Callable[[GpuState], float | None]] = {
-    "nv_gpu_utilization": lambda gpu: gpu.utilization,
-    "nv_gpu_power_usage": lambda gpu: gpu.power_w,
-    "nv_gpu_power_limit": lambda gpu: gpu.power_limit_w,
-    "nv_energy_consumption": lambda gpu: gpu.energy_j,
-    "nv_gpu_memory_total_bytes": lambda gpu: gpu.memory_total_bytes,
-    "nv_gpu_memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
-    "deploykit_gpu_temperature_celsius": lambda gpu: gpu.temperature_c,
-}
+_GAUGES: Sequence[tuple[str, Mapping[str, str], Callable[[GpuState], float | None]]] = (
+    ("nv_gpu_utilization", {}, lambda gpu: gpu.utilization),
+    ("nv_gpu_power_usage", {}, lambda gpu: gpu.power_w),
+    ("nv_gpu_power_limit", {}, lambda gpu: gpu.power_limit_w),
+    ("nv_energy_consumption", {}, lambda gpu: gpu.energy_j),
+    ("nv_gpu_memory_total_bytes", {}, lambda gpu: gpu.memory_total_bytes),
+    ("nv_gpu_memory_used_bytes", {}, lambda gpu: gpu.memory_used_bytes),
+    ("deploykit_gpu_temperature_celsius", {}, lambda gpu: gpu.temperature_c),
+    ("deploykit_gpu_clock_hertz", {"domain": "compute"}, lambda gpu: gpu.clock_hz),
+    ("deploykit_gpu_clock_hertz", {"domain": "memory"}, lambda gpu: gpu.memory_clock_hz),
+)
 
 
 def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
@@ -382,13 +384,10 @@ def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
     about = {"name": gpu.name, "index": str(gpu.index), "source": gpu.source}
     about |= {"power_mode": gpu.power_mode} if gpu.power_mode else {}
     yield Sample("deploykit_gpu_info", {**uuid, **about}, 1)
-    for name, read in _GAUGES.items():
+    for name, labels, read in _GAUGES:
         value = read(gpu)
         if value is not None:
-            yield Sample(name, uuid, value)
-    for domain, hertz in (("compute", gpu.clock_hz), ("memory", gpu.memory_clock_hz)):
-        if hertz is not None:
-            yield Sample("deploykit_gpu_clock_hertz", {**uuid, "domain": domain}, hertz)
+            yield Sample(name, {**uuid, **labels}, value)
     if gpu.throttled is not None:
         for reason in THROTTLES:
             value = int(reason in gpu.throttled)
