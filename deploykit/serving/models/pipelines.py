@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
@@ -23,14 +23,13 @@ from deploykit.engines.engine import Arrays
 from deploykit.pipelines.live import Client, LivePipeline, Sent
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.description import describe_pipeline
+from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, inference_stats, split_by
 from deploykit.serving.observe.prometheus import Histogram, Sample
 from deploykit.serving.oip.request import Request, Signature, signature
 from deploykit.serving.oip.response import Result, collect_results
-from deploykit.serving.options import VERSION
-
-if TYPE_CHECKING:
-    from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.options import VERSION, ServeOptions
+from deploykit.serving.shared_memory import SharedMemory
 
 _STEP = 1 << 16
 NOT_JSON = (
@@ -39,6 +38,17 @@ NOT_JSON = (
 )
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
+
+
+class Models(Protocol):
+    """The part of the repository that pipelines use."""
+
+    options: ServeOptions
+    draining: bool
+    memory: SharedMemory | None
+
+    def find(self, name: str) -> ServedModel: ...
+    def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None: ...
 
 
 class PipelineCounts:
@@ -113,7 +123,7 @@ class ServedPipeline:
     """A pipeline under its name. `counts`: for the whole pipeline, under "", and for each stage."""
 
     def __init__(
-        self, runs: LivePipeline, counts: Mapping[str, PipelineCounts], models: ModelRepository
+        self, runs: LivePipeline, counts: Mapping[str, PipelineCounts], models: Models
     ) -> None:
         self.name: str = runs.metadata["name"]
         self.takes: str = runs.metadata["parameters"]["takes"]  # image, text, json or bytes
@@ -159,7 +169,7 @@ class ServedPipeline:
             requests.append(request._replace(feeds={}))
             return Sent(self._input_of(request), request.region_bytes, request.timeout_us)
 
-        def done(answer: bytes | Exception, _json: bool) -> None:
+        def finish(answer: bytes | Exception, _json: bool) -> None:
             client.cancel = None
             try:
                 if isinstance(answer, Exception):
@@ -172,7 +182,7 @@ class ServedPipeline:
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 fail(exc)
 
-        client.cancel = self.start(read, done, client, trace, timeout_us)
+        client.cancel = self.start(read, finish, client, trace, timeout_us)
 
     def _input_of(self, request: Request) -> bytes | np.ndarray:
         """Return the input. Raises BadInput for no pixels, TooLarge for JSON above its limit."""
@@ -240,9 +250,7 @@ class ServedPipeline:
 class PipelineHost:
     """The server as a pipeline uses it; see `deploykit.pipelines.live.Host`."""
 
-    def __init__(
-        self, repository: ModelRepository, loop: asyncio.AbstractEventLoop, processes: int
-    ) -> None:
+    def __init__(self, repository: Models, loop: asyncio.AbstractEventLoop, processes: int) -> None:
         self.loop = loop
         self.timeout_ms: float = repository.options.timeout_ms
         self.limit = repository.options.queue
