@@ -22,6 +22,7 @@ from deploykit.serving.oip.request import Binary, Region, Request, Signature, fi
 from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
+from deploykit.serving.transport.call import About
 
 log = logging.getLogger(__name__)
 
@@ -198,11 +199,12 @@ class GrpcInference(Inference):
 class ReplySlot:
     """The place of one reply in a streaming call: replies keep the order of the messages."""
 
-    __slots__ = ("_call", "cancel", "parts")
+    __slots__ = ("_call", "about", "cancel", "parts")
 
     def __init__(self, call: GrpcCall) -> None:
         self._call = call
         self.parts: list[Bytes] | None = None
+        self.about: About | None = None
         self.cancel: Callable[[], object] | None = None
 
     @property

@@ -59,7 +59,8 @@ class InferRoute(ModelRoute):
         slow_bytes = len(body) if slow else json_bytes or 0
         inference = HttpInference(self, call, (body, json_bytes), head.trace)
         del body
-        if inference.set_lane(slow_bytes, LARGE_BYTES) or head.encoding is not None:
+        if slow_bytes > LARGE_BYTES or head.encoding is not None:
+            inference.set_lane(slow_bytes, LARGE_BYTES)
             inference.start_offloaded()
         else:
             inference.start()

@@ -31,6 +31,9 @@ _REGION_SPEED = 16  # shared memory is written this many times as fast as JSON
 class Receiver(Client, Protocol):
     """A receiver of the reply: a call, or one message of a streaming call."""
 
+    cancel: Callable[[], object] | None  # called if the client disconnects
+    about: tuple[str | None, int] | None  # the id and the rows, once the model has the request
+
     @property
     def gone(self) -> bool:
         """Return whether no reply can be sent any more."""
@@ -161,6 +164,7 @@ class Inference:
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
             name = request.id
+            self.client.about = name, request.rows
             self._source = None  # frees the source; arrays keep the bytes that they use
             if decoded is None:
                 size = request.region_bytes
@@ -182,6 +186,7 @@ class Inference:
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):
+                self.client.about = self.client.about or (None, 0)
                 model.refuse(exc, self._started_us, self.trace, name)
             self.fail(exc)
         else:

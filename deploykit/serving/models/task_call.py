@@ -125,6 +125,7 @@ class TaskCall:
             self.fail(too_many(count) if count else BadInput("the request has no items"))
             return
         self.several = found.several
+        self.client.about = self.request.id, count
         self.client.cancel = self._abandon
         self._items = enumerate(found.items)
         self._answers, self._left = [b""] * count, count
@@ -197,11 +198,12 @@ class TaskCall:
 class _Slot:
     """The place of one item's answer."""
 
-    __slots__ = ("call", "cancel", "number")
+    __slots__ = ("about", "call", "cancel", "number")
 
     def __init__(self, call: TaskCall, number: int) -> None:
         self.call = call
         self.cancel: Callable[[], object] | None = None
+        self.about: tuple[str | None, int] | None = None
         self.number = number
 
     @property
