@@ -140,7 +140,7 @@ class Crossover(Record):
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Record):
     """All of a run. `created`: ISO 8601. `command`: what repeats it. `baseline`: a point's label.
 
     `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format",
