@@ -390,10 +390,8 @@ def make_feeds(
     if samples is None:
         sizes = {BATCH: batch, **free_axis_sizes(remote, specs, axes or {})}
         dynamic = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
-        first = {spec.shape[:1] for spec in specs}
-        fixed = (
-            int(next(iter(first))[0]) if not dynamic and len(first) == 1 and () not in first else 1
-        )
+        first = {spec.shape[0] if len(spec.shape) > 1 else 1 for spec in specs}
+        fixed = int(first.pop()) if len(first) == 1 and not dynamic else 1
         rows = batch if BATCH in dynamic else fixed
     else:
         rows, _ = samples.batching(batch, specs)
