@@ -57,6 +57,8 @@ class Accuracy(Record):
 
 @dataclass(frozen=True)
 class Step(Record):
+    """A step of a longer run, such as the demo's, and how long it took."""
+
     name: str
     seconds: float
 
