@@ -105,12 +105,13 @@ def section_html(title: str, name: str, content: str) -> str:
 
 
 def figure_html(figure: Figure) -> str:
-    """Return a chart with its finding, and its data as a table."""
+    """Return a chart with its finding, and the data that no table of the report has."""
     table = Table(figure.title, figure.columns, figure.rows, text_columns(figure.columns))
+    rows = html_table(table, caption=False)
+    data = f"<details><summary>The figures of this chart</summary>{rows}</details>" * bool(rows)
     return (
         f"<figure><h2>{safe(figure.title)}</h2>{draw(figure)}"
-        f"<figcaption>{safe(figure.finding)}</figcaption><details><summary>The figures of this "
-        f"chart</summary>{html_table(table, caption=False)}</details></figure>"
+        f"<figcaption>{safe(figure.finding)}</figcaption>{data}</figure>"
     )
 
 
