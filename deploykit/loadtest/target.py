@@ -235,7 +235,8 @@ def make_requests(
         if batch > 1 or axes:
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
         bodies, answers = _read_bodies(text, data, expect)
-        check = BodyCheck(remote.about.get("gives") != "bytes", answers, max_error)
+        is_json, grpc = remote.about.get("gives") != "bytes", remote.server.grpc
+        check = BodyCheck(is_json, answers, max_error, grpc=grpc)
         messages = [_body_request(remote, body) for body in bodies]
         return Requests(messages, check, sends=_describe(bodies))
     if remote.pipeline:
