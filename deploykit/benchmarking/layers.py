@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -68,12 +69,9 @@ def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, P
     """Return the fastest setup of one session in this process, or in PyTorch, with its point."""
     pairs = [
         (setup, point)
-        for setup in setups
-        for point in points
-        if (setup.label, setup.in_flight) == (point.label, 1)
-        and point.sessions == setup.sessions
+        for setup, point in product(setups, points)
+        if setup.made(point)
         and (point.runtime.startswith("torch") or (setup.sessions == 1 and not setup.processes))
-        and point.batch in (setup.batches or (point.batch,))
     ]
     return max(pairs, key=lambda pair: pair[1].throughput_per_s.value, default=None)
 
