@@ -215,7 +215,7 @@ def show_ready(
 
 
 @described(f"""
-URL                    The server; without it 127.0.0.1, port $DEPLOYKIT_HTTP_PORT or 8000
+URL                    Server, or unix:FILE; by default 127.0.0.1, port $DEPLOYKIT_HTTP_PORT or 8000
 {JSON}""")
 def health(url: str | None = None, as_json: bool = False) -> None:
     """Ask a running server whether it is ready; exit 1 if not.
