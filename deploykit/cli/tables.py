@@ -398,21 +398,21 @@ def report_comparison(result: ReportComparison) -> list[Part]:
             row.label,
             *([row.scenario] if several else []),
             str(row.batch),
-            str(row.sessions),
-            "-" if row.threads is None else str(row.threads),
             each.figure + ("/s" if each.figure == "throughput" else " ms"),
-            number(each.a),
-            number(each.b),
             spread(each.ratio.to_dict()),
             each.finding,
+            number(each.a),
+            number(each.b),
+            " × ".join(str(n) for n in (row.sessions, row.threads) if n is not None),
         )
         for row in result.rows
         for each in row.figures
     ]
     counts = Counter(each.finding for row in result.rows for each in row.figures)
     found = ", ".join(f"{count} {finding}" for finding, count in counts.most_common())
-    header = ("setup", *["scenario"] * several, "batch", "sessions", "threads", "figure", "A", "B")
-    table = Table("", (*header, "B / A", ""), rows, (0, *[1] * several, len(header) + 1))
+    header = ("setup", *["scenario"] * several, "batch", "figure", "B / A", "finding")
+    more = ("A", "B", "sessions × threads")
+    table = Table("", (*header, *more), rows, (0, *[1] * several, len(header) - 1))
     return [
         f"{result.b} (B) against {result.a} (A): {found}",
         table,

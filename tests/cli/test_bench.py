@@ -76,3 +76,12 @@ def test_a_slow_engine_has_a_rate_and_six_conclusions_follow_the_headline(
     assert shown.count("  0.0123") == len(slow.points)
     assert re.findall(r"Sentence (\d+)", shown) == [*"0123456"]
     assert "more conclusions are in the report" in shown
+
+
+def test_a_token_of_another_server_may_be_short(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("abc\r\nmore\n")
+    ran = run("load", f"unix:{tmp_path}/none.sock", "--token-file", tmp_path / "token")
+    assert "no server answers there" in ran.err  # it is taken
+    (tmp_path / "token").write_text("\n")
+    ran = run("load", f"unix:{tmp_path}/none.sock", "--token-file", tmp_path / "token")
+    assert (ran.code, "`token`" in ran.err or "--token" in ran.err) == (2, True)
