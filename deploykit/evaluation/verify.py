@@ -139,7 +139,7 @@ def prove_engine(
         try:
             bound, names = max_engine_error(manifest.precision), (graph.name, name)
             with load(graph, "cpu") as reference:
-                feeds, _ = comparison_feeds(engine, engine, samples, graph)
+                feeds, _ = comparison_feeds(reference, engine, samples, graph)
                 if samples is not None and batch_axes(engine.inputs):
                     least, _ = batch_limits(engine.inputs, engine.limits)
                     feeds = [*small_batches(samples, feeds, least), *feeds]

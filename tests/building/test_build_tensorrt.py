@@ -325,6 +325,49 @@ def test_the_parser_gets_a_name_for_each_axis_that_the_file_calls_unknown(
     assert [dim.dim_param for dim in dims] == ["N", "x_1"]
 
 
+@pytest.mark.parametrize("failure", [None, RuntimeError("a null pointer"), TypeError("factory")])
+@pytest.mark.parametrize(
+    ("owner", "member", "stops"),
+    [
+        ("_Builder", "create_network", True),
+        ("_Builder", "create_builder_config", True),
+        ("_Builder", "create_optimization_profile", True),
+        ("_Builder", "build_serialized_network", True),
+        ("_Parser", "parse_from_file", True),
+        ("_Config", "create_timing_cache", False),
+        ("_Config", "get_timing_cache", False),
+        ("_Cache", "serialize", False),
+        ("Engine", "create_engine_inspector", False),
+        ("Engine", "get_tensor_profile_shape", False),
+        ("Inspector", "get_engine_information", False),
+        ("Context", "infer_shapes", False),
+        ("Context", "execute_async_v3", False),
+    ],
+)
+def test_a_member_that_fails_as_nvidias_bindings_fail_is_no_bug_of_ours(
+    machine: Machine,
+    affine_onnx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
+    member: str,
+    stops: bool,
+    failure: Exception | None,
+) -> None:
+    """They return None, or raise for a null pointer (TypeError) or a failed call (RuntimeError)."""
+
+    def fails(*_: Any) -> None:
+        if failure is not None:
+            raise failure
+
+    machine()
+    monkeypatch.setattr(getattr(fake, owner), member, fails)
+    if stops:
+        with pytest.raises(dk.Unsupported, match=r"affine\.onnx: "):
+            dk.build(affine_onnx, "l4")
+    else:
+        assert dk.build(affine_onnx, "l4").path.exists()
+
+
 def test_an_engine_replaces_no_plugin_that_it_needs(
     machine: Machine, affine_onnx: Path, tmp_path: Path
 ) -> None:
