@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,6 +202,7 @@ def test_ctrl_c_in_the_middle_of_a_build_ends_it(tmp_path: Path) -> None:
         reported.append(text)
         if len(reported) == 5:
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the main thread looks up from time to time
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

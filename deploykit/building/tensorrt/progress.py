@@ -15,7 +15,7 @@ from deploykit.core.subprocesses import INSIDE
 
 OnProgress = Callable[[str, float], None]
 _T = TypeVar("_T")
-_POLL_S = 0.2
+_POLL_S = 0.05
 
 
 @dataclass
