@@ -30,8 +30,10 @@ from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
+from deploykit.core.manifest import write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
+from deploykit.evaluation.verify import find_sources
 from deploykit.quantization.job import QuantizeRequest
 from tests.support.onnx_zoo import make, save
 from tests.support.runtimes import fake_tensorrt as fake
@@ -259,6 +261,21 @@ def test_an_engine_with_too_many_wider_layers_is_rejected(
     with pytest.raises(dk.GateFailed, match=r"50\.0% of the operations run wider") as caught:
         dk.build(affine_onnx, "l4", precision="fp16")
     assert caught.value.result.path.name == "affine.rejected.trt"
+
+
+def test_other_files_in_the_folder_of_an_engine_may_be_unreadable(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    """An engine that moved is proven against its graph, which is found by its hash."""
+    does = machine()
+    made = dk.build(affine_onnx, "l4")
+    (affine_onnx.parent / "a.onnx").touch()
+    (affine_onnx.parent / "b.onnx").mkdir()
+    manifest = replace(made.manifest, evidence=replace(made.manifest.evidence, parity=None))
+    write_manifest(made.path, manifest)
+    with dk.load(made.path):
+        assert does.seen["devices"]
+    assert [path.name for path in find_sources(made.path, manifest)] == ["affine.onnx"]
 
 
 def test_sizes_are_compared_within_what_the_engine_takes(
