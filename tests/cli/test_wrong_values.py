@@ -121,9 +121,7 @@ def taken() -> Iterator[str]:
 
 
 @pytest.fixture
-def here(
-    tmp_path: Path, model: Path, samples: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def here(tmp_path: Path, model: Path, samples: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("tiny.py").write_text(TINY)
     Path("folder").mkdir()
