@@ -24,7 +24,7 @@ from deploykit.core.profile import load_profile
 from scripts.nvidia import fetch
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.fake_tensorrt import BATCH, NO_FORMATS, Severity, Use, options
+from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, Use, options
 from tests.support.runtimes.modules import replaced
 
 
@@ -75,7 +75,7 @@ def test_a_profile_that_ends_before_this_tensorrt_is_refused(
     use(version="11.4.0")
     old = replace(load_profile("l4"), tensorrt_max="10.16")
     with pytest.raises(Unsupported, match=r"TensorRT 10\.3 to 10\.16, the installed one is 11"):
-        build(model, out, Options(old, BATCH))
+        build(model, out, options(old))
 
 
 @pytest.mark.parametrize("level", HARDWARE)

@@ -358,13 +358,13 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
     try:
         from deploykit.engines.cuda.driver import CudaDevice
 
-        driver = CudaDevice(options.device)
+        driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
     except DeploykitError:  # without CUDA TensorRT itself reports what is missing
-        if options.device:  # it would build for the first GPU
+        if options.shapes.device:  # it would build for the first GPU
             raise
-    here = with_gpu(this_machine(), options.device)
+    here = with_gpu(this_machine(), options.shapes.device)
     nv = module(options.flavour)
     check_target(nv, options)
     check_dla(nv, options)
@@ -385,7 +385,7 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
         plan.notes + notes,
         plan.timing_sha256,
         plan.flags,
-        {str(library.resolve()): sha256(library) for library in options.plugins},
+        {str(each.resolve()): sha256(each) for each in map(Path, options.shapes.plugins)},
     )
 
 
@@ -397,7 +397,7 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
 def _check(model: Path, options: Options, on_progress: OnProgress) -> BuildCheck:
     nv = module(options.flavour)
     started = time.perf_counter()
-    here = with_gpu(this_machine(), options.device)
+    here = with_gpu(this_machine(), options.shapes.device)
     plan, refused = None, tuple[Reason, ...]()
     try:
         plan = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
@@ -425,9 +425,9 @@ def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, 
     with collect_log(nv) as lines:
         try:
             runtime: trt.Runtime = given(nv.Runtime(logger(nv)))
-            runtime.engine_host_code_allowed = options.version_compatible
-            if options.dla is not None:
-                runtime.DLA_core = options.dla
+            runtime.engine_host_code_allowed = options.shapes.version_compatible
+            if options.shapes.dla is not None:
+                runtime.DLA_core = options.shapes.dla
             engine = given(runtime.deserialize_cuda_engine(plan))
             inspector = given(engine.create_engine_inspector())
             text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
@@ -458,7 +458,7 @@ def _build_plan(
     progress.report("parsing")
     progress.raise_failure()
     job = _Job(nv, start(nv), model, options, progress, here, checking)
-    load_plugins(nv, options.plugins)
+    load_plugins(nv, map(Path, options.shapes.plugins))
     if weakly_typed(nv, options):
         return job.run(strong=False)
     try:
@@ -515,7 +515,12 @@ class _Job:
         for name in precision:
             config.set_flag(getattr(nv.BuilderFlag, name))
         flags = [STRONG, *flags] if strong else [*precision, *flags]
-        cache = options.timing_cache or cache_path(f"{options.flavour}-{nv.__version__}", self.here)
+        given_cache = options.shapes.timing_cache
+        cache = (
+            Path(given_cache)
+            if given_cache
+            else cache_path(f"{options.flavour}-{nv.__version__}", self.here)
+        )
         keep, read, more = use_cache(nv, config, cache) if cache else (False, "", ())
         notes += more
         add_profile(self.builder, config, inputs, sizes)
@@ -554,12 +559,12 @@ class _Job:
         nv, options = self.nv, self.options
         names = []
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
-        if not options.tf32:
+        if not options.shapes.tf32:
             config.clear_flag(nv.BuilderFlag.TF32)  # set by default
-        if options.version_compatible:
+        if options.shapes.version_compatible:
             names.append("VERSION_COMPATIBLE")
-        if options.hardware_compatible:
-            level = hardware_level(nv, options.hardware_compatible)
+        if options.shapes.hardware_compatible:
+            level = hardware_level(nv, options.shapes.hardware_compatible)
             config.hardware_compatibility_level = level
         on_dla, notes = self._dla(config)
         names += on_dla
@@ -568,7 +573,7 @@ class _Job:
         return names, notes
 
     def _dla(self, config: trt.IBuilderConfig) -> tuple[list[str], list[str]]:
-        wanted, cores = self.options.dla, int(self.builder.num_DLA_cores)
+        wanted, cores = self.options.shapes.dla, int(self.builder.num_DLA_cores)
         if wanted is None:
             return [], []
         if 0 <= wanted < cores:
