@@ -125,7 +125,7 @@ _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if
 
 
 def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
-    """Return the network's inputs with the graph's names of axes. Raises Unsupported."""
+    """Return the network's inputs, without types, with the graph's names of axes."""
     named = {each.name: each.shape for each in Graph.open(model).inputs}
     found: list[TensorSpec] = []
     for number in range(network.num_inputs):
@@ -135,11 +135,9 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
                 f"{model}: input '{tensor.name}' determines a shape inside the graph by its values",
                 hint="export the model again with that value as a constant",
             )
-        kind = tensor.dtype.name
-        dtype = _BY_TYPE[kind].dtype if kind in _BY_TYPE else kind.lower()
         axes = zip(_shape(tensor), named[tensor.name], strict=False)  # () for an unknown rank
         shape = tuple(size if size >= 0 else name for size, name in axes)
-        found.append(TensorSpec(tensor.name, dtype, shape))
+        found.append(TensorSpec(tensor.name, "", shape))
     return found
 
 
@@ -305,8 +303,8 @@ _NOT_PROVEN: Mapping[str, str] = {
 class BuildCheck(Record):
     """The builder's verdict on a file; nothing was kept. `problems`: each refusal.
 
-    `flavour`: "tensorrt" or "rtx", the library that built the plan; without a plan, the requested
-    flavour, as only a plan shows it. `layers`: number of layers in the parsed network.
+    `flavour`: "tensorrt" or "rtx", the library that built the plan, as only a plan shows it.
+    `layers`: number of layers in the parsed network.
     """
 
     path: Path
@@ -365,7 +363,7 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
         if options.shapes.device:  # it would build for the first GPU
             raise
     here = with_gpu(this_machine(), options.shapes.device)
-    nv = module(options.flavour)
+    nv = module()
     check_target(nv, options)
     check_dla(nv, options)
     progress = BuildProgress(on_progress)
@@ -373,8 +371,13 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
         plan = _build_plan(nv, model, options, progress, here, checking=False)
     except Refused as exc:
         raise error_of(str(model), exc.reasons) from exc
-    _check_flavour(plan.content, out, options)
-    layers, notes = read_back(plan.content, options)
+    if flavour_of(plan.content) == "rtx":
+        raise Unsupported(
+            f"{out}: not written: the installed library is TensorRT for RTX, whose plans the "
+            f"TensorRT of profile {options.profile.name} cannot load",
+            hint="build on the target; on this machine use `check`",
+        )
+    layers, notes = read_back(nv, plan.content, options)
     notes += note_dla(layers, options, str(model))
     progress.complete("built")
     with atomic_write(out) as tmp:
@@ -395,33 +398,32 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
 
 
 def _check(model: Path, options: Options, on_progress: OnProgress) -> BuildCheck:
-    nv = module(options.flavour)
-    started = time.perf_counter()
-    here = with_gpu(this_machine(), options.shapes.device)
-    plan, refused = None, tuple[Reason, ...]()
+    nv, here = module(rtx=True), with_gpu(this_machine(), options.shapes.device)
+    started, plan, refused = time.perf_counter(), None, tuple[Reason, ...]()
     try:
         plan = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
     except Refused as exc:
         refused = exc.reasons
         if any(reason.damaged for reason in refused):
             raise error_of(str(model), refused) from exc
-    flavour = flavour_of(plan.content) if plan else options.flavour
+    content = plan.content if plan else b""
     return BuildCheck(
         path=model,
         profile=options.profile.name,
         accepted=plan is not None,
         problems=tuple(reason.text for reason in refused),
-        notes=(*plan.notes, _NOT_PROVEN[flavour]) if plan else (),
-        flavour=flavour,
+        notes=(*plan.notes, _NOT_PROVEN[flavour_of(content)]) if plan else (),
+        flavour=flavour_of(content),
         layers=plan.layers if plan else 0,
-        plan_bytes=len(plan.content) if plan else 0,
+        plan_bytes=len(content),
         build_s=time.perf_counter() - started,
     )
 
 
-def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
+def read_back(
+    nv: Any, plan: bytes, options: Options
+) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
     """Return the layers of a plan that was just built (loading can run code), or why not."""
-    nv = module(options.flavour)
     with collect_log(nv) as lines:
         try:
             runtime: trt.Runtime = given(nv.Runtime(logger(nv)))
@@ -515,12 +517,8 @@ class _Job:
         for name in precision:
             config.set_flag(getattr(nv.BuilderFlag, name))
         flags = [STRONG, *flags] if strong else [*precision, *flags]
-        given_cache = options.shapes.timing_cache
-        cache = (
-            Path(given_cache)
-            if given_cache
-            else cache_path(f"{options.flavour}-{nv.__version__}", self.here)
-        )
+        named = options.shapes.timing_cache
+        cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
         keep, read, more = use_cache(nv, config, cache) if cache else (False, "", ())
         notes += more
         add_profile(self.builder, config, inputs, sizes)
@@ -584,20 +582,6 @@ class _Job:
         if self.checking:
             return [], [f"{text}: checked for the GPU alone"]
         raise Unsupported(text)
-
-
-def _check_flavour(plan: bytes, out: Path, options: Options) -> None:
-    found = flavour_of(plan)
-    if found == "rtx" and options.profile.runtime == "tensorrt" and out.suffix == ".trt":
-        raise Unsupported(
-            f"{out}: not written: the installed library is TensorRT for RTX, whose plans the "
-            f"TensorRT of profile {options.profile.name} cannot load",
-            hint="build on the target; on this machine use `check`",
-        )
-    if found != options.flavour:
-        raise Unsupported(
-            f"{out}: not written: `flavour` is {options.flavour}, the installed library is {found}"
-        )
 
 
 def _built_on(nv: Any, model: Path, options: Options, here: Machine, plan: _Plan) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import installed, require
 from deploykit.engines.tensorrt.compatibility import check_version, version_numbers
 from deploykit.engines.tensorrt.log import LogLines, logger
@@ -198,16 +198,14 @@ RTX_MAGIC = b"vtrt"  # the first bytes of a plan of TensorRT for RTX, whatever t
 _T = TypeVar("_T")
 
 
-def module(flavour: str = "tensorrt") -> Any:
-    """Import `tensorrt`; for "rtx" `tensorrt_rtx`, else a `tensorrt` that wraps RTX's library.
+def module(*, rtx: bool = False) -> Any:
+    """Import `tensorrt`; with `rtx` TensorRT for RTX, where that alone is installed.
 
-    Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when neither is
+    Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when it is not
     installed, Unsupported when it does not load or is older than TensorRT 10.
     """
-    if flavour == "rtx" and installed("tensorrt_rtx"):
+    if rtx and installed("tensorrt_rtx") and not installed("tensorrt"):
         return require("tensorrt_rtx")
-    if flavour == "rtx" and not installed("tensorrt"):
-        raise MissingExtra("tensorrt_rtx is not installed", hint="pip install tensorrt-rtx")
     found = require("tensorrt")
     check_version(str(found.__version__))
     return found

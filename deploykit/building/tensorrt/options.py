@@ -153,20 +153,19 @@ HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": 
 class Options:
     """Options of one build: `shapes` as the user gave them, and its sizes as ranges.
 
-    `flavour`: "tensorrt" or "rtx". `free_bytes`: free GPU memory, to which the workspace is cut.
+    `free_bytes`: free GPU memory, to which the workspace is cut.
     """
 
     profile: Profile
     shapes: Shapes
     batch: AxisRange
     axes: Mapping[str, AxisRange]  # of the other dynamic axes, by name
-    flavour: str = "tensorrt"
     free_bytes: int | None = None
 
     def built_on(self) -> dict[str, object]:
         """Return the manifest's part that loading compares, and that building again needs."""
         return {
-            "flavour": self.flavour,
+            "flavour": "tensorrt",
             "profile": self.profile.name,
             "batch": self.batch,
             "axes": " ".join(f"{name}={axis}" for name, axis in sorted(self.axes.items())),
@@ -220,7 +219,7 @@ def check_target(nv: Any, options: Options) -> None:
     low, high = options.profile.tensorrt_min, options.profile.tensorrt_max
     before = low is not None and version(nv) < version_numbers(low)
     after = high is not None and version(nv) > version_numbers(high)
-    if options.flavour == "tensorrt" and (before or after):
+    if before or after:
         raise Unsupported(
             f"profile {options.profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
             f"the installed one is {nv.__version__}"
@@ -250,10 +249,10 @@ _ON_GPU = "leave out `dla` to run everything on the GPU"
 def check_dla(nv: Any, options: Options) -> None:
     """Raise Unsupported where the installed TensorRT has no DLA."""
     first, back = _ABSENT
-    if options.shapes.dla is not None and first <= version_numbers(str(nv.__version__)) < back:
+    core = options.shapes.dla
+    if core is not None and first <= version_numbers(str(nv.__version__)) < back:
         raise Unsupported(
-            f"`dla` {options.shapes.dla}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 "
-            "(JetPack 6) and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
+            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
             hint=_ON_GPU,
         )
 

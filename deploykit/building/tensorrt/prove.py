@@ -220,9 +220,7 @@ def check_model(
     model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
 ) -> BuildCheck:
     """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
-    flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
-    options = replace(options_of(target, shapes, model), flavour=flavour)
-    return plans.check(model.path, options, on_progress)
+    return plans.check(model.path, options_of(target, shapes, model), on_progress)
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:

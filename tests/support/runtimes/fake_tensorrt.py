@@ -121,12 +121,11 @@ def options(
     batch: AxisRange = BATCH,
     *,
     axes: Mapping[str, AxisRange] | None = None,
-    flavour: str = "tensorrt",
     free_bytes: int | None = None,
     **shapes: Any,
 ) -> Options:
     target = load_profile(profile) if isinstance(profile, str) else profile
-    return Options(target, Shapes(**shapes), batch, axes or {}, flavour, free_bytes)
+    return Options(target, Shapes(**shapes), batch, axes or {}, free_bytes)
 
 
 @dataclass
