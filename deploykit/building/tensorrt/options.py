@@ -252,7 +252,8 @@ def check_dla(nv: Any, options: Options) -> None:
     core = options.shapes.dla
     if core is not None and first <= version_numbers(str(nv.__version__)) < back:
         raise Unsupported(
-            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
+            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) "
+            "and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
             hint=_ON_GPU,
         )
 
