@@ -6,11 +6,14 @@ The options come from the commands themselves, so that a new one is met here too
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,9 +23,10 @@ import pytest
 import typer
 
 from deploykit.cli.main import app
-from tests.support.campaign import rounds
+from tests.support.campaign import CAMPAIGN, rounds
 from tests.support.cli.command import Run
 
+ROOT_FOLDER = Path(__file__).parents[2]
 ROOT: Any = typer.main.get_command(app)
 # a call of each command that ends soon, as it is or with one more option
 CALLS = {
@@ -167,3 +171,79 @@ def test_no_value_is_a_bug(run: Run, here: Path, taken: str, command: str) -> No
 
 def test_every_command_is_called() -> None:
     assert set(CALLS) == set(ROOT.commands)
+
+
+def limit(which: int, most: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(which, (most, most))
+
+
+def close(stream: int) -> Callable[[], None]:
+    return lambda: os.close(stream)
+
+
+def leave() -> None:
+    """Run in a folder that is no longer there."""
+    folder = Path("gone").absolute()
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+
+
+# name -> what the process does before the command starts, or its variables, or its redirection
+PLACES: dict[str, Callable[[], object] | dict[str, str] | str] = {
+    "no stdin": close(0),
+    "no stdout": close(1),
+    "no stderr": close(2),
+    "closed pipe": "| head -c 1 > /dev/null",
+    "full stdout": "> /dev/full",
+    "full stderr": "2> /dev/full",
+    "no home": {"HOME": "/proc/nowhere"},
+    "no TMPDIR": {"TMPDIR": "/nowhere"},
+    "narrow": {"COLUMNS": "20", "TERM": "dumb"},
+    "odd width": {"COLUMNS": "0", "LINES": "x"},
+    "locale C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "ASCII": {"PYTHONIOENCODING": "ascii:strict"},
+    "full disk": limit(resource.RLIMIT_FSIZE, 1000),
+    "fuller disk": limit(resource.RLIMIT_FSIZE, 0),
+    "few files": limit(resource.RLIMIT_NOFILE, 20),
+    "little memory": limit(resource.RLIMIT_AS, 700 << 20),
+    "more memory": limit(resource.RLIMIT_AS, 1500 << 20),
+    "no folder": leave,
+    "odd threads": {"OMP_NUM_THREADS": "x"},
+    "no cache": {"DEPLOYKIT_CACHE": "/proc/x"},
+    "file as cache": {"XDG_CACHE_HOME": "/dev/null"},
+    "odd mask": lambda: os.umask(0o777),
+    "odd options": {"DEPLOYKIT_HTTP_PORT": "x", "DEPLOYKIT_CONFIG": "/nowhere"},
+    "half of torchrun": {"WORLD_SIZE": "2", "RANK": "x"},
+    "no PATH": {"PATH": ""},
+}
+PAIRS = [(each, place) for each in CALLS if each != "demo" for place in PLACES]
+
+
+@pytest.mark.parametrize(("command", "place"), PAIRS if CAMPAIGN else [("boot", "no stderr")])
+def test_no_place_is_a_bug(run: Run, here: Path, taken: str, command: str, place: str) -> None:
+    if command in ("train", "export"):
+        pytest.importorskip("torch")
+    if command in NEEDS:
+        assert run(*NEEDS[command]).code == 0
+    words = [each.replace("TAKEN", taken) for each in CALLS[command]]
+    line, how = [sys.executable, "-m", "deploykit", command, *words], PLACES[place]
+    if isinstance(how, str):
+        line = ["bash", "-o", "pipefail", "-c", f'"$@" {how}', "bash", *line]
+    done = subprocess.run(
+        line,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT_FOLDER),
+            **(how if isinstance(how, dict) else {}),
+        },
+        preexec_fn=how if callable(how) else None,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode in (0, 1, 2, 3), done
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
