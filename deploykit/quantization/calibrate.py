@@ -23,7 +23,7 @@ from deploykit.core.extras import require
 from deploykit.core.runtime import TARGET_RUNTIMES
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.onnxruntime.engine import onnxruntime_errors, session_options
-from deploykit.evaluation.parity import axis_sizes
+from deploykit.evaluation.feeds import axis_sizes
 from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph

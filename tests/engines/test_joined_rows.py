@@ -15,7 +15,8 @@ from deploykit.core.evidence import RowIndependence
 from deploykit.engines.batching import JoinedRun, prove_rows, spread_places
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation.batching import keep_runs
-from deploykit.evaluation.parity import compare_engines, feeds_at_sizes
+from deploykit.evaluation.feeds import feeds_at_sizes
+from deploykit.evaluation.parity import compare_engines
 from tests.support.fake_engine import Function
 from tests.support.graphs.batch_graphs import BATCHED, DEPENDENT
 from tests.support.onnx_zoo import mnist_like, save
