@@ -148,3 +148,16 @@ def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None
     np.savez(tmp_path / "c.npz", x=RNG.standard_normal((60, 4)).astype(np.float32), words=words)
     made = dk.quantize(path, "int8", calib=tmp_path / "c.npz")
     assert dk.compare(made.path).parity.passed
+
+
+def test_a_division_by_zero_that_a_where_leaves_out_is_calibrated(tmp_path: Path) -> None:
+    """sin(x) / x, as resamplers have it."""
+    body = "s = Sin(x) d = Div(s, x) z = Equal(x, zero) k = Where(z, one, d) y = MatMul(k, W)"
+    constants = {"W": W, "zero": np.float32(0), "one": np.float32(1)}
+    path = write(tmp_path, X4, body, constants, 17)
+    x = RNG.standard_normal((64, 4)).astype(np.float32)
+    x[::3, 1] = 0
+    np.save(tmp_path / "c.npy", x)
+    for to in ("int8", "fp16"):
+        made = dk.quantize(path, to, tmp_path / f"{to}.onnx", calib=tmp_path / "c.npy")
+        assert made.evaluation.sqnr_db > 20
