@@ -61,9 +61,11 @@ def compare_engines(
                 sides = ", ".join(map("{} from {}".format, found, names))
                 raise BadInput(f"output '{name}' at batch {batch} is {sides}")
             axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
-            tally = tallies.setdefault((name, batch), _Tally())
-            images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
-            tally.mask = x[name].dtype.kind in "iu" and x[name].shape in images
+            if (name, batch) not in tallies:
+                images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
+                mask = x[name].dtype.kind in "iu" and x[name].shape in images
+                tallies[name, batch] = _Tally(x[name], mask=mask)
+            tally = tallies[name, batch]
             tally.add(x[name], y[name], axis)
             if name in boxes:
                 tally.match(boxes[name])
@@ -107,7 +109,7 @@ def add_float32_errors(
         for name, array in values.items():
             if array.dtype.kind in "biuO" or array.shape != others[name].shape:
                 continue
-            tally = _Tally()
+            tally = _Tally(array)
             tally.add(others[name].astype(np.float64), array.astype(np.float64))
             if name in boxes:
                 tally.match(boxes[name])
@@ -184,20 +186,23 @@ def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
 
 
 class _Tally:
-    """Adds up the differences of one output at one batch size, call by call."""
+    """Adds up the differences of one output at one batch size, call by call.
 
-    def __init__(self) -> None:
-        self.values = self.compared = self.differing = 0
-        self.max_abs = self.max_rel = self.scale = self.noise = self.signal = 0.0
-        self.rows = self.agreeing = self.undefined = 0
-        self.other_scale = 0.0
+    `mask`: the output is the class of each pixel; where scores are equal, either is right.
+    """
+
+    def __init__(self, like: np.ndarray, *, mask: bool = False) -> None:
+        self.exact, self.mask = like.dtype.kind in "biuO", mask
+        self.noun = exact_noun(like)
+        self.values = self.compared = self.differing = self.undefined = 0
+        self.rows = self.agreeing = 0
+        self.lost = 0  # boxes of one of the two alone
+        self.max_abs = self.max_rel = self.scale = self.other_scale = 0.0
+        self.noise = self.signal = 0.0
         self.finite = self.places_match = True
-        self.mask = False  # the class of each pixel: where scores are equal, either is right
-        self.floating, self.exact = True, ""
         self.answers = ""
         self.boxes: list[Matches] = []
-        self.lost = 0  # boxes of one of the two alone
-        self.shared = self.either = np.zeros(0, np.int64)  # pixels by class
+        self.shared = self.either = np.zeros(1, np.int64)  # pixels by class
 
     def match(self, found: Matches) -> None:
         """Count boxes as answers."""
@@ -210,38 +215,28 @@ class _Tally:
     def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
         """Add two arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
         self.values += a.size
-        self.floating, self.exact = a.dtype.kind not in "biuO", exact_noun(a)
         if a.size == 0:
             return
-        classes = 1 if axis is None else a.shape[axis]
         if axis is not None:
             self.answers = PIXELS if a.ndim == 4 else CLASSES
             a, b = np.moveaxis(a, axis, -1), np.moveaxis(b, axis, -1)
-        rows_a, rows_b = a.reshape(-1, classes), b.reshape(-1, classes)
-        step = max(1, BLOCK // classes)
-        for start in range(0, len(rows_a), step):
-            self._add_rows(rows_a[start : start + step], rows_b[start : start + step])
+        classes = 1 if axis is None else a.shape[-1]
+        pairs, step = (a.reshape(-1, classes), b.reshape(-1, classes)), max(1, BLOCK // classes)
+        for start in range(0, len(pairs[0]), step):
+            self._add_rows(*(each[start : start + step] for each in pairs))
 
     def _add_rows(self, a: np.ndarray, b: np.ndarray) -> None:
-        if not self.floating:
+        if self.exact:
             self.differing += int((a != b).sum())
         if a.dtype.hasobject:  # 0 and, where another string is, 1
             a, b = np.zeros(a.shape), a != b
         x, y = a.astype(np.float64), b.astype(np.float64)
+        if x.shape[1] >= 2:
+            self._add_answers(x.argmax(1), y.argmax(1), x.shape[1])
         both = np.isfinite(x) & np.isfinite(y)
         self.finite &= bool(both.all())
         self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
         self.undefined += int((x[~both] != -np.inf).sum())  # -infinity masks
-        if x.shape[1] >= 2:
-            left, right = x.argmax(1), y.argmax(1)
-            self.rows += len(x)
-            self.agreeing += int((left == right).sum())
-            if self.answers == PIXELS:
-                counts = [np.bincount(each, minlength=x.shape[1]) for each in (left, right)]
-                shared = np.bincount(left[left == right], minlength=x.shape[1])
-                self.shared = self.shared + shared if self.shared.size else shared
-                either = counts[0] + counts[1] - shared
-                self.either = self.either + either if self.either.size else either
         x, y = x[both], y[both]
         self.compared += x.size
         if x.size == 0:
@@ -255,6 +250,14 @@ class _Tally:
             self.noise += float((off**2).sum())
             self.signal += float((size**2).sum())
 
+    def _add_answers(self, left: np.ndarray, right: np.ndarray, classes: int) -> None:
+        self.rows += len(left)
+        self.agreeing += int((left == right).sum())
+        if self.answers == PIXELS:
+            each = (np.bincount(part, minlength=classes) for part in (left, right))
+            shared = np.bincount(left[left == right], minlength=classes)
+            self.shared, self.either = self.shared + shared, self.either + sum(each) - shared
+
     def row(self, output: str, batch: int) -> ParityRow:
         problem = self._problem()
         shown = self.rows and (self.scale or self.boxes)
@@ -264,6 +267,9 @@ class _Tally:
             error = self.differing / max(1, self.values)
         if self.boxes and agreement is not None:
             error = max(error, 1 - agreement)
+        share = self.signal / self.noise if self.noise else math.inf
+        # NaN where both squares passed the end of float64
+        sqnr_db = 10 * math.log10(share) if share > 0 else -math.inf
         return ParityRow(
             output=output,
             batch=batch,
@@ -271,13 +277,13 @@ class _Tally:
             max_abs=self.max_abs,
             max_rel=self.max_rel,
             rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,
-            sqnr_db=self._sqnr_db(),
+            sqnr_db=sqnr_db,
             agreement=agreement,
             finite=self.finite,
             error=math.inf if problem else error,
             problem=problem,
             places_match=self.places_match,
-            floating=self.floating,
+            floating=not self.exact,
             scale=self.scale,
             answers=self.answers if agreement is not None else "",
             mean_iou=self._mean_iou(),
@@ -297,15 +303,9 @@ class _Tally:
         if not self.places_match:
             return "NaN or infinity in one of the two and not in the other"
         if self.differing and not self.mask:
-            return f"{self.differing} of {self.values} {self.exact} differ"
+            return f"{self.differing} of {self.values} {self.noun} differ"
         if self.values and not self.compared:
             return "no value is finite in either, so nothing could be compared"
         if self.undefined:
             return f"{self.undefined} of {self.values} values are NaN or infinity on both sides"
         return ""
-
-    def _sqnr_db(self) -> float:
-        if self.noise == 0:
-            return math.inf
-        share = self.signal / self.noise  # NaN where both squares passed the end of float64
-        return 10 * math.log10(share) if share > 0 else -math.inf
