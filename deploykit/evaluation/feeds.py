@@ -267,7 +267,10 @@ def given_sizes(
     """
     sizes = dict(axis or {})
     if batch is not None:
-        sizes |= dict.fromkeys(batch_axes(inputs) or (BATCH,), batch)
+        rows = batch_axes(inputs) or (BATCH,)
+        if both := sizes.keys() & {*rows}:
+            raise BadInput(f"`batch` is the size of `axis` {min(both)}: give one of the two")
+        sizes |= dict.fromkeys(rows, batch)
     if sizes and samples is not None:
         raise BadInput(
             f"`axis` and `batch` are sizes of random inputs; those of {samples.where} have theirs"

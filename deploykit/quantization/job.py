@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,18 +101,10 @@ class Job:
         """The samples to compare both graphs on; None for random inputs."""
         return self.test or self.calib
 
-    def samples_batches(self) -> Iterator[Feeds]:
-        """Yield the samples in batches that the model takes."""
-        if self.samples is None:
-            return iter(())
-        size, used = self.samples.batching(self.batch_size, self.source.inputs)
-        return self.samples.first(used).batches(size)
-
     def feeds(self, reference: Engine, candidate: Engine) -> tuple[list[Feeds], tuple[str, ...]]:
-        """Return the random inputs to compare both on, none with samples, and notes."""
-        if self.samples is not None:
-            return [], ()
-        return comparison_feeds(reference, candidate, None, None, self.sizes, self.batch_size)
+        """Return the inputs to compare both on, and notes."""
+        samples, sizes = self.samples, self.sizes
+        return comparison_feeds(reference, candidate, samples, None, sizes, self.batch_size)
 
     def scales_for(self, to: str, folder: Path) -> Scales:
         """Return the scales that precision `to` is written from. `folder`: for temporary files."""
@@ -310,9 +301,10 @@ def evaluate_engines(
         reference, candidate: the two engines.
         name: what tables and errors call the candidate.
         converted: the candidate's graph, to name the first tensor in it that is not finite.
-        feeds: the job's random inputs, where there are no samples.
+        feeds: what `Job.feeds` gave.
     """
-    feeds = feeds or job.feeds(reference, candidate)[0]
+    if job.samples is None:
+        feeds = feeds or job.feeds(reference, candidate)[0]
     found = evaluate(
         reference,
         candidate,
@@ -324,21 +316,26 @@ def evaluate_engines(
         random=feeds,
         shares=share_outputs(job.source),
     )
-    if not found.passed and draws_numbers(
-        reference, [*feeds, *islice(job.samples_batches(), 1)][-1]
-    ):
+    if found.passed:
+        return found
+    feeds = feeds or job.feeds(reference, candidate)[0]
+    if draws_numbers(reference, max(feeds, key=_values)):
         return replace(found, why=f"{found.why}; {DRAWS_NUMBERS}")
     if converted is None or found.sqnr_db != -math.inf:
         return found
     from deploykit.evaluation.divergence import first_divergence
 
-    for each in feeds or job.samples_batches():
+    for each in feeds:
         outputs = candidate(each).values()
         if all(np.isfinite(array).all() for array in outputs if array.dtype.kind == "f"):
             continue
         first = first_divergence(job.source, round_halves(converted), [each], sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
     return found
+
+
+def _values(feeds: Feeds) -> int:
+    return sum(array.size for array in feeds.values())
 
 
 def share_outputs(graph: Graph) -> set[str]:

@@ -184,7 +184,7 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
         )
     on_progress("measuring accuracy", 0.5)
     with open_both(job, graph) as (reference, candidate):
-        feeds, feeds_notes = job.feeds(reference, candidate)
+        feeds, feeds_notes = ([], ()) if job.samples else job.feeds(reference, candidate)
         found = evidence.accuracy or evaluate_engines(
             job, reference, candidate, place.name, graph, feeds
         )
@@ -223,6 +223,8 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
         hints = ["give `calib` or `data` on which the model finds something"]
     else:
         hints = ["more samples narrow the interval"]
+        if evaluation.samples is None:
+            hints = ["real inputs may lose less than random ones: give `data`"]
         if half and made.evidence.calibration is None:
             hints = ["give `calib`: nodes that overflow float16 on these inputs stay in float32"]
         if half and rows:

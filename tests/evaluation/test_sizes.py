@@ -101,6 +101,7 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
         ({"axis": {"Z": 3}}, "no input has a dynamic axis 'Z'"),
         ({"axis": {"T": 0}}, "`axis` T must be 1 or more"),
         ({"batch": 0}, "must be 1 or more"),
+        ({"axis": {"N": 3}, "batch": 2}, "`batch` is the size of `axis` N: give one"),
     ],
 )
 def test_sizes_that_no_input_can_have_are_refused(
