@@ -35,15 +35,15 @@ from deploykit.evaluation.artefacts import (
     onnx_manifest,
     span,
 )
-from deploykit.evaluation.parity import (
+from deploykit.evaluation.feeds import (
     Feeds,
-    compare_engines,
     comparison_feeds,
     feeds_at_sizes,
     given_sizes,
     rows_that_fit,
     small_batches,
 )
+from deploykit.evaluation.parity import compare_engines
 from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
