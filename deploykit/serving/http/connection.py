@@ -361,10 +361,15 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _read(self, end: int) -> None:
         """Process received data: the first `end` bytes of the shared buffer."""
         listener, data = self.listener, self.listener.read_into
-        at = 0
-        for _ in range(self._limits.pipelined):
-            if at >= end or self._state >= LAST or self._paused:
-                break
+        at = steps = 0
+        while at < end and self._state < LAST and not self._paused:
+            if at:
+                steps += 1
+                if (
+                    steps == self._limits.pipelined
+                ):  # the rest in the next turn, after other clients
+                    self._pause()
+                    break
             if self._state is CHUNKED:
                 at += self._read_chunks(cast("ChunkedBody", self._reader), at, end)
                 continue
@@ -378,8 +383,6 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._enter(HEAD)
                 self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)
-        else:  # process the rest in the next turn, after other clients
-            self._pause()
         if at < end and self._state < LAST:
             self._keep(at, end)
         if self._paused:
