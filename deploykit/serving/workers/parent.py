@@ -24,7 +24,7 @@ from typing import Any
 from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsupported, os_reason
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.listener import address_of, release, reserve, share_address
+from deploykit.serving.transport.listener import address_of, remove_path, reserve, share_address
 from deploykit.serving.web.status import EVERY_US, History
 from deploykit.serving.workers import merge
 from deploykit.serving.workers.front import RemoteEngine
@@ -276,7 +276,8 @@ class Parent:
             self._loop.close()
             for each in (self._http, self._grpc):
                 if each is not None:
-                    release(each)
+                    remove_path(each)
+                    each.close()
         if self._signals.count > 1 or self._signals.interrupted:
             raise KeyboardInterrupt
         if self._failure is not None:
