@@ -17,6 +17,7 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
+from deploykit.pipelines.threads import FairGate
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
@@ -63,6 +64,7 @@ def _list_specs(specs: Sequence[TensorSpec]) -> str:
 log = logging.getLogger(__name__)
 
 SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
+_LEAST_ITEMS = 64
 _ALONE = "requests are served one at a time: {}"
 
 
@@ -92,6 +94,9 @@ class ServedModel:
         # the reason, but only where the names of the axes make users expect a batch
         self._dependent = self.not_batched if looks_batched(engines[0]) else ""
         self._set_batch()
+        # images and sentences under way: two batches, so that no engine waits; more would keep the
+        # engines, and the event loop, from other clients
+        self.items = FairGate(max(_LEAST_ITEMS, 2 * self.max_batch * len(engines)))
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
         self._watchers: list[Watcher] = [self.metrics]
