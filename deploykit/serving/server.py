@@ -29,7 +29,7 @@ from deploykit.serving.http.connection import Listener
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
-from deploykit.serving.models.pipelines import MakePipeline
+from deploykit.serving.models.pipelines import PipelineGraph
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions, read_token
@@ -100,7 +100,7 @@ class Server:
         options: ServeOptions,
         limits: HttpLimits | None = None,
         group: ServerGroup | None = None,
-        pipelines: Mapping[str, MakePipeline] | None = None,
+        pipelines: Mapping[str, PipelineGraph] | None = None,
         grpc_limits: Http2Limits | None = None,
     ) -> None:
         """Bind the ports. Raises BadInput for one that is taken, and for a wrong certificate."""

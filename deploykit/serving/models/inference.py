@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
-from deploykit.pipelines.live import Client
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import HUGE_BYTES, Lane, Offload, Result
+from deploykit.serving.models.pipelines import Client
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.oip.tensors import array_bytes
