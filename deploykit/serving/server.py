@@ -220,9 +220,7 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             # not the loop's handlers: at its end they restore the default, which ends the process
             self._signals.handle(self._group.signals)
-        elsewhere = partial(setattr, self.repository, "elsewhere")
-        hooks = Hooks(self.repository, self._begin_drain, self._abort, elsewhere)
-        await self._group.join(hooks)
+        await self._group.join(Hooks(self.repository, self._begin_drain, self._abort))
         if not self._group.runs_engines:
             for acceptor in self._acceptors:
                 acceptor.open()

@@ -61,19 +61,31 @@ class Models(Protocol):
     def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None: ...
 
 
-class Client(Protocol):
-    """The sender of a request. `cancel` is called if it disconnects."""
+class Receiver(Protocol):
+    """A receiver of the reply: a call, or one message of a streaming call."""
 
-    cancel: Callable[[], object] | None
+    cancel: Callable[[], object] | None  # called if the client disconnects
+    about: tuple[str | None, int] | None  # the id and the rows, once the model has the request
 
     @property
     def peer(self) -> Peer:
         """Return the connection, with whose other work this request waits."""
-        ...
+
+    @property
+    def gone(self) -> bool:
+        """Return whether no reply can be sent any more."""
+
+    @property
+    def reply(self) -> Callable[..., None]:
+        """Return the function that takes the values of `Inference.encode`."""
 
     def reserve(self, size: int) -> bool:
-        """Count bytes in the memory budget until the reply; return whether they fit."""
-        ...
+        """Count `size` bytes in the memory budget until the reply; return whether they fit."""
+
+
+def over_budget() -> Overloaded:
+    """Return the error for a request or an answer above the memory budget."""
+    return Overloaded("the server holds too many bytes of requests and answers already")
 
 
 class Sent(NamedTuple):
@@ -235,7 +247,7 @@ class ServedPipeline(Closing):
         self,
         read: Callable[[], Sent],
         done: Callable[[Any, bool], None],
-        client: Client,
+        client: Receiver,
         trace: str | None,
         timeout_us: int | None = None,
     ) -> Callable[[], None]:
@@ -262,7 +274,7 @@ class ServedPipeline(Closing):
         decode: Callable[[], Request],
         reply: Callable[[Request, list[Result]], None],
         fail: Callable[[Exception], None],
-        client: Client,
+        client: Receiver,
         trace: str | None,
         timeout_us: int | None = None,
     ) -> None:
@@ -375,7 +387,7 @@ class PipelineRun:
         pipeline: ServedPipeline,
         read: Callable[[], Sent],
         done: Callable[[bytes | Exception, bool], None],
-        client: Client,
+        client: Receiver,
         trace: str | None,
         timeout_us: int | None,
     ) -> None:
@@ -434,8 +446,7 @@ class PipelineRun:
             self._finish(stage, value)
             return
         self._leave(stage)
-        error = Overloaded("the server holds too many bytes of requests and answers already")
-        self._fail(error, stage)
+        self._fail(over_budget(), stage)
 
     def _begin(self, name: str) -> None:
         stage = self._stages[name]

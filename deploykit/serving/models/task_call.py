@@ -22,8 +22,9 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.batching.batcher import monotonic_us
-from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Lane, Result
+from deploykit.serving.models.pipelines import Receiver, over_budget
 from deploykit.serving.oip.request import Request, Signature
 from deploykit.serving.oip.response import Result as Output
 from deploykit.serving.oip.response import collect_results

@@ -15,9 +15,10 @@ from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
 from deploykit.engines.engine import load
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.request import Region, Request, RequestedOutput, Signature
+from deploykit.serving.oip.request import Request, RequestedOutput, Signature
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.response import classify
+from deploykit.serving.shared_memory import Region
 from tests.support.serving.requests import (
     DTYPES,
     JSON_DTYPES,
