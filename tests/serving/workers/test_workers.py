@@ -240,7 +240,8 @@ def test_an_engine_that_hangs_in_one_worker_makes_the_server_not_ready(tmp_path:
 
 
 def test_a_worker_that_hangs_is_replaced_and_the_others_report_meanwhile(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, env={"FAULT_MISSED": "3"}) as server, connections(server) as found:
+    env = {"FAULT_MISSED": "3", "FAULT_EVERY_US": "300000"}
+    with Process(tmp_path, *TWO, env=env) as server, connections(server) as found:
         assert {ask(client, "GET", "/v2/health/live")[0] for client in found} == {200}
         stopped, other = workers(server)
         os.kill(stopped, signal.SIGSTOP)
