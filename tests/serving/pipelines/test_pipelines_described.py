@@ -78,10 +78,6 @@ def test_the_python_client_asks_a_pipeline_item_by_item(server: Client, tmp_path
 # -- The models of a served pipeline: shared, reloaded, joined with other requests; and its end
 
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("PIL")
-
-
 def test_a_hung_stage_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
     path = tmp_path / "hang.py"
     path.write_text(
