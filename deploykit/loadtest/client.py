@@ -133,7 +133,7 @@ class _Connection:
 
     def __init__(self, server: Server, wire: Wire) -> None:
         """Make a socket, not yet connected. Raises OSError."""
-        self.socket, self.place = server.socket()
+        self.socket, self.place = server.new_socket()
         # connecting a Unix socket takes no time, but would fail while the server's queue is full
         self.socket.settimeout(RETRY_S if server.unix else 0.0)
         with contextlib.suppress(OSError):  # a Unix socket has neither

@@ -84,7 +84,7 @@ class Server:
             connection, server_hostname=name, do_handshake_on_connect=handshake
         )
 
-    def socket(self) -> tuple[socket.socket, Any]:
+    def new_socket(self) -> tuple[socket.socket, Any]:
         """Return a socket, not yet connected, and the address to connect it to."""
         if self.unix:
             return socket.socket(socket.AF_UNIX), self.address
@@ -103,7 +103,7 @@ class Server:
 
     def connect(self) -> socket.socket:
         """Return a connection. Raises OSError, of which TimeoutError and ssl.SSLError are kinds."""
-        connection, place = self.socket()
+        connection, place = self.new_socket()
         try:
             connection.settimeout(TIMEOUT_S)
             connection.connect(place)
