@@ -54,22 +54,14 @@ def make_axis(
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    digits = next(n for n in range(20) if n == 19 or _is_whole(step * 10**n))
-    found = [(i * step, _tick(i * step, digits)) for i in range(first, last + 1)]
+    found = [(i * step, _tick(i * step)) for i in range(first, last + 1)]
     return Axis(first * step, last * step, False, ticks or found)
 
 
-def _tick(value: float, digits: int | None = None) -> str:
-    """Return a round number as text: 0.3, 10, 12 500; with `digits` decimals if given."""
-    if digits is None and abs(value) < 1000:
-        text = f"{value:.12f}".rstrip("0").rstrip(".")
-    else:
-        text = f"{value:,.{digits or 0}f}".replace(",", SPACE)
+def _tick(value: float) -> str:
+    """Return a round number as text: 0.3, 10, 12 500."""
+    text = f"{value:,.12f}".rstrip("0").rstrip(".").replace(",", SPACE)
     return text.replace("-", "−")
-
-
-def _is_whole(value: float) -> bool:
-    return value > 0.5 and abs(value - round(value)) < 1e-9 * value
 
 
 def _log_axis(low: float, high: float, ticks: Ticks) -> Axis:

@@ -103,7 +103,7 @@ def test_a_wide_range_is_logarithmic_and_says_so() -> None:
 def test_a_linear_axis_starts_at_zero_where_asked_and_covers_the_intervals() -> None:
     axis = make_axis([7.0, 11.3], zero=True)
     assert (axis.low, axis.high) == (0.0, 12.5)
-    assert [text for _, text in axis.ticks] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
+    assert [text for _, text in axis.ticks] == ["0", "2.5", "5", "7.5", "10", "12.5"]
 
 
 @pytest.mark.parametrize(
