@@ -315,10 +315,6 @@ class Timing:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise BadInput(f"`seconds` must be above 0, got {self.seconds}")
-        if not (math.isfinite(self.warmup_s) and self.warmup_s >= 0):
-            raise BadInput(f"`warmup_s` must be 0 or more, got {self.warmup_s}")
-        if self.rounds < 2:
-            raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
 
     def rounds_for(self, longest_s: float) -> int:
         """Return how many rounds calls of up to `longest_s` need: 20 or more, else 5."""
