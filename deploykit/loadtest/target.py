@@ -114,6 +114,8 @@ def find_model(server: Server, model: str | None) -> RemoteModel:
     if status == 404 or (status != 200 and names and model not in names):
         hint = f"the models are: {listed}" if listed else None
         raise NotFound(f"{url}: no model '{model}': {error}", hint=hint)
+    if status != 200:
+        raise server.refused(status, f"metadata: {error}")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
         raise server.not_oip(f"metadata: {error or 'no inputs'}")
     config: Any = None

@@ -178,11 +178,10 @@ def test_the_memory_of_a_process_is_in_a_table(report: Report) -> None:
     assert (row["setup"], row["peak memory (MB)"], row["batch"]) == (report.baseline, "123", "64")
 
 
-@pytest.mark.parametrize("name", ["price", "slo_ms"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_a_price_and_a_time_are_numbers_above_0(name: str, value: float, report: Report) -> None:
-    with pytest.raises(BadInput, match=f"`{name}` must be a number above 0"):
-        replace(report, **{name: value})  # type: ignore[arg-type]
+def test_a_wanted_time_is_a_number_above_0(value: float, report: Report) -> None:
+    with pytest.raises(BadInput, match="`slo_ms` must be a number above 0"):
+        replace(report, slo_ms=value)
 
 
 def test_compute_alone_stands_next_to_the_whole_call(report: Report) -> None:
