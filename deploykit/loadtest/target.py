@@ -17,7 +17,7 @@ from deploykit.core.files import check_readable
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
-from deploykit.loadtest.check import AnswerCheck, BodyCheck, Expected, one_line
+from deploykit.loadtest.check import AnswerCheck, BodyCheck, one_line
 from deploykit.loadtest.http import NotHttpError, Tensor
 from deploykit.loadtest.server import TIMEOUT_S, Server
 from deploykit.pipelines.file import input_files, read_answers
@@ -238,9 +238,9 @@ def make_requests(
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
         bodies, answers = _read_bodies(text, data, expect)
         is_json, grpc = remote.about.get("gives") != "bytes", remote.server.grpc
-        check = BodyCheck(is_json, answers, max_error, grpc=grpc)
+        body_check = BodyCheck(is_json, answers, max_error, grpc=grpc)
         messages = [_body_request(remote, body) for body in bodies]
-        return Requests(messages, check, sends=_describe(bodies))
+        return Requests(messages, body_check, sends=_describe(bodies))
     if remote.pipeline:
         why = "is a pipeline: its requests are not made up"
         raise BadInput(f"{remote} {why}", hint="`data` FILE or DIR, or `text`")
@@ -251,7 +251,7 @@ def make_requests(
             f"{remote}: the server names no inputs of the model",
             hint="its settings do, as MLServer's model-settings.json: inputs",
         )
-    samples, expected = None, None
+    samples, expected = None, list[Mapping[str, np.ndarray]]()
     if (file := expect or data) is not None:
         if axes:
             raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
@@ -259,7 +259,7 @@ def make_requests(
         samples = read_samples(file, remote.inputs if some else name_batch(remote.inputs, {}))
     rows, feeds = make_feeds(remote, batch, seed, samples, axes)
     if expect is not None and samples is not None:
-        expected = Expected(read_outputs(expect, remote, len(samples), rows), max_error)
+        expected = read_outputs(expect, remote, len(samples), rows)
     calls = [
         [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
@@ -267,8 +267,8 @@ def make_requests(
     messages = [remote.infer_request(tensors, binary=remote.binary) for tensors in calls]
     note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
-    answers_check = AnswerCheck(remote.outputs, expected)
-    return Requests(messages, answers_check, shapes, note=note, calls=calls, batch=rows)
+    check = AnswerCheck(remote.outputs, expected, max_error)
+    return Requests(messages, check, shapes, note=note, calls=calls, batch=rows)
 
 
 def probe(remote: RemoteModel, requests: Requests) -> Requests:

@@ -14,7 +14,7 @@ import pytest
 
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.engines.oip.protobuf import message_from
-from deploykit.loadtest.check import AnswerCheck, Expected
+from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.http import NotHttpError
 from deploykit.loadtest.load import load_test
@@ -356,7 +356,7 @@ def test_a_call_waits_for_the_server_s_windows() -> None:
 
 
 def test_answers_over_grpc_are_compared_with_those_expected() -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck([], Expected([{"y": Y}], 1e-3)), b"")
+    wire = Grpc([call_of(b"x")], AnswerCheck([], [{"y": Y}], 1e-3), b"")
     for stream, got, right in ((1, Y, True), (3, Y * 2, False), (5, Y, True)):
         wire.request(0)
         assert wire.feed(whole(answer(got), stream=stream)) == (200 if right else WRONG)
