@@ -46,7 +46,7 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import Gate, Parity
 from deploykit.core.files import StrPath
 from deploykit.core.machine import default_threads, now, provenance, this_machine, usable_cores
-from deploykit.core.tensors import TensorSpec, batch_axes, steps_counted
+from deploykit.core.tensors import TensorSpec, batch_axes, dynamic_sizes, steps_counted
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
 from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
 from deploykit.engines.engine import Engine
@@ -345,17 +345,15 @@ def choose_inputs(
     if samples is None and golden is not None:
         arrays = open_samples(golden, artefact.path, engine.inputs, engine.outputs)[1]
         source = GOLDEN
-    sizes = dict(axes)
-    for spec in specs if arrays is not None else ():
-        for at, name in enumerate(spec.shape):
-            sizes.setdefault(str(name), (arrays or {})[spec.name].shape[at])
+    shapes = {name: array.shape for name, array in (arrays or {}).items()}
+    sizes = {**dynamic_sizes(specs, shapes), **axes}
     unknown = [axis for axis in free if axis not in sizes]
     if unknown:
         raise BadInput(
             f"{artefact}: how large is the axis {', '.join(unknown)} of its inputs?",
             hint=f"`axis` {unknown[0]}=SIZE, or `data` of the usual size: time depends on it",
         )
-    if any(size == 0 for array in (arrays or {}).values() for size in array.shape):
+    if any(0 in shape for shape in shapes.values()):
         raise BadInput(f"{artefact}: an input of size 0 cannot be timed")
     inputs = BenchInputs(specs, {axis: sizes[axis] for axis in free}, source, arrays)
     if source == RANDOM:

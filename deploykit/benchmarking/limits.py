@@ -70,12 +70,11 @@ def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
     except DeploykitError as exc:
         gaps.append(NotMeasured("ceilings of the GPU", exc.message))
     profile, why = recognise(with_gpu(this_machine(), int(device.partition(":")[2] or 0)))
-    if profile is None or profile.device == "cpu":
-        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", why)))
-    target = target_of(profile, None)
-    if isinstance(target, str):
-        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", target)))
-    return GpuLimits(ceilings, target, tuple(gaps))
+    known = profile is not None and profile.device != "cpu"
+    target = target_of(profile, None) if profile is not None and known else why
+    if isinstance(target, Target):
+        return GpuLimits(ceilings, target, tuple(gaps))
+    return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", target)))
 
 
 def limits(

@@ -22,7 +22,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.subprocesses import run_apart
-from deploykit.core.tensors import batch_axes
+from deploykit.core.tensors import batch_places
 from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.evaluation.artefacts import Progress, no_progress, span
 from deploykit.evaluation.latency import CallHistogram, Latency
@@ -419,20 +419,14 @@ def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[Column]) -> Array
     for column in columns:
         label, inputs = column.setup.label, column.engines[0].inputs
         check_feeds(inputs, feeds, label)
-        axes = batch_axes(inputs)
-        if not axes and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
+        places = batch_places(inputs)
+        if not places and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
             raise BadInput(
                 f"{label}: cannot run batch {batch}: its input is fixed, {inputs[0]}",
                 hint=f"`batches` {inputs[0].shape[0]}, or export with a dynamic batch",
             )
-        rows = [
-            size
-            for spec in inputs
-            for axis, size in zip(spec.shape, feeds[spec.name].shape, strict=True)
-            if axis in axes
-        ]
-        if set(rows) - {batch}:
-            raise BadInput(f"the inputs made for batch {batch} hold {rows[0]} rows")
+        if wrong := {feeds[name].shape[place] for name, place in places.items()} - {batch}:
+            raise BadInput(f"the inputs made for batch {batch} hold {wrong.pop()} rows")
     return feeds
 
 

@@ -18,7 +18,7 @@ from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, carrier
 
 _MOST_KNOWN = 4096  # remembered beginnings of answers
 _MOST_KNOWN_BYTES = 1 << 16  # bytes of each
-_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 LENGTH_BYTES = 4  # length prefix of a BYTES element
 
 
@@ -191,7 +191,7 @@ def _count(value: Any) -> int:
 
 def _size_of(datatype: Any, shape: Any, *, in_bytes: bool) -> int | None:
     """Return a tensor's size in bytes or values; None if none is fixed or known."""
-    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), "")) if in_bytes else 1
+    size = DTYPE_BYTES.get(DTYPES.get(str(datatype), "")) if in_bytes else 1
     try:
         return None if size is None else size * math.prod(shape)
     except TypeError:
@@ -205,7 +205,7 @@ def _compare(expected: Mapping[str, np.ndarray], outputs: Outputs, max_error: fl
         if name not in by_name:
             raise WrongAnswerError(f"200 without the output {name}")
         _, datatype, shape, value = by_name[name]
-        dtype = _DTYPES.get(str(datatype), "")
+        dtype = DTYPES.get(str(datatype), "")
         if dtype not in DTYPE_BYTES or dtype == "bfloat16":
             raise WrongAnswerError(f"an answer whose {name}, a {datatype}, cannot be compared")
         if not isinstance(shape, list) or tuple(shape) != right.shape:

@@ -422,7 +422,7 @@ class Client:
                 self._fail(connection, "the server closed the connection before it answered")
             return
         if wire.unread:
-            self._fail(connection, str(wire.error), status=status)
+            self._fail(connection, str(wire.error))
             return
         start_s, connection.start_s, connection.reused = connection.start_s, None, True
         if start_s is None:  # for example a 408 before the server closes an idle connection
@@ -442,20 +442,14 @@ class Client:
         if error is not None and (error in record.errors or len(record.errors) < _MAX_ERRORS):
             record.errors[error] = record.errors.get(error, 0) + 1
 
-    def _fail(
-        self,
-        connection: _Connection,
-        error: str,
-        exc: OSError | None = None,
-        status: int = NO_ANSWER,
-    ) -> None:
+    def _fail(self, connection: _Connection, error: str, exc: OSError | None = None) -> None:
         """Drop a connection. Its request fails, or waits for another one if it was not read."""
         start_s, connection.start_s = connection.start_s, None
         if start_s is not None and connection.unread(exc):
             self._waiting.appendleft(start_s)
             self.record.resent += 1
         elif start_s is not None:
-            self._record(start_s, self.now(), status, error)
+            self._record(start_s, self.now(), 503 if connection.wire.unread else NO_ANSWER, error)
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:

@@ -237,21 +237,16 @@ def tls_context(
     ca_file: str | None, cert_file: str | None, key_file: str | None, protocol: str
 ) -> ssl.SSLContext:
     """Return the context of all connections of a process. Raises BadInput for its files."""
+    what, hint = f"`ca_file` {ca_file}: holds no certificates that can be read", None
     try:
         context = ssl.create_default_context(cafile=ca_file)
-    except OSError as exc:  # ssl.SSLError is one
-        raise BadInput(
-            f"`ca_file` {ca_file}: holds no certificates that can be read: {os_reason(exc)}"
-        ) from exc
-    try:
         if cert_file is not None:
+            files = f"`cert_file` {cert_file}" + f", `key_file` {key_file}" * (key_file is not None)
+            what = f"{files}: no certificate and its key can be read"
+            hint = "PEM files; the key without a password, in a file of its own or the same"
             context.load_cert_chain(cert_file, key_file, password=lambda: b"")
-    except OSError as exc:
-        files = f"`cert_file` {cert_file}" + f", `key_file` {key_file}" * (key_file is not None)
-        raise BadInput(
-            f"{files}: no certificate and its key can be read: {os_reason(exc)}",
-            hint="PEM files; the key without a password, in a file of its own or the same",
-        ) from exc
+    except OSError as exc:  # ssl.SSLError is one
+        raise BadInput(f"{what}: {os_reason(exc)}", hint=hint) from exc
     context.set_alpn_protocols([protocol])
     return context
 

@@ -17,19 +17,17 @@ from deploykit.core.files import check_readable
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
-from deploykit.loadtest.check import AnswerCheck, BodyCheck, one_line
+from deploykit.loadtest.check import DTYPES, AnswerCheck, BodyCheck, one_line
 from deploykit.loadtest.http import NotHttpError, Tensor
 from deploykit.loadtest.server import TIMEOUT_S, Server
 from deploykit.pipelines.file import input_files, read_answers
 
-THROTTLED = 429  # does not mean that the request is wrong
 _OTHER_FORM = (400, 415, 422, 500, 501)  # statuses of servers that do not take a form of tensors
 _SENT = "tensors are sent as {}, as the server {}"
 OUTPUTS = "outputs/"  # prefix of names in golden samples
 VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
 MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
 MOST_BODIES = 256  # distinct requests without tensors
-_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 _TYPES = {
     **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
     ".png": "image/png",
@@ -187,12 +185,12 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
         sizes = [int(size) for size in item["shape"]]  # type: ignore[index]
     except (KeyError, TypeError, ValueError):
         raise server.not_oip("an input of its metadata has no name, type or shape") from None
-    if datatype not in _DTYPES:
+    if datatype not in DTYPES:
         raise BadInput(
             f"{server.url}: {model}: no random values can be made for {name}, {datatype}"
         )
     axes = name_axes(name, [size if size >= 0 else None for size in sizes])
-    return TensorSpec(name, _DTYPES[datatype], axes)
+    return TensorSpec(name, DTYPES[datatype], axes)
 
 
 class Body(NamedTuple):
@@ -283,7 +281,7 @@ def probe(remote: RemoteModel, requests: Requests) -> Requests:
                 mine, other = forms if remote.binary else forms[::-1]
                 note = _SENT.format(other, f"does not take {mine} ({error})")
                 return replace(requests, messages=messages, note=note)
-    if 300 <= status < 500 and status != THROTTLED:
+    if 300 <= status < 500 and status != 429:  # which does not mean that the request is wrong
         raise remote.server.refused(status, f"{remote.name}: answered {error}")
     return requests
 
