@@ -41,7 +41,7 @@ spell: Callable[[str], str] = str  # spells parameter names as the running comma
 def open_streams() -> None:
     """Make both streams accept any text; one that the caller closed (`>&-`) discards it."""
     while (free := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass  # else the next opened file would become standard output
+        os.set_inheritable(free, True)  # else the next file opened here, or in a child, becomes it
     os.close(free)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open until exit
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
