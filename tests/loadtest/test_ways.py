@@ -51,7 +51,7 @@ def test_a_server_with_tls_and_a_token_is_loaded(
         enough=lambda found: found.sent >= 3 and bool(found.lag_p99_ms),
         token=TOKEN,
         ca_file=pem[0],
-        **{**QUICK, "concurrency": None, **options},
+        **{**QUICK, "concurrency": None, "duration_s": 1.0, **options},
     )
     assert result.ok == result.sent >= 3, result.errors
     assert result.lag_p99_ms > 0  # by the kernel's clock, through TLS too
