@@ -127,9 +127,7 @@ def wake_on_time() -> None:
 
 
 class _Connection:
-    __slots__ = (
-        *("connected", "place", "reused", "secure", "socket", "start_s", "unsent", "wire"),
-    )
+    __slots__ = ("connected", "place", "reused", "secure", "socket", "start_s", "unsent", "wire")
 
     def __init__(self, server: Server, wire: Wire) -> None:
         """Make a socket, not yet connected. Raises OSError."""
