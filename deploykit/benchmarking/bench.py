@@ -39,7 +39,7 @@ from deploykit.benchmarking.limits import (
     measure_memory,
 )
 from deploykit.benchmarking.scenarios import check_scenarios, run_scenarios
-from deploykit.benchmarking.timing import FULL_S, Setup, Timing, sweep, sweep_apart
+from deploykit.benchmarking.timing import FULL_S, PROCESSES, Setup, Timing, sweep
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
@@ -246,8 +246,10 @@ class _Run:
         with GpuWatch(only=(used,)) as gpu_watch:
             with EnergyMeter(devices=Devices()) as meter:
                 energy = EnergyLog(meter, progress)
-                timed = sweep_apart if apart else sweep
-                points = timed(setups, self.batches, timing, inputs, energy, watch=watch)
+                count = PROCESSES if apart else 1
+                points = sweep(
+                    setups, self.batches, timing, inputs, energy, processes=count, watch=watch
+                )
             right = [each for each in setups if self.proofs.is_right(each.entry)]
             ran = run_scenarios(scenarios, right, points, timing.seconds, slo_ms, inputs, progress)
         memory = measure_memory(setups, points, inputs, progress) if apart else ()

@@ -323,21 +323,6 @@ class Timing:
         return min(self.rounds, _FEW_ROUNDS if few else fit)
 
 
-def sweep(
-    setups: Sequence[Setup],
-    batches: Sequence[int],
-    timing: Timing,
-    feeds: Callable[[int], Arrays],
-    on_progress: Progress = no_progress,
-    *,
-    clock: Clock = time.perf_counter_ns,
-    watch: Watch | None = None,
-) -> list[Point]:
-    """Time every setup at every batch size in this process; see `time_setups`."""
-    found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
-    return [make_point([each]) for each in found]
-
-
 def time_setups(
     setups: Sequence[Setup],
     batches: Sequence[int],
@@ -565,17 +550,24 @@ def make_point(parts: Sequence[Measured]) -> Point:
 # for its lifetime, which no number of rounds in one process shows.
 
 
-def sweep_apart(
+def sweep(
     setups: Sequence[Setup],
     batches: Sequence[int],
     timing: Timing,
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
     *,
-    processes: int = PROCESSES,
+    processes: int = 1,
+    clock: Clock = time.perf_counter_ns,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """Time like `sweep`, divided among fresh processes; `setups` and `feeds` are pickled."""
+    """Time every setup at every batch size, see `time_setups`: here, or divided among `processes`.
+
+    Fresh processes get `setups` and `feeds` pickled, and have a clock of their own.
+    """
+    if processes == 1:
+        found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
+        return [make_point([each]) for each in found]
     share = replace(
         timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
     )
