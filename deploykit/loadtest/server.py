@@ -31,6 +31,14 @@ _HINT = (
     "Unix socket as unix:FILE, or grpc://unix:FILE"
 )
 _UNIX = re.compile(r"(?:(https?|grpcs?)://)?unix:(?://)?(.*[^/])")
+_QUESTIONS: Mapping[str, tuple[str, str, str]] = {  # -> gRPC method, HTTP verb and path after /v2
+    "about": ("ServerMetadata", "GET", ""),
+    "about/": ("", "GET", "/"),
+    "index": ("RepositoryIndex", "POST", "/repository/index"),
+    "models": ("", "GET", "/models"),
+    "metadata": ("ModelMetadata", "GET", "/models/{}"),
+    "config": ("ModelConfig", "GET", "/models/{}/config"),
+}
 # status -> how to go on, where the server refuses whatever it is asked for
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CURES: Mapping[int, str] = {
@@ -154,20 +162,14 @@ class Server:
         raise TimeoutError
 
     def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
-        """Ask for "index", "about", "metadata" or "config"; return status, JSON value and error."""
+        """Ask one of the questions; return status, JSON value and error."""
+        method, verb, path = _QUESTIONS[what]
         if self.grpc:
             from deploykit.loadtest import grpc
 
-            wire = self.wire([grpc.question(what, model)], method=grpc.METHODS[what])
+            wire = self.wire([grpc.question(method, model)], method=method)
         else:
-            verb, path = {
-                "index": ("POST", "/repository/index"),
-                "models": ("GET", "/models"),
-                "about": ("GET", ""),
-                "about/": ("GET", "/"),
-                "metadata": ("GET", f"/models/{quote(model, safe='')}"),
-                "config": ("GET", f"/models/{quote(model, safe='')}/config"),
-            }[what]
+            path = path.format(quote(model, safe=""))
             wire = self.wire([self.request(verb, path, {"Connection": "close"})])
         try:
             status = self.exchange(wire)
@@ -186,7 +188,7 @@ class Server:
         if status != 200:
             return status, None, wire.error or ""
         if self.grpc:
-            return status, grpc.answer_value(what, wire.body), ""
+            return status, grpc.answer_value(method, wire.body), ""
         with suppress(ValueError, RecursionError):
             return status, json.loads(wire.body), ""
         return status, None, ""
