@@ -29,7 +29,7 @@ from deploykit.benchmarking.columns import (
     on_gpu_alone,
     open_entries,
 )
-from deploykit.benchmarking.cpu_search import best_cpu, choices_for, search_cpu
+from deploykit.benchmarking.cpu_search import best_cpu, choices, search_cpu
 from deploykit.benchmarking.layers import measure_layers
 from deploykit.benchmarking.limits import (
     EnergyLog,
@@ -230,8 +230,8 @@ class _Run:
         what = entry.label if entry.rival else entry.artefact.name
         self.progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
         window_s = min(_SEARCH_MAX_S, self.timing.seconds * _SEARCH_SHARE)
-        choices = choices_for(entry.runtime, sorted({default_threads(), usable_cores()}))
-        trials = search_cpu(choices, entry.open_on_cpu, self.inputs(batch), batch, window_s)
+        tried = choices(sorted({default_threads(), usable_cores()}), entry.runtime)
+        trials = search_cpu(tried, entry.open_on_cpu, self.inputs(batch), batch, window_s)
         return CpuSearch(entry.artefact.name, batch, trials, entry.runtime)
 
     def measure(self, scenarios: Sequence[str], slo_ms: float | None, layers: bool) -> list[Point]:
