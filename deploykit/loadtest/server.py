@@ -265,7 +265,7 @@ def tls_reason(exc: OSError) -> str:
 def parse_url(url: str) -> Server:
     """Return the server that a URL names; its `address` is still a name. Raises BadInput."""
     shown = without_secrets(url)
-    if unix := _UNIX.fullmatch(url):
+    if url.isprintable() and (unix := _UNIX.fullmatch(url)):
         scheme = unix[1] or ("grpc" if url.endswith(".grpc") else "http")
         path = Path(unix[2]).absolute().as_posix()
         tls = scheme in ("https", "grpcs")

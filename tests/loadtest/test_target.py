@@ -139,6 +139,8 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
         "http://127.0.0.1\n",
         "unix:",
         "ftp://unix:/tmp/s",
+        "unix:/tmp/a\0b",
+        "unix:/tmp/a\nb",
         "",
     ],
 )
