@@ -317,7 +317,9 @@ def answer_value(method: str, message: bytes) -> Any:
         values = to_dict(MESSAGES[f"{method}Response"].FromString(message))
     except DecodeError:
         return None
-    return values.get({"RepositoryIndex": "models", "ModelConfig": "config"}.get(method), values)
+    return values.get(
+        {"RepositoryIndex": "models", "ModelConfig": "config"}.get(method, ""), values
+    )
 
 
 def to_dict(message: Message) -> dict[str, Any]:
