@@ -281,7 +281,7 @@ def predict(
         opened = stack.enter_context(proven)
         source = find_source(Path(data), opened.inputs, task=artefact.task)
         size = batch if batch_axes(opened.inputs) else 1
-        places = {name: source.axes.get(own) for name, own in source.names.items()}
+        places = source.axes
         axes = SampleAxes(opened, places)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)

@@ -55,7 +55,7 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
         )
     from deploykit.engines.tasks.images import PlacedImages
 
-    reader, skipped = PlacedImages(image, str(folder)), list[str]()
+    reader, skipped = PlacedImages(image), list[str]()
     missing = [split for split in _SHARES if split not in files]
     count = sum(len(paths) for kinds in files.values() for paths in kinds.values())
     check_fits(f"{folder}: the images", round(1.3 * count * math.prod(reader.shape)))
