@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deploykit.engines.engine import Engine
-from tests.support.exports import share_the_registry
+from tests.support.exports import share_the_constants
 from tests.support.runtimes.cases import AFFINE, OPENERS, PRESENT, onnx_model
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; here it must work.
@@ -34,8 +34,14 @@ os.environ["HOST_PROC"] = os.environ["HOST_SYS"] = "/nonexistent"
 DIED = pytest.StashKey[bool]()
 
 EXPORTS = (
+    "tests/evaluation/test_compare.py",
     "tests/exporting/",
+    "tests/quantization/test_gates.py",
+    "tests/quantization/test_half_precision.py",
     "tests/test_examples.py",
+    "tests/test_find_shapes.py",
+    "tests/training/test_folders.py",
+    "tests/training/test_loop.py",
     "tests/zoo/test_recipes.py",
     "tests/zoo/test_small.py",
 )
@@ -95,7 +101,7 @@ def engine(runtime: str, tmp_path: Path) -> Iterator[Engine]:
 
 
 def pytest_runtest_setup() -> None:
-    share_the_registry()
+    share_the_constants()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -110,9 +116,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that hold a slow test: no worker is left alone with one at the end."""
+    """Begin with what one worker has for minutes, then the files that hold a slow test.
+
+    So no worker is left alone with one of them at the end.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (not item.nodeid.startswith(EXPORTS), item.path not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -133,6 +142,7 @@ def pytest_collection_finish() -> None:
     """What collection made stays until the end: no garbage collection goes through it again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # Python's 700 take a tenth of the time of an export
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,9 +17,10 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import GoldenSamples, Parity
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest
-from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, batch_places
+from deploykit.core.tensors import TensorSpec, batch_axes, batch_places
 from deploykit.engines.data.samples import read_npz, write_npz
 from deploykit.engines.engine import Engine, RecordedEngine
+from deploykit.evaluation.feeds import batch_limits
 from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def replay(
     batched = {spec.name: 0 for spec in outputs if spec.batched}
     batched |= batch_places((*inputs, *outputs), batch_axes(inputs))
     counts = (array.shape[batched[name]] for name, array in feeds.items() if name in batched)
-    (low, high), count = engine.limits.get(BATCH, (1, None)), next(counts, 1)
+    (low, high), count = batch_limits(inputs, engine.limits), next(counts, 1)
     rows = min(max(count, low), high or count)
     feeds, values = (
         {

@@ -16,16 +16,14 @@ from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.examples import Example
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden
-from deploykit.evaluation.parity import (
+from deploykit.evaluation.feeds import (
     MOST_SAMPLES,
-    add_float32_errors,
-    compare_engines,
     first_rows,
-    in_other_batches,
     parity_sizes,
     rows_note,
     rows_that_fit,
 )
+from deploykit.evaluation.parity import add_float32_errors, compare_engines, in_other_batches
 from deploykit.exporting.load import ExportSource
 from deploykit.exporting.outside import probe_outside, without_hidden_rows
 

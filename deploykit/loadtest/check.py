@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,45 +52,33 @@ class Expected:
 class AnswerCheck:
     """Checks tensors. `outputs`: names that each answer must have; if empty, any output will do."""
 
-    def __init__(self, outputs: Sequence[str], expected: Expected | None = None) -> None:
+    def __init__(self, outputs: Iterable[str], expected: Expected | None = None) -> None:
         self.outputs, self.expected = frozenset(outputs), expected
         # the beginning of a right answer over HTTP, and the answer's size in bytes
         self.usual: tuple[bytes, int] = (b"", -1)
         self._known: set[tuple[int, bytes, int]] = set()
-        self._head_bytes = 0  # size of the last gRPC answer before its tensors
+        self._head_bytes = 0  # size of the last answer before its tensors
 
-    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
-        """Return what is wrong with an answer over HTTP. `json_bytes`: size of its JSON part."""
-        split = len(body) if json_bytes is None else json_bytes
-        key = (0, body[:split], len(body)) if self.expected is None else (request, body, 0)
-        if key in self._known:
-            return None
-        try:
-            self._check(request, read_body(body, split))
-        except WrongAnswerError as exc:
-            return str(exc)
-        self._remember(key)
-        return None
-
-    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
-        """Return what is wrong with a `ModelInferResponse`; None if it is right."""
-        head, size = message[: self._head_bytes], len(message)
-        key = (0, head, size) if self.expected is None else (request, message, 0)
-        if key in self._known:
+    def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        """Return what is wrong with an answer of status 200; None if it is right."""
+        if self._key(message, request) in self._known:
             return None
         try:
             outputs, self._head_bytes = read(message)
             self._check(request, outputs)
         except WrongAnswerError as exc:
             return str(exc)
-        self._remember(key if self.expected else (0, message[: self._head_bytes], size))
-        return None
-
-    def _remember(self, key: tuple[int, bytes, int]) -> None:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
+        key = self._key(message, request)
         if len(key[1]) <= _MOST_KNOWN_BYTES:
             self._known.add(key)
+        return None
+
+    def _key(self, message: bytes, request: int) -> tuple[int, bytes, int]:
+        if self.expected is None:
+            return 0, message[: self._head_bytes], len(message)
+        return request, message, 0
 
     def _check(self, request: int, outputs: Outputs) -> None:
         if missing := sorted(self.outputs - {output.name for output in outputs}):
@@ -97,25 +86,40 @@ class AnswerCheck:
         if not outputs:
             raise WrongAnswerError("200 without outputs")
         for name, datatype, shape, value in outputs:
-            if isinstance(value, bytes) and _bytes_of(datatype, shape) not in (None, len(value)):
-                raise WrongAnswerError(
-                    f"200 with {len(value)} bytes of {name}, a {datatype}{shape}"
-                )
+            is_raw = isinstance(value, bytes)
+            expected = _size_of(datatype, shape, in_bytes=is_raw)
+            if expected not in (None, got := len(value) if is_raw else _count(value)):
+                unit = "bytes" if is_raw else "values"
+                raise WrongAnswerError(f"200 with {got} {unit} of {name}, a {datatype}{shape}")
         if self.expected is not None:
             _compare(self.expected, request, outputs)
 
 
 class BodyCheck(AnswerCheck):
-    """Checks other answers. `is_json`: they are JSON. `answers`: the right ones, if known."""
+    """Checks other answers, in one BYTES of a message if `grpc`.
 
-    def __init__(self, is_json: bool, answers: Sequence[Any], max_error: float) -> None:
+    `is_json`: they are JSON. `answers`: the right ones, if known.
+    """
+
+    def __init__(
+        self, is_json: bool, answers: Sequence[Any], max_error: float, *, grpc: bool = False
+    ) -> None:
         super().__init__(())
         self._is_json, self._answers, self._max_error = is_json, answers, max_error
-        self._right: dict[int, bytes] = {}  # last right answer, not parsed again
+        self._grpc, self._right = grpc, dict[int, bytes]()  # last right answer, not parsed again
 
-    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:  # noqa: ARG002 - one part only
-        if self._right.get(request) == body:
+    def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        if self._right.get(request) == message:
             return None
+        body = message
+        if self._grpc:
+            try:
+                outputs, _ = read(message)
+            except WrongAnswerError as exc:
+                return str(exc)
+            if len(outputs) != 1 or outputs[0].datatype != "BYTES":
+                return "an answer that is not one of BYTES"
+            body = outputs[0].value[LENGTH_BYTES:]
         if not body:
             return "200 with an empty body"
         if self._is_json:
@@ -125,17 +129,8 @@ class BodyCheck(AnswerCheck):
                 return "200 with a body that is not JSON"
             if self._answers and not _same(self._answers[request], value, self._max_error):
                 return f"a wrong answer: it differs by more than {short_bound(self._max_error)}"
-        self._right[request] = body
+        self._right[request] = message
         return None
-
-    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
-        try:
-            outputs, _ = read(message)
-        except WrongAnswerError as exc:
-            return str(exc)
-        if len(outputs) != 1 or outputs[0].datatype != "BYTES":
-            return "an answer that is not one of BYTES"
-        return self.http_problem(outputs[0].value[LENGTH_BYTES:], None, request)
 
 
 def _same(right: Any, got: Any, max_error: float) -> bool:
@@ -152,8 +147,12 @@ def _same(right: Any, got: Any, max_error: float) -> bool:
     return type(right) is type(got) and bool(right == got)
 
 
-def read_body(body: bytes, json_bytes: int) -> Outputs:
-    """Return the outputs in an answer over HTTP. Raises WrongAnswerError."""
+def read_body(body: bytes, json_bytes: int | None) -> tuple[Outputs, int]:
+    """Return the outputs in an answer over HTTP, and the size of its JSON. Raises WrongAnswerError.
+
+    `json_bytes`: None if all of it is JSON.
+    """
+    json_bytes = len(body) if json_bytes is None else json_bytes
     if not body:
         raise WrongAnswerError("200 with an empty body")
     try:
@@ -182,12 +181,17 @@ def read_body(body: bytes, json_bytes: int) -> Outputs:
         raise WrongAnswerError(
             f"200 with {len(body) - json_bytes} bytes of tensors, not {at - json_bytes}"
         )
-    return outputs
+    return outputs, json_bytes
 
 
-def _bytes_of(datatype: Any, shape: Any) -> int | None:
-    """Return a tensor's size in bytes; None if its elements have no fixed or known size."""
-    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), ""))
+def _count(value: Any) -> int:
+    """Return the number of values in JSON, which may be nested."""
+    return sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def _size_of(datatype: Any, shape: Any, *, in_bytes: bool) -> int | None:
+    """Return a tensor's size in bytes or values; None if none is fixed or known."""
+    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), "")) if in_bytes else 1
     try:
         return None if size is None else size * math.prod(shape)
     except TypeError:
@@ -237,7 +241,8 @@ def error_text(body: bytes) -> str:
         document = None
     text = document.get("error") if isinstance(document, dict) else None
     if not isinstance(text, str):
-        text = body[:200].decode("utf-8", "replace")
+        title = re.search(rb"<title>([^<]+)</title>", body[:2000])  # a proxy's page
+        text = (title[1] if title else body[:200]).decode("utf-8", "replace")
     return one_line(text) or "no message"
 
 

@@ -17,8 +17,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from deploykit.core.profile import load_profile, precisions_everywhere
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress
-from deploykit.evaluation.parity import axis_sizes
+from deploykit.evaluation.feeds import axis_sizes
 from deploykit.evaluation.simulate import open_graph
+from deploykit.evaluation.statistics import ratio
 from deploykit.graph import cost, storage
 from deploykit.graph.cost import Ceilings, NodeCost
 from deploykit.graph.graph import Graph
@@ -219,7 +221,7 @@ class Search:
         for level in levels:
             if level.bits > bits and self.best is not None:
                 name, narrow_s = self.best.precision, self.best.cost_s
-                cost_s, passed = self._try(level, most_s=narrow_s / (1 - LEAST_GAIN))
+                cost_s, passed = self._try(level, worth=partial(_comparison, narrow_s, name))
                 if passed:
                     self.notes.append(not_worth(name, narrow_s, level.precision, cost_s))
                     bits = level.bits
@@ -246,7 +248,9 @@ class Search:
         dear, found = "", False
         while upper - failed > 1:
             count = (failed + upper) // 2 if bounded else min(max(2 * failed, 1), upper - 1)
-            cost_s, passed = self._try(level, order[:count], (1 - LEAST_GAIN) * rival_s)
+            cost_s, passed = self._try(
+                level, order[:count], lambda cost_s: not _comparison(cost_s, rival, rival_s)
+            )
             if cost_s == math.inf:
                 return
             found |= passed
@@ -278,9 +282,12 @@ class Search:
         return rank(level.nodes, sensitivity, level.saving_s)
 
     def _try(
-        self, level: Level, kept: Sequence[str] = (), most_s: float = math.inf
+        self,
+        level: Level,
+        kept: Sequence[str] = (),
+        worth: Callable[[float], object] = lambda _: True,
     ) -> tuple[float, bool]:
-        """Make a candidate, and evaluate it if it costs at most `most_s`.
+        """Make a candidate, and evaluate it if its cost is `worth` that.
 
         Return its cost, infinite if it cannot be made, and whether it passed. A candidate that
         passes is the best at once: Ctrl-C may come at any time.
@@ -292,7 +299,7 @@ class Search:
             self._note_step(level, kept, Verdict(False, math.inf, exc.message), math.inf)
             return math.inf, False
         cost_s = level.cost_s(model)
-        if cost_s > most_s:
+        if not worth(cost_s):
             return cost_s, False
         verdict = self.evaluate(model)
         if verdict.passed:
@@ -325,19 +332,30 @@ class Search:
             raise _OutOfTimeError
 
 
-def _gains(narrow_s: float, wider_s: float) -> bool:
-    """Return whether `narrow_s` is LEAST_GAIN or more below `wider_s`."""
-    return narrow_s <= (1 - LEAST_GAIN) * wider_s
+class MeasuredCost(float):
+    """Seconds of a call, with their ratio to those of float32 in each round of both."""
+
+    rounds: tuple[float, ...]
+
+    def __new__(cls, float32_s: float, rounds: Sequence[float]) -> MeasuredCost:
+        cost = super().__new__(cls, float32_s * statistics.median(rounds))
+        cost.rounds = tuple(rounds)
+        return cost
 
 
 def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
-    """Give the figures that speak against `narrow_s`; "" if it gains."""
-    if _gains(narrow_s, wider_s):
+    """Give the figures that speak against `narrow_s`; "" if it gains LEAST_GAIN, beyond chance."""
+    saves, chance = narrow_s <= (1 - LEAST_GAIN) * wider_s, False
+    if isinstance(narrow_s, MeasuredCost) and isinstance(wider_s, MeasuredCost):
+        chance = ratio(wider_s.rounds, narrow_s.rounds).low <= 1
+    if saves and not chance:
         return ""
     figures = f"{narrow_s * 1e3:.3g} ms against {wider_s * 1e3:.3g} ms in {wider.upper()}"
     if wider_s > 0:  # else the model computes nothing
         share = narrow_s / wider_s - 1
         figures += f", {abs(share):.1%} {'more' if share > 0 else 'less'}"
+    if saves:
+        return f"{figures}, which is within the spread of the measurements"
     return f"{figures}; {LEAST_GAIN:.0%} less is asked for"
 
 
@@ -348,7 +366,7 @@ def _count(nodes: int) -> str:
 GENERIC_PROFILE = "l4"  # predicts the costs where no profile is named
 COST_BATCH = 8
 _SENSITIVITY_SAMPLES = 16
-_RUNS = 7  # the median is the cost, where it is measured
+_ROUNDS = 15  # of a measured cost
 
 
 @dataclass(frozen=True)
@@ -506,15 +524,30 @@ class _Candidates:
         """Return seconds per call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
         if not self.measured:
             return cost.predicted_s(self._costs(graph), self.ceilings)
-        feeds = self._feeds(COST_BATCH)
-        with open_graph(self.runtime, graph, self.folder) as engine:
-            engine(feeds)
-            times_s = []
-            for _ in range(_RUNS):
-                began = time.perf_counter()
-                engine(feeds)
-                times_s.append(time.perf_counter() - began)
+        if graph is self.job.source:
+            return MeasuredCost(self._float32_s, [1.0] * _ROUNDS)
+        pairs = zip(*self._time(graph, self.job.source), strict=True)
+        return MeasuredCost(self._float32_s, [ours_s / float32_s for ours_s, float32_s in pairs])
+
+    @cached_property
+    def _float32_s(self) -> float:
+        (times_s,) = self._time(self.job.source)
         return statistics.median(times_s)
+
+    def _time(self, *graphs: Graph) -> list[list[float]]:
+        """Return the seconds of one call of each graph in each round; they take turns."""
+        feeds, times_s = self._feeds(COST_BATCH), [list[float]() for _ in graphs]
+        with ExitStack() as stack:
+            opened = (open_graph(self.runtime, each, self.folder) for each in graphs)
+            engines = [stack.enter_context(each) for each in opened]
+            for engine in engines:
+                engine(feeds)
+            for _ in range(_ROUNDS):
+                for engine, times in zip(engines, times_s, strict=True):
+                    began = time.perf_counter()
+                    engine(feeds)
+                    times.append(time.perf_counter() - began)
+        return times_s
 
     def evaluate(self, candidate: _Candidate) -> Verdict:
         path = candidate.graph.path

@@ -18,7 +18,7 @@ from deploykit.deploying import STARTED, WRITERS
 from deploykit.deploying.folder import read_bundle, verify
 from tests.support.boots import boot
 from tests.support.bundles import proven_model
-from tests.support.onnx_zoo import linear, make, mnist_like, save
+from tests.support.onnx_zoo import conv_relu, linear, make, mnist_like, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,19 +97,60 @@ def test_a_model_that_did_not_pass_its_gate_is_not_bundled(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("foreign", [False, True])
 @pytest.mark.parametrize("to", WRITERS)
 def test_a_server_that_gets_the_file_as_it_is_gets_pairs_that_are_placed_for_it(
-    int8: dict[str, Path], tmp_path: Path, to: str
+    int8: dict[str, Path], tmp_path: Path, to: str, foreign: bool
 ) -> None:
-    dk.bundle(int8["onnxruntime"], "cpu", out=tmp_path / "placed", to=to)
+    """`foreign`: no manifest says where the pairs are."""
+    source, samples = int8["tensorrt"], int8["tensorrt"].with_name("data.npz")
+    if foreign:
+        source = Path(shutil.copy(source, tmp_path))
+    else:
+        dk.bundle(int8["onnxruntime"], "cpu", out=tmp_path / "placed", to=to)
     if to in STARTED:  # `boot` builds, and so places them
-        dk.bundle(int8["tensorrt"], "cpu", out=tmp_path / "out", to=to)
+        dk.bundle(source, "cpu", out=tmp_path / "out", to=to, samples=samples)
         return
-    with pytest.raises(BadInput, match="its INT8 pairs are placed for TensorRT") as caught:
-        dk.bundle(int8["tensorrt"], "cpu", out=tmp_path / "out", to=to)
-    assert f"deploykit build {int8['tensorrt']} --profile cpu" in str(caught.value.hint)
-    dk.build(int8["tensorrt"], "cpu", out=tmp_path / "built.onnx")
-    dk.bundle(tmp_path / "built.onnx", "cpu", out=tmp_path / "out", to=to)
+    with pytest.raises(BadInput, match=r"would run \d of its \d INT8 nodes in integers") as caught:
+        dk.bundle(source, "cpu", out=tmp_path / "out", to=to, samples=samples)
+    assert f"deploykit build {source} --profile cpu" in str(caught.value.hint)
+    dk.build(source, "cpu", out=tmp_path / "built.onnx")
+    dk.bundle(tmp_path / "built.onnx", "cpu", out=tmp_path / "out", to=to, samples=samples)
+
+
+@pytest.mark.parametrize("to", WRITERS)
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_file_that_the_kinds_own_server_does_not_open_is_not_bundled(
+    tmp_path: Path, to: str, samples: bool
+) -> None:
+    """ONNX has no convolution in bfloat16 before opset 22, and TensorRT takes one."""
+    save(conv_relu(), tmp_path / "m.onnx")
+    x = np.random.default_rng(0).random((32, 1, 8, 8), np.float32)
+    np.savez(tmp_path / "data.npz", x=x)
+    data = tmp_path / "data.npz"
+    made = dk.quantize(tmp_path / "m.onnx", "bf16", calib=data)
+    out, given = tmp_path / "out", data if samples else None
+    if to in STARTED:
+        dk.bundle(made.path, "l4", out=out, to=to, samples=given)
+        return
+    with pytest.raises(BadInput, match=f"with `to` {to} it is ONNX Runtime that serves it"):
+        dk.bundle(made.path, "l4", out=out, to=to, samples=given)
+
+
+@pytest.mark.parametrize(
+    ("profile", "to", "words"),
+    [
+        ("l4", "ray", "computes INT8 nodes on a GPU in float32"),
+        ("jetson-orin-nx-16gb", "ray", "no kernels for a Jetson"),
+        ("l4", "triton", ""),
+        ("l4", "docker", ""),
+    ],
+)
+def test_what_onnxruntime_alone_does_on_a_gpu_is_noted(
+    int8: dict[str, Path], tmp_path: Path, profile: str, to: str, words: str
+) -> None:
+    notes = " ".join(dk.bundle(int8["tensorrt"], profile, out=tmp_path / "out", to=to).notes)
+    assert (words in notes) if words else not notes
 
 
 def test_the_same_inputs_give_the_same_bytes(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import deploykit as dk
 from deploykit.core.errors import BadInput
 from deploykit.engines.batching import prove_rows, spread_places
 from deploykit.engines.engine import Arrays
-from deploykit.evaluation.parity import feeds_at_sizes
+from deploykit.evaluation.feeds import feeds_at_sizes
 from tests.support.fake_engine import Function
 from tests.support.onnx_zoo import mnist_like, save
 

@@ -13,6 +13,7 @@ from urllib.parse import quote as percent_encode
 
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.http2.connection import (
     DATA,
     END_HEADERS,
@@ -27,14 +28,13 @@ from deploykit.serving.http2.connection import (
     literal,
 )
 from deploykit.serving.models.inference import Receiver
-from deploykit.serving.transport.call import BUG, decompress, log_access, message_of, refusal_of
+from deploykit.serving.transport.call import BUG, About, decompress, message_of, refusal_of
 from deploykit.serving.transport.listener import extend
 
 log = logging.getLogger(__name__)
 
 PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
-_PIECE_BYTES = 1024  # smaller pieces are joined, as a Python object costs more than its bytes
 _SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
 _MESSAGES_PER_TURN = 64  # messages of a streaming call before other calls get their turn
@@ -67,53 +67,44 @@ class MessageReader:
     `have`: bytes received and not taken. `need`: bytes of the next message with its prefix.
     """
 
-    __slots__ = ("_data", "_later", "_start", "have", "need")
+    __slots__ = ("_at", "_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data = b""
-        self._start = 0  # where the next message starts in it
-        self._later: list[bytes | bytearray] = []  # the pieces after it
+        self._data: bytes | bytearray = b""  # a single piece as it came, several joined
+        self._at = 0  # where the next message starts in it
         self.have = 0
         self.need = 0  # 0 until the prefix has arrived
 
     def add(self, piece: bytes) -> None:
         if self.have:
-            later = self._later
-            if len(piece) >= _PIECE_BYTES:
-                later.append(piece)
-            elif later and type(later[-1]) is bytearray:
-                later[-1] += piece
-            else:
-                later.append(bytearray(piece))
+            data = self._data
+            if not isinstance(data, bytearray):
+                data = self._data = bytearray(data)
+            del data[: self._at]
+            data += piece
         else:
-            self._data, self._start = piece, 0
+            self._data = piece
+        self._at = 0
         self.have += len(piece)
-        if not self.need and self.have >= PREFIX_BYTES:
-            self._read_prefix()
+        self._read_prefix()
 
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        if self._later:
-            self._join()
-        data, start, end = self._data, self._start, self._start + self.need
+        data, start = self._data, self._at
+        self._at += self.need
         self.have -= self.need
+        found = data if type(data) is bytes else memoryview(data)
+        message = bytes(found[start : self._at])
         self.need = 0
         if self.have:
-            self._start = end
-            if self.have >= PREFIX_BYTES:
-                self._read_prefix()
+            self._read_prefix()
         else:
             self._data = b""
-        return data[start:end]
+        return message
 
     def _read_prefix(self) -> None:
-        if self._later:
-            self._join()
-        self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._start + 1)[0]
-
-    def _join(self) -> None:
-        self._data = b"".join((self._data[self._start :], *self._later))
-        self._start, self._later = 0, []
+        if not self.need and self.have >= PREFIX_BYTES:
+            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._at + 1)[0]
 
 
 @dataclass(frozen=True)
@@ -147,61 +138,52 @@ class CallHead:
     length: int | None = None
 
 
-class HeadParser:
-    """Parses a call's headers into a CallHead. `allows`: whether an authorization is valid."""
-
-    def __init__(
-        self,
-        methods: Mapping[str, Method],
-        allows: Callable[[bytes | None], bool],
-        max_headers: int,
-    ) -> None:
-        self._methods = methods
-        self._allows = allows
-        self._max_headers = max_headers
-
-    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            if keys.count(b"traceparent") > 1:
-                del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
-            if keys.count(b"authorization") > 1:
-                values[b"authorization"] = b""  # proxies disagree about which of them counts
-        content_type = values.get(b"content-type", b"")
-        speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
-        length = values.get(b"content-length")
-        path = values.get(b":path", b"").decode("latin-1")
-        method = self._methods.get(path)
-        trace = values.get(b"traceparent")
-        timeout = values.get(b"grpc-timeout")
-        match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
-        refusal: tuple[str, str] | None = None
-        if not speaks_grpc:
-            got = quote(content_type.decode("latin-1"))
-            text = f"send 'content-type: application/grpc', not {got}"
-            refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
-        elif values.get(b":method") != b"POST":
-            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
-        elif len(pairs) > self._max_headers:
-            refusal = ("RESOURCE_EXHAUSTED", f"there are more than {self._max_headers} headers")
-        elif not (method and method.public) and not self._allows(values.get(b"authorization")):
-            text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
-            refusal = ("UNAUTHENTICATED", text)
-        elif method is None:
-            refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
-        elif timeout is not None and match is None:
-            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
-        return CallHead(
-            path,
-            method,
-            None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
-            None if trace is None else trace.decode("latin-1"),
-            values.get(b"grpc-encoding", b"identity"),
-            refusal,
-            speaks_grpc,
-            None if length is None else int(length),
-        )
+def parse_head(
+    methods: Mapping[str, Method],
+    allows: Callable[[bytes | None], bool],
+    max_headers: int,
+    pairs: list[tuple[bytes, bytes]],
+) -> CallHead:
+    """Parse a call's headers. `allows`: whether an authorization is valid."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        if keys.count(b"traceparent") > 1:
+            del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
+        if keys.count(b"authorization") > 1:
+            values[b"authorization"] = b""  # proxies disagree about which of them counts
+    content_type = values.get(b"content-type", b"")
+    speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
+    path = values.get(b":path", b"").decode("latin-1")
+    method = methods.get(path)
+    trace, length = values.get(b"traceparent"), values.get(b"content-length")
+    timeout = values.get(b"grpc-timeout")
+    match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
+    refusal: tuple[str, str] | None = None
+    if not speaks_grpc:
+        text = f"send 'content-type: application/grpc', not {quote(content_type)}"
+        refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
+    elif values.get(b":method") != b"POST":
+        refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
+    elif len(pairs) > max_headers:
+        refusal = ("RESOURCE_EXHAUSTED", f"there are more than {max_headers} headers")
+    elif not (method and method.public) and not allows(values.get(b"authorization")):
+        text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
+        refusal = ("UNAUTHENTICATED", text)
+    elif method is None:
+        refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+    elif timeout is not None and match is None:
+        refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
+    return CallHead(
+        path,
+        method,
+        None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
+        None if trace is None else trace.decode("latin-1"),
+        values.get(b"grpc-encoding", b"identity"),
+        refusal,
+        speaks_grpc,
+        None if length is None else int(length),
+    )
 
 
 def error_block(status: str, message: str) -> bytes:
@@ -215,8 +197,8 @@ class GrpcCall(Stream):
 
     __slots__ = (
         "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_read_by_s", "_reader",
-        "_received_bytes", "_received_one", "_sizes", "_unread", "cancel", "deadline_s", "head",
-        "held_bytes", "opened", "slots", "unreplied"
+        "_received_bytes", "_received_one", "_sizes", "_unread", "about", "cancel", "deadline_s",
+        "head", "held_bytes", "opened", "slots", "unreplied"
     )  # fmt: skip
 
     def __init__(self, link: Http2Connection, number: int, head: CallHead) -> None:
@@ -238,14 +220,15 @@ class GrpcCall(Stream):
         self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
         self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
-        self._begun_s = shared.clock_s() if shared.logs_access else 0.0
+        self._begun_s = shared.clock_s() if shared.records else 0.0
+        self.about: About | None = None
         timeout_us = head.timeout_us
         deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
 
     @property
-    def peer(self) -> Http2Connection:
-        return self.link
+    def peer(self) -> Peer:
+        return Peer.of(self.link.address, self.link)
 
     @property
     def unanswered(self) -> int:
@@ -408,7 +391,7 @@ class GrpcCall(Stream):
             self.read()
 
         try:
-            self.link.shared.offload(work, then, client=self.link)
+            self.link.shared.offload(work, then, peer=self.peer)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
             self.fail(exc.grpc_status, exc.message)
@@ -487,7 +470,7 @@ class GrpcCall(Stream):
                 FIRST_FRAME, number, REPLY_HEADERS, length << 8 | DATA, number, message_bytes
             )
             link.write(b"".join((start, *parts, REPLY_END.pack(LAST_FRAME, number, OK))))
-            if link.shared.logs_access:
+            if link.shared.records:
                 self._record("OK")
             else:
                 link.shared.replies["OK"] += 1
@@ -542,9 +525,11 @@ class GrpcCall(Stream):
         """Count the call, and log it if calls are logged."""
         shared = self.link.shared
         shared.replies[status] += 1
-        if shared.logs_access:
-            ms = 1000 * (shared.clock_s() - self._begun_s)
-            log_access(self.link.address, quote(self.head.path)[1:-1], status, ms, self.head.trace)
+        if shared.records:
+            shared.record(
+                quote(self.head.path)[1:-1], status, self._begun_s, self.head.trace, self.about,
+                self.link.transport, failed=status != "OK",
+            )  # fmt: skip
 
     def _end(self, block: bytes) -> None:
         if self.gone or self.trailers is not None:
