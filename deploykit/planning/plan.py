@@ -192,7 +192,7 @@ def plan(
             infer(graph, 1, sizes | dict.fromkeys(batch, 1)) if batch else first
         )
     calibration = None
-    if any(profile.device == "cpu" for profile in chosen):
+    if any((each.device, each.runtime) == ("cpu", "onnxruntime") for each in chosen):
         calibration, probe_notes = cpu_calibration(on_progress=on_progress)
         notes += probe_notes
     targets = []
