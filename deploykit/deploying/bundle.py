@@ -38,7 +38,7 @@ from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import batching, golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
-from deploykit.evaluation.parity import parity_sizes
+from deploykit.evaluation.feeds import parity_sizes
 from deploykit.evaluation.simulate import open_graph
 from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch

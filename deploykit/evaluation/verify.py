@@ -35,7 +35,8 @@ from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
 from deploykit.evaluation.batching import add_evidence, prove_batch
 from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
-from deploykit.evaluation.parity import compare_engines, comparison_feeds, small_batches
+from deploykit.evaluation.feeds import comparison_feeds, small_batches
+from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph

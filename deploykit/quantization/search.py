@@ -32,7 +32,7 @@ from deploykit.core.profile import load_profile, precisions_everywhere
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation.artefacts import Progress
-from deploykit.evaluation.parity import axis_sizes
+from deploykit.evaluation.feeds import axis_sizes
 from deploykit.evaluation.simulate import open_graph
 from deploykit.evaluation.statistics import ratio
 from deploykit.graph import cost, storage

@@ -191,7 +191,7 @@ def test_parts_are_run_in_the_order_in_which_they_are_named(tmp_path: Path) -> N
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=only_in_a_campaign)])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=only_in_a_campaign), 1])
 def test_what_a_gpu_trains_first_is_trained_on_the_cpu(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
-from deploykit.evaluation.parity import feeds_at_sizes
+from deploykit.evaluation.feeds import feeds_at_sizes
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import evaluate_engine
 
