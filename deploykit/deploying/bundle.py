@@ -299,10 +299,11 @@ def _check_runs(source: Artefact, target: Profile, to: str, folder: Path) -> Non
             raise
     if placed:
         optimise(source.path, folder / "optimised.onnx")
+        first = f"deploykit build {source} --profile {target.name}"
         if few_integers(graph, run := Graph.open(folder / "optimised.onnx")):
             raise BadInput(
                 f"{source}: ONNX Runtime on a CPU, which gets the file as it is, would run "
                 f"{run.precision.get('int8', 0)} of its {graph.precision['int8']} INT8 nodes in "
                 "integers",
-                hint=f"bundle what this writes: deploykit build {source} --profile {target.name}",
+                hint=f"bundle what this writes: {first}",
             )
