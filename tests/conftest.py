@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deploykit.engines.engine import Engine
-from tests.support.exports import share_the_registry
+from tests.support.exports import share_the_constants
 from tests.support.runtimes.cases import AFFINE, OPENERS, PRESENT, onnx_model
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that; here it must work.
@@ -95,7 +95,7 @@ def engine(runtime: str, tmp_path: Path) -> Iterator[Engine]:
 
 
 def pytest_runtest_setup() -> None:
-    share_the_registry()
+    share_the_constants()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -133,6 +133,7 @@ def pytest_collection_finish() -> None:
     """What collection made stays until the end: no garbage collection goes through it again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # Python's 700 take a tenth of the time of an export
 
 
 def pytest_configure(config: pytest.Config) -> None:

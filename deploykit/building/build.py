@@ -11,14 +11,22 @@ from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.runtime import build_for_runtime
 from deploykit.building.tensorrt import prove as build_tensorrt
 from deploykit.building.tensorrt.build import BuildCheck
-from deploykit.building.tensorrt.options import check_options, parse_axis, parse_batch
+from deploykit.building.tensorrt.options import (
+    check_options,
+    check_samples,
+    parse_axis,
+    parse_batch,
+    ranges,
+)
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import StrPath
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.data.samples import read_samples
 from deploykit.evaluation.artefacts import Made, Progress, destination, no_progress, span, stage
 from deploykit.evaluation.outputs import named_files
+from deploykit.graph.graph import Graph
 from deploykit.quantization.job import QuantizeRequest, prepare
 from deploykit.quantization.quantize import (
     TARGETS,
@@ -119,6 +127,12 @@ def build(
 def _build_plan(job: BuildJob, on_progress: Progress) -> Made:
     """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
     source, request, graph_file, notes = job.source, job.request, job.source, list[str]()
+    inputs, given = Graph.open(source.path).inputs, request.data or request.calib
+    samples = read_samples(given, inputs, task=source.task) if given else None
+    if samples is not None:
+        options = build_tensorrt.options_of(job.target, job.shapes, source)
+        check_samples(inputs, samples, ranges(inputs, options.batch, options.axes))
+    job = replace(job, samples=samples)
     if job.quantizes:
         step, typed = span(on_progress, 0.0, 0.6), job.tmp.with_name("typed.onnx")
         plain = prepare(source, request, step)

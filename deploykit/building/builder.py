@@ -16,6 +16,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.notebook import Shown
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.data.samples import Samples
 
 if TYPE_CHECKING:  # it loads onnx, which `boot` does not need
     from deploykit.quantization.job import QuantizeRequest
@@ -80,6 +81,7 @@ class BuildJob:
     tmp: Path
     place: Path
     max_error: float = 0.0
+    samples: Samples | None = None  # to compare on, in place of random inputs
 
     @property
     def quantizes(self) -> bool:

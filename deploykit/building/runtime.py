@@ -42,6 +42,7 @@ from deploykit.evaluation.feeds import (
     feeds_at_sizes,
     given_sizes,
     rows_that_fit,
+    small_batches,
 )
 from deploykit.evaluation.parity import compare_engines
 from deploykit.evaluation.simulate import open_rounded
@@ -121,7 +122,7 @@ def place_if_better(
     """Move the pairs of a foreign graph and build it again, if more then runs in integers."""
     from deploykit.quantization.moving import move_foreign_pairs
 
-    few, target = _few(placed.graph, built), job.target
+    few, target = few_integers(placed.graph, built), job.target
     if not few and _kernels(built) >= _products(placed.graph):
         return placed, built
     moved = move_foreign_pairs(placed.graph, target.runtime)
@@ -147,7 +148,7 @@ def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
     """Raise BadInput if ONNX Runtime runs few INT8 nodes in integers: slower than float32."""
     source, kind = job.source, "int8" if graph.precision.get("int8") else "int16"
     asked, runs = graph.precision.get(kind, 0), built.precision.get(kind, 0)
-    if not asked or (runs and not (graph.path == source.path and _few(graph, built))):
+    if not asked or (runs and not (graph.path == source.path and few_integers(graph, built))):
         return
     if job.quantizes:  # to quantize again would change nothing
         raise BadInput(
@@ -175,7 +176,7 @@ def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
     )
 
 
-def _few(graph: Graph, built: Graph) -> bool:
+def few_integers(graph: Graph, built: Graph) -> bool:
     """Return whether less than half of the INT8 nodes run in integers."""
     return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 
@@ -241,9 +242,13 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
     on_progress("comparing with the model", 0.8)
     sizes: list[_Run] = []
     evidence = _prove(job, quantize, placed, sizes)
-    stale = actual_shapes(result.outputs, sizes)
-    if kind == "onnx" and stale:
-        result, evidence = _declare(result, stale, evidence)
+    if stale := actual_shapes(result.outputs, sizes):
+        declared, notes = declare_outputs(graph, stale)
+        result = build(declared.save(tmp.with_name("declared.onnx")), tmp)
+        with load(tmp, runtime.usable("cpu")) as engine:
+            proof = batching.prove_batch(engine, tmp, evidence.golden)
+            notes += batching.notes(engine, proof)
+        evidence = replace(evidence, batching=proof, notes=(*evidence.notes, *notes))
     evidence = replace(
         evidence,
         build=BuildRecord(job.target.name),
@@ -307,30 +312,22 @@ def actual_shapes(
     return found
 
 
-def _declare(
-    built: Graph, shapes: Mapping[str, tuple[int | str, ...]], evidence: Evidence
-) -> tuple[Graph, Evidence]:
-    """Declare outputs of these shapes in the built file, as a server refuses others, and say so."""
-    editor, notes, path = Editor(built), [], built.path
-    before = {spec.name: spec for spec in built.outputs}
+def declare_outputs(
+    graph: Graph, shapes: Mapping[str, tuple[int | str, ...]]
+) -> tuple[Graph, list[str]]:
+    """Return `graph` with outputs of these shapes, as a server refuses others, and notes."""
+    editor, notes = Editor(graph), []
+    before = {spec.name: spec for spec in graph.outputs}
     for value in editor.graph.output:
         if value.name in shapes:
             sizes = shapes[value.name]
             onnx_shape = value.type.tensor_type.shape
             del onnx_shape.dim[:]
             for size in sizes:
-                dim = onnx_shape.dim.add()
-                dim.dim_param, dim.dim_value = (size, 0) if isinstance(size, str) else ("", size)
-                dim.ClearField("dim_value" if isinstance(size, str) else "dim_param")
+                onnx_shape.dim.add(**{"dim_param" if isinstance(size, str) else "dim_value": size})
             text = f"[{','.join(map(str, sizes))}]"
             notes.append(f"the file declares output {before[value.name]}; it is {text}: corrected")
-    corrected = path.with_name("declared.onnx")
-    editor.finish(list(editor.graph.node)).save(corrected)
-    corrected.replace(path)
-    with load(path, "cpu") as engine:
-        proof = batching.prove_batch(engine, path, evidence.golden)
-    notes += batching.notes(engine, proof)
-    return Graph.open(path), replace(evidence, batching=proof, notes=(*evidence.notes, *notes))
+    return editor.finish(list(editor.graph.node)), notes
 
 
 def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]) -> Evidence:
@@ -348,9 +345,9 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             reference = stack.enter_context(open_rounded(graph, tmp.parent))
         else:
             reference = stack.enter_context(load(graph.path, "cpu"))
-        data = quantize.samples if quantize else None
-        if request.data is not None and data is None:
-            data = read_samples(request.data, engine.inputs, task=source.task)
+        data, given = quantize.samples if quantize else None, request.data or request.calib
+        if given is not None and data is None:
+            data = read_samples(given, engine.inputs, task=source.task)
         feeds, fewer = _feeds(reference, engine, data, graph, job.shapes)
         notes, most = [*placed.notes, *fewer], rows_that_fit(feeds, graph.path)
         title = f"{source.name} in {request.to}" if quantize else source.name
@@ -409,10 +406,7 @@ def _feeds(
     given_sizes(engine.inputs, None, usual, samples)
     feeds, notes = comparison_feeds(reference, engine, samples, graph.path, usual)
     if samples is not None:
-        axes = ((name, samples.axis(name)) for name in feeds[0])
-        most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
-        few = [samples.rows(slice(count)) for count in (1, 2) if rows and count < most]
-        return [*few, *feeds], notes
+        return [*(small_batches(samples, feeds) if rows else ()), *feeds], notes
     ends = [
         {axis: getattr(sizes, end) for axis, sizes in ranges.items()}
         for end in ("minimum", "maximum")

@@ -99,14 +99,14 @@ def train(
     """
     given = api_arguments(locals())
     if given.pop("compare_devices"):
-        from deploykit.training.compare_devices import against
         from deploykit.training.compare_devices import compare_devices as time_devices
+        from deploykit.training.compare_devices import device_rows
 
         names = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
         options, line = {key: given[key] for key in names}, output.command_line()
         with Progress("train --compare-devices") as progress:
             table = time_devices(**options, command=line, on_progress=progress)
-        shown: list[Part] = [against(table.to_dict()), *table.verdict, f"wrote {table.folder}"]
+        shown: list[Part] = [device_rows(table), *table.verdict, f"wrote {table.folder}"]
         output.show(table, shown, as_json=as_json)
         return
     from deploykit.training import train as training

@@ -18,8 +18,8 @@ from deploykit.cli.options import ENGINE, FORCE, JSON, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.prove import axis_sizes
 from deploykit.core.errors import BadInput
-from deploykit.core.files import StrPath
-from deploykit.serving.options import ServeOptions, addresses, read_token
+from deploykit.core.files import StrPath, read_text
+from deploykit.serving.options import ServeOptions, addresses
 
 _OWN = (  # options of the command line only: parameter, type, default, line of the help page
     ("models", list[str] | None, None, f"[NAME=]FILE  The {ENGINE}s to serve"),
@@ -116,7 +116,7 @@ def raise_if_dropped(dropped: int) -> None:
 
 @described(f"""
 URL                    The server: http://HOST:PORT, below a path http://HOST/PATH, or
-                       grpc://HOST:PORT; with TLS https:// and grpcs://
+                       grpc://HOST:PORT; with TLS https:// and grpcs://; a Unix socket unix:FILE
 --model NAME           Which model, if the server has several [the only one]
 --rate N               Open loop: send this many requests per second
                        [half of what 32 connections reach in 2 s]
@@ -134,6 +134,8 @@ URL                    The server: http://HOST:PORT, below a path http://HOST/PA
 --axis NAME=SIZE       Size of another dynamic axis; may be repeated
 --token-file FILE      The first line is the token that the server wants
 --ca-file FILE         Certificates to trust in place of the system's
+--cert-file FILE.pem   The client's certificate, where the server wants one
+--key-file FILE.pem    Its private key [in the same file]
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")
@@ -153,6 +155,8 @@ def load(
     axis: list[str] | None = None,
     token_file: Path | None = None,
     ca_file: Path | None = None,
+    cert_file: Path | None = None,
+    key_file: Path | None = None,
     out: Path | None = None,
     force: bool = False,
     as_json: bool = False,
@@ -164,7 +168,7 @@ def load(
     given = api_arguments(locals())
     given["axes"] = axis_sizes("axis", ",".join(given.pop("axis") or ()))
     if (file := given.pop("token_file")) is not None:
-        given["token"] = read_token(file)
+        given["token"] = read_text(file).partition("\n")[0].strip()
     from deploykit.loadtest import load as loading
 
     with Progress("load", bar_only=True) as progress:
@@ -211,7 +215,7 @@ def show_ready(
 
 
 @described(f"""
-URL                    The server; without it 127.0.0.1, port $DEPLOYKIT_HTTP_PORT or 8000
+URL                    Server, or unix:FILE; by default 127.0.0.1, port $DEPLOYKIT_HTTP_PORT or 8000
 {JSON}""")
 def health(url: str | None = None, as_json: bool = False) -> None:
     """Ask a running server whether it is ready; exit 1 if not.

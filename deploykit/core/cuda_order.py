@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -45,17 +46,27 @@ def cuda_order(uuids: Sequence[str]) -> list[int | None]:
 
 
 def with_gpu(machine: Machine, number: int) -> Machine:
-    """Return `machine` with the GPU `cuda:number` alone; with all where that is not known."""
-    if len(machine.gpus) < 2:
+    """Return `machine` with the GPU `cuda:number` alone, with none where CUDA has no such GPU.
+
+    A part of a GPU (MIG) has a name of its own, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", with its
+    memory. Without CUDA all stay where CUDA_VISIBLE_DEVICES names them by UUID.
+    """
+    gpus, visible = machine.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if len(gpus) < 2 and (not gpus or visible is None):
         return machine
-    gpus, devices = machine.gpus, _ask()
+    devices = _ask()
     if devices:
-        names = [name for _, name in devices[number : number + 1]]
-        found = [gpu for gpu in gpus if gpu.name in names]
+        (name,) = [name for _, name in devices[number : number + 1]] or [""]
+        found = [gpu for gpu in gpus if gpu.name == name]
+        part = re.search(r" MIG .*\.(\d+)gb", name)
+        whole = [gpu for gpu in gpus if part and name.startswith(gpu.name)]
+        found += [replace(gpu, name=name, memory_bytes=int(part[1]) << 30) for gpu in whole if part]
+    elif "-" in (visible or "").removeprefix("-"):
+        return machine
     else:
         places = cuda_order([""] * len(gpus))
         found = [gpus[place] for place in places[number : number + 1] if place is not None]
-    return replace(machine, gpus=tuple(found[:1]) or gpus)
+    return replace(machine, gpus=tuple(found[:1]))
 
 
 def _ask() -> tuple[tuple[str, str], ...]:

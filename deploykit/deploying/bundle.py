@@ -10,6 +10,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from deploykit.building.build import build
+from deploykit.building.runtime import few_integers
 from deploykit.building.tensorrt.options import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, did_you_mean, quote
@@ -38,7 +40,7 @@ from deploykit.evaluation import batching, golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.feeds import parity_sizes
 from deploykit.graph.graph import Graph
-from deploykit.graph.preflight import find_mismatch, find_misplaced
+from deploykit.graph.preflight import find_mismatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -149,7 +151,7 @@ def bundle(
         )
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
-    _check(source, target, to)
+    _check(source, target)
     sizes = parse_batch(batch)
     contents = Contents(
         model=source,
@@ -169,6 +171,7 @@ def bundle(
         staged = stack.enter_context(staged_folder(place))
         on_progress("golden samples", 0.0)
         copy = stack.enter_context(stage(staged.parent / f"{contents.name}.onnx"))
+        _check_integers(source, target, to, copy.parent)
         ready, notes = complete_model(source, samples, copy)
         contents = replace(contents, model=ready)
         _check_sizes(contents)
@@ -229,7 +232,7 @@ def _check_sizes(contents: Contents) -> None:
         raise BadInput("`axes` has no effect: the target's runtime takes any size")
 
 
-def _check(source: Artefact, target: Profile, to: str) -> None:
+def _check(source: Artefact, target: Profile) -> None:
     """Raise BadInput for a file that is known not to run on the target."""
     if source.format == "tensorrt":
         raise BadInput(
@@ -250,8 +253,31 @@ def _check(source: Artefact, target: Profile, to: str) -> None:
             hint=f"it has {', '.join(target.precisions)}: deploykit quantize --profile "
             f"{target.name}",
         )
-    error = find_mismatch(source, graph, target)
-    if to not in STARTED:  # there is no build on the device
-        error = error or find_misplaced(source, graph, target)
-    if error:
+    if error := find_mismatch(source, graph, target):
         raise error
+
+
+def _check_integers(source: Artefact, target: Profile, to: str, folder: Path) -> None:
+    """Raise BadInput for INT8 pairs that ONNX Runtime would compute in float32 on the target.
+
+    The build that the device makes at its first start is made here, and what a server that gets the
+    file as it is makes of it.
+    """
+    from deploykit.building.onnxruntime import build as optimise
+
+    graph, known = Graph.open(source.path), source.manifest
+    pairs = any(node.op_type == "QuantizeLinear" for node in graph.model.graph.node)
+    built = known is not None and bool(known.built_on)
+    if target.runtime != "onnxruntime" or not pairs or built or "int8" not in graph.precision:
+        return
+    build(source, target.name, out=folder / "built.onnx")
+    if to in STARTED:
+        return
+    optimise(source.path, folder / "optimised.onnx")
+    if few_integers(graph, run := Graph.open(folder / "optimised.onnx")):
+        raise BadInput(
+            f"{source}: ONNX Runtime on a CPU, which gets the file as it is, would run "
+            f"{run.precision.get('int8', 0)} of its {graph.precision['int8']} INT8 nodes in "
+            "integers",
+            hint=f"bundle what this writes: deploykit build {source} --profile {target.name}",
+        )

@@ -56,6 +56,10 @@ class Closing(ABC):
         self.close()
 
 
+_process = [os.getpid()]  # asking the system takes a microsecond
+os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, os.getpid()))
+
+
 class CallGuard:
     """Lets one thread at a time into an engine that keeps state during a call.
 
@@ -65,12 +69,12 @@ class CallGuard:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._process = os.getpid()
+        self._process = _process[0]
         self._lock = threading.Lock()
 
     def check_process(self) -> None:
         """Raise Unsupported in a process that was forked after the engine was opened."""
-        if os.getpid() != self._process:
+        if _process[0] != self._process:
             raise Unsupported(
                 f"{self._where}: the engine was opened before this process was forked",
                 hint="open it in each process, after the fork",

@@ -110,11 +110,14 @@ def comparison_feeds(
     rows of a batch.
     """
     limits = {**first.limits, **second.limits}
-    least, high = limits.get(BATCH, (1, None))
+    least, high = batch_limits(first.inputs, limits)
     usual = min(high or most, *(engine.max_batch or most for engine in (first, second)), most)
     if samples is not None:
-        usual, notes = rows_that_run(first, samples, usual)
+        usual, notes = rows_that_run(first, samples, usual) if least < 2 else (usual, ())
         size, used = samples.batching(usual, (*first.inputs, *second.inputs))
+        used -= used % size if used % size < least else 0
+        if not used:
+            raise BadInput(f"{samples.where}: {len(samples)} samples are no batch of {least}")
         samples = samples.first(used)
         if graph is None or size != usual or notes:
             return list(samples.batches(size)), notes
@@ -129,6 +132,19 @@ def comparison_feeds(
         return list(feeds), found.notes
     rows = max(least, rows_that_fit(feeds, graph))
     return first_rows(feeds, rows, first.inputs), (*found.notes, *rows_note(rows, usual))
+
+
+def batch_limits(inputs: Sequence[TensorSpec], limits: AxisLimits) -> tuple[int, int | None]:
+    """Return the least and the largest batch within `limits`, those of the axes."""
+    found = [limits[axis] for axis in batch_axes(inputs) if axis in limits]
+    return max((low for low, _ in found), default=1), min((n for _, n in found if n), default=None)
+
+
+def small_batches(samples: Samples, feeds: Sequence[Feeds], least: int = 1) -> list[Feeds]:
+    """Return the two smallest batches of the samples that are smaller than those of `feeds`."""
+    axes = ((name, samples.axis(name)) for name in feeds[0])
+    most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
+    return [samples.rows(slice(count)) for count in (least, least + 1) if count < most]
 
 
 def rows_that_run(engine: Engine, samples: Samples, most: int) -> tuple[int, tuple[str, ...]]:

@@ -7,7 +7,7 @@ no ONNX Runtime.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +28,15 @@ from deploykit.core.evidence import (
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
-from deploykit.engines.data.samples import random_feeds
-from deploykit.engines.engine import Engine, load
+from deploykit.core.tensors import batch_axes
+from deploykit.engines.data.samples import Samples
+from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
 from deploykit.evaluation.batching import add_evidence, prove_batch
 from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
-from deploykit.evaluation.feeds import comparison_feeds
+from deploykit.evaluation.feeds import batch_limits, comparison_feeds, small_batches
 from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
@@ -117,21 +118,29 @@ def _hashes_next_to(path: Path) -> dict[str, Path]:
 
 
 def prove_engine(
-    engine: Engine, path: Path, manifest: Manifest, graph: Path | None, name: str
+    engine: Engine,
+    path: Path,
+    manifest: Manifest,
+    graph: Path | None,
+    name: str,
+    samples: Samples | None = None,
 ) -> tuple[Parity | None, str]:
     """Compare `engine` with `graph` on the CPU, else with the golden samples next to `path`.
 
-    `name`: what messages call the engine. Returns None and the reason where neither is there or
-    runs here.
+    `name`: what messages call the engine. `samples`: those to compare on, instead of random inputs.
+    Returns None and the reason where neither is there or runs here.
     """
     why = "the graph it was built from is not next to it"
     if graph is not None:
         try:
-            feeds, _ = comparison_feeds(engine, engine, None, graph)
             bound, names = max_engine_error(manifest.precision), (graph.name, name)
             with load(graph, "cpu") as reference:
+                feeds, _ = comparison_feeds(engine, engine, samples, graph)
+                if samples is not None and batch_axes(engine.inputs):
+                    least, _ = batch_limits(engine.inputs, engine.limits)
+                    feeds = [*small_batches(samples, feeds, least), *feeds]
                 return compare_engines(
-                    reference, engine, feeds, max_error=bound, names=names, random=True
+                    reference, engine, feeds, max_error=bound, names=names, random=samples is None
                 ), ""
         except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider lacks
             why = exc.message
@@ -144,15 +153,14 @@ def prove_engine(
         return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
 
 
-def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
+def record_on_cpu(graph: Artefact, path: Path, feeds: Arrays) -> GoldenSamples | None:
     """Record golden samples of `graph` next to `path`, run on the CPU.
 
-    `sizes`: of the dynamic axes. Returns None where the graph does not run here, or its tensors are
-    large.
+    Returns None where the graph does not run here, or its tensors are large.
     """
     try:
         with load(graph, "cpu") as reference:
-            return golden.record(reference, random_feeds(reference.inputs, sizes), path)
+            return golden.record(reference, feeds, path)
     except DeploykitError:
         return None
 

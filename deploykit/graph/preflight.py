@@ -95,23 +95,6 @@ def find_mismatch(source: Artefact, graph: Graph, target: Profile) -> BadInput |
     return BadInput(f"{source}: {why}; profile '{target.name}' runs TensorRT", hint=hint)
 
 
-def find_misplaced(source: Artefact, graph: Graph, target: Profile) -> BadInput | None:
-    """Return the error if ONNX Runtime, given `source` as it is, would not compute it in INT8.
-
-    On a CPU it finds integer kernels only between pairs that are placed for it.
-    """
-    runtime = placed_for(source, graph)
-    if target.runtime != "onnxruntime" or runtime is None or runtime.name == target.runtime:
-        return None
-    if source.manifest and source.manifest.built_on:
-        return None
-    return BadInput(
-        f"{source}: its INT8 pairs are placed for {runtime.title}; ONNX Runtime on a CPU, which "
-        "gets the file as it is, would compute in float32",
-        hint=f"bundle what this writes: deploykit build {source} --profile {target.name}",
-    )
-
-
 def why_not_tensorrt(source: Artefact, graph: Graph) -> str:
     """Return why only another runtime than TensorRT takes `source`; empty if nothing is known.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class Expected:
 class AnswerCheck:
     """Checks tensors. `outputs`: names that each answer must have; if empty, any output will do."""
 
-    def __init__(self, outputs: Sequence[str], expected: Expected | None = None) -> None:
+    def __init__(self, outputs: Iterable[str], expected: Expected | None = None) -> None:
         self.outputs, self.expected = frozenset(outputs), expected
         # the beginning of a right answer over HTTP, and the answer's size in bytes
         self.usual: tuple[bytes, int] = (b"", -1)
@@ -97,10 +98,11 @@ class AnswerCheck:
         if not outputs:
             raise WrongAnswerError("200 without outputs")
         for name, datatype, shape, value in outputs:
-            if isinstance(value, bytes) and _bytes_of(datatype, shape) not in (None, len(value)):
-                raise WrongAnswerError(
-                    f"200 with {len(value)} bytes of {name}, a {datatype}{shape}"
-                )
+            is_raw = isinstance(value, bytes)
+            expected = _size_of(datatype, shape, in_bytes=is_raw)
+            if expected not in (None, got := len(value) if is_raw else _count(value)):
+                unit = "bytes" if is_raw else "values"
+                raise WrongAnswerError(f"200 with {got} {unit} of {name}, a {datatype}{shape}")
         if self.expected is not None:
             _compare(self.expected, request, outputs)
 
@@ -185,9 +187,14 @@ def read_body(body: bytes, json_bytes: int) -> Outputs:
     return outputs
 
 
-def _bytes_of(datatype: Any, shape: Any) -> int | None:
-    """Return a tensor's size in bytes; None if its elements have no fixed or known size."""
-    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), ""))
+def _count(value: Any) -> int:
+    """Return the number of values in JSON, which may be nested."""
+    return sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def _size_of(datatype: Any, shape: Any, *, in_bytes: bool) -> int | None:
+    """Return a tensor's size in bytes or values; None if none is fixed or known."""
+    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), "")) if in_bytes else 1
     try:
         return None if size is None else size * math.prod(shape)
     except TypeError:
@@ -237,7 +244,8 @@ def error_text(body: bytes) -> str:
         document = None
     text = document.get("error") if isinstance(document, dict) else None
     if not isinstance(text, str):
-        text = body[:200].decode("utf-8", "replace")
+        title = re.search(rb"<title>([^<]+)</title>", body[:2000])  # a proxy's page
+        text = (title[1] if title else body[:200]).decode("utf-8", "replace")
     return one_line(text) or "no message"
 
 

@@ -48,6 +48,7 @@ _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are
 _MAX_ERRORS = 8  # distinct error messages to keep
 _RECENT = 1000  # answers in a progress report
 _WAKING_S = 50e-6  # any client needs this from an answer to its next request
+_TCP_CLOSED = 7  # state after a reset, enum in Linux's tcp_states.h
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 Report = Callable[[str, float], None]
@@ -126,17 +127,19 @@ def wake_on_time() -> None:
 
 
 class _Connection:
-    __slots__ = ("connected", "secure", "socket", "start_s", "unsent", "wire")
+    __slots__ = (
+        *("connected", "place", "reused", "secure", "socket", "start_s", "unsent", "wire"),
+    )
 
-    def __init__(self, address: str, wire: Wire) -> None:
-        """Make a TCP socket, not yet connected. Raises OSError."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
-        self.socket.setblocking(False)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(OSError):
+    def __init__(self, server: Server, wire: Wire) -> None:
+        """Make a socket, not yet connected. Raises OSError."""
+        self.socket, self.place = server.socket()
+        # connecting a Unix socket takes no time, but would fail while the server's queue is full
+        self.socket.settimeout(RETRY_S if server.unix else 0.0)
+        with contextlib.suppress(OSError):  # a Unix socket has neither
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.socket.setsockopt(socket.SOL_SOCKET, _TIMESTAMPNS, 1)
-        self.connected, self.secure, self.wire = False, False, wire
+        self.connected, self.secure, self.reused, self.wire = False, False, False, wire
         self.start_s: float | None = None  # the request in flight
         self.unsent: memoryview | None = None
 
@@ -151,6 +154,22 @@ class _Connection:
             return data, 0.0
         seconds, nanoseconds = struct.unpack("qq", extra[0][2][:16])
         return data, max(0.0, (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) * 1e-9)
+
+    def unread(self, exc: OSError | None) -> bool:
+        """Return whether the server closed an idle connection before it read this request.
+
+        It has answered before, no byte of this answer has come, and the kernel says that the
+        request was not received: it was reset, or has not been acknowledged.
+        """
+        if not self.reused or self.wire.buffer:
+            return False
+        if self.wire.unread or isinstance(exc, (BrokenPipeError, ConnectionResetError)):
+            return True
+        try:
+            state = socket.socket.getsockopt(self.socket, socket.IPPROTO_TCP, socket.TCP_INFO, 28)
+        except OSError:
+            return False
+        return state[0] == _TCP_CLOSED or struct.unpack_from("I", state, 24)[0] > 0
 
     def receive(self, size: int) -> bytes:
         """Return received data; of TLS all that is decrypted, for which no event would come."""
@@ -274,7 +293,7 @@ class Client:
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 continue
             except OSError as exc:
-                self._fail(connection, f"the connection broke: {os_reason(exc)}")
+                self._lose(connection, f"the connection broke: {os_reason(exc)}", exc)
                 continue
             start_s, (usual, size) = connection.start_s, check.usual
             if (
@@ -289,7 +308,7 @@ class Client:
             starts_s.append(start_s)  # the fast path of `_on_data`
             ends_s.append(at)
             statuses.append(200)
-            connection.start_s = None
+            connection.start_s, connection.reused = None, True
             self._free(connection)
         if self._begin_s <= at < self._end_s and lag_s >= 0:
             answers = len(ends_s) - done
@@ -319,14 +338,14 @@ class Client:
 
     def _free(self, connection: _Connection) -> None:
         """Send the next request on this connection, if there is one."""
+        if self._waiting:
+            self._send(connection, self._waiting.popleft())
+            return
         if self.plan.due_s is None:
             now = self._clock() - self._zero
             if now < self._end_s:
                 self._send(connection, now)
                 return
-        elif self._waiting:
-            self._send(connection, self._waiting.popleft())
-            return
         self._idle.append(connection)
 
     def _send(self, connection: _Connection, start_s: float) -> None:
@@ -342,7 +361,7 @@ class Client:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             sent = 0
         except OSError as exc:
-            self._fail(connection, f"the connection broke: {os_reason(exc)}")
+            self._lose(connection, f"the connection broke: {os_reason(exc)}", exc)
             return
         if sent < len(data):
             connection.unsent = memoryview(data)[sent:]
@@ -400,9 +419,12 @@ class Client:
             self._write(connection, control)
         if status is None:
             if not data:
-                self._fail(connection, "the server closed the connection before it answered")
+                self._lose(connection, "the server closed the connection before it answered")
             return
-        start_s, connection.start_s = connection.start_s, None
+        if wire.unread:
+            self._lose(connection, str(wire.error), status=status)
+            return
+        start_s, connection.start_s, connection.reused = connection.start_s, None, True
         if start_s is None:  # for example a 408 before the server closes an idle connection
             self._drop(connection)
             return
@@ -420,11 +442,25 @@ class Client:
         if error is not None and (error in record.errors or len(record.errors) < _MAX_ERRORS):
             record.errors[error] = record.errors.get(error, 0) + 1
 
-    def _fail(self, connection: _Connection, error: str) -> None:
+    def _lose(
+        self,
+        connection: _Connection,
+        error: str,
+        exc: OSError | None = None,
+        status: int = NO_ANSWER,
+    ) -> None:
+        """Send the request in flight on another connection if the server did not read it."""
+        if connection.start_s is not None and connection.unread(exc):
+            self._waiting.appendleft(connection.start_s)
+            connection.start_s = None
+            self.record.resent += 1
+        self._fail(connection, error, status)
+
+    def _fail(self, connection: _Connection, error: str, status: int = NO_ANSWER) -> None:
         """Fail the request in flight, if any, and drop its connection."""
         start_s, connection.start_s = connection.start_s, None
         if start_s is not None:
-            self._record(start_s, self.now(), NO_ANSWER, error)
+            self._record(start_s, self.now(), status, error)
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
@@ -446,7 +482,7 @@ class Client:
             return
         try:
             wire = server.wire(self.plan.requests, self.plan.check)
-            connection = _Connection(server.address, wire)
+            connection = _Connection(server, wire)
         except OSError as exc:
             self._limit(os_reason(exc))
             return
@@ -454,7 +490,8 @@ class Client:
         self._epoll.register(connection.socket.fileno(), select.EPOLLOUT)
         self._opening += 1
         self.record.opened = max(self.record.opened, len(self._connections))
-        code = connection.socket.connect_ex((server.address, server.port))
+        code = connection.socket.connect_ex(connection.place)
+        connection.socket.setblocking(False)
         if code not in (0, errno.EINPROGRESS):
             self._not_connected(connection, code)
 
@@ -468,7 +505,7 @@ class Client:
             return
         self._retry_s = self.now() + RETRY_S
         error = f"cannot connect: {reason or os.strerror(code)}"
-        if self.plan.due_s is None and self.now() < self._end_s:
+        if self.plan.due_s is None and self.now() < self._end_s and not self._waiting:
             self._record(self.now(), self.now(), NO_ANSWER, error)
         while self._waiting and not self._connections:
             self._record(self._waiting.popleft(), self.now(), NO_ANSWER, error)

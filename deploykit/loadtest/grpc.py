@@ -118,7 +118,8 @@ class Grpc(Wire):
         self._stream += 2
         self._stream_window = self._first_window
         self._left = memoryview(self._requests[number])
-        self._fields, self._data, self._ends, self._answered = {}, bytearray(), False, False
+        self._fields, self._data = {}, bytearray()
+        self._ends = self._answered = self.unread = False
         return _frame(_HEADERS, _END_HEADERS, self._stream, self._block) + self._release()
 
     def _release(self) -> bytes:
@@ -175,10 +176,12 @@ class Grpc(Wire):
         elif kind == _GOAWAY:
             self.keep = False
             if struct.unpack_from(">I", payload)[0] < self._stream:
+                self.unread = True
                 return self._fail(503, "the server is closing its connections")
         elif kind == _RST and stream == self._stream and not self._answered:
             code = struct.unpack(">I", payload)[0]
-            refused = 503 if code == _REFUSED_STREAM else NO_ANSWER
+            self.unread = code == _REFUSED_STREAM
+            refused = 503 if self.unread else NO_ANSWER
             return self._fail(refused, f"the server reset the call: HTTP/2 code {code}")
         elif kind in (_DATA, _HEADERS, _CONTINUATION):
             return self._on_part(kind, flags, stream, payload)

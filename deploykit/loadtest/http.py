@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
-from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, error_text
+from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, error_text, one_line
 from deploykit.loadtest.schedule import WRONG
 
 MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # largest answer, largest head
@@ -34,7 +35,8 @@ class Wire:
     """One connection. After an answer `error` is its fault and `keep` whether it stays open.
 
     `greeting` is sent before the first request, `control` between requests. `buffer` holds an
-    incomplete answer, `body` the last complete one.
+    incomplete answer, `body` the last complete one. `unread`: the server says that it will not read
+    the request in flight.
     """
 
     greeting = b""
@@ -44,7 +46,7 @@ class Wire:
         self._request = 0
         self.buffer, self.body, self.control = bytearray(), b"", b""
         self.error: str | None = None
-        self.keep = True
+        self.keep, self.unread = True, False
 
     def request(self, number: int) -> bytes:
         """Return the bytes of that request."""
@@ -66,6 +68,8 @@ class _Head(NamedTuple):
     chunked: bool
     keep: bool  # the connection stays open
     json_bytes: int | None
+    coding: bytes  # of the body
+    location: bytes  # where it redirects to
 
 
 class Http1(Wire):
@@ -126,9 +130,12 @@ class Http1(Wire):
     def _complete(self, head: _Head, body: bytes, data: bytes, end: int) -> int:
         """Return the answer's status; bytes of `data` after `end` belong to no request."""
         self.buffer.clear()
-        self.body, self.keep = body, head.keep and len(data) == end
+        self.keep = head.keep and len(data) == end
+        self.body = body = _decompress(body, head.coding) if head.coding else body
         if head.status != 200:
-            self.error = f"{head.status}: {error_text(body)}"
+            text = one_line(head.location.decode("utf-8", "replace"))
+            text = f"redirects to {text}" if 300 <= head.status < 400 and text else error_text(body)
+            self.error = f"{head.status}: {text}"
             return head.status
         check = self._check
         if check is None:
@@ -136,7 +143,8 @@ class Http1(Wire):
         self.error = check.http_problem(body, head.json_bytes, self._request)
         if self.error is not None:
             return WRONG
-        if self.keep and head.json_bytes is not None and not (head.chunked or check.expected):
+        as_sent = not (head.chunked or head.coding or check.expected)
+        if self.keep and head.json_bytes is not None and as_sent:
             check.usual = data[: end - len(body) + head.json_bytes], end
         return 200
 
@@ -159,11 +167,29 @@ class Http1(Wire):
         connection = fields.get(b"connection", b"").lower()
         keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
         chunked = bool(coding)
-        parsed = _Head(status, None if chunked else length, chunked, keep, json_bytes)
+        if chunked:
+            length = None
+        encoding = fields.get(b"content-encoding", b"").lower().replace(b"identity", b"")
+        location = fields.get(b"location", b"")
+        parsed = _Head(status, length, chunked, keep, json_bytes, encoding, location)
         if len(cls._heads) >= MOST_HEADS:  # heads may hold a time or a number
             cls._heads.clear()
         cls._heads[head] = parsed
         return parsed
+
+
+def _decompress(body: bytes, coding: bytes) -> bytes:
+    """Return the body of an answer that a server compressed unasked."""
+    if coding not in (b"gzip", b"x-gzip", b"deflate"):
+        raise NotHttpError(f"is encoded as {coding[:20]!r}, which was not asked for")
+    try:
+        stream = zlib.decompressobj(wbits=47)  # gzip or zlib, as its head says
+        body = stream.decompress(body, MOST_BYTES)
+    except zlib.error as exc:
+        raise NotHttpError("is damaged: it cannot be decompressed") from exc
+    if not stream.eof:
+        raise NotHttpError(TOO_LONG if len(body) == MOST_BYTES else "is damaged: it ends too early")
+    return body
 
 
 def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:

@@ -149,6 +149,11 @@ def _notes(load: Load, record: RunRecord, sustained: bool | None) -> tuple[str, 
             f"{record.waited:,} requests were due while all {load.connections:,} connections that "
             "the generator opens waited for the server: the wait is in their latency"
         )
+    if record.resent:
+        notes.append(
+            f"{record.resent:,} requests were sent again, with the time of both: the server had "
+            "closed their connection before it read them"
+        )
     return tuple(notes)
 
 

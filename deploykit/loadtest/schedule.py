@@ -59,6 +59,7 @@ class RunRecord:
     waited: int = 0  # requests that were due when all allowed connections were in use
     opened: int = 0  # most connections at once
     limit: str = ""  # why no more were opened
+    resent: int = 0  # requests whose connection the server had closed before it read them
     errors: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -68,6 +69,7 @@ class RunRecord:
             behind_s=sum(each.behind_s for each in records),
             busy=max(each.busy for each in records),
             waited=sum(each.waited for each in records),
+            resent=sum(each.resent for each in records),
             opened=sum(each.opened for each in records),
             limit=next((each.limit for each in records if each.limit), ""),
             errors=dict(sum((Counter(each.errors) for each in records), Counter())),

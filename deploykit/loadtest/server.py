@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import os
@@ -11,7 +12,7 @@ import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,30 @@ from deploykit.loadtest.http import Http1, NotHttpError, Wire
 
 TIMEOUT_S = 10.0  # for a request before the run
 PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 443}
-_UNPROVEN = (401, 403)
 _LISTENS = "0A"  # state of a socket in /proc/net/tcp
-_HINT = "write it as http://HOST:PORT[/PATH], grpc://HOST:PORT, or with TLS https:// and grpcs://"
+_ACCEPTS = "00010000"  # flags of a socket in /proc/net/unix
+_HINT = (
+    "write it as http://HOST:PORT[/PATH], grpc://HOST:PORT, or with TLS https:// and grpcs://; a "
+    "Unix socket as unix:FILE, or grpc://unix:FILE"
+)
+_UNIX = re.compile(r"(?:(https?|grpcs?)://)?unix:(?://)?(.*[^/])")
+# status -> how to go on, where the server refuses whatever it is asked for
+_REDIRECTS = (301, 302, 303, 307, 308)
+_CURES: Mapping[int, str] = {
+    **dict.fromkeys(_REDIRECTS, "load the URL that it redirects to"),
+    **dict.fromkeys((401, 403), "the server wants a token: --token-file FILE, in Python `token`"),
+    **dict.fromkeys((407, 421, 426), "load the server itself, at a host that it knows"),
+    **dict.fromkeys((429, 502, 503, 504), "it is starting or overloaded: try again later"),
+}
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server. `address`: the address to connect to. `host`: the `Host:` header.
+    """A server. `address`: what to connect to, an IP address or the path of a Unix socket.
 
-    `prefix`: the path before /v2. `ca_file`: whose certificates are trusted in place of the
-    system's. `token`: sent as `Authorization: Bearer`.
+    `host`: the `Host:` header. `prefix`: the path before /v2. `ca_file`: whose certificates are
+    trusted in place of the system's. `cert_file`, `key_file`: the client's certificate and its
+    private key, which may be in one file. `token`: sent as `Authorization: Bearer`.
     """
 
     url: str
@@ -44,24 +58,55 @@ class Server:
     tls: bool = False
     prefix: str = ""
     ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
     token: str | None = None
 
     @property
+    def unix(self) -> bool:
+        return self.address.startswith("/")
+
+    @property
     def loopback(self) -> bool:
-        return self.address == "localhost" or ipaddress.ip_address(self.address).is_loopback
+        local = self.unix or self.address == "localhost"
+        return local or ipaddress.ip_address(self.address).is_loopback
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """Return the TLS context of all connections. Raises BadInput for its files."""
+        protocol = "h2" if self.grpc else "http/1.1"
+        return tls_context(self.ca_file, self.cert_file, self.key_file, protocol)
 
     def secure(self, connection: socket.socket, *, handshake: bool) -> ssl.SSLSocket:
         """Begin TLS on a connected socket; the certificate must be for the name in the URL."""
-        context = tls_context(self.ca_file, "h2" if self.grpc else "http/1.1")
-        name = urlsplit(self.url).hostname
-        return context.wrap_socket(
+        name = "localhost" if self.unix else urlsplit(self.url).hostname
+        return self.context.wrap_socket(
             connection, server_hostname=name, do_handshake_on_connect=handshake
         )
 
+    def socket(self) -> tuple[socket.socket, Any]:
+        """Return a socket, not yet connected, and the address to connect it to."""
+        if self.unix:
+            return socket.socket(socket.AF_UNIX), self.address
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        return socket.socket(family), (self.address, self.port)
+
+    def addresses(self) -> list[str]:
+        """Resolve the name in `address`. Raises BadInput."""
+        if self.unix:
+            return [self.address]
+        try:
+            found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as exc:
+            raise BadInput(f"{self.url}: no such host '{self.address}'", hint=_HINT) from exc
+        return [str(place[0]) for *_, place in found]
+
     def connect(self) -> socket.socket:
         """Return a connection. Raises OSError, of which TimeoutError and ssl.SSLError are kinds."""
-        connection = socket.create_connection((self.address, self.port), TIMEOUT_S)
+        connection, place = self.socket()
         try:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(place)
             return self.secure(connection, handshake=True) if self.tls else connection
         except OSError:
             connection.close()
@@ -86,6 +131,7 @@ class Server:
     ) -> bytes:
         """Return a whole HTTP request. `path`: what follows /v2."""
         lines = [f"{verb} {self.prefix}/v2{path} HTTP/1.1", f"Host: {self.host}"]
+        lines.append("Accept-Encoding: identity")
         if self.token is not None:
             lines.append(f"Authorization: Bearer {self.token}")
         lines += [f"{name}: {value}" for name, value in (fields or {}).items()]
@@ -102,7 +148,7 @@ class Server:
                 if status is not None:
                     return status
                 if not data:
-                    raise NotHttpError("closed the connection")
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "it closed the connection")
                 control, wire.control = wire.control, b""
                 connection.sendall(control)
         raise TimeoutError
@@ -118,6 +164,7 @@ class Server:
                 "index": ("POST", "/repository/index"),
                 "models": ("GET", "/models"),
                 "about": ("GET", ""),
+                "about/": ("GET", "/"),
                 "metadata": ("GET", f"/models/{quote(model, safe='')}"),
                 "config": ("GET", f"/models/{quote(model, safe='')}/config"),
             }[what]
@@ -128,11 +175,14 @@ class Server:
             why = f"{what}: no answer within {TIMEOUT_S:g} s"
             raise BadInput(f"{self.url}: {why}") from exc
         except (OSError, NotHttpError) as exc:
+            if self.tls and isinstance(exc, OSError):
+                raise self.no_tls(exc) from exc
             why = os_reason(exc) if isinstance(exc, OSError) else f"it {one_line(str(exc))}"
             raise self.not_oip(f"{what}: {why}") from exc
-        if status in _UNPROVEN:
-            hint = "the server wants a token: --token-file FILE, in Python `token`"
-            raise BadInput(f"{self.url}: {wire.error}", hint=hint)
+        if what == "about" and status in _REDIRECTS and f"{wire.error}".endswith("/v2/"):
+            return self.ask("about/")
+        if status in _CURES:
+            raise self.refused(status, f"{what}: {wire.error}")
         if status != 200:
             return status, None, wire.error or ""
         if self.grpc:
@@ -140,6 +190,19 @@ class Server:
         with suppress(ValueError, RecursionError):
             return status, json.loads(wire.body), ""
         return status, None, ""
+
+    def refused(self, status: int, why: str) -> BadInput:
+        return BadInput(f"{self.url}: {why}", hint=_CURES.get(status))
+
+    def no_tls(self, exc: OSError) -> BadInput:
+        """Return the error for a connection on which TLS fails."""
+        reason = tls_reason(exc)
+        hint = "the server may want a certificate that it trusts: `cert_file` and `key_file`"
+        if isinstance(exc, ssl.SSLCertVerificationError):
+            hint = "`ca_file` FILE, of the authority that signed the server's certificate"
+        elif isinstance(exc, ssl.SSLError) and "alert" not in reason.lower():
+            hint = "is it http:// or grpc://, without TLS?"
+        return BadInput(f"{self.url}: TLS: {reason}", hint=hint)
 
     def not_oip(self, why: str) -> BadInput:
         kind = " over gRPC" if self.grpc else ""
@@ -153,11 +216,14 @@ class Server:
         """Return the local processes that listen on the port; () for a remote server."""
         proc = Path(os.environ.get("HOST_PROC", "/proc"))
         links, found = set(), set()
-        for name in ("tcp", "tcp6") if self.loopback else ():
+        tables = ("unix",) if self.unix else ("tcp", "tcp6") if self.loopback else ()
+        for name in tables:
             with suppress(OSError, UnicodeError):
                 for line in (proc / "net" / name).read_text(encoding="utf-8").splitlines()[1:]:
-                    fields = line.split()
-                    if fields[3] == _LISTENS and fields[1].endswith(f":{self.port:04X}"):
+                    fields = line.split(None, 7) if self.unix else line.split()
+                    if self.unix and fields[3:4] + fields[7:] == [_ACCEPTS, self.address]:
+                        links.add(f"socket:[{fields[6]}]")
+                    elif fields[3] == _LISTENS and fields[1].endswith(f":{self.port:04X}"):
                         links.add(f"socket:[{fields[9]}]")
         for file in proc.glob("[0-9]*/fd/*") if links else ():  # other users' processes are skipped
             with suppress(OSError):
@@ -167,13 +233,24 @@ class Server:
 
 
 @cache
-def tls_context(ca_file: str | None, protocol: str) -> ssl.SSLContext:
-    """Return the context of all connections of a process. Raises BadInput for the file."""
+def tls_context(
+    ca_file: str | None, cert_file: str | None, key_file: str | None, protocol: str
+) -> ssl.SSLContext:
+    """Return the context of all connections of a process. Raises BadInput for its files."""
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as exc:  # ssl.SSLError is one
         raise BadInput(
             f"`ca_file` {ca_file}: holds no certificates that can be read: {os_reason(exc)}"
+        ) from exc
+    try:
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file, password=lambda: b"")
+    except OSError as exc:
+        files = f"`cert_file` {cert_file}" + f", `key_file` {key_file}" * (key_file is not None)
+        raise BadInput(
+            f"{files}: no certificate and its key can be read: {os_reason(exc)}",
+            hint="PEM files; the key without a password, in a file of its own or the same",
         ) from exc
     context.set_alpn_protocols([protocol])
     return context
@@ -188,43 +265,52 @@ def tls_reason(exc: OSError) -> str:
     return getattr(exc, "reason", None) or os_reason(exc)
 
 
-def find_server(url: str, *, token: str | None = None, ca_file: str | None = None) -> Server:
-    """Resolve the host's name once and use the address that answers. Raises BadInput."""
+def parse_url(url: str) -> Server:
+    """Return the server that a URL names; its `address` is still a name. Raises BadInput."""
     shown = without_secrets(url)
+    if unix := _UNIX.fullmatch(url):
+        scheme = unix[1] or ("grpc" if url.endswith(".grpc") else "http")
+        path = Path(unix[2]).absolute().as_posix()
+        tls = scheme in ("https", "grpcs")
+        return Server(url, "localhost", path, 0, scheme.startswith("grpc"), tls)
     try:
         parts = urlsplit(url)
         name, port = parts.hostname, parts.port or PORTS.get(parts.scheme, 0)
     except ValueError as exc:
         raise BadInput(f"'{shown}' is not a URL: {exc}", hint=_HINT) from exc
-    tls, grpc = parts.scheme in ("https", "grpcs"), parts.scheme.startswith("grpc")
     named = name is not None and re.fullmatch(r"[A-Za-z0-9.:_%-]+", name)
     if parts.scheme not in PORTS or not named or not name or not url.isprintable():
         raise BadInput(f"'{shown}' is not an http:// or grpc:// URL", hint=_HINT)
+    tls, grpc = parts.scheme in ("https", "grpcs"), parts.scheme.startswith("grpc")
     prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~").removesuffix("/v2")
     if parts.query or parts.fragment or parts.username is not None or (grpc and prefix):
         more = "" if grpc else " and a path"
         raise BadInput(f"'{shown}': only a host, a port{more} are allowed", hint=_HINT)
+    return Server(url, parts.netloc, name, port, grpc, tls, prefix)
+
+
+def find_server(url: str, *, token: str | None = None, **files: str | None) -> Server:
+    """Resolve the host's name once and use the address that answers. Raises BadInput.
+
+    `files`: `ca_file`, `cert_file` and `key_file` of `Server`.
+    """
+    server = replace(parse_url(url), token=token, **files)  # type: ignore[arg-type]
     if token is not None and not re.fullmatch("[!-~]+", token):
-        raise BadInput("`token`: has characters that no header can carry")
-    if ca_file is not None and not tls:
-        raise BadInput("`ca_file` is for https:// and grpcs://")
-    try:
-        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:
-        raise BadInput(f"{url}: no such host '{name}'", hint=_HINT) from exc
-    if tls:
-        tls_context(ca_file, "h2" if grpc else "http/1.1")  # refuses a file before a connection
+        raise BadInput("`token`: is empty, or has characters that no header can carry")
+    for option in (name for name, file in files.items() if file is not None and not server.tls):
+        raise BadInput(f"`{option}` is for https:// and grpcs://")
+    if server.key_file is not None and server.cert_file is None:
+        raise BadInput("`key_file` needs `cert_file`")
+    if server.tls:
+        server.context  # noqa: B018 - refuses its files before a connection
     # localhost may resolve to ::1 first, where nothing listens
-    for *_, address in addresses:
-        server = Server(url, parts.netloc, str(address[0]), port, grpc, tls, prefix, ca_file, token)
+    for address in server.addresses():
+        server = replace(server, address=address)
         try:
             server.connect().close()
         except OSError as exc:
             if isinstance(exc, ssl.SSLError) or "handshake" in str(exc):
-                hint = "is it http:// or grpc://, without TLS?"
-                if isinstance(exc, ssl.SSLCertVerificationError):
-                    hint = "`ca_file` FILE, of the authority that signed the server's certificate"
-                raise BadInput(f"{url}: TLS: {tls_reason(exc)}", hint=hint) from exc
+                raise server.no_tls(exc) from exc
             reason = os_reason(exc)
             continue
         return server

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +14,12 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.files import check_readable
-from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec
+from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
 from deploykit.loadtest.check import AnswerCheck, BodyCheck, Expected, one_line
 from deploykit.loadtest.http import NotHttpError, Tensor
-from deploykit.loadtest.server import TIMEOUT_S, Server, find_server
+from deploykit.loadtest.server import TIMEOUT_S, Server
 from deploykit.pipelines.file import input_files, read_answers
 
 THROTTLED = 429  # does not mean that the request is wrong
@@ -50,7 +50,7 @@ class RemoteModel:
     server: Server
     name: str
     inputs: tuple[TensorSpec, ...]
-    outputs: tuple[str, ...] = ()  # names
+    outputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # name: shape
     about: Mapping[str, str] = field(default_factory=dict)  # the server's description of itself
     options: Mapping[str, str] = field(default_factory=dict)  # the server's options for the model
     binary: bool = True  # the server declares that it takes tensors as bytes
@@ -68,6 +68,10 @@ class RemoteModel:
             raise BadInput(f"{self}: {why}") from exc
         except (OSError, NotHttpError):
             return 0, ""  # the run will count it as a failure
+
+    def no_batch(self, batch: int) -> BadInput:
+        hint = "`axis` sets the size of another axis of any length"
+        return BadInput(f"{self} has no batch axis: batch {batch} is not 1", hint=hint)
 
     @property
     def pipeline(self) -> bool:
@@ -88,11 +92,9 @@ class RemoteModel:
         return self.server.request("POST", path, fields, body)
 
 
-def find_model(
-    url: str, model: str | None, *, token: str | None = None, ca_file: str | None = None
-) -> RemoteModel:
-    """Return `model`, or the only ready one, of the server at `url`. Raises BadInput, NotFound."""
-    server = find_server(url, token=token, ca_file=ca_file)
+def find_model(server: Server, model: str | None) -> RemoteModel:
+    """Return `model`, or the only ready one, of a server. Raises BadInput, NotFound."""
+    url = server.url
     status, about, _ = server.ask("about")
     about = about if isinstance(about, dict) else {}
     status, index, error = server.ask("index")
@@ -122,15 +124,21 @@ def find_model(
     with suppress(BadInput):
         _, config, _ = server.ask("config", model)
     config = config if isinstance(config, dict) else {}
-    outputs = [each.get("name") for each in metadata.get("outputs") or () if isinstance(each, dict)]
+    outputs = [each for each in metadata.get("outputs") or () if isinstance(each, dict)]
+    extensions = about.get("extensions")
     return RemoteModel(
         server,
         model,
         inputs=tuple(_spec(server, model, item) for item in metadata["inputs"]),
-        outputs=tuple(name for name in outputs if isinstance(name, str)),
+        outputs={
+            each["name"]: shape if isinstance(shape := each.get("shape"), list) else ()
+            for each in outputs
+            if isinstance(each.get("name"), str)
+        },
         about=_about(metadata, config, about),
         options=model_options(config),
-        binary=server.grpc or "binary_tensor_data" in (about.get("extensions") or ()),
+        binary=server.grpc
+        or (isinstance(extensions, (list, dict)) and "binary_tensor_data" in extensions),
     )
 
 
@@ -175,7 +183,7 @@ def _flatten(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, st
 
 
 def _spec(server: Server, model: str, item: object) -> TensorSpec:
-    """Parse a tensor of the metadata: -1 on axis 0 is the batch, elsewhere "axis1"."""
+    """Parse a tensor of the metadata: -1 on axis 0 is the batch, elsewhere "NAME_1"."""
     try:
         name, datatype = str(item["name"]), str(item["datatype"])  # type: ignore[index]
         sizes = [int(size) for size in item["shape"]]  # type: ignore[index]
@@ -185,11 +193,8 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
         raise BadInput(
             f"{server.url}: {model}: no random values can be made for {name}, {datatype}"
         )
-    axes = [
-        size if size >= 0 else f"axis{position}" if position else BATCH
-        for position, size in enumerate(sizes)
-    ]
-    return TensorSpec(name, _DTYPES[datatype], tuple(axes))
+    axes = name_axes(name, [size if size >= 0 else None for size in sizes])
+    return TensorSpec(name, _DTYPES[datatype], axes)
 
 
 class Body(NamedTuple):
@@ -214,6 +219,7 @@ class Requests:
     sends: str = ""
     note: str = ""
     calls: Sequence[Sequence[Tensor]] = ()
+    batch: int = 1
 
 
 def make_requests(
@@ -232,19 +238,7 @@ def make_requests(
     if (text or files) and "takes" in remote.about:
         if batch > 1 or axes:
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
-        answers: list[Any] = []
-        if expect is not None:
-            lines = read_answers(expect)[:MOST_BODIES]
-            bodies = [_read_body(file) for file, _ in lines]
-            answers = [answer for _, answer in lines]
-        else:
-            bodies = [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in text]
-            size = 0
-            for file in [] if data is None else input_files([data]):
-                size += file.stat().st_size
-                if bodies and (size > MOST_BYTES or len(bodies) >= MOST_BODIES):
-                    break
-                bodies.append(_read_body(file))
+        bodies, answers = _read_bodies(text, data, expect)
         check = BodyCheck(remote.about.get("gives") != "bytes", answers, max_error)
         messages = [_body_request(remote, body) for body in bodies]
         return Requests(messages, check, sends=_describe(bodies))
@@ -253,17 +247,21 @@ def make_requests(
         raise BadInput(f"{remote} {why}", hint="`data` FILE or DIR, or `text`")
     if text or (files and data is None):
         raise BadInput(f"{remote} has no task, so it takes only tensors")
-    samples, expected = None, None
     if not remote.inputs:
         raise BadInput(
             f"{remote}: the server names no inputs of the model",
             hint="its settings do, as MLServer's model-settings.json: inputs",
         )
-    if data is not None:
-        samples = read_samples(data, remote.inputs)
-    elif expect is not None:
-        samples, expected = read_expected(expect, remote, batch, max_error)
-    feeds = make_feeds(remote, batch, seed, samples, axes)
+    expected = None
+    if (file := expect or data) is None:
+        feeds = make_feeds(remote, batch, seed, axes)
+    else:
+        if axes:
+            raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
+        samples = read_samples(file, remote.inputs)
+        batch, feeds = take_feeds(remote, samples, batch)
+        if expect is not None:
+            expected = Expected(read_outputs(expect, remote, len(samples), batch), max_error)
     calls = [
         [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
@@ -272,7 +270,7 @@ def make_requests(
     note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
     answers_check = AnswerCheck(remote.outputs, expected)
-    return Requests(messages, answers_check, shapes, note=note, calls=calls)
+    return Requests(messages, answers_check, shapes, note=note, calls=calls, batch=batch)
 
 
 def probe(remote: RemoteModel, requests: Requests) -> Requests:
@@ -287,9 +285,26 @@ def probe(remote: RemoteModel, requests: Requests) -> Requests:
                 mine, other = forms if remote.binary else forms[::-1]
                 note = _SENT.format(other, f"does not take {mine} ({error})")
                 return replace(requests, messages=messages, note=note)
-    if 400 <= status < 500 and status != THROTTLED:
-        raise BadInput(f"{remote}: answered {error}")
+    if 300 <= status < 500 and status != THROTTLED:
+        raise remote.server.refused(status, f"{remote.name}: answered {error}")
     return requests
+
+
+def _read_bodies(
+    text: Sequence[str], data: Path | None, expect: Path | None
+) -> tuple[list[Body], list[Any]]:
+    """Return sentences and files to send, and the answers to expect, if known."""
+    if expect is not None:
+        lines = read_answers(expect)[:MOST_BODIES]
+        return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
+    bodies = [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in text]
+    size = 0
+    for file in [] if data is None else input_files([data]):
+        size += file.stat().st_size
+        if bodies and (size > MOST_BYTES or len(bodies) >= MOST_BODIES):
+            break
+        bodies.append(_read_body(file))
+    return bodies, []
 
 
 def _read_body(file: Path) -> Body:
@@ -318,49 +333,79 @@ def _body_request(remote: RemoteModel, body: Body) -> bytes:
     return remote.infer_request([(name, "BYTES", np.array([body.data], object))])
 
 
-def free_axis_sizes(remote: RemoteModel, axes: Mapping[str, int]) -> dict[str, int]:
-    """Return the size of each dynamic axis but the batch. Raises BadInput if `axes` lacks one."""
-    free = {axis: spec for spec in remote.inputs for axis in spec.shape if isinstance(axis, str)}
-    free.pop(BATCH, None)
-    sizes = dict(axes)
-    if len(free) == 1 and len(axes) == 1:
-        sizes = dict.fromkeys(free, *axes.values())
-    if any(size < 1 for size in sizes.values()) or not sizes.keys() <= free.keys():
+def name_batch(specs: Sequence[TensorSpec], axes: Mapping[str, int]) -> tuple[TensorSpec, ...]:
+    """Return the inputs with the batch where a state has it: h[2,N,8] next to x[N,T,4].
+
+    The metadata name no axes. It is the only dynamic axis of an input of three axes or more whose
+    axis 0 is fixed, unless `axes` gives it a size.
+    """
+    named = []
+    for spec in specs:
+        free = [axis for axis in spec.shape if isinstance(axis, str)]
+        batched = any(each.batched for each in specs) and not spec.batched
+        if batched and len(free) == 1 and len(spec.shape) > 2 and free[0] not in axes:
+            spec = replace(spec, shape=tuple(BATCH if a == free[0] else a for a in spec.shape))
+        named.append(spec)
+    return tuple(named)
+
+
+def free_axis_sizes(
+    remote: RemoteModel, specs: Sequence[TensorSpec], axes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the size of each dynamic axis but the batch. Raises BadInput if `axes` lacks one.
+
+    "ids_1" is an axis of one input, "axis1" that of all which have none of their own; where there
+    is no other, any name will do.
+    """
+    free = {
+        axis: (f"axis{place}", spec)
+        for spec in specs
+        for place, axis in enumerate(spec.shape)
+        if isinstance(axis, str) and axis != BATCH
+    }
+    places = {place for place, _ in free.values()}
+    if len(places) == len(axes) == 1 and not axes.keys() & free.keys():
+        axes = dict.fromkeys(places, *axes.values())
+    if any(size < 1 for size in axes.values()) or not axes.keys() <= places | free.keys():
         given = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise BadInput(
             f"`axes` {given}: the axes of any length of {remote.name}, besides the batch, are: "
-            f"{' and '.join(free) or 'none'}; each size is 1 or more"
+            f"{' and '.join(sorted(places)) or 'none'}; each size is 1 or more",
+            hint=f"axes of one input are: {', '.join(free)}" if free else None,
         )
-    for axis, spec in free.items():
-        if axis not in sizes:
+    for axis, (place, spec) in free.items():
+        if not axes.keys() & {axis, place}:
             raise BadInput(
-                f"{remote}: input {spec}: {axis} has no size",
-                hint=f"give one with `axis` {axis}=128, or inputs that the model takes with "
+                f"{remote}: input {spec}: {place} has no size",
+                hint=f"give one with `axis` {place}=128, or inputs that the model takes with "
                 "`data`, such as its FILE.golden.npz",
             )
-    return sizes
+    return {axis: axes.get(axis, axes.get(place, 1)) for axis, (place, _) in free.items()}
 
 
 def make_feeds(
-    remote: RemoteModel,
-    batch: int,
-    seed: int,
-    samples: Samples | None = None,
-    axes: Mapping[str, int] | None = None,
+    remote: RemoteModel, batch: int, seed: int, axes: Mapping[str, int] | None = None
 ) -> list[Mapping[str, np.ndarray]]:
-    """Return the inputs of up to VARIANTS requests, seeded and random, or rows of `samples`."""
-    if batch > 1 and not any(spec.batched for spec in remote.inputs):
-        raise BadInput(f"{remote} has no batch axis: batch {batch} is not 1")
-    if samples is not None and axes:
-        raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
-    sizes = {BATCH: batch, **free_axis_sizes(remote, axes or {})} if samples is None else {}
+    """Return the random inputs of up to VARIANTS requests."""
+    specs = name_batch(remote.inputs, axes or {})
+    if batch > 1 and not any(spec.batched for spec in specs):
+        raise remote.no_batch(batch)
+    sizes = {BATCH: batch, **free_axis_sizes(remote, specs, axes or {})}
+    return fill(lambda number: random_feeds(specs, sizes, seed + number))
 
-    def make(number: int) -> Mapping[str, np.ndarray]:
-        if samples is None:
-            return random_feeds(remote.inputs, sizes, seed + number)
-        size, _ = samples.batching(batch, remote.inputs)
-        return samples.rows(np.arange(number * size, (number + 1) * size) % len(samples))
 
+def take_feeds(
+    remote: RemoteModel, samples: Samples, batch: int
+) -> tuple[int, list[Mapping[str, np.ndarray]]]:
+    """Return the size of a batch and the samples of up to VARIANTS requests, in turn."""
+    size, _ = samples.batching(batch, remote.inputs)
+    if batch > 1 and (size != batch or not {*samples.axes.values()} - {None}):
+        raise remote.no_batch(batch)
+    return size, fill(lambda number: samples.rows(_rows(number, size) % len(samples)))
+
+
+def fill(make: Callable[[int], Mapping[str, np.ndarray]]) -> list[Mapping[str, np.ndarray]]:
+    """Return up to VARIANTS feeds of MOST_BYTES together."""
     feeds = [make(0)]
     each_bytes = sum(array.nbytes for array in feeds[0].values())
     while len(feeds) < VARIANTS and each_bytes * (len(feeds) + 1) <= MOST_BYTES:
@@ -368,19 +413,32 @@ def make_feeds(
     return feeds
 
 
-def read_expected(
-    path: Path, remote: RemoteModel, batch: int, max_error: float
-) -> tuple[Samples, Expected]:
-    """Read golden samples: the inputs to send and the expected outputs."""
-    samples = read_samples(path, remote.inputs)
+def _rows(number: int, batch: int) -> np.ndarray:
+    return np.arange(number * batch, (number + 1) * batch)
+
+
+def read_outputs(
+    path: Path, remote: RemoteModel, count: int, batch: int
+) -> list[Mapping[str, np.ndarray]]:
+    """Return the outputs of golden samples for each request; `count`: how many samples there are.
+
+    Samples lie along the first axis that is as long as they are many and dynamic in the metadata.
+    """
     arrays = read_npz(path)
     outputs = {n.removeprefix(OUTPUTS): a for n, a in arrays.items() if n.startswith(OUTPUTS)}
-    if not outputs or any(a.shape[:1] != (len(samples),) for a in outputs.values()):
+    axes: dict[str, int] = {}
+    for name, array in outputs.items():
+        sizes = remote.outputs.get(name, ())
+        declared = sizes if len(sizes) == array.ndim else (None,) * array.ndim
+        places = [place for place, size in enumerate(array.shape) if size == count]
+        if places:
+            axes[name] = min(places, key=lambda place: (declared[place] == count, place))
+    if not outputs or len(axes) < len(outputs):
         raise BadInput(
             f"{path}: has no outputs to expect, one for each sample",
             hint="golden samples do: arrays outputs/NAME in the FILE.golden.npz next to a model",
         )
-    size, _ = samples.batching(batch, remote.inputs)
-    rows = [np.arange(number * size, (number + 1) * size) for number in range(VARIANTS)]
-    answers = [{n: a.take(each, 0, mode="wrap") for n, a in outputs.items()} for each in rows]
-    return samples, Expected(answers, max_error)
+    return [
+        {n: a.take(_rows(number, batch), axes[n], mode="wrap") for n, a in outputs.items()}
+        for number in range(VARIANTS)
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
@@ -36,6 +37,7 @@ from deploykit.pipelines.stages import (
 _KINDS = {bytes: "bytes", str: "text", np.ndarray: "image"} | dict.fromkeys(
     (dict, list, int, float, bool, Any), "json"
 )
+_SMALL_BYTES = 64 << 10  # JSON of this size is parsed at once
 _STEP = 1 << 16  # values that become a list at once, which holds the GIL
 _PLAIN = {int, str, bool, type(None)}
 _VALUE_BYTES = 80  # memory for each comma, colon and opening bracket of JSON
@@ -83,8 +85,9 @@ class StageGraph:
         try:
             if self.kind == "text":
                 return data.decode("utf-8")
-            with ONE_JSON:
-                value = json.loads(data)
+            with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():
+                # with functions of Python the parser lets other threads run between two numbers
+                value = json.loads(data, parse_int=lambda x: int(x), parse_float=lambda x: float(x))
         except UnicodeDecodeError as exc:
             what = f"the {self.kind} is not UTF-8"
             raise BadInput(f"{what}: {exc.reason} at byte {exc.start}") from exc

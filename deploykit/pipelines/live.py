@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Arrays, Closing
 from deploykit.pipelines.connect import StageGraph, input_bytes
 from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
+from deploykit.pipelines.threads import FairThreads, Peer
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +66,39 @@ class Host(Protocol):
         ...
 
 
-Given = bytes | str | np.ndarray
+class Client(Protocol):
+    """The sender of a request. `cancel` is called if it disconnects."""
+
+    cancel: Callable[[], object] | None
+
+    @property
+    def peer(self) -> Peer:
+        """Return the connection, with whose other work this request waits."""
+        ...
+
+    def reserve(self, size: int) -> bool:
+        """Count bytes in the memory budget until the reply; return whether they fit."""
+        ...
+
+
+class Sent(NamedTuple):
+    """A request's input: its bytes, text or pixels.
+
+    `held_bytes`: memory that it takes besides them; `timeout_us`: the request's own time limit.
+    """
+
+    value: bytes | str | np.ndarray
+    held_bytes: int = 0
+    timeout_us: int | None = None
+
+
 MOST_THREADS = 16  # per stage; a function mostly holds the GIL
 
 
 class LiveStage(Closing):
     """One stage, with `limit` concurrent requests of at most `timeout_ms` each.
 
-    `model`: the host's name of the model; "" for a function. Code runs on up to 16 daemon threads,
-    started on demand: one that hangs does not keep the process from ending.
+    `model`: the host's name of the model; "" for a function.
     """
 
     def __init__(
@@ -86,12 +109,9 @@ class LiveStage(Closing):
         self.timeout_ms = graph.definition.timeout_ms.get(name)
         own = graph.definition.in_flight.get(name)
         self.limit = host.limit if own is None else math.ceil(own / host.processes)
-        self._most = min(MOST_THREADS, max(2, usable_cores()), self.limit)
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = self._started = 0
-        self._since: dict[int, float] = {}  # thread -> when its work began
-        self.counts: Counts = host.counts({**labels, "stage": name}, self._queue.qsize)
+        most = min(MOST_THREADS, max(2, usable_cores()), self.limit)
+        self.threads = FairThreads(most, f"stage {name}")
+        self.counts: Counts = host.counts({**labels, "stage": name}, lambda: self.threads.waiting)
 
     def enter(self) -> None:
         """Count a request that enters. Raises Overloaded at the limit."""
@@ -103,40 +123,8 @@ class LiveStage(Closing):
             )
         self.counts.in_flight += 1
 
-    def hanging(self, limit_s: float) -> bool:
-        """Return whether every thread has run one job for longer than `limit_s`."""
-        began = list(self._since.values())
-        end_s = time.monotonic() - limit_s
-        return len(began) == self._most and max(began) < end_s
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. Raises RuntimeError if the system cannot start one."""
-        with self._lock:
-            if self._idle <= self._queue.qsize() and self._started < self._most:
-                threading.Thread(target=self._run, name=f"stage {self.name}", daemon=True).start()
-                self._started += 1
-        self._queue.put(work)
-
-    def _run(self) -> None:
-        me = threading.get_ident()
-        while True:
-            with self._lock:
-                self._idle += 1
-            work = self._queue.get()
-            with self._lock:
-                self._idle -= 1
-            if work is None:
-                return
-            self._since[me] = time.monotonic()
-            try:
-                work()
-            finally:
-                del self._since[me], work
-
     def close(self) -> None:
-        """End the idle threads; the others end with the process."""
-        for _ in range(self._started):
-            self._queue.put(None)
+        self.threads.close()
 
 
 class LivePipeline(Closing):
@@ -156,28 +144,27 @@ class LivePipeline(Closing):
 
     def start(
         self,
-        data: Callable[[], Given],
+        read: Callable[[], Sent],
         done: Callable[[Any, bool], None],
+        client: Client,
         trace: str | None,
-        reserve: Callable[[int], bool],
         timeout_us: int | None = None,
     ) -> Callable[[], None]:
         """Answer one request; return a function to cancel it. Call it on the event loop's thread.
 
-        `data` returns the request's bytes, text or pixels; it runs on another thread. `done` gets
-        the answer or the error, and whether it is JSON. `reserve` counts bytes of memory for the
-        request, on the event loop's thread, and returns whether they fit. `timeout_us`: this
-        request's, if less than the host's. Raises Overloaded during a shutdown.
+        `read` returns the input; it runs on another thread. `done` gets the answer or the error,
+        and whether it is JSON. `timeout_us`: the call's time limit, if less than the host's. Raises
+        Overloaded during a shutdown.
         """
         if self.host.draining:
             self.counts.record("rejected")
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
-        return LiveRun(self, data, done, trace, reserve, timeout_us).cancel
+        return LiveRun(self, read, done, client, trace, timeout_us).cancel
 
     def why_not_ready(self) -> str | None:
         """Return the reason in one sentence; None if no stage hangs."""
         for stage in self.stages.values():
-            if stage.hanging(2 * self.host.timeout_ms / 1000):
+            if stage.threads.hanging(2 * self.host.timeout_ms / 1000):
                 return f"pipeline '{self.name}': stage '{stage.name}' does not return"
         return None
 
@@ -201,17 +188,15 @@ class LiveRun:
     def __init__(
         self,
         pipeline: LivePipeline,
-        data: Callable[[], Given],
+        read: Callable[[], Sent],
         done: Callable[[bytes | Exception, bool], None],
+        client: Client,
         trace: str | None,
-        reserve: Callable[[int], bool],
         timeout_us: int | None,
     ) -> None:
         self._pipeline = pipeline
-        self._data: Callable[[], Given] | None = data
-        self._reserve = reserve
-        limit_us = round(pipeline.host.timeout_ms * 1000)
-        self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
+        self._read_input: Callable[[], Sent] | None = read
+        self._client, self._peer = client, client.peer
         self._stages, self._graph = pipeline.stages, pipeline.graph.stages
         self._answer = pipeline.graph.answer
         self._done = done
@@ -228,28 +213,39 @@ class LiveRun:
         self.over = False
         pipeline.counts.in_flight += 1
         self._started_us = _now_us()
-        self._timer = pipeline.host.loop.call_later(self._limit_us / 1e6, self._expire, None)
+        limit_us = round(pipeline.host.timeout_ms * 1000)
+        self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
+        self._timer = self._start_timer()
         self._begin(pipeline.graph.input)
+
+    def _start_timer(self) -> asyncio.TimerHandle:
+        left_us = self._started_us + self._limit_us - _now_us()
+        return self._pipeline.host.loop.call_later(max(0, left_us) / 1e6, self._expire, None)
 
     def cancel(self) -> None:
         """End the run because the client disconnected; no further stage begins."""
         if not self.over:
             self._end("cancelled")
 
-    def _read(self, _stage: LiveStage) -> tuple[Any, int]:
-        """Return the input and its size in memory, in bytes."""
-        data, self._data = self._data, None
-        assert data is not None
-        given, graph = data(), self._pipeline.graph
-        if not isinstance(given, bytes):
-            return given, input_bytes(given, None)
-        value = graph.read(given)
-        return value, input_bytes(value, given if graph.kind == "json" else None)
+    def _read(self, _stage: LiveStage) -> tuple[Any, int, int | None]:
+        """Return the input, its size in memory in bytes, and the request's time limit."""
+        read, self._read_input = self._read_input, None
+        assert read is not None
+        value, held_bytes, timeout_us = read()
+        graph, data = self._pipeline.graph, None
+        if isinstance(value, bytes):
+            data = value if graph.kind == "json" else None
+            value = graph.read(value)
+        return value, held_bytes + input_bytes(value, data), timeout_us
 
-    def _admit(self, stage: LiveStage, read: tuple[Any, int]) -> None:
+    def _admit(self, stage: LiveStage, read: tuple[Any, int, int | None]) -> None:
         """Continue with the input if its memory fits into the server's budget."""
-        value, size = read
-        if self._reserve(size):
+        value, size, timeout_us = read
+        if timeout_us is not None and timeout_us < self._limit_us:
+            self._timer.cancel()
+            self._limit_us = timeout_us
+            self._timer = self._start_timer()
+        if self._client.reserve(size):
             self._finish(stage, value)
             return
         self._leave(stage)
@@ -294,7 +290,7 @@ class LiveRun:
                 del value, error
 
         try:
-            stage.submit(job)
+            stage.threads.submit(job, self._peer)
         except RuntimeError as exc:
             self._leave(stage)
             log.warning("stage '%s': no thread can be started: %s", stage.name, exc)
@@ -426,7 +422,7 @@ class LiveRun:
             self._leave(stage)
             for cancel in waiting:
                 cancel()
-        self._values, self._data = {}, None
+        self._values, self._read_input = {}, None
 
 
 def _now_us() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -37,7 +38,7 @@ class Readiness(Record):
 
 
 def health(url: str = "http://127.0.0.1:8000") -> Readiness:
-    """Ask the server at `url` for /v2/health/ready, which needs no token.
+    """Ask the server at `url`, or unix:FILE, for /v2/health/ready, which needs no token.
 
     With https:// the certificate is not checked: it names the server as its clients see it, not as
     localhost. Raises BadInput on a wrong URL, GateFailed unless all models there are ready.
@@ -61,9 +62,14 @@ def connect(
 ) -> tuple[http.client.HTTPConnection, str]:
     """Return an unopened connection to the server, and the path below which it is.
 
-    `verify`: check an https certificate; `ca`: a file of certificates to trust instead of the
-    system's. Raises BadInput on a wrong URL or file.
+    `url`: http://..., https://..., or unix:FILE for a socket. `verify`: check an https certificate;
+    `ca`: a file of certificates to trust instead of the system's. Raises BadInput on a wrong URL or
+    file.
     """
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
+    if url.startswith("unix:"):
+        return _UnixConnection(url.removeprefix("unix:"), timeout_s), ""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -74,8 +80,6 @@ def connect(
     valid = _HOST.fullmatch(host) and _PATH.fullmatch(path) and not more
     if parts.scheme not in ("http", "https") or not valid:
         raise BadInput(f"'{without_secrets(url)}' is not a server's URL", hint=_FORM)
-    if not 0 < timeout_s <= _LONGEST_S:
-        raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port, timeout=timeout_s), path
     try:
@@ -86,6 +90,19 @@ def connect(
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context), path
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to the socket at a path."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def unreachable(kind: type[DeploykitError], url: str, exc: Exception) -> DeploykitError:

@@ -36,7 +36,6 @@ from deploykit.serving.processes import Workers
 from deploykit.serving.running_server import RunningServer
 
 if TYPE_CHECKING:
-    from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.running_server import OnStart
     from deploykit.serving.server import Server
     from deploykit.serving.workers.group import ServerGroup
@@ -213,7 +212,7 @@ class _Service:
             self._check_pad(models)
             live = {} if group.runs_engines else steps.live(models)
             server = http.Server(models, settings, group=group, pipelines=live)
-            self._watch(server.repository, sources, shadows, group, stack)
+            self._watch(server, sources, shadows, group, stack)
             if on_serve is not None:
                 on_serve(server)
 
@@ -239,13 +238,14 @@ class _Service:
 
     def _watch(
         self,
-        repository: ModelRepository,
+        server: Server,
         sources: Mapping[str, Source],
         shadows: Mapping[str, Shadow],
         group: ServerGroup,
         stack: ExitStack,
     ) -> None:
         """Add shadows, traces and the log's metrics; replace engines whose files change."""
+        repository = server.repository
         repository.add_metrics(logs.samples)
         for name, shadow in shadows.items():
             repository.find(name).watch(shadow)
@@ -253,6 +253,7 @@ class _Service:
         if self.settings.otlp is not None and group.engines is None:
             tracer = stack.enter_context(Tracer(self.settings.otlp))
             repository.add_metrics(tracer.samples)
+            server.trace_failures(tracer.add_failure)
             for name, model in repository.models.items():
                 model.watch(tracer.watch(name))
         if sources and self.settings.reload:

@@ -41,6 +41,7 @@ from deploykit.serving.transport.listener import (
     Port,
     address_of,
     is_loopback,
+    release,
 )
 from deploykit.serving.transport.security import AccessControl, Watched, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
@@ -141,7 +142,8 @@ class Server:
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
-        self._acceptors.append(Acceptor(self._loop, self._sockets[0], self._listener, tls))
+        accept = partial(Acceptor, self._loop, owned=not group.ends_process)
+        self._acceptors.append(accept(self._sockets[0], self._listener, tls))
         if self.grpc_port is not None:
             from deploykit.serving.grpc.methods import GrpcPort
             from deploykit.serving.http2.connection import Http2Limits
@@ -155,15 +157,16 @@ class Server:
                 grpc_limits.divided(group.count), group,
             )  # fmt: skip
             tls = tls_context(options, _PROTOCOLS[1])
-            self._acceptors.append(Acceptor(self._loop, self._sockets[1], self._grpc, tls))
+            self._acceptors.append(accept(self._sockets[1], self._grpc, tls))
         self._access = access
         for port in self._ports:
-            port.logs_access = options.access_log
+            port.records = port.logs_access = options.access_log
         pem = options.tls_cert, options.tls_key, options.tls_client_ca
         self._watched = [
             Watched(self._use_token, options.token_file),
             Watched(self._use_certificates, *pem),
         ]
+        self._use_token()  # it may have changed while the models were opened
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
@@ -184,6 +187,11 @@ class Server:
         if self.repository.fatal:
             raise DeviceLost(self.repository.fatal, hint="start the server again")
         return dropped
+
+    def trace_failures(self, add: Callable[[str, str, float, str | None], None]) -> None:
+        """Give `add` each request that fails before a model has it; see `Port.record`."""
+        for port in self._ports:
+            port.trace_failure, port.records = add, True
 
     def stop(self) -> None:
         """Start a graceful shutdown, as the first signal does."""
@@ -329,7 +337,7 @@ class Server:
 
     def _release(self) -> None:
         for listening in self._sockets:
-            listening.close()
+            release(listening, owned=not self._group.ends_process)
         self._signals.restore(self._group.ends_process)
         self._loop.close()
 

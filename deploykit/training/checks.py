@@ -5,7 +5,6 @@ A recipe is the user's own code. What is wrong with it is reported by the name o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests
+from deploykit.training.options import LARGEST
 
 SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
 PARTS = ("train", "calibration", "test")
@@ -42,7 +42,7 @@ def check_recipe(recipe: Recipe) -> None:
         rules.append((name, getattr(recipe, name) >= 1, "1 or more"))
     for name in ("learning_rate", "clip_norm"):
         value = getattr(recipe, name)
-        rules.append((name, value is None or 0 < value < math.inf, "finite and above 0"))
+        rules.append((name, value is None or 0 < value < LARGEST, f"above 0, below {LARGEST:g}"))
     rules.append(("schedule", recipe.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"))
     for name, fits, expected in rules:
         if not fits:
@@ -83,7 +83,9 @@ def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
     arrays = {}
     with users_code(f"{where} cannot be read"):
         for name, value in {**split.inputs, "the labels": split.labels}.items():
-            arrays[name] = np.asarray(value)
+            array = np.asarray(value)
+            # torch takes neither another byte order nor negative strides
+            arrays[str(name)] = np.asarray(array, array.dtype.newbyteorder("="), order="C")
     labels = arrays.pop("the labels")
     names = [spec.name for spec in recipe.inputs]
     if sorted(arrays) != sorted(names):
@@ -91,7 +93,7 @@ def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
             f"{where} hold {', '.join(arrays) or 'no inputs'}, the recipe's inputs are "
             f"{', '.join(names)}"
         )
-    if labels.dtype.kind not in "biuf" or not labels.ndim:
+    if labels.dtype.kind not in "biuf" or labels.dtype.itemsize > 8 or not labels.ndim:
         kind = f"{labels.dtype}{list(labels.shape)}"
         raise BadInput(f"{where} have labels of {kind}, a number or more per sample is needed")
     sizes = {name: len(array) if array.ndim else 1 for name, array in arrays.items()}

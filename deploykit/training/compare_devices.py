@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,14 +152,14 @@ def compare_devices(
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
-    document = table.to_dict()
-    files = {"html": devices_html(document), "md": devices_markdown(document)}
-    files["json"] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    files = {"html": devices_html(table), "md": devices_markdown(table)}
+    files["json"] = json.dumps(table.to_dict(), indent=2, ensure_ascii=False) + "\n"
     write_together(place, {f"report.{end}": each for end, each in files.items()})
     return table
 
 
 Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
+Rows = list[tuple[DeviceRow, Iterator[Times]]]  # each with what does one more batch
 
 
 def time_devices(
@@ -173,24 +174,24 @@ def time_devices(
     """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
     splits = check_splits(recipe, splits)
-    timings, threads = list[_Timing](), torch.get_num_threads()
-    for device, precisions in PRECISIONS.items():
-        for precision, compiled in itertools.product(precisions, (False, True)[: 1 + compile]):
-            name = f"{precision} compiled" if compiled else precision
-            absent = _lacks(device, precision)
-            for batch in batches:
-                row = DeviceRow(device, name, batch, None if absent else threads, absent=absent)
-                options = TrainingOptions(
-                    device=device,
-                    epochs=1,
-                    batch_size=batch,
-                    amp=precision if precision in ("bf16", "fp16") else "off",
-                    tf32=precision != "float32",
-                    augment=augment,
-                    compile=compiled,
-                )
-                timings.append(_Timing(row, _train(recipe, splits, options)))
-    return _time_rows(timings, len(splits.train.labels), recipe.epochs, on_progress)
+    rows: Rows = []
+    kinds = [(device, kind) for device, precisions in PRECISIONS.items() for kind in precisions]
+    for (device, kind), compiled, batch in itertools.product(
+        kinds, (False, True)[: 1 + compile], batches
+    ):
+        options = TrainingOptions(
+            device=device,
+            epochs=1,
+            batch_size=batch,
+            amp=kind if kind in ("bf16", "fp16") else "off",
+            tf32=kind != "float32",
+            augment=augment,
+            compile=compiled,
+        )
+        name, absent = f"{kind} compiled" if compiled else kind, _lacks(device, kind)
+        row = DeviceRow(device, name, batch, torch.get_num_threads(), absent=absent)
+        rows.append((row, _train(recipe, splits, options)))
+    return _time_rows(rows, len(splits.train.labels), recipe.epochs, on_progress)
 
 
 def time_augmentation(
@@ -202,16 +203,14 @@ def time_augmentation(
     """
     if recipe.augment is None or recipe.backbone is not None:
         return []
-    timings, trains_on = [], "cuda" if torch.cuda.is_available() else "cpu"
+    rows: Rows = []
+    trains_on = "cuda" if torch.cuda.is_available() else "cpu"
     threads = {"cpu": max(1, free_cores(torch.device(trains_on))), "cuda": 0}
     for batch, device in itertools.product(batches, PRECISIONS):
-        absent = _lacks(device, AUGMENTED)
-        row = DeviceRow(
-            device, AUGMENTED, batch, None if absent else threads[device], absent=absent
-        )
+        row = DeviceRow(device, AUGMENTED, batch, threads[device], absent=_lacks(device, AUGMENTED))
         options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
-        timings.append(_Timing(row, _augment(recipe, splits.train, options, device)))
-    return _time_rows(timings, len(splits.train.labels), recipe.epochs, on_progress)
+        rows.append((row, _augment(recipe, splits.train, options, device)))
+    return _time_rows(rows, len(splits.train.labels), recipe.epochs, on_progress)
 
 
 def _lacks(device: str, precision: str) -> str | None:
@@ -269,70 +268,63 @@ def _augment(
         yield (time_batches(batches) / 1e3,)
 
 
-class _Timing:
-    """A row that is being timed: `source` does one more batch and yields its seconds."""
+def _time_rows(rows: Rows, samples: int, epochs: int, on_progress: Progress) -> list[DeviceRow]:
+    """Time the CPU's rows in turns, as the machine may be busy; a GPU's alone, for its memory."""
+    found, done = [row for row, _ in rows], 0
+    measured = [n for n, row in enumerate(found) if row.absent is None]
+    timings = {n: _time_row(*rows[n], samples, epochs) for n in measured}
+    on_cpu = [n for n in measured if found[n].device == "cpu"]
+    for group in (on_cpu, *([n] for n in measured if n not in on_cpu)):
+        while group:
+            for n in tuple(group):
+                row = found[n]
+                on_progress(
+                    f"{row.device} {row.precision}, batch {row.batch}", done / len(measured)
+                )
+                if (timed := next(timings[n])) is not None:
+                    found[n] = timed
+                    group.remove(n)
+                    del timings[n]  # frees the model
+                    done += 1
+    return [row if row.absent is None else replace(row, threads=None) for row in found]
 
-    def __init__(self, row: DeviceRow, source: Iterator[Times]) -> None:
-        self.row, self.source = row, source
-        self.times: list[Times] | None = None  # None before the warm-up
-        self.seconds = 0.0
 
-    def go_on(self, samples: int, epochs: int) -> bool:
-        """Time one more batch; return whether the row is complete."""
-        started = time.perf_counter()
-        try:
-            times = next(self.source)
-        except (OutOfMemory, Unsupported) as exc:
-            self.row = replace(self.row, threads=None, absent=exc.message)
-            return True
-        if self.times is None:
-            self.times = []
-            return False
-        self.times.append(times)
-        self.seconds += time.perf_counter() - started
-        steps, seconds = len(self.times), self.seconds
-        if steps < _FEWEST or seconds < _LEAST_S or (steps < _STEPS and seconds < _LIMIT_S):
-            return False
-        batch = min(self.row.batch, samples)
-        rate = throughput([batch] * steps, [sum(each) for each in self.times])
-        parts = [throughput([1] * steps, each) for each in zip(*self.times, strict=True)]
-        self.row = replace(
-            self.row,
-            batch=batch,
-            samples_per_s=rate,
-            loader_ms=_time_of(1e3, parts[0]),
-            step_ms=_time_of(1e3, parts[1]) if len(parts) > 1 else None,
-            run_s=_time_of(samples * epochs, rate),
-            steps=steps,
-            load_1_min=round(os.getloadavg()[0], 2),
-        )
-        self.source = iter(())  # frees the model
-        return True
+def _time_row(
+    row: DeviceRow, source: Iterator[Times], samples: int, epochs: int
+) -> Iterator[DeviceRow | None]:
+    """Yield None after each batch, the first of which warms up, and the complete row at the end."""
+    times, seconds = list[Times](), 0.0
+    try:
+        next(source)
+        while True:
+            yield None
+            started = time.perf_counter()
+            times.append(next(source))
+            seconds += time.perf_counter() - started
+            steps = len(times)
+            if steps >= _FEWEST and seconds >= (_LIMIT_S if steps < _STEPS else _LEAST_S):
+                break
+    except (OutOfMemory, Unsupported) as exc:
+        yield replace(row, absent=exc.message)
+    batch = min(row.batch, samples)
+    rate = throughput([batch] * steps, [sum(each) for each in times])
+    parts = [_time_of(1e3, throughput([1] * steps, each)) for each in zip(*times, strict=True)]
+    yield replace(
+        row,
+        batch=batch,
+        samples_per_s=rate,
+        loader_ms=parts[0],
+        step_ms=parts[1] if len(parts) > 1 else None,
+        run_s=_time_of(samples * epochs, rate),
+        steps=steps,
+        load_1_min=round(os.getloadavg()[0], 2),
+    )
 
 
 def _time_of(count: float, rate: Interval) -> Interval:
     """Return how long `count` takes at a rate."""
     ends = (rate.value, rate.high, rate.low)
     return Interval(*(count / each if each > 0 else float("inf") for each in ends))
-
-
-def _time_rows(
-    timings: Sequence[_Timing], samples: int, epochs: int, on_progress: Progress
-) -> list[DeviceRow]:
-    """Time the CPU's rows in turns, as the machine may be busy; a GPU's alone, for its memory."""
-    wanted = [each for each in timings if each.row.absent is None]
-    on_cpu = [each for each in wanted if each.row.device == "cpu"]
-    done = 0
-    for group in (on_cpu, *([each] for each in wanted if each.row.device != "cpu")):
-        left = list(group)
-        while left:
-            for each in tuple(left):
-                row = each.row
-                on_progress(f"{row.device} {row.precision}, batch {row.batch}", done / len(wanted))
-                if each.go_on(samples, epochs):
-                    left.remove(each)
-                    done += 1
-    return [each.row for each in timings]
 
 
 def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
@@ -347,20 +339,13 @@ def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
         if row.samples_per_s is not None:
             rates.setdefault((row.device, row.precision), {})[row.batch] = row.samples_per_s
     found = []
-    for (device, precision), gpu in rates.items():
-        if device == "cpu":
-            continue
-        cpus = [
-            each
-            for (where, kind), each in rates.items()
-            if where == "cpu" and (kind == "float32" or precision != "float32")
-        ]
-        common = sorted(batch for batch in gpu if any(batch in cpu for cpu in cpus))
-        lost = [
-            batch
-            for batch in common
-            if gpu[batch].low <= max(cpu[batch].high for cpu in cpus if batch in cpu)
-        ]
+    for precision, gpu in [(kind, each) for (where, kind), each in rates.items() if where != "cpu"]:
+        best: dict[int, float] = {}  # by batch, what the CPU may reach
+        for (where, kind), cpu in rates.items():
+            if where == "cpu" and (kind == "float32" or precision != "float32"):
+                best |= {n: max(rate.high, best.get(n, 0.0)) for n, rate in cpu.items()}
+        common = sorted(gpu.keys() & best.keys())
+        lost = [batch for batch in common if gpu[batch].low <= best[batch]]
         won = [batch for batch in common if not lost or batch > lost[-1]]
         found.append({"precision": precision, "batch": won[0] if won else None, "measured": common})
     return found
@@ -375,162 +360,151 @@ def conclude(table: Any) -> list[str]:
     measured = [row for row in table.rows if row.samples_per_s is not None]
     rows = [row for row in measured if row.samples_per_s.low > 0]
     like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
-    on_cpu = [row for row in rows if row.device == "cpu"]
     work = f"{table.epochs} epochs of {table.samples:,} samples take"
-    absent = next((row.absent for row in reversed(table.rows) if row.absent), "")
+    gpu = _no_gpu(table.rows)
+    if not measured:
+        return [gpu.replace("GPU: not measured, ", "Nothing could be measured: ")]
+    if not rows:
+        return [f"The machine was too busy: the interval of every rate holds 0. Repeat it. {gpu}"]
     if len(like) == 2:
-        cpu, gpu = like["cpu"], like["cuda"]
-        rates = gpu.samples_per_s, cpu.samples_per_s
-        seconds = f"{work} {gpu.run_s.value:.3g} s against {cpu.run_s.value:.3g} s."
+        cpu, best = like["cpu"], like["cuda"]
+        one, other = best.samples_per_s, cpu.samples_per_s
         first = f"In float32 at batch {table.batch} the GPU trains {table.recipe} "
-        if rates[0].low > rates[1].high or rates[0].high < rates[1].low:
-            first += f"{rates[0].value / rates[1].value:.3g} times as fast as"
+        if one.low > other.high or one.high < other.low:
+            first += f"{one.value / other.value:.3g} times as fast as"
         else:
             first += "neither surely faster nor slower than"
-        found = [f"{first} the CPU ({cpu.threads} threads): {seconds}"]
-    elif on_cpu:
-        cpu = max(on_cpu, key=lambda row: row.samples_per_s.low)
-        rate, run = cpu.samples_per_s, cpu.run_s
-        first = f"The CPU ({cpu.threads} threads) trains {table.recipe} at most at "
-        first += f"{rate.value:,.4g} samples/s ({rate.low:,.4g} to {rate.high:,.4g}), in "
-        first += f"{cpu.precision} at batch {cpu.batch}: {work} {run.value:.3g} s. "
-        found = [f"{first}GPU: not measured, {absent}."]
-    elif measured:
-        gpu = f" GPU: not measured, {absent}." * bool(absent)
-        return [f"The machine was too busy: the interval of every rate holds 0. Repeat it.{gpu}"]
+        first += f" the CPU ({cpu.threads} threads): {work} {best.run_s.value:.3g} s against "
+        first += f"{cpu.run_s.value:.3g} s."
     else:
-        return [f"Nothing could be measured: {absent}."]
+        best = max(rows, key=lambda row: row.samples_per_s.low)
+        rate = best.samples_per_s
+        first = f"The {_name(best.device)} ({best.threads} threads) trains {table.recipe} at most "
+        first += f"at {rate.value:,.4g} samples/s ({rate.low:,.4g} to {rate.high:,.4g}), in "
+        first += f"{best.precision} at batch {best.batch}: {work} {best.run_s.value:.3g} s. {gpu}"
+    found = [first.rstrip()]
     for each in table.crossovers:
-        cpu_kind = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
-        at = f"from batch {each['batch']} on" if each["batch"] else "not at the largest batch"
-        batches = ", ".join(map(str, each["measured"]))
-        found.append(f"GPU {each['precision']} is ahead of {cpu_kind} {at} (measured: {batches}).")
+        against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
+        found.append(f"GPU {each['precision']} is ahead of {against} {_from_batch(each)}.")
     return found + conclude_augmentation(table)
 
 
 def conclude_augmentation(table: Any) -> list[str]:
     """Say where augmentation takes less time; say nothing where nothing was augmented."""
-    if crossovers := find_crossovers(table.augmentation):
-        (each,) = crossovers
-        where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
-        where += f" (measured: {', '.join(map(str, each['measured']))})"
-        return [f"The GPU augments batches in less time than the CPU {where}."]
-    absent = next((row.absent for row in table.augmentation if row.absent), "")
+    for each in find_crossovers(table.augmentation):
+        return [f"The GPU augments batches in less time than the CPU {_from_batch(each)}."]
     for row in table.augmentation:
         if row.batch == table.batch and row.loader_ms is not None:
             first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
-            return [f"{first}. GPU: not measured, {absent}."]
+            return [f"{first}. {_no_gpu(table.augmentation)}"]
     return []
 
 
-# The report of `train --compare-devices` as HTML and Markdown, made from its JSON alone.
+def _from_batch(crossover: Mapping[str, Any]) -> str:
+    batch, measured = crossover["batch"], ", ".join(map(str, crossover["measured"]))
+    return f"{f'from batch {batch} on' if batch else 'at no batch size'} (measured: {measured})"
 
-Json = Mapping[str, Any]
+
+def _no_gpu(rows: Sequence[DeviceRow]) -> str:
+    absent = next((row.absent for row in reversed(rows) if row.absent), "")
+    return f"GPU: not measured, {absent}." if absent else ""
+
+
+def _name(device: str) -> str:
+    return "CPU" if device == "cpu" else "GPU"
+
+
+# The report of `train --compare-devices` as HTML and Markdown.
+
 _METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
 CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
 intervals over the steps of one process; that of a ratio holds for any two values within. Where a \
-backbone is frozen, the head's steps are timed, on features in memory. Nothing was trained to the \
-end."""
+backbone is frozen, the head's steps are timed, on features in memory; augmentation is timed from \
+the images in memory until the batch is where the steps run. Nothing was trained to the end."""
 
 
-def devices_html(document: Json) -> str:
-    document = html.printable(document)
-    (first, *others), chart = document["verdict"], _chart(document)
-    title = f"Training {document['recipe']} on each device"
-    header = f'<header><p class="over">deploykit report · {escape(document["created"])}</p>'
-    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{escape(document['command'])}</code></pre>"
+def devices_html(table: DeviceTable) -> str:
+    (first, *others), chart = table.verdict, _chart(table)
+    title = f"Training {table.recipe} on each device"
+    header = f'<header><p class="over">deploykit report · {escape(table.created)}</p>'
+    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{escape(table.command)}</code></pre>"
     items = "".join(f"<li>{escape(each)}</li>" for each in others)
     sections = [
-        header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>',
-        html.figure_html(chart) if chart.series else "",
-        html.section_html("Summary", "conclusions", f"<ul>{items}</ul>") if items else "",
+        ("Summary", f"<ul>{items}</ul>" * bool(items)),
+        *((each.title, html_table(each, caption=False)) for each in _tables(table)),
+        ("How it was measured", method),
+        ("Everything", html.raw_html(table.to_dict())),
     ]
-    for i, each in enumerate(_tables(document)):
-        table = html_table(each, caption=False)
-        sections.append(html.section_html(each.title, f"table-{i}", table))
-    sections.append(html.section_html("How it was measured", "method", method))
-    sections.append(html.section_html("Everything", "everything", html.raw_html(document)))
-    return html.html_page(title, "\n".join(sections))
+    parts = [header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>']
+    parts += [html.figure_html(chart)] if chart.series else []
+    parts += [
+        html.section_html(name, f"part-{at}", content)
+        for at, (name, content) in enumerate(sections)
+        if content
+    ]
+    page: str = html.printable(html.html_page(title, "\n".join(parts)))
+    return page
 
 
-def devices_markdown(document: Json) -> str:
-    lines = [f"# Training {document['recipe']} on each device", ""]
-    lines += [line for sentence in document["verdict"] for line in (sentence, "")]
-    lines += [line for table in _tables(document) for line in table_lines(table)]
-    return "\n".join([*lines, _METHOD, "", f"    {document['command']}", ""])
+def devices_markdown(table: DeviceTable) -> str:
+    lines = [f"# Training {table.recipe} on each device", ""]
+    lines += [line for sentence in table.verdict for line in (sentence, "")]
+    lines += [line for each in _tables(table) for line in table_lines(each)]
+    return "\n".join([*lines, _METHOD, "", f"    {table.command}", ""])
 
 
-def against(document: Json) -> Table:
-    """Return a row for each precision and batch, CPU next to GPU."""
-    rows, threads, gpus = {}, "", document["machine"].get("gpus") or ()
-    for row in document["rows"]:
-        threads = f", {row['threads']} threads" if row["threads"] else threads
-        setup = row["precision"], row["batch"]
-        both = [_find(document["rows"], device, *setup) for device in PRECISIONS]
-        rows[row["precision"], count(row["batch"])] = (*map(_rate, both), _times(*both))
-    places = f"CPU{threads} (samples/s)", f"GPU{', ' * bool(gpus)}{gpus[0]['name'] if gpus else ''}"
-    columns = ("precision", "batch", *places, "times")
-    return Table("CPU against GPU", columns, tuple((*key, *cells) for key, cells in rows.items()))
-
-
-def _tables(document: Json) -> list[Table]:
-    """Return the tables that have rows."""
-    found, batch = document["rows"], document["batch"]
-    own = [_find(found, device, "float32", batch) for device in PRECISIONS]
-    what = f"{document['recipe']} on this machine: {count(document['epochs'])} epochs of "
-    what += f"{count(document['samples'])} samples at batch {document['batch']}, float32"
-    keys, note = ("what", "cpu", "gpu", "times", "claim"), ""
-    rows = [(what, *(_rate(each, "run_s") for each in own), _times(*own), MISSING)]
-    for each in document["articles"]:
-        rows.append(tuple(each[key] for key in keys))
-        note += f"“{each['claim']}”: {each['measured']}. "
-    columns = ("what", "CPU (s)", "GPU (s)", "times", "claim")
-    articles = Table("Next to the articles", columns, tuple(rows), (0, 4), note.strip())
+def device_rows(table: DeviceTable) -> Table:
+    """Return each row, with its rate over the CPU's in the same precision and batch."""
+    own = {(row.device, row.precision, row.batch): row for row in table.rows + table.augmentation}
     rows = [
-        (*_setup(row), spread(row["step_ms"]), spread(row["loader_ms"]), spread(row["run_s"]))
-        for row in _measured(document)
+        (
+            *_setup(row),
+            f"{NOT_MEASURED}: {row.absent}" if row.absent else _spread(row.samples_per_s),
+            _times(row, own.get(("cpu", row.precision, row.batch))),
+            *map(_spread, (row.step_ms, row.loader_ms, row.run_s)),
+        )
+        for row in own.values()
     ]
-    columns = ("setup", "batch", "step (ms)", "loader (ms)", f"{document['epochs']} epochs (s)")
-    note = f"Batches are {'' if document['augment'] else 'not '}augmented."
-    parts = Table("Loader and compute apart", columns, tuple(rows), note=note)
-    tables = (against(document), articles, parts, _augmentation(document))
-    return [each for each in (*tables, machine({**document, "conditions": []})) if each.rows]
+    columns = ("setup", "batch", "samples/s", "times the CPU", "step (ms)", "loader (ms)")
+    gpus = [f"GPU: {each['name']}. " for each in table.machine.get("gpus") or ()]
+    threads = next((f"CPU: {row.threads} threads. " for row in table.rows if row.threads), "")
+    note = f"{threads}{''.join(gpus)}Batches are {'' if table.augment else 'not '}augmented."
+    return Table("Each device", (*columns, f"{table.epochs} epochs (s)"), rows, (0, 2), note)
 
 
-def _augmentation(document: Json) -> Table:
-    """Return a row for each batch size: what augmenting it takes on each processor."""
-    found = document["augmentation"]
-    rows, threads = [], next((row["threads"] for row in found), 0)
-    for batch in dict.fromkeys(row["batch"] for row in found):
-        both = [_find(found, device, AUGMENTED, batch) for device in PRECISIONS]
-        rows.append((count(batch), *(_rate(each, "loader_ms") for each in both), _faster(*both)))
-    columns = ("batch", f"CPU, workers: {threads} (ms)", "GPU (ms)", "faster")
-    note = "From the images in memory until the augmented batch is where the steps run."
-    return Table("Augmentation on each processor", columns, tuple(rows), (0, 3), note)
+def _tables(table: DeviceTable) -> list[Table]:
+    """Return the tables that have rows."""
+    cpu, gpu = (
+        next((row for row in table.rows if (row.device, row.precision, row.batch) == own), None)
+        for own in ((device, "float32", table.batch) for device in PRECISIONS)
+    )
+    what = f"{table.recipe} on this machine: {count(table.epochs)} epochs of "
+    what += f"{count(table.samples)} samples at batch {table.batch}, float32"
+    runs = (_spread(each.run_s if each else None) for each in (cpu, gpu))
+    keys = ("what", "cpu", "gpu", "times", "claim")
+    rows = [(what, *runs, _times(gpu, cpu), MISSING)]
+    rows += [tuple(each[key] for key in keys) for each in table.articles]
+    note = " ".join(f"“{each['claim']}”: {each['measured']}." for each in table.articles)
+    columns = ("what", "CPU (s)", "GPU (s)", "times", "claim")
+    articles = Table("Next to the articles", columns, rows, (0, 4), note)
+    here = machine({"machine": table.machine, "conditions": []})
+    return [each for each in (device_rows(table), articles, here) if each.rows]
 
 
-def _faster(cpu: Json, gpu: Json) -> str:
-    """Return the processor that takes less time, where the intervals do not touch."""
-    one, other = (row.get("loader_ms") for row in (cpu, gpu))
-    if not one or not other:
-        return MISSING
-    if one["high"] < other["low"]:
-        return "CPU"
-    return "GPU" if other["high"] < one["low"] else "neither surely"
-
-
-def _chart(document: Json) -> Chart:
-    rows, series = _measured(document), dict[str, list[Mark]]()
+def _chart(table: DeviceTable) -> Chart:
+    rows = [row for row in table.rows if row.samples_per_s is not None]
+    series = dict[str, list[Mark]]()
     for row in rows:
-        mark = Mark(float(row["batch"]), *row["samples_per_s"].values())
+        rate = row.samples_per_s or Interval(0.0, 0.0, 0.0)
+        mark = Mark(float(row.batch), rate.value, rate.low, rate.high)
         series.setdefault(_setup(row)[0], []).append(mark)
-    batches = sorted({int(row["batch"]) for row in rows})
-    flags = [(each["batch"], f"CPU wins below {each['batch']}") for each in document["crossovers"]]
+    batches = sorted({row.batch for row in rows})
+    flags = [(each["batch"], f"CPU wins below {each['batch']}") for each in table.crossovers]
     flags = [each for each in flags[:1] if each[0] not in (None, *batches[:1])]
     return Chart(
         name="devices",
         title="Training speed against batch size",
-        finding=next((each for each in document["verdict"] if "GPU" in each), ""),
+        finding=next((each for each in table.verdict if "GPU" in each), ""),
         x_label="batch size (samples per step)",
         y_label="training speed (samples/s)",
         series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),
@@ -538,31 +512,22 @@ def _chart(document: Json) -> Chart:
         x_log=len(batches) > 1,
         flag=flags[0] if flags else None,
         columns=("setup", "batch", "samples/s"),
-        rows=tuple((*_setup(row), spread(row["samples_per_s"])) for row in rows),
+        rows=tuple((*_setup(row), _spread(row.samples_per_s)) for row in rows),
     )
 
 
-def _measured(document: Json) -> list[Json]:
-    return [row for row in document["rows"] if row["samples_per_s"]]
+def _setup(row: DeviceRow) -> tuple[str, str]:
+    return f"{_name(row.device)} {row.precision}", count(row.batch)
 
 
-def _find(rows: Sequence[Json], *wanted: object) -> Json:
-    """Return the row of a device, precision and batch; {} where there is none."""
-    return next((r for r in rows if (r["device"], r["precision"], r["batch"]) == wanted), {})
+def _spread(interval: Interval | None) -> str:
+    return spread(interval and interval.to_dict())
 
 
-def _rate(row: Json, key: str = "samples_per_s") -> str:
-    absent = row.get("absent")
-    return f"{NOT_MEASURED}: {absent}" if absent else spread(row.get(key))
-
-
-def _times(cpu: Json, gpu: Json) -> str:
-    x, y = (row.get("samples_per_s") for row in (gpu, cpu))
-    if not x or not y:
+def _times(row: DeviceRow | None, cpu: DeviceRow | None) -> str:
+    """Return a row's rate over that of the CPU; the ends of the interval are the most and least."""
+    x, y = (each and each.samples_per_s for each in (row, cpu))
+    if x is None or y is None or row is cpu:
         return MISSING
-    high = x["high"] / y["low"] if y["low"] > 0 else None
-    return spread({"value": x["value"] / y["value"], "low": x["low"] / y["high"], "high": high})
-
-
-def _setup(row: Json) -> tuple[str, str]:
-    return f"{'CPU' if row['device'] == 'cpu' else 'GPU'} {row['precision']}", count(row["batch"])
+    high = x.high / y.low if y.low > 0 else math.inf
+    return _spread(Interval(x.value / y.value, x.low / y.high, high))

@@ -340,7 +340,7 @@ class Batches:
                 there = CPU
         self.inputs, self.labels = tensors(split, there)
         self.note, self.times_ms = "", dict[str, float]()
-        self.device, self.batch_size = device, batch_size
+        self.device, self.batch_size = device, min(batch_size, len(split.labels))
         self.augmentation, self.workers = augmentation, workers
         self.shuffle = torch.Generator().manual_seed(seed)
         self.waited = WaitClock(device)

@@ -25,8 +25,9 @@ from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
 from deploykit.core.json_value import json_value
-from deploykit.core.memory import check_fits, does_not_fit, lacks_memory, memory_errors
+from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.engines.data.folders import large_array
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
@@ -107,17 +108,20 @@ class Stepper:
         """
         while True:
             try:
-                loss = self.gradients(inputs, labels, weight)
+                with users_code("the recipe's model or loss failed"):
+                    loss = self.gradients(inputs, labels, weight)
                 break
-            except Exception as exc:
-                if not isinstance(exc, torch.OutOfMemoryError) and not lacks_memory(exc):
-                    what = f"{type(exc).__name__}: {first_line(exc)}"
-                    if type(exc).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                        raise Unsupported(
-                            f"torch.compile failed: {what}", hint="leave `compile` out"
-                        ) from exc
-                    raise BadInput(f"the recipe's model or loss failed: {what}") from exc
-                reason = first_line(exc)
+            except (BadInput, MemoryError) as exc:
+                cause = exc.__cause__ or exc
+                reason = first_line(cause)
+                if type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise Unsupported(
+                        f"torch.compile failed: {type(cause).__name__}: {reason}",
+                        hint="leave `compile` out",
+                    ) from cause
+                if not isinstance(cause, torch.OutOfMemoryError) and not lacks_memory(cause):
+                    raise
+                del cause
             # outside of `except`: its traceback would keep the tensors
             if self.parts >= len(labels) or not self.alone:
                 what = "a single sample" if self.alone else "a process's part of a batch"
@@ -216,17 +220,28 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
         state, reason = None, first_line(exc).rstrip(".")
-    if not isinstance(state, dict) or state.get(KEY) != VERSION:
+    if not isinstance(state, dict) or KEY not in state:
         raise BadInput(
             f"{path}: is not the state of a training run: {reason}",
             hint="name a file that does not exist yet as `checkpoint`",
         )
+    if state[KEY] != VERSION:
+        raise BadInput(
+            f"{path}: is a state of version {state[KEY]}, this deploykit reads {VERSION}",
+            hint="name another `checkpoint`",
+        )
+    hint = "repeat that run's options, or name another `checkpoint`"
     for name, value in run.items():
-        if state["run"].get(name) != value:
+        before = state["run"].get(name)
+        if name == "epochs" and run["schedule"] == "constant" and len(state["history"]) <= value:
+            continue  # each epoch is what it would be in a run of any length
+        if before != value:
+            if name == "epochs" and before < value:
+                hint = f"the {run['schedule']} schedule ends with epoch {before}: only a recipe "
+                hint += "with schedule='constant' can be lengthened; name another `checkpoint`"
             raise BadInput(
-                f"{path}: is the state of another run: its {name} is "
-                f"{state['run'].get(name)}, here it is {value}",
-                hint="repeat that run's options, or name another `checkpoint`",
+                f"{path}: is the state of another run: its {name} is {before}, here it is {value}",
+                hint=hint,
             )
     return dict(state)
 
@@ -307,19 +322,18 @@ def freeze(
     for split in (train, calibration):
         inputs, _ = tensors(split, torch.device("cpu"))
         parts, features = range(0, len(split.labels), _BATCH), np.empty((0, 1), np.float32)
-        with torch.inference_mode():
+        with torch.inference_mode(), users_code(f"the recipe's backbone, {names[0]}, failed"):
             for start in parts:
                 part = [each[start : start + _BATCH].to(device) for each in inputs]
                 values = run(*part).float().cpu().numpy()
                 if start == 0:
                     shape = (len(split.labels), *values.shape[1:])
-                    check_fits("the backbone's features", int(np.prod(shape)) * 4)
-                    features = np.empty(shape, np.float32)
+                    features = large_array("the backbone's features", shape, np.float32)
                 features[start : start + _BATCH] = values
         found.append(features)
     seconds = time.perf_counter() - started
     inputs, _ = tensors(train, torch.device("cpu"))
-    with torch.inference_mode():
+    with torch.inference_mode(), users_code(f"the recipe's head, {names[1]}, failed"):
         expected = whole(*(each[:2].to(device) for each in inputs))
         behind = head(torch.from_numpy(found[0][:2]).to(device))
         largest = float(expected.abs().max()) or 1.0
@@ -406,7 +420,7 @@ def run_training(
         state = whole_state(run.module) if options.fsdp else run.module.state_dict()
         module.load_state_dict(run.group.share(state) if options.fsdp else state)
     else:
-        module = copy.deepcopy(run.module)
+        module = run.module
     layout: Any = {"device": "cpu", "memory_format": torch.contiguous_format}
     module = module.eval().to(**layout)
     if run.frozen is not None and recipe.backbone is not None:
@@ -416,7 +430,7 @@ def run_training(
     if recipe.report is not None:
         with users_code("the recipe's report failed"):
             report = json_value(dict(recipe.report(module, splits)))
-        shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
+            shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
         run.notes += [f"on the test data: {', '.join(shown)}".replace("_", " ")] if shown else []
         figures |= report
     return Trained(module, scores, figures, recipe, splits, tuple(run.history), tuple(run.notes))
@@ -489,6 +503,7 @@ class Run:
         self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.unsaved = ""
         if settings.amp_dtype == torch.float16 and device.type == "cpu":
             self.notes.append("fp16 is much slower on a CPU than float32 or bf16")
         if group.size > 1 and device.type == "cpu" and self._has_batch_norm():
@@ -556,12 +571,20 @@ class Run:
                 if options.checkpoint is not None:
                     state = self._state()
                     if first:
-                        state = {KEY: VERSION, "run": self.described, **state}
-                        save_whole(state, options.checkpoint)
+                        self._save({KEY: VERSION, "run": self.described, **state})
         finally:
             if events is not None:
                 events.close()
         self._conclude()
+
+    def _save(self, state: dict[str, Any]) -> None:
+        """Replace the checkpoint; where that fails, as on a full disk, the run goes on."""
+        path, self.unsaved = self.settings.options.checkpoint, ""
+        try:
+            save_whole(state, path)
+        except (BadInput, Unsupported) as exc:
+            self.unsaved = f"epoch {len(self.history)} is not in the checkpoint: {exc.message}"
+            _log.warning(self.unsaved)
 
     def _train_epoch(self, on_progress: Progress) -> None:
         """Run one epoch, again in float32 if mixed precision gave a loss that is not finite."""
@@ -583,7 +606,8 @@ class Run:
             both = ", in mixed precision and in float32" if start is not None else ""
             raise Unsupported(
                 f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
-                hint="lower `learning_rate`, or limit the gradients (the recipe's clip_norm)",
+                hint="lower `learning_rate`, limit the gradients (the recipe's clip_norm), or look "
+                "for NaN in the labels and the loss",
             )
         self.seconds += seconds
         module, recipe, part = self.module, self.recipe, self.splits.calibration
@@ -668,6 +692,7 @@ class Run:
                 f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
                 "float16 gradients overflowed"
             )
+        self.notes += [self.unsaved] if self.unsaved else []
         self.notes += self.batches.conclude(self.loader_share())
 
     def loader_share(self) -> float:

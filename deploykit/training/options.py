@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Splits
 from deploykit.engines.torch.files import with_torchvision
 
+LARGEST = 1e30  # a rate or norm, whose multiples are in float32 too
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -96,8 +96,10 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise BadInput(f"`{name}` must be 1 or more, got {value}")
-    if options.learning_rate is not None and not 0 < options.learning_rate < math.inf:
-        raise BadInput(f"`learning_rate` must be above 0 and finite, got {options.learning_rate}")
+    if options.learning_rate is not None and not 0 < options.learning_rate < LARGEST:
+        raise BadInput(
+            f"`learning_rate` must be above 0, below {LARGEST:g}, got {options.learning_rate}"
+        )
     if options.unfreeze is not None and not (recipe.backbone and 0 < options.unfreeze <= 1):
         raise BadInput(
             f"`unfreeze` must be above 0, up to 1, got {options.unfreeze}"

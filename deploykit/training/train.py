@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from deploykit.core.arguments import checked
 from deploykit.core.errors import MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.extras import install_command
-from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256
+from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256, write_json
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest
 from deploykit.core.recipe import load_recipe
@@ -83,6 +82,8 @@ def train(
     from deploykit.training.options import TrainingOptions, read_splits
 
     initial = runtime.load_weights(start) if start else None
+    if on_progress:
+        on_progress("reading the data", 0.0)
     with distributed.join_processes(device) as group:
         checks.check_recipe(chosen)
         trained = loop.run_training(
@@ -129,7 +130,7 @@ def train(
 
                 def describe(written: Path) -> None:
                     document = replace(manifest, sha256=sha256(written)).to_dict()
-                    about.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+                    write_json(about, document)
 
                 runtime.save_checkpoint(
                     out,

@@ -4,7 +4,7 @@
     python3 scripts/gpu/carry.py unpack OUT/ort-1 DEST  # there, for each part; --site DEST/site
 
 What a bundle holds is in `BUNDLES`: wheels for CPython 3.12 on x86-64. A part is complete or
-refused by its SHA-256; with the last one the bundle is unpacked. Standard library and pip only.
+refused by its SHA-256; with the last one the bundle is unpacked. Standard library, pip and tar only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
 
 PART_BYTES = 58 << 20  # a transfer of 64 MiB holds the checkout, too
 _TARGET = ["--python-version", "3.12", "--only-binary=:all:", "--no-compile"]
@@ -87,8 +86,9 @@ def unpack(sent: Path, dest: Path) -> str:
                 shutil.copyfileobj(file, whole)
             (parts / part).unlink()
         whole.seek(0)
-        with tarfile.open(fileobj=cast("BinaryIO", whole), mode="r:gz") as tar:
-            tar.extractall(dest, filter="tar")
+        # tarfile has no safe way to extract before Python 3.10.12 and 3.11.4: tar keeps within `dest`
+        command = ["tar", "-xz", "--no-same-owner", "--no-same-permissions", "-C", str(dest)]
+        subprocess.run(command, stdin=whole, check=True)
     return f"{name}: unpacked to {dest / 'site'}"
 
 

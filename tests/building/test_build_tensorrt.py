@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper
 
 import deploykit as dk
+from deploykit.building.build import check_build
 from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
 from deploykit.building.tensorrt.build import cache_path
@@ -30,6 +33,7 @@ from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.quantization.job import QuantizeRequest
+from tests.support.onnx_zoo import make, save
 from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, Use
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
@@ -267,6 +271,33 @@ def test_sizes_are_compared_within_what_the_engine_takes(
     assert made.manifest.evidence.verified is True
 
 
+@pytest.mark.parametrize(
+    ("batch", "batches"), [((1, 8, 32), [1, 2, 9]), ((4, 8, 8), [4, 5, 8]), ((9, 9, 9), [9])]
+)
+def test_the_proof_and_the_golden_samples_use_the_data_that_were_given(
+    machine: Machine, affine_onnx: Path, tmp_path: Path, batch: tuple[int, ...], batches: list[int]
+) -> None:
+    x = np.random.default_rng(3).standard_normal((9, 4)).astype(np.float32)
+    np.savez(tmp_path / "real.npz", x=x)
+    machine(content=plan(batch, layers=LAYERS))
+    sizes = Shapes(batch=",".join(map(str, batch)))
+    made = dk.build(affine_onnx, "l4", data=tmp_path / "real.npz", shapes=sizes)
+    assert made.parity is not None
+    assert [row.batch for row in made.parity.rows] == batches
+    recorded = np.load(made.path.with_name(made.manifest.evidence.golden.file))["inputs/x"]
+    assert (recorded == x[: len(recorded)]).all()
+
+
+def test_data_of_other_sizes_than_the_engine_takes_are_refused_before_the_build(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "real.npz", x=np.zeros((9, 4), np.float32))
+    does = machine()
+    with pytest.raises(dk.BadInput, match="axis N of 'x' has 9, the engine is built for 16 to 16"):
+        dk.build(affine_onnx, "l4", data=tmp_path / "real.npz", shapes=Shapes(batch="16"))
+    assert "config" not in does.seen
+
+
 def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onnx: Path) -> None:
     machine(content=plan(layers=LAYERS, off=1.0))
     with pytest.raises(
@@ -279,6 +310,19 @@ def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onn
     assert kept is not None
     assert kept.evidence.verified is False
     assert kept.evidence.golden.file == "affine.rejected.trt.golden.npz"
+
+
+def test_the_parser_gets_a_name_for_each_axis_that_the_file_calls_unknown(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """TensorRT takes axes of one name for axes of one size."""
+    does = machine()
+    relu = helper.make_node("Relu", ["x"], ["y"], "relu")
+    model = make([relu], {"x": ("?", "?")}, {"y": ("?", "?")}, {})
+    check_build(save(model, tmp_path / "m.onnx"), "l4")
+    (parsed,) = onnx.load_from_string(does.seen["parsed"]).graph.input
+    dims = parsed.type.tensor_type.shape.dim
+    assert [dim.dim_param for dim in dims] == ["N", "x_1"]
 
 
 def test_an_engine_replaces_no_plugin_that_it_needs(

@@ -47,6 +47,20 @@ def test_a_good_file_is_accepted(graph: Callable[[], onnx.ModelProto], tmp_path:
     assert "not proven" in found.notes[-1]
 
 
+@ask
+@needs
+@pytest.mark.parametrize("words", [("?", "?"), ("None", "None"), ("-1", "unknown")], ids=str)
+def test_axes_of_unknown_size_have_a_range_each(tmp_path: Path, words: tuple[str, str]) -> None:
+    """TensorRT takes axes of one name for axes of one size."""
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["x"], ["p"], "pool"),
+        helper.make_node("Flatten", ["p"], ["y"], "flat"),
+    ]
+    model = make(nodes, {"x": ("N", 3, *words)}, {"y": ("N", 3)}, {})
+    axes = {"x_2": AxisRange(48, 48, 48), "x_3": AxisRange(100, 192, 320)}
+    assert checked(model, tmp_path, axes=axes).accepted
+
+
 def _typed(kinds: list[int]) -> onnx.ModelProto:
     """Casts of x through each of `kinds` and back; int8 by a symmetric Q/DQ pair."""
     nodes, last = [], "x"

@@ -202,9 +202,10 @@ def test_operators_that_the_optimizer_writes_at_any_opset_are_those_of_the_runti
     assert dk.compare(path, made.path).parity.passed
 
 
+@pytest.mark.parametrize("profile", ["cpu", "cpu-openvino"])
 @pytest.mark.parametrize("declared", [[], [1], [4], ["N", 1], ["N"]], ids=str)
 def test_an_output_that_is_declared_wrongly_is_corrected_with_a_note(
-    tmp_path: Path, declared: list[int | str]
+    tmp_path: Path, declared: list[int | str], profile: str
 ) -> None:
     """ONNX Runtime only warns, and a server refuses an answer of another shape than declared."""
     weights = {"w": np.ones((4, 1), np.float32), "s": np.array([-1])}
@@ -215,7 +216,7 @@ def test_an_output_that_is_declared_wrongly_is_corrected_with_a_note(
     model = make(nodes, {"x": ("N", 4)}, {"y": ("N",)}, weights)
     output = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, declared)
     model.graph.output[0].CopyFrom(output)
-    made = dk.build(save(model, tmp_path / "m.onnx"), "cpu")
+    made = dk.build(save(model, tmp_path / "m.onnx"), profile)
     assert [str(each) for each in made.manifest.outputs] == ["y:float32[N]"]
     notes = [note for note in made.notes if "corrected" in note]
     assert len(notes) == (declared != ["N"])

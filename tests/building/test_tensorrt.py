@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -319,29 +320,47 @@ def test_a_workspace_is_cut_to_the_free_memory_with_a_note(
     assert does.seen["WORKSPACE"] == 6 << 30
 
 
-def test_ctrl_c_stops_the_build_and_leaves_the_previous_plan(
-    use: Use, model: Path, out: Path
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+    ids=["ctrl-c", "sigterm"],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_stops_the_build_at_its_next_step_and_a_second_one_at_once(
+    use: Use,
+    model: Path,
+    out: Path,
+    number: signal.Signals,
+    raised: type[BaseException],
+    again: bool,
 ) -> None:
+    """TensorRT may compute for minutes without a step."""
     out.write_bytes(b"previous")
-    use(during_build=lambda: signal.raise_signal(signal.SIGINT))
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        build(model, out, options())
-    assert out.read_bytes() == b"previous"
-    assert signal.getsignal(signal.SIGINT) is handler
+    stopping, leave = threading.Event(), threading.Event()
 
+    def on_progress(phase: str, share: float) -> None:
+        if phase.startswith("stopping at TensorRT's next step"):
+            stopping.set()
 
-def test_sigterm_stops_the_build_as_its_handler_says(use: Use, model: Path, out: Path) -> None:
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(143)
+    def during_build() -> None:
+        os.kill(os.getpid(), number)
+        assert stopping.wait(20)
+        if again:
+            os.kill(os.getpid(), number)
+            assert leave.wait(20)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def exits(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    use(during_build=during_build)
+    before = signal.signal(signal.SIGTERM, exits)
     try:
-        use(during_build=lambda: signal.raise_signal(signal.SIGTERM))
-        with pytest.raises(SystemExit):
-            build(model, out, options())
+        with pytest.raises(raised):
+            build(model, out, options(), on_progress)
     finally:
         signal.signal(signal.SIGTERM, before)
+        leave.set()
+    assert out.read_bytes() == b"previous"
 
 
 def test_an_error_in_on_progress_comes_through(use: Use, model: Path, out: Path) -> None:

@@ -62,10 +62,47 @@ def test_of_two_kinds_of_gpu_the_chosen_one_has_the_profile(
     monkeypatch.setattr(profile, "installed", lambda _name: True)
     monkeypatch.setattr(profile, "this_machine", lambda: two)
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["l4", "h200"]
-    assert with_gpu(two, 7) == two  # CUDA refuses it
     cuda = (("", "NVIDIA H200"), ("", "NVIDIA L4"))  # the fastest first
     monkeypatch.setattr(cuda_order, "_answer", lambda *_: cuda)
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["h200", "l4"]
+
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, "580", "9.0")
+L4 = Gpu("NVIDIA L4", 1, "580", "8.9")
+SLICE = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "cuda", "names"),
+    [
+        ([L4], None, [], ["NVIDIA L4", "NVIDIA L4"]),  # CUDA refuses the second
+        ([L4], "", [], [None, None]),
+        ([L4], "-1", [], [None, None]),
+        ([L4], "NoDevFiles", [], [None, None]),
+        ([L4], "GPU-bb", [], ["NVIDIA L4", "NVIDIA L4"]),  # nobody can say which it is
+        ([L4, H100], "1", [], [H100.name, None]),
+        ([L4, H100], "", [], [None, None]),
+        ([L4, H100], "MIG-8b3c", [SLICE], [SLICE, None]),
+        ([H100], "MIG-8b3c", [SLICE], [SLICE, None]),
+        ([L4, H100], None, [H100.name, L4.name], [H100.name, "NVIDIA L4"]),
+        ([L4, H100], None, [H100.name], [H100.name, None]),
+    ],
+)
+def test_a_gpu_that_cuda_hides_is_not_this_machines(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[Gpu],
+    visible: str | None,
+    cuda: list[str],
+    names: list[str | None],
+) -> None:
+    monkeypatch.setattr(cuda_order, "_answer", lambda *_: tuple(("", name) for name in cuda))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = [with_gpu(machine(*gpus), number).gpus for number in (0, 1)]
+    assert [each[0].name if each else None for each in found] == names
+    memory = {each[0].memory_bytes for each in found if each and each[0].name == SLICE}
+    assert memory <= {10 << 30}
 
 
 @pytest.mark.parametrize(

@@ -97,19 +97,25 @@ def test_a_model_that_did_not_pass_its_gate_is_not_bundled(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("foreign", [False, True])
 @pytest.mark.parametrize("to", WRITERS)
 def test_a_server_that_gets_the_file_as_it_is_gets_pairs_that_are_placed_for_it(
-    int8: dict[str, Path], tmp_path: Path, to: str
+    int8: dict[str, Path], tmp_path: Path, to: str, foreign: bool
 ) -> None:
-    dk.bundle(int8["onnxruntime"], "cpu", out=tmp_path / "placed", to=to)
+    """`foreign`: no manifest says where the pairs are."""
+    source, samples = int8["tensorrt"], int8["tensorrt"].with_name("data.npz")
+    if foreign:
+        source = Path(shutil.copy(source, tmp_path))
+    else:
+        dk.bundle(int8["onnxruntime"], "cpu", out=tmp_path / "placed", to=to)
     if to in STARTED:  # `boot` builds, and so places them
-        dk.bundle(int8["tensorrt"], "cpu", out=tmp_path / "out", to=to)
+        dk.bundle(source, "cpu", out=tmp_path / "out", to=to, samples=samples)
         return
-    with pytest.raises(BadInput, match="its INT8 pairs are placed for TensorRT") as caught:
-        dk.bundle(int8["tensorrt"], "cpu", out=tmp_path / "out", to=to)
-    assert f"deploykit build {int8['tensorrt']} --profile cpu" in str(caught.value.hint)
-    dk.build(int8["tensorrt"], "cpu", out=tmp_path / "built.onnx")
-    dk.bundle(tmp_path / "built.onnx", "cpu", out=tmp_path / "out", to=to)
+    with pytest.raises(BadInput, match=r"would run \d of its \d INT8 nodes in integers") as caught:
+        dk.bundle(source, "cpu", out=tmp_path / "out", to=to, samples=samples)
+    assert f"deploykit build {source} --profile cpu" in str(caught.value.hint)
+    dk.build(source, "cpu", out=tmp_path / "built.onnx")
+    dk.bundle(tmp_path / "built.onnx", "cpu", out=tmp_path / "out", to=to, samples=samples)
 
 
 def test_the_same_inputs_give_the_same_bytes(model: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_image_holds_the_model_alone(folder: Path) -> None:
 def test_the_tar_holds_the_folder_and_no_trace_of_its_writer(made: Path, tmp_path: Path) -> None:
     with tarfile.open(f"{made}.tar") as archive:
         members = archive.getmembers()
-        archive.extractall(tmp_path, filter="data")
+    subprocess.run(["tar", "-xf", f"{made}.tar", "-C", str(tmp_path)], check=True)
     assert {(m.uid, m.gid, m.uname, m.gname) for m in members} == {(0, 0, "", "")}
     assert {m.mode for m in members} == {0o755, 0o644}
     assert {m.mtime for m in members} == {315_532_800}

@@ -161,3 +161,12 @@ def test_a_division_by_zero_that_a_where_leaves_out_is_calibrated(tmp_path: Path
     for to in ("int8", "fp16"):
         made = dk.quantize(path, to, tmp_path / f"{to}.onnx", calib=tmp_path / "c.npy")
         assert made.evaluation.sqnr_db > 20
+
+
+def test_an_output_whose_rows_are_no_samples_is_replayed_whole(tmp_path: Path) -> None:
+    """As of the speech models that declare an answer for each row, and give two for one."""
+    head = "(float[N,4] x) => (float[N,4] y)"
+    path = write(tmp_path, head, "q = MatMul(x, W) y = Concat<axis = 0>(q, q)", {"W": W}, 17)
+    np.save(tmp_path / "c.npy", RNG.standard_normal((60, 4)).astype(np.float32))
+    made = dk.quantize(path, "int8", calib=tmp_path / "c.npy", batch=1)
+    assert dk.compare(made.path).parity.passed

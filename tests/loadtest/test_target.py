@@ -129,6 +129,8 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
         "http://a b",
         "http://[::1",
         "http://127.0.0.1\n",
+        "unix:",
+        "ftp://unix:/tmp/s",
         "",
     ],
 )
@@ -224,6 +226,46 @@ def test_axes_of_any_length_get_the_size_that_is_asked_for(axes: dict[str, int])
     with StandIn(inputs=IDS).running() as url:
         result = load_test(url, batch=2, axes=axes, **QUICK)
     assert result.shapes == {"ids": (2, 5), "mask": (2, 5)}
+
+
+STATE = [
+    {"name": "x", "datatype": "FP32", "shape": [-1, -1, 4]},
+    {"name": "h", "datatype": "FP32", "shape": [2, -1, 8]},
+]
+
+
+@pytest.mark.parametrize(
+    ("axes", "state"),
+    [({"T": 5}, 3), ({"axis1": 5}, 3), ({"x_1": 5}, 3), ({"x_1": 5, "h_1": 7}, 7)],
+    ids=str,
+)
+def test_the_batch_is_the_dynamic_axis_of_a_state(axes: dict[str, int], state: int) -> None:
+    with StandIn(inputs=STATE).running() as url:
+        result = load_test(url, batch=3, axes=axes, **QUICK)
+    assert result.shapes == {"x": (3, 5, 4), "h": (2, state, 8)}
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5])
+def test_answers_are_compared_along_the_batch_wherever_an_output_has_it(
+    tmp_path: Path, wrong: float
+) -> None:
+    x, h = np.ones((4, 5, 4), np.float32), np.zeros((2, 4, 8), np.float32)
+    h += np.arange(4, dtype=np.float32)[:, None]
+    named = {"inputs/x": x, "inputs/h": h, "outputs/h2": h + wrong}
+    np.savez(tmp_path / "m.golden.npz", **named)
+
+    def infer(server: StandIn, _n: int) -> bytes:
+        head, raw = server.bodies[-1]
+        state = raw[-2 * 3 * 8 * 4 :]
+        assert [each["shape"] for each in head["inputs"]] == [[3, 5, 4], [2, 3, 8]]  # type: ignore[attr-defined]
+        data = np.frombuffer(state, "<f4").tolist()
+        item = {"name": "h2", "datatype": "FP32", "shape": [2, 3, 8], "data": data}
+        return reply(200, {"outputs": [item]})
+
+    with StandIn(infer, inputs=STATE).running() as url:
+        result = load(url, batch=3, expect=tmp_path / "m.golden.npz", **QUICK)
+    assert (result.ok == result.sent) is (wrong == 0), result.errors
+    assert result.batch == 3
 
 
 @pytest.mark.parametrize("axes", [{"T": 0}, {"T": 5, "axis1": 5}, {"axis2": 3, "x": 1}], ids=str)

@@ -1,9 +1,13 @@
-"""Servers behind TLS, a token or a path, and servers without the protocol's binary extension."""
+"""Servers behind TLS, a token, a path or a socket, and servers that answer in other ways."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterator
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from deploykit.loadtest.load import load_test
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.loads import at_least, load
 from tests.support.serving.running import Running, running
-from tests.support.stand_in import ANSWER, StandIn, reply
+from tests.support.stand_in import ANSWER, IMAGE, StandIn, reply
 
 pytest.importorskip("hpack")
 
@@ -79,6 +83,184 @@ def test_what_a_secured_server_lacks_is_named(
         load_test(url, ca_file=pem[1].parent / "none.pem", **QUICK)
     with pytest.raises(BadInput, match="IP address mismatch"):
         load_test(url.replace("localhost", "127.0.0.1"), ca_file=pem[0], **QUICK)
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["https", "grpcs"])
+def test_a_server_that_wants_certificates_of_its_clients_is_loaded(
+    pem: tuple[Path, Path], tmp_path: Path, way: int
+) -> None:
+    cert, key = pem
+    both = tmp_path / "both.pem"
+    both.write_text(cert.read_text() + key.read_text())
+    options = {"tls_cert": cert, "tls_key": key, "tls_client_ca": cert, "grpc_port": 0}
+    with running({"m": FakeEngine()}, **options) as server:
+        url = urls(server)[way]
+        for files in ({"cert_file": cert, "key_file": key}, {"cert_file": both}):
+            result = load(url, ca_file=cert, **files, **QUICK)
+            assert result.ok == result.sent > 0, result.errors
+        with pytest.raises(BadInput, match="TLS: ") as caught:
+            load_test(url, ca_file=cert, **QUICK)
+        assert "`cert_file`" in str(caught.value.hint)
+        for wrong in ({"cert_file": cert}, {"cert_file": cert, "key_file": cert}):
+            with pytest.raises(BadInput, match="no certificate and its key can be read"):
+                load_test(url, ca_file=cert, **wrong, **QUICK)
+        with pytest.raises(BadInput, match="`key_file` needs `cert_file`"):
+            load_test(url, ca_file=cert, key_file=key, **QUICK)
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 150}, {"rate": 60.0}], ids=str)
+@pytest.mark.parametrize(
+    "form", ["unix:{}", "http://unix:{}", "unix:{}.grpc", "grpc://unix:{}.grpc"]
+)
+def test_a_server_at_a_unix_socket_is_loaded(
+    tmp_path: Path, form: str, options: dict[str, Any]
+) -> None:
+    with running({"m": FakeEngine()}, host=f"unix:{tmp_path}/s.sock", grpc_port=0):
+        url = form.format(tmp_path / "s.sock")
+        result = load(url, enough=at_least(3), **{**QUICK, "concurrency": None, **options})
+    assert result.ok == result.sent >= 3, result.errors
+    assert result.protocol == ("grpc" if "grpc" in form else "http")
+    assert result.same_machine
+    assert result.lag_p99_ms is None  # no kernel's clock
+    assert any("late reads were not measured" in note for note in result.notes)
+
+
+def test_a_unix_socket_at_which_nobody_listens_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no server answers there: No such file"):
+        load_test(f"unix:{tmp_path}/none.sock", **QUICK)
+
+
+def encoded(name: str, body: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    def change(answer: bytes) -> bytes:
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        data = body(rest)
+        lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Content-L")]
+        lines += [b"Content-Encoding: " + name.encode(), b"Content-Length: %d" % len(data)]
+        return b"\r\n".join([*lines, b"", data])
+
+    return change
+
+
+def chunked(answer: bytes) -> bytes:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Content-L")]
+    parts = [body[at : at + 7] for at in range(0, len(body), 7)]
+    pieces = [b"%x;a=b\r\n%s\r\n" % (len(each), each) for each in [*parts, b""]]
+    return b"\r\n".join([*lines, b"Transfer-Encoding: chunked", b"", b"".join(pieces)])
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    return lambda answer: answer.replace(old, new, 1)
+
+
+FORMS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": encoded("gzip", gzip.compress),
+    "deflate": encoded("deflate", zlib.compress),
+    "chunks": chunked,
+    "gzip in chunks": lambda answer: chunked(encoded("gzip", gzip.compress)(answer)),
+    "HTTP/1.0": replaced(b"HTTP/1.1", b"HTTP/1.0"),
+    "100 first": lambda answer: b"HTTP/1.1 100 Continue\r\n\r\n" + answer,
+    "no reason phrase": replaced(b" X\r\n", b"\r\n"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_in_every_form_of_http_are_read(form: str) -> None:
+    class Other(StandIn):
+        async def answer(self, *request: Any) -> bytes | None:
+            found = await super().answer(*request)
+            return found and FORMS[form](found)
+
+    with Other().running() as url:
+        result = load(url, **QUICK)
+    assert result.ok == result.sent > 0 or form == "HTTP/1.0", result.errors
+    assert result.ok > 0
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (encoded("br", bytes), "is encoded as b'br', which was not asked for"),
+        (encoded("gzip", bytes), "is damaged: it cannot be decompressed"),
+        (encoded("gzip", lambda body: gzip.compress(body)[:-9]), "is damaged: it ends too early"),
+    ],
+)
+def test_a_body_that_cannot_be_decompressed_is_named(
+    form: Callable[[bytes], bytes], reason: str
+) -> None:
+    server = StandIn(lambda _server, _n: form(reply(200, ANSWER)))
+    with server.running() as url:
+        result = load(url, concurrency=1, warmup_s=0.0, duration_s=0.2)
+    assert result.ok == 0
+    assert str(result.first_error).endswith(f"it {reason}")
+
+
+def test_a_server_that_closes_after_each_answer_without_a_word_loses_no_request() -> None:
+    """An orderly end after the request was read is a loss, see test_generator.py."""
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                connection = listener.accept()[0]
+            except OSError:
+                return
+            with connection:
+                if not (data := connection.recv(1 << 16)):
+                    continue
+                path = data.split(b" ")[1].decode()
+                answers: dict[str, object] = {
+                    "/v2": {"extensions": ["binary_tensor_data"]},
+                    "/v2/repository/index": [{"name": "m"}],
+                    "/v2/models/m": {"name": "m", "inputs": [IMAGE]},
+                }
+                connection.sendall(reply(200, answers.get(path, ANSWER)))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        result = load(f"http://127.0.0.1:{listener.getsockname()[1]}", enough=at_least(3), **QUICK)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    assert result.ok == result.sent >= 3, result.errors
+    assert any("sent again" in note for note in result.notes)
+
+
+STATUSES = [
+    (429, "", "try again later"),
+    (503, "Retry-After: 2\r\n", "try again later"),
+    (301, "Location: https://example.org/v2\r\n", "load the URL"),
+    (407, "", "load the server itself"),
+]
+
+
+@pytest.mark.parametrize(("status", "fields", "hint"), STATUSES)
+def test_a_server_that_refuses_every_request_is_not_called_another_kind_of_server(
+    status: int, fields: str, hint: str
+) -> None:
+    server = StandIn(other=lambda _path: reply(status, {"error": "why"}, fields))
+    with server.running() as url, pytest.raises(BadInput) as caught:
+        load_test(url, **QUICK)
+    wanted = "redirects to https://example.org/v2" if status == 301 else "why"
+    assert caught.value.message == f"{url}: about: {status}: {wanted}"
+    assert hint in str(caught.value.hint)
+
+
+def test_a_slash_that_a_server_adds_is_followed() -> None:
+    def other(path: str) -> bytes | None:
+        if path == "/v2":
+            return reply(307, b"", "Location: /v2/\r\n")
+        return reply(200, {"extensions": ["binary_tensor_data"]}) if path == "/v2/" else None
+
+    with StandIn(other=other).running() as url:
+        result = load(url, **QUICK)
+    assert result.ok > 0
+    assert result.notes == ()  # the tensors are bytes
+
+
+@pytest.mark.parametrize("extensions", [None, 7, "binary_tensor_data", [None]], ids=str)
+def test_extensions_that_are_no_list_are_none(extensions: object) -> None:
+    with StandIn(extensions=extensions).running() as url:  # type: ignore[arg-type]
+        assert load(url, **QUICK).ok > 0
 
 
 def test_tls_where_there_is_none_is_named() -> None:

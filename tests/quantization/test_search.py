@@ -16,7 +16,16 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
 from deploykit.graph.cost import Ceilings, predicted_s, savings_s
 from deploykit.quantization.scales import noise_share
-from deploykit.quantization.search import Budget, Level, Search, Verdict, not_worth, rank, search
+from deploykit.quantization.search import (
+    Budget,
+    Level,
+    MeasuredCost,
+    Search,
+    Verdict,
+    not_worth,
+    rank,
+    search,
+)
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
 from tests.support.onnx_zoo import make, save
@@ -75,6 +84,23 @@ class Network:
             budget=Budget(0.0, budget_s, lambda: self.now),
             on_step=on_step,
         )
+
+
+@pytest.mark.parametrize(
+    ("rounds", "note"),
+    [
+        ([0.80, 0.81, 0.79, 0.80], ""),
+        ([0.80, 1.60, 0.40, 0.80], "within the spread of the measurements"),
+        ([0.97, 0.97, 0.96, 0.97], "5% less is asked for"),
+    ],
+)
+def test_a_measured_gain_counts_if_it_is_more_than_chance(rounds: list[float], note: str) -> None:
+    network = Network(10, {"int8": {}})
+    level = replace(network.level("int8"), cost_s=lambda _: MeasuredCost(0.1, rounds))
+    float32 = MeasuredCost(0.1, [1.0] * len(rounds))
+    outcome = search([level], network.evaluate, float32_cost_s=float32, budget=Budget(0.0))
+    assert (outcome.best is not None) == (not note)
+    assert note in "".join(outcome.notes)
 
 
 def kept(outcome: Search) -> tuple[str, int]:

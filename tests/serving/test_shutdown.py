@@ -116,7 +116,10 @@ def test_in_the_time_to_drain_all_requests_are_answered_but_readiness(
         grpc.send(6, 1, 0, b"retiring")  # it answers the PING
         assert grpc.closed()
         with frames(server.server.grpc_port or 0) as other:
+            other.settle()
+            assert other.goaway is None  # else a client that asks only now never could
             assert other.call(1, infer_bytes()).status == 0
+            other.until(lambda: other.goaway == 0)
             assert server.stop() == 0
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 
 IMAGE = {"name": "image", "datatype": "FP32", "shape": [-1, 2, 3]}
 ANSWER = {"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "data": [0.5]}]}
-ANSWER = {"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "data": [0.5]}]}
 Infer = Callable[["StandIn", int], object]  # (server, number of earlier inferences)
 
 
@@ -71,7 +70,7 @@ class StandIn:
             return reply(404, {"error": f"no {path}"})
         path = path.removeprefix(self.prefix)
         if path == "/v2":
-            return reply(200, {"name": "stand-in", "extensions": list(self.extensions)})
+            return reply(200, {"name": "stand-in", "extensions": self.extensions})
         if path == "/v2/repository/index":
             return reply(
                 200, [{"name": name, "version": "1", "state": "READY"} for name in self.models]

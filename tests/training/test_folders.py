@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -272,16 +276,49 @@ def test_every_file_of_a_class_is_read_or_counted(photos: Path, tmp_path: Path) 
     ]
 
 
-def test_reading_a_folder_takes_its_memory_once(photos: Path) -> None:
-    import tracemalloc
+READ_WITH_LIMITS = """
+import hashlib, re, resource, sys
+from pathlib import Path
+from deploykit.core.errors import OutOfMemory
+from deploykit.core.task import ImageInput
+from deploykit.engines.data.folders import class_splits
+used = re.search(r"VmData:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]
+for which, limit in ((resource.RLIMIT_DATA, 1024 * int(used) + (140 << 20)), FILES):
+    resource.setrlimit(which, (limit, limit))
+try:
+    splits = class_splits(Path(sys.argv[1]), ImageInput("photo", 1024, 1024))
+except OutOfMemory as exc:
+    print(exc.message)
+else:
+    for part in (splits.train, splits.calibration, splits.test):
+        print(part.labels.tolist(), hashlib.sha256(part.inputs["photo"]).hexdigest())
+"""
 
-    image = ImageInput("photo", 400, 400)
-    tracemalloc.start()
-    splits = class_splits(photos, image)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    kept = sum(part.labels.size * 400 * 400 * 3 for part in (splits.train, splits.test))
-    assert peak < 1.6 * kept
+
+@pytest.mark.parametrize("most_bytes", [-1, 1 << 20], ids=["disk", "full disk"])
+def test_images_that_do_not_fit_into_memory_are_read_into_a_file(
+    photos: Path, tmp_path: Path, most_bytes: int
+) -> None:
+    """They take 144 MiB: a process that may take little more gets the same splits."""
+    script = READ_WITH_LIMITS.replace("FILES", f"(resource.RLIMIT_FSIZE, {most_bytes})")
+    process = subprocess.run(
+        [sys.executable, "-c", script, photos],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert not list(tmp_path.iterdir())
+    if most_bytes > 0:
+        assert "does not fit into memory" in process.stdout
+        assert f"nor into a file in {tmp_path}: File too large" in process.stdout
+        return
+    splits = class_splits(photos, ImageInput("photo", 1024, 1024))
+    assert process.stdout.splitlines() == [
+        f"{part.labels.tolist()} {hashlib.sha256(part.inputs['photo']).hexdigest()}"
+        for part in (splits.train, splits.calibration, splits.test)
+    ]
 
 
 # layouts

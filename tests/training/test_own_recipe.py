@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import deploykit as dk  # noqa: E402
+from deploykit.core.artefact import read_manifest  # noqa: E402
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
 from deploykit.core.recipe import Split, Splits  # noqa: E402
 from deploykit.core.task import ImageInput  # noqa: E402
@@ -48,6 +51,15 @@ class Two(torch.nn.Linear):
         return several(super().forward(x))
 
 
+def layers(*widths: int, **more: object) -> torch.nn.Module:
+    """A body and a head, with attributes of any kind."""
+    found = torch.nn.Sequential(
+        OrderedDict(body=torch.nn.Linear(2, 3), head=torch.nn.Linear(*widths))
+    )
+    found.__dict__ |= more
+    return found
+
+
 WIDE = (TensorSpec("x", "float32", ("N", 3)),)
 Y3 = (TensorSpec("y", "float32", ("N", 3)),)
 
@@ -55,9 +67,10 @@ Y3 = (TensorSpec("y", "float32", ("N", 3)),)
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"learning_rate": math.nan}, "`learning_rate` must be finite and above 0, got nan"),
+        ({"learning_rate": math.nan}, "`learning_rate` must be above 0, below 1e.30, got nan"),
         ({"learning_rate": -1.0}, "`learning_rate` must be .*, got -1.0"),
         ({"learning_rate": math.inf}, "`learning_rate` must be .*, got inf"),
+        ({"learning_rate": 1e300}, r"`learning_rate` must be .*, got 1e\+300"),
         ({"learning_rate": "1e-3"}, "`learning_rate` must be .*, got '1e-3'"),
         ({"batch_size": 6.5}, "`batch_size` must be an integer, got 6.5"),
         ({"epochs": True}, "`epochs` must be an integer"),
@@ -91,7 +104,11 @@ Y3 = (TensorSpec("y", "float32", ("N", 3)),)
         ({"metric": lambda _outputs, labels: labels * np.nan}, "within 0 and 1"),
         ({"report": fails}, "recipe's report failed: KeyError"),
         ({"report": lambda _module, _splits: {"x": {1}}}, "report failed: .* set has no JSON form"),
+        ({"report": lambda *_: {"x": 10**400}}, "report failed: OverflowError"),
         ({"loss": fails}, "recipe's model or loss failed: KeyError"),
+        ({"loss": lambda *_: sys.exit(3)}, r"model or loss failed: it called exit\(3\)"),
+        ({"build": lambda: layers(3, 2), "backbone": ("head", "body")}, "backbone, head, failed"),
+        ({"build": lambda: layers(3, 2), "backbone": ("body", "body")}, "head, body, failed"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -111,6 +128,7 @@ def test_data_that_are_no_splits_are_refused(data: Any, reason: str) -> None:
 
 
 X = SPLITS.train.inputs["x"]
+BIG_ENDIAN = SPLITS.train.labels.astype(">i8")
 TEXT = np.array(["left", "right"] * 100)
 
 
@@ -121,6 +139,8 @@ TEXT = np.array(["left", "right"] * 100)
         ({"train": Split({"x": X[:0]}, X[:0, 0])}, "holds no training data"),
         ({"train": Split({"x": X[:9]}, SPLITS.train.labels)}, "numbers of samples: .*9.*200"),
         ({"train": Split({"x": X}, TEXT)}, "labels of <U5"),
+        ({"train": Split({"x": X}, X[:, 0].astype(np.longdouble))}, "labels of float128"),
+        ({"train": Split({3: X}, SPLITS.train.labels)}, "data hold 3, the recipe's inputs are x"),
         ({"train": Split({"x": X * np.float32("nan")}, SPLITS.train.labels)}, "sample 0 holds NaN"),
         ({"train": (X, SPLITS.train.labels)}, "its `train` must be a Split, got"),
         ({"classes": ("a", "b", "c")}, "names 3 classes, the model has 2"),
@@ -158,6 +178,27 @@ def test_inputs_are_passed_in_the_order_of_the_recipe_whatever_that_of_the_data(
     )
     ahead = trained.module(torch.ones(1, 1), torch.zeros(1, 1)).argmax()
     assert (int(ahead), trained.scores.mean() > 0.95) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"build": lambda: layers(3, 2, lock=threading.Lock(), rows=(i for i in X))},
+        {"batch_size": 2**63},
+        {"metric_name": "\udcff", "report": lambda *_: {"\udcff": 1}},
+        {"data": lambda _: replace(SPLITS, source="\udcff", classes=("a\udcff", "b"))},
+        {"data": lambda _: replace(SPLITS, train=Split({"x": X.astype(">f4")}, BIG_ENDIAN))},
+        {"data": lambda _: replace(SPLITS, train=Split({"x": X[::-1]}, BIG_ENDIAN[::-1]))},
+    ],
+    ids=["attributes", "batch", "names", "path", "byte order", "strides"],
+)
+def test_an_odd_recipe_is_trained(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploykit.training.train.load_recipe", lambda _: replace(LINE, **changed))
+    made = dk.train("./mine.py", tmp_path / "m.pt", epochs=9, device="cpu")
+    assert made.accuracy.value > 0.5
+    assert read_manifest(tmp_path / "m.pt").evidence.training is not None
 
 
 def write_recipe(where: Path, change: str, body: str = "") -> str:

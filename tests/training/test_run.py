@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.core.recipe import Split  # noqa: E402
-from deploykit.training import loop as state  # noqa: E402
+from deploykit.training import loop  # noqa: E402
 from deploykit.training import train as verb  # noqa: E402
 from deploykit.training.checks import SCHEDULES  # noqa: E402
-from deploykit.training.loop import run_training  # noqa: E402
+from deploykit.training.loop import KEY, VERSION, run_training  # noqa: E402
 from deploykit.training.options import TrainingOptions  # noqa: E402
 from tests.support.campaign import only_in_a_campaign  # noqa: E402
 from tests.support.training import LINE, SPLITS, dropping, losses  # noqa: E402
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_while_it_saves_keeps_the_state_before(tmp_path: Pa
 import os, signal, torch
 from pathlib import Path
 from dataclasses import replace
-from deploykit.training.loop import run_training
+from deploykit.training.loop import KEY, VERSION, run_training
 from deploykit.training.options import TrainingOptions
 from tests.support.campaign import only_in_a_campaign  # noqa: E402
 from tests.support.training import LINE, SPLITS
@@ -95,21 +95,69 @@ run_training(LINE, SPLITS, TrainingOptions(device="cpu", epochs=4, checkpoint=Pa
     assert losses(resumed) == losses(run_training(LINE, SPLITS, CPU))
 
 
-def test_a_full_disk_is_named_and_the_state_before_kept(tmp_path: Path) -> None:
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Let no file grow beyond so many bytes; without limit again after the test."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_run_goes_on_where_the_disk_is_full_and_keeps_the_state_before(
+    tmp_path: Path, full_disk: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "run.ckpt"
-    wide = [torch.nn.Linear(2, 5000), torch.nn.Linear(5000, 2)]
-    recipe = replace(LINE, build=lambda: torch.nn.Sequential(*wide))
-    options = replace(CPU, checkpoint=path)
-    with pytest.raises(StopError):
-        run_training(recipe, SPLITS, options, on_progress=stop_after(1))
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with pytest.raises(BadInput, match=r"run\.ckpt: cannot be written: File too large"):
-            run_training(recipe, SPLITS, options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    options, before = replace(CPU, checkpoint=path), b""
+
+    def fill(text: str, _share: float) -> None:
+        nonlocal before
+        if text.startswith("epoch 3/"):
+            before = path.read_bytes()
+            full_disk(100)
+
+    trained = run_training(LINE, SPLITS, options, on_progress=fill)
+    note = f"epoch 4 is not in the checkpoint: {path}: cannot be written: File too large"
+    assert note in trained.notes
+    assert note in caplog.messages
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("run.ckpt", before)]
+    full_disk(-1)
+    resumed = run_training(LINE, SPLITS, options)
+    assert "went on after epoch 2" in resumed.notes[0]
+    assert losses(resumed) == losses(trained) == losses(run_training(LINE, SPLITS, CPU))
+
+
+def test_a_finished_run_is_lengthened_as_if_it_had_been_asked_at_first(tmp_path: Path) -> None:
+    recipe = replace(LINE, build=dropping, schedule="constant")
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt", patience=9)
+    run_training(recipe, SPLITS, options)
+    longer = run_training(recipe, SPLITS, replace(options, epochs=7))
+    whole = run_training(recipe, SPLITS, replace(options, epochs=7, checkpoint=None))
+    assert losses(longer) == losses(whole)
+    for one, other in zip(longer.module.parameters(), whole.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(BadInput, match="its epochs is 7, here it is 6"):
+        run_training(recipe, SPLITS, replace(options, epochs=6))
+
+
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"constant"}))
+def test_a_schedule_over_all_epochs_is_why_a_run_cannot_be_lengthened(
+    tmp_path: Path, schedule: str
+) -> None:
+    recipe = replace(LINE, schedule=schedule)
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt", epochs=1)
+    run_training(recipe, SPLITS, options)
+    with pytest.raises(BadInput, match="its epochs is 1, here it is 2") as refused:
+        run_training(recipe, SPLITS, replace(options, epochs=2))
+    assert f"the {schedule} schedule ends with epoch 1" in str(refused.value.hint)
+
+
+def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt", epochs=1)
+    run_training(LINE, SPLITS, options)
+    state = torch.load(options.checkpoint, weights_only=True)
+    torch.save(state | {KEY: VERSION - 1}, options.checkpoint)
+    with pytest.raises(BadInput, match=f"of version {VERSION - 1}, this deploykit reads"):
+        run_training(LINE, SPLITS, options)
 
 
 def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
@@ -163,7 +211,7 @@ class Evil:
         b"hello",
         b"PK\x03\x04" + bytes(50),
         {"weight": 3},
-        {state.KEY: state.VERSION, "x": Evil()},
+        {KEY: VERSION, "x": Evil()},
     ],
     ids=["empty", "text", "cut zip", "model", "code"],
 )
@@ -368,7 +416,7 @@ def test_the_verb_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.Mon
     given |= {"checkpoint": tmp_path / "c.ckpt", "tensorboard": tmp_path / "t"}
     assert {each.name for each in fields(TrainingOptions)} == set(given)
     seen = []
-    monkeypatch.setattr(state, "run_training", lambda *found, **_: seen.append(found[2]) or 1 / 0)
+    monkeypatch.setattr(loop, "run_training", lambda *found, **_: seen.append(found[2]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         verb.train(str(OWN_RECIPE), tmp_path / "m.pt", **given)
     assert seen == [TrainingOptions(**given)]

@@ -11,9 +11,11 @@ import contextlib
 import hashlib
 import math
 import re
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +62,11 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import BuildMemory
 from deploykit.core.precision import ALL, Precision
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.inspector import read_layers
 from deploykit.engines.tensorrt.log import logger
 from deploykit.engines.tensorrt.plugins import load_plugins
-from deploykit.graph.facts import external_files, onnx_files
+from deploykit.graph.facts import external_files, onnx_files, read_facts
 from deploykit.graph.graph import Graph
 
 if TYPE_CHECKING:
@@ -136,6 +138,31 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
         shape = tuple(size if size >= 0 else name for size, name in axes)
         found.append(TensorSpec(tensor.name, dtype, shape))
     return found
+
+
+@contextlib.contextmanager
+def _with_own_axes(model: Path) -> Iterator[Path]:
+    """Yield the file, or a copy if it gives several axes one word for "unknown".
+
+    TensorRT takes axes of one name for axes of one size.
+    """
+    axes = [axis for value in read_facts(model).inputs for axis in value.shape or ()]
+    words = [each for each in axes if isinstance(each, str) and axis_name("", 0, each) != each]
+    if len(set(words)) == len(words):
+        yield model
+        return
+    graph = Graph.open(model)
+    named = type(graph.model)()
+    named.CopyFrom(graph.model)
+    shapes = {spec.name: spec.shape for spec in graph.inputs}
+    for value in named.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        for dim, axis in zip(dims, shapes.get(value.name, ()), strict=False):
+            if isinstance(axis, str):
+                dim.dim_param = axis
+    with tempfile.TemporaryDirectory() as folder:
+        Graph(named, graph.path).save(Path(folder, model.name))
+        yield Path(folder, model.name)
 
 
 def element_types(network: trt.INetworkDefinition) -> set[str]:
@@ -316,11 +343,26 @@ def build(
 ) -> BuildResult:
     """Write the plan of `model` to `out`, completely or not at all. Takes seconds to hours.
 
+    It is built on the GPU of `options`, within its free memory.
+
     `on_progress(phase, share)`: the share is from 0 to 1. Raises NotFound or BadInput for a damaged
     file and for options that contradict it; Unsupported for what this TensorRT or GPU cannot do,
     for too little free memory, and for TensorRT for RTX in place of TensorRT; KeyboardInterrupt
     after Ctrl-C; MissingExtra.
     """
+    return interruptible(partial(_build, model, out, options), on_progress)
+
+
+def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) -> BuildResult:
+    try:
+        from deploykit.engines.cuda.driver import CudaDevice
+
+        driver = CudaDevice(options.device)
+        driver.use()  # TensorRT builds for this thread's GPU
+        options = replace(options, free_bytes=driver.memory()[0])
+    except DeploykitError:  # without CUDA TensorRT itself reports what is missing
+        if options.device:  # it would build for the first GPU
+            raise
     here = with_gpu(this_machine(), options.device)
     nv = module(options.flavour)
     check_target(nv, options)
@@ -332,9 +374,9 @@ def build(
     _check_flavour(attempt.plan, out, options)
     layers, notes = read_back(attempt.plan, options)
     notes += note_dla(layers, options, str(model))
+    progress.complete("built")
     with atomic_write(out) as tmp:
         tmp.write_bytes(attempt.plan)
-    progress.complete("built")
     return BuildResult(
         _built_on(nv, model, options, here, attempt),
         layers,
@@ -347,6 +389,10 @@ def build(
 
 def check(model: Path, options: Options, on_progress: OnProgress | None = None) -> BuildCheck:
     """Parse and build `model` with the installed builder; a refused graph is a result."""
+    return interruptible(partial(_check, model, options), on_progress)
+
+
+def _check(model: Path, options: Options, on_progress: OnProgress) -> BuildCheck:
     nv = module(options.flavour)
     started = time.perf_counter()
     here = with_gpu(this_machine(), options.device)
@@ -408,7 +454,7 @@ def _build_plan(
     check_options(options)
     check_graph(options, model)
     progress.report("parsing")
-    progress.raise_if_stopped()
+    progress.raise_failure()
     job = _Job(nv, start(nv), model, options, progress, here, checking)
     load_plugins(nv, options.plugins)
     if weakly_typed(nv, options):
@@ -446,8 +492,8 @@ class _Job:
         typed = 1 << int(getattr(nv.NetworkDefinitionCreationFlag, STRONG)) if strong else 0
         network = self.builder.create_network(typed)
         parser: trt.OnnxParser = nv.OnnxParser(network, logger(nv))  # owns the weights: keep it
-        with collect_log(nv) as lines:
-            parsed = parser.parse_from_file(str(self.model))
+        with collect_log(nv) as lines, _with_own_axes(self.model) as model:
+            parsed = parser.parse_from_file(str(model))
         if not parsed:
             return _Attempt(None, refusals(lines, parser), tuple(lines.errors))
         warnings = lines.warnings
@@ -481,9 +527,8 @@ class _Job:
             add_profile(self.builder, config, inputs, sizes)
             watch = monitor(nv, self.progress)  # the config does not keep it alive
             config.progress_monitor = watch
-            with interruptible(self.progress):
-                plan = maybe(self.builder.build_serialized_network(network, config))
-        self.progress.raise_if_stopped()
+            plan = maybe(self.builder.build_serialized_network(network, config))
+        self.progress.raise_failure()
         notes += build_warnings([*warnings, *lines.warnings])
         layers = int(network.num_layers)
         if plan is None:

@@ -14,6 +14,7 @@ from deploykit.core.evidence import Layer
 from deploykit.core.precision import narrowest
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.engines.data.samples import Samples
 from deploykit.engines.tensorrt.compatibility import version_numbers
 from deploykit.graph.graph import Graph
 
@@ -95,6 +96,22 @@ def ranges(
         _check_fixed(inputs, batch)
     sizes = {**dict.fromkeys(batches | {BATCH}, batch), **others}
     return {spec.name: _shapes(spec, sizes) for spec in inputs}
+
+
+def check_samples(
+    inputs: Sequence[TensorSpec], samples: Samples, spans: Mapping[str, ShapeRange]
+) -> None:
+    """Raise BadInput for samples of sizes that an engine of these `ranges` does not take."""
+    for spec in inputs:
+        low, _, high = spans[spec.name]
+        found, own = samples.inputs[spec.name].shape, samples.axis(spec.name)
+        for at, (axis, size) in enumerate(zip(spec.shape, found, strict=True)):
+            if size < low[at] or (size > high[at] and at != own):
+                raise BadInput(
+                    f"{samples.where}: axis {axis} of '{spec.name}' has {size}, the engine is "
+                    f"built for {low[at]} to {high[at]}",
+                    hint="choose a `batch` and `axes` that hold the samples, or other samples",
+                )
 
 
 def _shapes(spec: TensorSpec, sizes: Mapping[str, AxisRange]) -> ShapeRange:

@@ -1,19 +1,21 @@
-"""Report the progress of a TensorRT build, and stop it on a signal.
+"""Report the progress of a TensorRT build, and stop it on Ctrl-C.
 
 TensorRT's phases nest, and each has a number of steps; the share reported never falls.
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+from deploykit.core.subprocesses import INSIDE
 
 OnProgress = Callable[[str, float], None]
+_T = TypeVar("_T")
+_POLL_S = 0.2
 
 
 @dataclass
@@ -24,15 +26,14 @@ class _Phase:
 
 
 class BuildProgress:
-    """The open phases of one build; `stop`: a signal received, `failure`: a callback's exception.
+    """The open phases of one build; `failure`: a callback's exception.
 
-    TensorRT prints and drops an exception in a callback, so `raise_if_stopped` raises it once the
+    TensorRT prints and drops an exception in a callback, so `raise_failure` raises it once the
     build has ended.
     """
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self.on_progress = on_progress
-        self.stop: int | None = None
         self.failure: BaseException | None = None
         self.share = 0.0
         self._phases: dict[str, _Phase] = {}
@@ -49,7 +50,7 @@ class BuildProgress:
             if name in self._phases:
                 self._phases[name].done = number + 1
                 self.report(name)
-        return self.stop is None and self.failure is None
+        return self.failure is None
 
     def finish(self, name: str) -> None:
         with self._lock:
@@ -71,13 +72,10 @@ class BuildProgress:
         if self.on_progress is not None:
             self.on_progress(phase, 1.0)
 
-    def raise_if_stopped(self) -> None:
-        """Raise a callback's exception, or after a signal run its own handler."""
+    def raise_failure(self) -> None:
+        """Raise a callback's exception."""
         if self.failure is not None:
             raise self.failure
-        if self.stop is not None:
-            signal.raise_signal(self.stop)
-            raise KeyboardInterrupt
 
     def _share(self, parent: str | None) -> float:
         """Share of the newest phase below `parent`; its current step counts in part."""
@@ -108,24 +106,41 @@ def monitor(nv: Any, progress: BuildProgress) -> Any:
     return Monitor()
 
 
-@contextlib.contextmanager
-def interruptible(progress: BuildProgress) -> Iterator[None]:
-    """Store Ctrl-C and SIGTERM in `progress.stop` during the block, in the main thread.
+def interruptible(function: Callable[[OnProgress], _T], on_progress: OnProgress | None) -> _T:
+    """Return `function(on_progress)`, run in another thread so that Ctrl-C acts during its calls.
 
-    Their handlers would raise inside TensorRT's callback, where the exception is lost. Signals with
-    the system's default or ignored stay as they are.
+    An interrupt, or another exception of a signal's handler, is raised once TensorRT has stopped,
+    which it does at its next step; a second one does not wait for that.
     """
+    interrupted, last = threading.Event(), 0.0
+    found: Future[_T] = Future()
 
-    def keep(number: int, _frame: FrameType | None) -> None:
-        progress.stop = number
+    def report(phase: str, share: float) -> None:
+        nonlocal last
+        last = share
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        if on_progress is not None:
+            on_progress(phase, share)
 
-    kept = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if callable(signal.getsignal(number)):
-                kept[number] = signal.signal(number, keep)
+    def run() -> None:
+        with INSIDE:
+            try:
+                found.set_result(function(report))
+            except BaseException as exc:  # noqa: BLE001 - raised in the thread that waits
+                found.set_exception(exc)
+
+    def wait_for_it() -> None:
+        while not found.done():
+            wait([found], _POLL_S)  # a signal that another thread got wakes no lock
+
+    threading.Thread(target=run, daemon=True).start()
     try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        wait_for_it()
+    except BaseException:
+        interrupted.set()
+        if on_progress is not None:
+            on_progress("stopping at TensorRT's next step; Ctrl-C again ends it at once", last)
+        wait_for_it()
+        raise
+    return found.result()

@@ -13,7 +13,6 @@ from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
 from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import AxisRange, Options, parse_axis, parse_batch
-from deploykit.building.tensorrt.progress import OnProgress
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
@@ -25,6 +24,7 @@ from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
 from deploykit.core.subprocesses import run_apart
+from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
@@ -72,14 +72,14 @@ def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
 def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manifest:
     """Return the manifest of a plan that has not run yet, and golden samples next to it."""
     graph, layers, tmp, shapes = Graph.open(graph_file.path), built.layers, job.tmp, job.shapes
-    samples = golden.carry(graph_file, tmp)
+    samples, given = golden.carry(graph_file, tmp), job.samples
     if samples is None:  # at a small batch and the optimum of the other axes
-        axes = dict(map(parse_axis, shapes.axes))
-        most = parse_batch(shapes.batch).maximum if shapes.batch else golden.SAMPLES
-        rows = max(1, min(golden.SAMPLES, most))
+        options = options_of(job.target, shapes, graph_file)
+        rows = min(max(golden.SAMPLES, options.batch.minimum), options.batch.maximum)
         names = {axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)}
-        sizes = {name: axes[name].optimum if name in axes else rows for name in names}
-        samples = verify.record_on_cpu(graph_file, tmp, sizes)
+        sizes = {n: options.axes[n].optimum if n in options.axes else rows for n in names}
+        feeds = given.rows(slice(rows)) if given else random_feeds(graph.inputs, sizes)
+        samples = verify.record_on_cpu(graph_file, tmp, feeds)
     read = verify.compare_layers(layers, verify.asked_of(graph))
     precision = _count(layers or ()) if read.known else graph.precision
     if samples is not None:
@@ -124,7 +124,9 @@ def _prove(manifest: Manifest, graph_file: Artefact, job: BuildJob) -> tuple[Evi
         staged, device = Artefact.from_manifest(tmp, manifest), f"cuda:{job.shapes.device}"
         with load(staged, device, trust=True) as opened:
             engine: Any = opened
-            parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
+            parity, why = verify.prove_engine(
+                engine, tmp, manifest, graph_file.path, name, job.samples
+            )
             if read is not None:
                 read = verify.read_engine(engine, read)
             with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
@@ -157,7 +159,7 @@ def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
     if not here or not _is_target(machine, target):
         raise Unsupported(
             f"profile '{target.name}' is not this machine, which has "
-            f"{here or 'no NVIDIA GPU'}: a TensorRT engine is built on its target",
+            f"{here or f'no NVIDIA GPU cuda:{gpu}'}: a TensorRT engine is built on its target",
             hint=hint,
         )
     if not installed("tensorrt"):
@@ -194,21 +196,6 @@ def _count(layers: Sequence[Layer]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def build_here(
-    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
-) -> BuildResult:
-    """`plans.build` on the GPU of `options`, within its free memory."""
-    try:
-        from deploykit.engines.cuda.driver import CudaDevice
-
-        driver = CudaDevice(options.device)
-        driver.use()  # TensorRT builds for this thread's GPU
-        options = replace(options, free_bytes=driver.memory()[0])
-    except DeploykitError:  # no CUDA: TensorRT itself reports what is missing
-        pass
-    return plans.build(model, out, options, on_progress)
-
-
 DEFAULT_BATCH = "1,8,32"
 
 
@@ -222,9 +209,9 @@ def build_engine(
     """Write the plan; in a process of its own where the GPU shares the CPU's memory."""
     options = options_of(target, shapes, model)
     if not target.unified_memory:
-        return build_here(model.path, out, options, on_progress)
+        return plans.build(model.path, out, options, on_progress)
     built: BuildResult = run_apart(
-        str(model), build_here, model.path, out, options, on_progress=on_progress
+        str(model), plans.build, model.path, out, options, on_progress=on_progress
     )
     return built
 

@@ -6,15 +6,21 @@ DIR/train/cat, DIR/val/cat, DIR/test/cat. Other layouts are refused.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.memory import check_fits
+from deploykit.core.errors import BadInput, NotFound, OutOfMemory, os_reason
+from deploykit.core.machine import usable_cores
+from deploykit.core.memory import does_not_fit, free_bytes
 from deploykit.core.recipe import Split, Splits
 from deploykit.core.task import ImageInput
 from deploykit.engines.data.samples import list_entries
@@ -31,6 +37,9 @@ _SPLITS = {
     "test": _TEST,
 }
 _SHARES = {_TEST: 0.2, _CALIBRATION: 0.1}  # of each class, for a split without a folder
+_AT_ONCE = 256  # images
+_SMALL_BYTES = 1 << 27  # always in memory
+_DISK = "/var/tmp"  # noqa: S108 - a file without a name, which nobody else can open
 _Classes: TypeAlias = dict[Path, list[Path]]  # the ordered files of each class folder
 
 
@@ -57,14 +66,38 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
 
     reader, skipped = PlacedImages(image, str(folder)), list[str]()
     missing = [split for split in _SHARES if split not in files]
+    rows: dict[str, list[int]] = {split: [] for split in (*files, *missing)}
     count = sum(len(paths) for kinds in files.values() for paths in kinds.values())
-    check_fits(f"{folder}: the images", round(1.3 * count * math.prod(reader.shape)))
-    parts = {}
+    pixels = large_array(f"{folder}: the images", (count, *reader.shape), np.uint8)
+    labels: list[int] = []
     for split, kinds in files.items():
-        uses = [split, *(missing if split == _TRAIN else ())]
-        use = ", ".join(f"to {each}" for each in uses)
-        parts[split] = _read(kinds, reader, skipped, len(uses), use)
-    parts |= _cut(parts[_TRAIN], missing)
+        uses = (split, *(missing if split == _TRAIN else ()))
+        for label, (kind, paths) in enumerate(kinds.items()):
+            before, problem = len(labels), "PNG, JPEG and WebP are read"
+            for found in _decode(reader, paths):
+                if isinstance(found, BadInput):
+                    skipped.append(problem := found.message)
+                else:
+                    pixels[len(labels)] = found
+                    labels.append(label)
+            read = len(labels) - before
+            if read < len(uses):
+                raise BadInput(
+                    f"{kind}: holds {read} images that can be read, {len(uses)} or more are "
+                    f"needed: {', '.join(f'to {each}' for each in uses)}",
+                    hint=problem,
+                )
+            left = before + np.random.RandomState(0).permutation(read)
+            for use in uses[1:]:
+                end = max(1, round(_SHARES[use] * read))
+                rows[use] += left[:end].tolist()
+                left = left[end:]
+            rows[split] += sorted(left.tolist())
+    _reorder(pixels, [row for part in rows.values() for row in part])
+    ends, parts = list(itertools.accumulate(map(len, rows.values()))), {}
+    for (use, part), end in zip(rows.items(), ends, strict=True):
+        own = pixels[end - len(part) : end]
+        parts[use] = Split({reader.tensor: own}, np.array([labels[row] for row in part], np.int64))
     return Splits(
         train=parts[_TRAIN],
         calibration=parts[_CALIBRATION],
@@ -126,49 +159,49 @@ def _classes(folders: Sequence[Path]) -> _Classes:
     return found
 
 
-def _read(
-    classes: _Classes, reader: PlacedImages, skipped: list[str], least: int, use: str
-) -> Split:
-    """Read the images of each class into one array; those that cannot be read go to `skipped`."""
-    pixels = np.empty((sum(map(len, classes.values())), *reader.shape), np.uint8)
-    labels: list[int] = []
-    for label, (kind, paths) in enumerate(classes.items()):
-        before = len(labels)
-        for path in paths:
-            try:
-                pixels[len(labels)] = reader.decode(path)
-            except BadInput as exc:
-                skipped.append(exc.message)
-            else:
-                labels.append(label)
-        if len(labels) - before < least:
-            raise BadInput(
-                f"{kind}: holds {len(labels) - before} images that can be read, {least} or more "
-                f"are needed: {use}",
-                hint=skipped[-1] if skipped else "PNG, JPEG and WebP are read",
-            )
-    return Split({reader.tensor: pixels[: len(labels)]}, np.array(labels, np.int64))
+def _decode(reader: PlacedImages, paths: Sequence[Path]) -> Iterator[np.ndarray | BadInput]:
+    """Yield each image's pixels, or why it cannot be read, in order; each core decodes."""
+
+    def decode(path: Path) -> np.ndarray | BadInput:
+        try:
+            return reader.decode(path)
+        except BadInput as exc:
+            return exc
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for start in range(0, len(paths), _AT_ONCE):  # so few are in memory
+            yield from pool.map(decode, paths[start : start + _AT_ONCE])
 
 
-def _cut(train: Split, missing: Sequence[str]) -> dict[str, Split]:
-    """Take the `missing` splits out of each class of the training split.
+def _reorder(pixels: np.ndarray, order: Sequence[int]) -> None:
+    """Let row i be what row order[i] was; in place, as a copy would take the memory twice."""
+    moved = set[int]()
+    for start in range(len(order)):
+        first, place = pixels[start].copy(), start
+        while place not in moved:
+            moved.add(place)
+            pixels[place] = first if order[place] == start else pixels[order[place]]
+            place = order[place]
 
-    What is left is moved to the front of its array, as a copy would take the memory twice.
+
+def large_array(what: str, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
+    """Return a new array, in a file without a name if it would take over half the free memory.
+
+    The file is in $TMPDIR, else in /var/tmp: /tmp may be memory. Raises OutOfMemory where neither
+    has the space.
     """
-    rows: dict[str, list[int]] = {name: [] for name in (*missing, _TRAIN)}
-    for label in np.unique(train.labels):
-        own, start = np.flatnonzero(train.labels == label), 0
-        order = own[np.random.RandomState(0).permutation(len(own))]
-        for name in missing:
-            end = start + max(1, round(_SHARES[name] * len(own)))
-            rows[name] += order[start:end].tolist()
-            start = end
-        rows[_TRAIN] += order[start:].tolist()
-    ((tensor, pixels),) = train.inputs.items()
-    found = {
-        name: Split({tensor: pixels[rows[name]]}, train.labels[rows[name]]) for name in missing
-    }
-    kept = sorted(rows[_TRAIN])
-    for place, row in enumerate(kept):
-        pixels[place] = pixels[row]
-    return {**found, _TRAIN: Split({tensor: pixels[: len(kept)]}, train.labels[kept])}
+    nbytes, free = math.prod(shape) * np.dtype(dtype).itemsize, free_bytes()
+    if nbytes < _SMALL_BYTES or free is None or 2 * nbytes < free:
+        return np.empty(shape, dtype)
+    folder = os.environ.get("TMPDIR") or next(filter(os.path.isdir, (_DISK,)), None)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # else a full disk would be SIGBUS
+            memory = mmap.mmap(file.fileno(), nbytes)
+    except OSError as exc:
+        error = does_not_fit(f"{what} of {nbytes / 2**20:,.0f} MiB")
+        raise OutOfMemory(
+            f"{error.message}; nor into a file in {folder}: {os_reason(exc)}",
+            hint="name a folder on a disk with more space: TMPDIR=FOLDER",
+        ) from exc
+    return np.frombuffer(memory, dtype).reshape(shape)

@@ -55,6 +55,11 @@ class Tokens:
     def encode(self, text: str | Bytes, where: str = "the text") -> Encoded:
         """Encode a string. Raises BadInput if it is empty, not UTF-8 or too long for the model."""
         most = self._text.max_length
+        too_long = BadInput(
+            f"{where}: is above {_BYTES * most} bytes, the model takes {most} tokens"
+        )
+        if len(text) > _BYTES * most:  # of 60 MB each step would hold up other threads
+            raise too_long
         try:
             characters = text if isinstance(text, str) else bytes(text).decode("utf-8-sig")
             size = len(characters.encode())  # half a surrogate pair, as in JSON, has no encoding
@@ -63,7 +68,7 @@ class Tokens:
         if not characters.strip():
             raise BadInput(f"{where}: is empty")
         if size > _BYTES * most:
-            raise BadInput(f"{where}: has {size} bytes, the model takes {most} tokens")
+            raise too_long
         found = self._tokenizer.encode_batch([characters])[0]  # unlike `encode` without the GIL
         if len(found.ids) > most:
             raise BadInput(f"{where}: has {len(found.ids)} tokens, the model takes {most}")

@@ -6,7 +6,6 @@ both ways and refuses a model whose outputs disagree.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -161,7 +160,7 @@ class Buckets:
                             f"{where}: shape {list(got.shape)} padded, {list(want.shape)} unpadded",
                             hint="serve it without `buckets`",
                         )
-                    error = relative_error(got, want)
+                    error = relative_errors(got.reshape(1, -1), want.reshape(1, -1))[0]
                     if not error <= TOLERANCE:
                         raise BadInput(
                             f"{where} changes by {error:.2g} (relative) when its input is "
@@ -196,19 +195,21 @@ class Buckets:
         )
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the largest difference, relative to the largest value of `want`.
+def relative_errors(got_RK: np.ndarray, want_RK: np.ndarray, least: float = 1e-300) -> np.ndarray:
+    """Return, per row, the largest difference over the largest value of `want`, or `least`.
 
-    It is infinite if one of them is not a number, or if `want` is all zeros.
+    It is infinite where only one is finite; two NaN agree, as do two equal infinities. Values
+    without a difference, such as strings, agree only if they are equal.
     """
-    if want.dtype.kind not in "fiub":
-        return 0.0 if np.array_equal(got, want) else math.inf
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    if not (np.isfinite(got).all() and np.isfinite(want).all()):
-        return 0.0 if np.array_equal(got, want, equal_nan=True) else math.inf
-    off = float(np.abs(got - want).max(initial=0.0))
-    largest = float(np.abs(want).max(initial=0.0))
-    return (off / largest if largest else math.inf) if off else 0.0
+    if want_RK.dtype.kind not in "fiub":
+        return np.where((got_RK == want_RK).all(axis=1), 0.0, np.inf)
+    got, want = got_RK.astype(np.float64), want_RK.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        off = np.abs(got - want)
+        off[(got == want) | (np.isnan(got) & np.isnan(want))] = 0.0
+        off[np.isnan(off)] = np.inf
+        scale = np.where(np.isfinite(want), np.abs(want), 0.0).max(axis=1, initial=least)
+        return np.asarray((off / scale[:, None]).max(axis=1, initial=0.0))
 
 
 def _fill(spec: TensorSpec, value: float) -> np.ndarray:

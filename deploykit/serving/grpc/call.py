@@ -13,6 +13,7 @@ from urllib.parse import quote as percent_encode
 
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.http2.connection import (
     DATA,
     END_HEADERS,
@@ -27,7 +28,7 @@ from deploykit.serving.http2.connection import (
     literal,
 )
 from deploykit.serving.models.inference import Receiver
-from deploykit.serving.transport.call import BUG, decompress, log_access, message_of, refusal_of
+from deploykit.serving.transport.call import BUG, About, decompress, message_of, refusal_of
 from deploykit.serving.transport.listener import extend
 
 log = logging.getLogger(__name__)
@@ -215,8 +216,8 @@ class GrpcCall(Stream):
 
     __slots__ = (
         "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_read_by_s", "_reader",
-        "_received_bytes", "_received_one", "_sizes", "_unread", "cancel", "deadline_s", "head",
-        "held_bytes", "opened", "slots", "unreplied"
+        "_received_bytes", "_received_one", "_sizes", "_unread", "about", "cancel", "deadline_s",
+        "head", "held_bytes", "opened", "slots", "unreplied"
     )  # fmt: skip
 
     def __init__(self, link: Http2Connection, number: int, head: CallHead) -> None:
@@ -238,14 +239,15 @@ class GrpcCall(Stream):
         self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
         self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
-        self._begun_s = shared.clock_s() if shared.logs_access else 0.0
+        self._begun_s = shared.clock_s() if shared.records else 0.0
+        self.about: About | None = None
         timeout_us = head.timeout_us
         deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
 
     @property
-    def peer(self) -> Http2Connection:
-        return self.link
+    def peer(self) -> Peer:
+        return Peer.of(self.link.address, self.link)
 
     @property
     def unanswered(self) -> int:
@@ -408,7 +410,7 @@ class GrpcCall(Stream):
             self.read()
 
         try:
-            self.link.shared.offload(work, then, client=self.link)
+            self.link.shared.offload(work, then, peer=self.peer)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
             self.fail(exc.grpc_status, exc.message)
@@ -487,7 +489,7 @@ class GrpcCall(Stream):
                 FIRST_FRAME, number, REPLY_HEADERS, length << 8 | DATA, number, message_bytes
             )
             link.write(b"".join((start, *parts, REPLY_END.pack(LAST_FRAME, number, OK))))
-            if link.shared.logs_access:
+            if link.shared.records:
                 self._record("OK")
             else:
                 link.shared.replies["OK"] += 1
@@ -542,9 +544,11 @@ class GrpcCall(Stream):
         """Count the call, and log it if calls are logged."""
         shared = self.link.shared
         shared.replies[status] += 1
-        if shared.logs_access:
-            ms = 1000 * (shared.clock_s() - self._begun_s)
-            log_access(self.link.address, quote(self.head.path)[1:-1], status, ms, self.head.trace)
+        if shared.records:
+            shared.record(
+                quote(self.head.path)[1:-1], status, self._begun_s, self.head.trace, self.about,
+                self.link.transport, failed=status != "OK",
+            )  # fmt: skip
 
     def _end(self, block: bytes) -> None:
         if self.gone or self.trailers is not None:

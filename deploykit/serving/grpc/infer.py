@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from deploykit.core.errors import DeploykitError, quote
+from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
-from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
-from deploykit.serving.models.offload import Lane, Offload, Result
+from deploykit.serving.models.inference import Inference, ModelRoute
+from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Region, Request, Signature, fill
-from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
+from deploykit.serving.transport.call import About
 
 log = logging.getLogger(__name__)
 
@@ -56,49 +61,24 @@ class GrpcTaskCall(TaskCall):
 
 
 def infer_pipeline(
-    pipeline: ServedPipeline, client: Replying, source: Message, trace: str | None, offload: Offload
+    pipeline: ServedPipeline, client: Replying, source: Message, trace: str | None
 ) -> None:
     """Answer ModelInfer of a pipeline, with one BYTES element, with one of BYTES.
 
-    An input image may be a UINT8 tensor [height, width, 3] instead. Raises Overloaded if no thread
-    can read a large message.
+    An input image may be a UINT8 tensor [height, width, 3] instead. Raises Overloaded.
     """
-    head, data, at, spans = source
 
-    def read() -> Request:
+    def decode() -> Request:
+        head, data, at, spans = source
         signature = pipeline.signature if messages.sends_bytes(head) else pipeline.tensors
-        return fill(messages.plan_request(head, spans, signature), data, at, pipeline.memory)
+        with ONE_JSON if len(head) > _LARGE_ITEMS_BYTES else contextlib.nullcontext():
+            planned = messages.plan_request(head, spans, signature)
+        return fill(planned, data, at, pipeline.memory)
 
-    def start(result: Result[Request]) -> None:
-        if client.gone:
-            return
-        try:
-            request = result()
-            given = pipeline.input_of(request)
-            if not client.reserve(request.region_bytes):
-                raise over_budget()
-            request = request._replace(feeds={})
+    def reply(request: Request, found: list[Result]) -> None:
+        client.reply(messages.encode(pipeline.name, VERSION, request.id, found))
 
-            def reply(answer: bytes | Exception, _json: bool) -> None:
-                client.cancel = None
-                try:
-                    found = pipeline.results(request, answer)
-                    client.reply(messages.encode(pipeline.name, VERSION, request.id, found))
-                except Exception as exc:  # noqa: BLE001 - every error is a reply
-                    fail_with(client, exc)
-
-            client.cancel = pipeline.start(
-                lambda: given, reply, trace, client.reserve, _timeout_us(request, client)
-            )
-        except Exception as exc:  # noqa: BLE001 - every error is a reply
-            pipeline.refuse(exc)
-            fail_with(client, exc)
-
-    if len(head) <= _LARGE_ITEMS_BYTES:
-        start(read)
-    else:
-        limit_s = pipeline.options.timeout_ms / 1e3
-        offload(read, start, lane=Lane.LARGE, client=client.peer, limit_s=limit_s)
+    pipeline.infer(decode, reply, partial(fail_with, client), client, trace, client.left_us)
 
 
 class InferMethods:
@@ -141,7 +121,7 @@ class InferMethods:
             source = (head, data, at, spans)
             if name in self._repository.pipelines and version in ("", VERSION):
                 pipeline = self._repository.pipelines[name]
-                infer_pipeline(pipeline, client, source, trace, self._offload)
+                infer_pipeline(pipeline, client, source, trace)
                 return
             model = self._repository.find(name, version or VERSION)
             route = self.routes[model.name]
@@ -219,11 +199,12 @@ class GrpcInference(Inference):
 class ReplySlot:
     """The place of one reply in a streaming call: replies keep the order of the messages."""
 
-    __slots__ = ("_call", "cancel", "parts")
+    __slots__ = ("_call", "about", "cancel", "parts")
 
     def __init__(self, call: GrpcCall) -> None:
         self._call = call
         self.parts: list[Bytes] | None = None
+        self.about: About | None = None
         self.cancel: Callable[[], object] | None = None
 
     @property
@@ -231,8 +212,8 @@ class ReplySlot:
         return self._call.gone or self._call.trailers is not None  # both end the slot
 
     @property
-    def peer(self) -> Hashable:
-        return self._call.link
+    def peer(self) -> Peer:
+        return self._call.peer
 
     @property
     def left_us(self) -> int | None:

@@ -7,7 +7,6 @@ large body is received directly into its final memory.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -18,13 +17,13 @@ from typing import cast
 
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
 from deploykit.serving.transport.call import (
     RETRY,
     Call,
     Head,
     MemoryBudget,
-    log_access,
     message_of,
     reply_error,
 )
@@ -68,15 +67,16 @@ class Exchange(Call):
     __slots__ = ("begun_s", "connection", "keep_alive", "pending_reply")
 
     def __init__(self, connection: HttpConnection, head: Head) -> None:
-        super().__init__(head, connection.listener.memory)
+        listener = connection.listener
+        Call.__init__(self, head, listener.memory)
         self.connection = connection
         self.keep_alive = head.keep_alive
-        self.begun_s = time.monotonic() if connection.listener.logs_access else 0.0
+        self.begun_s = listener.turns.clock_s() if listener.records else 0.0
         self.pending_reply: list[Bytes] | None = None
 
     @property
-    def peer(self) -> HttpConnection:
-        return self.connection
+    def peer(self) -> Peer:
+        return Peer.of(self.connection.address, self.connection)
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
@@ -87,29 +87,38 @@ class Exchange(Call):
             self.release()
         listener = connection.listener
         length = sum(map(len, parts))
-        waits = connection.exchanges[0] is not self  # for earlier replies
-        if status < 400 and (waits or length > _JOINED_BYTES):
+        large = length > _JOINED_BYTES
+        if (large or connection.exchanges[0] is not self) and status < 400:  # it waits for others
             connection.release_sent()
             if not self.reserve(length):
                 raise Overloaded(self.memory.message)
         listener.replies[status] += 1
-        if listener.logs_access:
-            connection.log_access(self, status)
+        if listener.records:
+            connection.record(self, status)
         if listener.draining and connection.exchanges[-1] is self:
             self.keep_alive = False
-        if self.keep_alive:
-            state = b"Connection: keep-alive\r\n" if head.old else b""
-        else:
-            state = b"Connection: close\r\n"
+        end = b"\r\n"
+        if head.old or not self.keep_alive:
+            end = b"Connection: %b\r\n\r\n" % (b"keep-alive" if self.keep_alive else b"close")
         size = b"Content-Length: %d\r\n" % length
         if head.method == "HEAD":
             parts = ()
-        first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
-        if length <= _JOINED_BYTES:
-            self.pending_reply = [b"".join((*first, *parts))]
+        lines = listener.lines[status], headers, head.cors, size, end
+        if large:
+            self.pending_reply = [b"".join(lines), *parts]
         else:
-            self.pending_reply = [b"".join(first), *parts]
+            self.pending_reply = [b"".join((*lines, *parts))]
         connection.flush()
+
+
+class StatusLines(dict[int, bytes]):
+    """The first two lines of a reply, status and Date, by status; to be cleared in time."""
+
+    def __missing__(self, status: int) -> bytes:
+        date = formatdate(usegmt=True)
+        lines = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {date}\r\n".encode()
+        self[status] = lines
+        return lines
 
 
 class Listener(Port):
@@ -133,30 +142,18 @@ class Listener(Port):
         self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
         self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
         self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
-        self._lines: dict[int, bytes] = {}
+        self.lines = StatusLines()
         self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
             NEW: limits.header_s, IDLE: limits.idle_s, HEAD: limits.header_s,
             LINGERING: limits.linger_s,
         }  # fmt: skip
-        self._date = formatdate(usegmt=True)
 
     def connect(self) -> HttpConnection:
         return HttpConnection(self)
 
     def tick(self, now_s: float) -> None:
-        date = formatdate(usegmt=True)
-        if date != self._date:
-            self._date = date
-            self._lines.clear()
+        self.lines.clear()  # their Date is that of a tick
         super().tick(now_s)
-
-    def line(self, status: int) -> bytes:
-        """Return the status line and the Date of a reply, cached for a second."""
-        found = self._lines.get(status)
-        if found is None:
-            text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {self._date}\r\n"
-            self._lines[status] = found = text.encode()
-        return found
 
     def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
         """Return the bytes of the head received from `at` on, and the Head if it is cached."""
@@ -222,10 +219,17 @@ class HttpConnection(asyncio.BufferedProtocol):
         busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
 
-    def log_access(self, exchange: Exchange, status: int) -> None:
-        head, ms = exchange.head, 1000 * (time.monotonic() - exchange.begun_s)
-        asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
-        log_access(self._transport.get_extra_info("peername"), asked, status, ms, head.trace)
+    @property
+    def address(self) -> object:
+        """Return the client's address."""
+        return self._transport.get_extra_info("peername")
+
+    def record(self, exchange: Exchange, status: int) -> None:
+        head = exchange.head
+        self.listener.record(
+            f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}", str(status), exchange.begun_s,
+            head.trace, exchange.about, self._transport, failed=status >= 400,
+        )  # fmt: skip
 
     # -- asyncio ---------------------------------------------------------------------------------
 
@@ -357,12 +361,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _read(self, end: int) -> None:
         """Process received data: the first `end` bytes of the shared buffer."""
         listener, data = self.listener, self.listener.read_into
-        at, steps = 0, self._limits.pipelined
+        at = 0
         while at < end and self._state < LAST and not self._paused:
-            if not steps:  # process the rest in the next turn, after other clients
-                self._pause()
-                break
-            steps -= 1
             if self._state is CHUNKED:
                 at += self._read_chunks(cast("ChunkedBody", self._reader), at, end)
                 continue

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
@@ -58,7 +59,8 @@ class InferRoute(ModelRoute):
         slow_bytes = len(body) if slow else json_bytes or 0
         inference = HttpInference(self, call, (body, json_bytes), head.trace)
         del body
-        if inference.set_lane(slow_bytes, LARGE_BYTES) or head.encoding is not None:
+        if slow_bytes > LARGE_BYTES or head.encoding is not None:
+            inference.set_lane(slow_bytes, LARGE_BYTES)
             inference.start_offloaded()
         else:
             inference.start()
@@ -175,30 +177,22 @@ class PipelineInferRoute:
 
     def __call__(self, call: Call) -> None:
         """Start the pipeline. Raises BadInput for a wrong header, Overloaded at the shutdown."""
-        pipeline, body, requests = self._pipeline, call.body, list[Request]()
+        pipeline, body = self._pipeline, call.body
         json_bytes = json.header_length(call.head.json_bytes)
         call.body = b""
 
-        def read() -> Any:
+        def decode() -> Request:
             plain = compression.decompress(body, call.head.encoding, self._max_body_bytes)
             sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
             signature = pipeline.signature if sends_bytes else pipeline.tensors
             with ONE_JSON if len(plain) > LARGE_BYTES else contextlib.nullcontext():
                 request = json.decode(plain, json_bytes, signature, pipeline.memory)
-            found = pipeline.input_of(request)
             if sends_bytes and pipeline.takes == "image":
-                found = _from_json(cast("bytes", found), 1)
-            requests.append(request._replace(feeds={}))
-            return found
+                (image,) = request.feeds.values()
+                plain_image = image.copy()
+                plain_image[0] = _from_json(image[0], 1)
+                request = request._replace(feeds={pipeline.input: plain_image})
+            return request
 
-        def reply(answer: bytes | Exception, _is_json: bool) -> None:
-            call.cancel = None
-            try:
-                if isinstance(answer, Exception):
-                    raise answer
-                request = requests[0]
-                _reply(call, pipeline.name, request, pipeline.results(request, answer))
-            except Exception as exc:  # noqa: BLE001 - every error is a reply
-                reply_exception(call, exc)
-
-        call.cancel = pipeline.start(read, reply, call.head.trace, call.reserve)
+        reply, fail = partial(_reply, call, pipeline.name), partial(reply_exception, call)
+        pipeline.infer(decode, reply, fail, call, call.head.trace)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import string
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,6 +23,7 @@ from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.task import CLASSIFY, DETECT, SEGMENT, TEXT_CLASSIFY
 from deploykit.core.tensors import Bytes
 from deploykit.engines.tasks.engine import PNG, RLE, Item
+from deploykit.pipelines.live import Sent
 from deploykit.serving.models.inference import ModelRoute
 from deploykit.serving.models.pipelines import NOT_JSON, ServedPipeline
 from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
@@ -114,7 +116,7 @@ _FORM, _URL_FORM = b"multipart/form-data", b"application/x-www-form-urlencoded"
 _UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)
 _URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
 _MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
-_URL_SAFE = str.maketrans("-_", "+/")
+_URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
 
@@ -233,10 +235,17 @@ def from_base64(value: str, number: int) -> bytes:
     """Decode an image, which may be a data: URL. Raises BadInput."""
     if value.startswith("data:"):
         value = value.partition(",")[2]
+    windows = range(0, len(value), _WINDOW_BYTES)  # all at once would hold up other threads
     try:
-        plain = "".join(value.split()).translate(_URL_SAFE).rstrip("=")
-        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
-    except (binascii.Error, ValueError):  # the string is not even ASCII
+        text = value.encode("ascii")
+        parts = [text[at : at + _WINDOW_BYTES].translate(_URL_SAFE, _BLANKS) for at in windows]
+        plain = b"".join(parts).rstrip(b"=")
+        if b"=" in plain:
+            raise binascii.Error
+        plain += b"=" * (-len(plain) % 4)
+        decode = partial(base64.b64decode, validate=True)
+        return b"".join(decode(plain[at : at + _WINDOW_BYTES]) for at in windows)
+    except ValueError:  # binascii.Error, or the string is not even ASCII
         raise BadInput(f"image {number} is not base64") from None
 
 
@@ -298,9 +307,9 @@ class PipelineRoute:
         head, body = call.head, call.body
         call.body = b""
         read = partial(self._read, head, body)
-        call.cancel = self._pipeline.start(read, partial(_reply, call), head.trace, call.reserve)
+        call.cancel = self._pipeline.start(read, partial(_reply, call), call, head.trace)
 
-    def _read(self, head: Head, body: Bytes) -> bytes | str:
+    def _read(self, head: Head, body: Bytes) -> Sent:
         """Return the input's bytes or string. Raises BadInput, TooLarge, UnknownEncoding."""
         check_query(head.target, ())
         content_type, name = head.content_type or b"", self._pipeline.input
@@ -324,13 +333,13 @@ class PipelineRoute:
         if takes == "json" or text_in_json:
             check_json_size(data, NOT_JSON)
         if not text_in_json:
-            return data
-        with ONE_JSON:
+            return Sent(data)
+        with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():
             value = parse_document(data)
         found = value.get(name) if isinstance(value, dict) else value
         if not isinstance(found, str):
             raise BadInput(f"'{name}' must be a JSON string, or an object with it")
-        return found
+        return Sent(found)
 
 
 def _reply(call: Call, answer: bytes | Exception, is_json: bool) -> None:

@@ -207,7 +207,7 @@ class Http2Port(Port):
     """State that all HTTP/2 connections of a server share.
 
     `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
-    head; `offload(work, then, client=...)` runs `work` on another thread,
+    head; `offload(work, then, peer=...)` runs `work` on another thread,
     then `then` on the event loop's.
     """
 
@@ -315,7 +315,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     @property
     def address(self) -> object:
         """Return the client's address."""
-        return self._transport.get_extra_info("peername")
+        return self.transport.get_extra_info("peername")
 
     @property
     def unanswered(self) -> int:
@@ -329,9 +329,9 @@ class Http2Connection(asyncio.BufferedProtocol):
     # -- asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
-        self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
+        self.transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         shared, limits = self.shared, self.shared.limits
         shared.connections.add(self)
         values = ((3, limits.streams), (4, STREAM_WINDOW), (6, limits.header_bytes))
@@ -359,14 +359,14 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._stalled_s = self.shared.now_s
-        self._transport.pause_reading()
+        self.transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._stalled_s = None
         if self.queued:
             self.shared.turns.wait(self._continue_reading)
         else:
-            self._transport.resume_reading()
+            self.transport.resume_reading()
         self._push_soon()
 
     # -- frames in -------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _wait_for_turn(self) -> None:
         """Process the received frames in later turns of the loop, and read no more until then."""
         self.queued = True
-        self._transport.pause_reading()
+        self.transport.pause_reading()
         self.shared.turns.wait(self._continue_reading)
 
     def _continue_reading(self) -> None:
@@ -408,7 +408,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.queued = False
             self.data_received(b"")
             if not self.queued and self._can_read:
-                self._transport.resume_reading()
+                self.transport.resume_reading()
 
     @property
     def _can_read(self) -> bool:
@@ -552,6 +552,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         shared.open_streams += 1
         stream = streams[number] = shared.open(self, number, head)
+        if shared.draining:  # only now: a client without an open call may never make one here
+            self.retire()
         stream.begin(flags & END_STREAM != 0)
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
@@ -750,8 +752,8 @@ class Http2Connection(asyncio.BufferedProtocol):
     def flush(self) -> None:
         """Pass what was written to the transport."""
         writes = self._writes
-        if writes and not self._transport.is_closing():
-            self._transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
+        if writes and not self.transport.is_closing():
+            self.transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
             self._flushed += self._write_bytes
         writes.clear()
         self._write_bytes = 0
@@ -800,7 +802,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         elif self.phase is not OPEN:
             late = late or waited_s > limits.header_s
         if late:
-            self._transport.abort()
+            self.transport.abort()
         elif not self.streams and waited_s > limits.idle_s:
             self.close()
         elif now_s > self._retire_at_s:
@@ -808,7 +810,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _count_buffered(self, now_s: float) -> bool:
         """Count what the transport has not sent; return whether the client reads fast enough."""
-        size = self._transport.get_write_buffer_size()
+        size = self.transport.get_write_buffer_size()
         if size == self._buffered == 0:
             return True
         sent, self._flushed = self._flushed - (size - self._buffered), 0
@@ -843,22 +845,22 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.write(frame(GOAWAY, 0, 0, _number(self.last) + _number(code) + text.encode()))
         self.flush()
         if not code:
-            self._transport.close()
+            self.transport.close()
             return
         log.info("an HTTP/2 connection is closed: %s", text)
         self._finish_all()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
             self.since_s = self.shared.now_s
         else:
-            self._transport.close()
+            self.transport.close()
 
     def _finish_all(self) -> None:
         for stream in list(self.streams.values()):
             stream.finish()
 
     def abort(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
 
 def _checked_window(window: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy
@@ -112,6 +113,26 @@ def describe_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "parameters": parameters,
         "model_transaction_policy": {"decoupled": False},
     }
+
+
+def misplaced_pairs(engine: Engine) -> str:
+    """Return a note if the manifest shows that the engine computes INT8 nodes in float32.
+
+    ONNX Runtime finds its integer kernels only between pairs that are placed for a CPU.
+    """
+    manifest = engine.source.manifest if engine.source else None
+    record = manifest.evidence.quantize if manifest else None
+    if manifest is None or record is None or not manifest.precision.get("int8"):
+        return ""
+    made, runs = (RUNTIMES.get(each) for each in (record.runtime, engine.runtime.split()[0]))
+    if made is None or runs is None or made.scales_outputs or not runs.scales_outputs:
+        return ""
+    if engine.device != "cpu" or manifest.built_on:
+        return ""
+    return (
+        f"its INT8 pairs are placed for {made.title}: {runs.title} computes in float32, slower "
+        f"than the model before; move them with: deploykit build {engine.source} --profile cpu"
+    )
 
 
 def largest_output_bytes(signature: Signature) -> float:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
+from deploykit.pipelines.live import Client
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
@@ -27,14 +28,11 @@ _SLOW_BYTES = {"BYTES": 32 << 10, "BF16": 1 << 20}
 _REGION_SPEED = 16  # shared memory is written this many times as fast as JSON
 
 
-class Receiver(Protocol):
+class Receiver(Client, Protocol):
     """A receiver of the reply: a call, or one message of a streaming call."""
 
     cancel: Callable[[], object] | None  # called if the client disconnects
-
-    @property
-    def peer(self) -> Hashable:
-        """Return the connection, with whose other work this one waits."""
+    about: tuple[str | None, int] | None  # the id and the rows, once the model has the request
 
     @property
     def gone(self) -> bool:
@@ -43,9 +41,6 @@ class Receiver(Protocol):
     @property
     def reply(self) -> Callable[..., None]:
         """Return the function that takes the values of `Inference.encode`."""
-
-    def reserve(self, size: int) -> bool:
-        """Count `size` bytes in the memory budget until the reply; return whether they fit."""
 
 
 class ModelRoute:
@@ -169,6 +164,7 @@ class Inference:
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
             name = request.id
+            self.client.about = name, request.rows
             self._source = None  # frees the source; arrays keep the bytes that they use
             if decoded is None:
                 size = request.region_bytes
@@ -190,6 +186,7 @@ class Inference:
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):
+                self.client.about = self.client.about or (None, 0)
                 model.refuse(exc, self._started_us, self.trace, name)
             self.fail(exc)
         else:
@@ -205,7 +202,7 @@ class Inference:
 
     def _offload_decoding(self) -> None:
         self.route.offload(
-            self.decode_large, self._on_decode, lane=self.lane, client=self.client.peer,
+            self.decode_large, self._on_decode, lane=self.lane, peer=self.client.peer,
             limit_s=self.left_s(),
         )  # fmt: skip
 
@@ -243,7 +240,7 @@ class Inference:
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
             self.route.offload(
-                self.encode, self._reply, lane=self.lane, client=client.peer,
+                self.encode, self._reply, lane=self.lane, peer=client.peer,
                 limit_s=self.encode_s(),
             )  # fmt: skip
         except Overloaded as exc:

@@ -419,6 +419,8 @@ class ServedModel:
             if steering is not None:
                 for rows, taken_us in times.items():
                     steering.record_time(rows, taken_us, self._clock_us())
+        if misplaced := description.misplaced_pairs(engines[0]):
+            notes = (*notes, misplaced)
         for note in notes:
             log.info("model '%s': %s", self.name, note)
         return notes, inline_max_rows

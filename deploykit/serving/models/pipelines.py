@@ -1,7 +1,6 @@
 """Pipelines as the server sees them: their descriptions, their counters, and their host.
 
-A pipeline's models are served models; its requests join the same batches as direct ones. The
-implementation is passed in: this module has no stages and no graph.
+A pipeline's models are served models; its requests join the same batches as direct ones.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.json_value import check_json_size
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays
+from deploykit.pipelines.live import Client, LivePipeline, Sent
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.description import describe_pipeline
 from deploykit.serving.models.model import ServedModel
@@ -38,24 +38,6 @@ NOT_JSON = (
 )
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
-Given = bytes | str | np.ndarray
-
-
-class RunsPipeline(Protocol):
-    """A running pipeline; see `deploykit.pipelines.live.LivePipeline`."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]: ...
-    def start(
-        self,
-        data: Callable[[], Given],
-        done: Callable[[Any, bool], None],
-        trace: str | None,
-        reserve: Callable[[int], bool],
-        timeout_us: int | None = None,
-    ) -> Callable[[], None]: ...
-    def why_not_ready(self) -> str | None: ...
-    def close(self) -> None: ...
 
 
 class Models(Protocol):
@@ -151,7 +133,7 @@ class ServedPipeline:
     """A pipeline under its name. `counts`: for the whole pipeline, under "", and for each stage."""
 
     def __init__(
-        self, runs: RunsPipeline, counts: Mapping[str, PipelineCounts], models: Models
+        self, runs: LivePipeline, counts: Mapping[str, PipelineCounts], models: Models
     ) -> None:
         self.name: str = runs.metadata["name"]
         self.takes: str = runs.metadata["parameters"]["takes"]  # image, text, json or bytes
@@ -176,11 +158,44 @@ class ServedPipeline:
         slots = {name: replace(slot, raw=True) for name, slot in found.inputs.items()}
         return replace(found, inputs=slots)
 
-    def input_of(self, request: Request) -> Given:
-        """Return the input of a decoded request, as `start` takes it.
+    def infer(
+        self,
+        decode: Callable[[], Request],
+        reply: Callable[[Request, list[Result]], None],
+        fail: Callable[[Exception], None],
+        client: Client,
+        trace: str | None,
+        timeout_us: int | None = None,
+    ) -> None:
+        """Answer a request of the protocol, for HTTP and gRPC alike.
 
-        Raises BadInput for an image without pixels, TooLarge for JSON above its limit.
+        `decode` runs on another thread, one of `reply` and `fail` on the event loop's.
+        `timeout_us`: of the call, next to the request's own. Raises Overloaded at the shutdown.
         """
+        requests: list[Request] = []
+
+        def read() -> Sent:
+            request = decode()
+            requests.append(request._replace(feeds={}))
+            return Sent(self._input_of(request), request.region_bytes, request.timeout_us)
+
+        def done(answer: bytes | Exception, _json: bool) -> None:
+            client.cancel = None
+            try:
+                if isinstance(answer, Exception):
+                    raise answer
+                array = np.empty(1, object)
+                array[0] = answer
+                outputs = {self.output: array}
+                found = collect_results(requests[0], outputs, self.signature, self.memory)
+                reply(requests[0], found)
+            except Exception as exc:  # noqa: BLE001 - every error is a reply
+                fail(exc)
+
+        client.cancel = self.start(read, done, client, trace, timeout_us)
+
+    def _input_of(self, request: Request) -> bytes | np.ndarray:
+        """Return the input. Raises BadInput for no pixels, TooLarge for JSON above its limit."""
         (array,) = request.feeds.values()
         if array.dtype.kind == "O":
             given: bytes = array[0]
@@ -191,14 +206,6 @@ class ServedPipeline:
             raise BadInput(f"'{self.input}' has no pixels")
         return array
 
-    def results(self, request: Request, answer: bytes | Exception) -> list[Result]:
-        """Return the outputs of the reply. Raises `answer` if it is an error."""
-        if isinstance(answer, Exception):
-            raise answer
-        array = np.empty(1, object)
-        array[0] = answer
-        return collect_results(request, {self.output: array}, self.signature, self.memory)
-
     def metadata(self) -> dict[str, Any]:
         """Return the protocol's model metadata."""
         return dict(self._runs.metadata)
@@ -206,11 +213,6 @@ class ServedPipeline:
     def config(self) -> dict[str, Any]:
         """Return Triton's ModelConfig."""
         return describe_pipeline(self._runs.metadata)
-
-    def refuse(self, error: Exception) -> None:
-        """Count a request that failed before `start`."""
-        if isinstance(error, BadInput):
-            self._total.record("bad_request")
 
     def statistics(self) -> dict[str, Any]:
         """Return one entry of `model_stats`; `response_stats` has the times of the stages."""
@@ -326,4 +328,4 @@ def _json_parts(value: Any) -> Iterator[bytes]:
         yield orjson.dumps(value)
 
 
-MakePipeline = Callable[[PipelineHost], RunsPipeline]
+MakePipeline = Callable[[PipelineHost], LivePipeline]

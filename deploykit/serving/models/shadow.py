@@ -18,7 +18,8 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from deploykit.core.errors import BadInput, first_line
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.answers import class_axis
 from deploykit.engines.engine import Arrays, Closing, Engine
+from deploykit.evaluation.statistics import proportion
+from deploykit.serving.batching.buckets import relative_errors
 from deploykit.serving.batching.queue import BatchRun, Watcher
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.tensors import array_bytes
@@ -39,29 +42,26 @@ ALARM = 0.01  # share of the rows
 QUEUE = 64  # sampled requests that may wait for the reference engine
 QUEUE_BYTES = 64 << 20
 WINDOW_ROWS = 2000  # rows that the alarm considers
+_LEAST_SCALE = 1e-6  # of the values of a row
 LEAST = 3  # disagreeing rows before there can be an alarm
 MAX_ERROR = 1e-2
 # Share of the time in which the reference may run. A low thread priority would not help: preempted
 # while it holds the GIL, the thread would stall the server (p99 of 10 to 365 ms with nice 19).
 DUTY = 0.25
 _TURN = 0.6180339887498949  # the fractional part of the golden ratio spreads the samples evenly
-_Z = 1.96  # 95 % of a normal distribution lie within so many standard deviations
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The comparison of one request of `rows` rows."""
+class Comparison(NamedTuple):
+    """The comparison of `rows` rows. `max_error`: relative; inf where only one side is finite."""
 
-    rows: int
-    disagreements: int
-    max_error: float  # relative; inf where only one side is finite
+    rows: int = 0
+    disagreements: int = 0
+    max_error: float = 0.0
 
-
-@dataclass(frozen=True)
-class _Sample:
-    feeds: Arrays
-    outputs: Arrays
-    size_bytes: int
+    def plus(self, other: Comparison) -> Comparison:
+        most = max(self.max_error, other.max_error)
+        wrong = self.disagreements + other.disagreements
+        return Comparison(self.rows + other.rows, wrong, most)
 
 
 class Shadow(Watcher, Closing):
@@ -80,13 +80,13 @@ class Shadow(Watcher, Closing):
         self._batched = all(spec.batched for spec in (*reference.inputs, *reference.outputs))
         self._count = 0  # requests seen, which decides what is sampled
         self._sampled_us = -LONGEST_US
-        self._queue: deque[_Sample] = deque()
+        self._queue: deque[tuple[Arrays, Arrays, int]] = deque()  # inputs, outputs, bytes
         self._queued_bytes = 0
         self._closing = False
         self._changed = threading.Condition(threading.Lock())
         self._recent: deque[Comparison] = deque()
-        self._rows = self._disagreements = self._dropped = 0
-        self._worst = 0.0
+        self._total = Comparison()
+        self._dropped = 0
         self.alarming = False
         self._thread = threading.Thread(target=self._loop, name=f"shadow {name}", daemon=True)
         self._thread.start()
@@ -103,21 +103,16 @@ class Shadow(Watcher, Closing):
     def _sample(self, feeds: Arrays, outputs: Arrays) -> None:
         size = sum(map(array_bytes, (*feeds.values(), *outputs.values())))
         with self._changed:
-            if (
-                self._closing
-                or len(self._queue) >= QUEUE
-                or self._queued_bytes + size > QUEUE_BYTES
-            ):
+            full = len(self._queue) >= QUEUE or self._queued_bytes + size > QUEUE_BYTES
+            if full or self._closing:
                 self._dropped += 1
                 return
             self._queued_bytes += size
-        sample = _Sample(
-            {name: array.copy() for name, array in feeds.items()},
-            {name: array.copy() for name, array in outputs.items()},
-            size,
+        inputs, answers = (
+            {name: array.copy() for name, array in each.items()} for each in (feeds, outputs)
         )
         with self._changed:
-            self._queue.append(sample)
+            self._queue.append((inputs, answers, size))
             self._changed.notify_all()
 
     def samples(self) -> list[Sample]:
@@ -125,10 +120,10 @@ class Shadow(Watcher, Closing):
         labels = {"model": self._name, "version": VERSION}
         with self._changed:
             values = {
-                "deploykit_shadow_total": self._rows,
-                "deploykit_shadow_disagreements_total": self._disagreements,
+                "deploykit_shadow_total": self._total.rows,
+                "deploykit_shadow_disagreements_total": self._total.disagreements,
                 "deploykit_shadow_dropped_total": self._dropped,
-                "deploykit_shadow_max_error": self._worst,
+                "deploykit_shadow_max_error": self._total.max_error,
                 "deploykit_shadow_alarm": self.alarming,
             }
         return [Sample(name, labels, value) for name, value in values.items()]
@@ -145,58 +140,48 @@ class Shadow(Watcher, Closing):
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._queue or self._closing)
                 if self._closing:
                     return
-                sample = self._queue.popleft()
-                self._queued_bytes -= sample.size_bytes
+                feeds, outputs, size = self._queue.popleft()
+                self._queued_bytes -= size
             began_s = time.monotonic()
             try:
                 with INSIDE:
-                    expected = self._reference(sample.feeds)
-                found = compare_outputs(
-                    sample.outputs, expected, sample.feeds, MAX_ERROR, batched=self._batched
+                    expected = self._reference(feeds)
+                self._count_compared(
+                    compare_outputs(outputs, expected, feeds, MAX_ERROR, batched=self._batched)
                 )
             except Exception as exc:  # noqa: BLE001 - a failure must not affect the server
                 text = f"{type(exc).__name__}: {first_line(exc)}"
                 log.warning("shadow of model '%s': the reference failed: %s", self._name, text)
                 with self._changed:
                     self._dropped += 1
-            else:
-                self._recent.append(found)
-                rows = sum(each.rows for each in self._recent)
-                while rows > WINDOW_ROWS and len(self._recent) > 1:
-                    rows -= self._recent.popleft().rows
-                wrong = sum(each.disagreements for each in self._recent)
-                alarm = exceeds(wrong, rows, self._alarm)
-                with self._changed:
-                    self._rows += found.rows
-                    self._disagreements += found.disagreements
-                    self._worst = max(self._worst, found.max_error)
-                    began, self.alarming = alarm and not self.alarming, alarm
-                if began:
-                    log.warning(
-                        "shadow of model '%s': %d of the last %d rows disagree with the "
-                        "reference, more than `shadow_alarm` %g allows",
-                        *(self._name, wrong, rows, self._alarm),
-                    )
             pause_s = (time.monotonic() - began_s) * (1 / DUTY - 1)
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, pause_s)
 
+    def _count_compared(self, found: Comparison) -> None:
+        self._recent.append(found)
+        recent = reduce(Comparison.plus, self._recent)
+        while recent.rows > WINDOW_ROWS and len(self._recent) > 1:
+            self._recent.popleft()
+            recent = reduce(Comparison.plus, self._recent)
+        alarm = exceeds(recent.disagreements, recent.rows, self._alarm)
+        with self._changed:
+            self._total = self._total.plus(found)
+            began, self.alarming = alarm and not self.alarming, alarm
+        if began:
+            log.warning(
+                "shadow of model '%s': %d of the last %d rows disagree with the reference, more "
+                "than `shadow_alarm` %g allows",
+                *(self._name, recent.disagreements, recent.rows, self._alarm),
+            )
+
 
 def exceeds(disagreements: int, rows: int, threshold: float) -> bool:
-    """Return whether the share of disagreeing rows is above `threshold`, with 95 % confidence.
-
-    The lower bound of Wilson's interval must be above it.
-    """
-    if disagreements < LEAST:
-        return False
-    share, spread = disagreements / rows, _Z * _Z / rows
-    middle = share + spread / 2
-    half = math.sqrt(spread * (share * (1 - share) + spread / 4))
-    return (middle - half) / (1 + spread) > threshold
+    """Return whether the share of disagreeing rows is above `threshold`, with 95 % confidence."""
+    return disagreements >= LEAST and proportion(disagreements, rows).low > threshold
 
 
 def compare_outputs(
@@ -214,7 +199,7 @@ def compare_outputs(
         if want.dtype.kind != "f":
             wrong |= (got_RK != want_RK).any(axis=1)
             continue
-        errors = _relative_errors(got_RK, want_RK)
+        errors = relative_errors(got_RK, want_RK, _LEAST_SCALE)
         worst = max(worst, float(errors.max(initial=0.0)))
         over = errors > max_error
         axis = class_axis(name, want, feeds) if batched else None
@@ -225,31 +210,14 @@ def compare_outputs(
     return Comparison(rows, int(wrong.sum()), worst)
 
 
-def _relative_errors(got_RK: np.ndarray, want_RK: np.ndarray) -> np.ndarray:
-    """Return, per row, the largest difference over the largest reference value (at least 1e-6).
-
-    It is infinite where only one is finite; two NaN agree, as do two equal infinities.
-    """
-    got, want = got_RK.astype(np.float64), want_RK.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        off = np.abs(got - want)
-    off[(got == want) | (np.isnan(got) & np.isnan(want))] = 0.0
-    off[np.isnan(off)] = np.inf
-    scale = np.where(np.isfinite(want), np.abs(want), 0.0).max(axis=1, initial=1e-6)
-    return np.asarray((off / scale[:, None]).max(axis=1, initial=0.0))
-
-
 def check_reference(served: Engine, reference: Engine) -> None:
     """Raise BadInput unless `reference` has the same inputs and output names as `served`."""
     takes = [(spec.name, spec.dtype, len(spec.shape)) for spec in served.inputs]
     if [(spec.name, spec.dtype, len(spec.shape)) for spec in reference.inputs] != takes:
         raise BadInput(
-            f"the shadow's inputs are {_list(reference)}, those of the engine {_list(served)}"
+            f"the shadow's inputs are {', '.join(map(str, reference.inputs))}, those of the engine "
+            f"{', '.join(map(str, served.inputs))}"
         )
     missing = {spec.name for spec in served.outputs} ^ {spec.name for spec in reference.outputs}
     if missing:
         raise BadInput(f"only one of the shadow and the engine has the output '{min(missing)}'")
-
-
-def _list(engine: Engine) -> str:
-    return ", ".join(map(str, engine.inputs))

@@ -7,7 +7,7 @@ batched, counted and limited as all others are.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
 from deploykit.serving.models.offload import Lane, Result
@@ -32,6 +33,9 @@ MOST_ITEMS = 256  # the most items of one request
 # the largest images of each lane, in pixels times scans: about 10 and 100 ms of decoding
 _LANE_PIXELS = {Lane.SMALL: 1 << 20, Lane.LARGE: 1 << 22, Lane.HUGE: None}
 _SMALL_TEXT = 16 << 10  # characters or bytes
+# items of a request that are decoded, queued or run: twice a usual batch, so that both are busy.
+# More would keep the event loop, and memory, from other clients.
+_AT_ONCE = 64
 
 
 class Items(NamedTuple):
@@ -65,19 +69,22 @@ class TaskCall:
     def __init__(self, route: ModelRoute, client: Receiver, trace: str | None) -> None:
         self.route = route
         self.client = client
+        self.trace = trace
         self.steps: TaskSteps = route.model.task.steps
         self.task = self.steps.task  # the task with this request's options
-        takes = "text" if self.task.image is None else "image"
-        self.signature = item_signature(takes, route.max_body_bytes)
+        self.kind = "text" if self.task.image is None else "image"
+        self.signature = item_signature(self.kind, route.max_body_bytes)
         self.mask = RLE
         self.request = Request({}, 1, (), ())  # its id, priority and time limit
         self.several = True
-        self._trace = trace
-        self._started_us = monotonic_us()
-        self._source: Any = None
-        self._slots: list[_Slot] = []
-        self._left = 0
+        self.admitted = not route.model.draining
+        self.started_us = monotonic_us()
         self.done = False
+        self._source: Any = None
+        self._items: Iterator[tuple[int, Item]] = iter(())  # those that have not begun
+        self._answers: list[bytes] = []
+        self._slots: set[_Slot] = set()  # the items that have begun and are not answered
+        self._left = 0
 
     @abstractmethod
     def reply(self, answers: Sequence[bytes]) -> None:
@@ -106,38 +113,47 @@ class TaskCall:
         try:
             self.route.offload(
                 lambda: split(self._take()), self._on_split,
-                lane=Lane.LARGE if large else Lane.SMALL, client=self.client.peer, limit_s=left_s,
+                lane=Lane.LARGE if large else Lane.SMALL, peer=self.client.peer, limit_s=left_s,
             )  # fmt: skip
         except Overloaded as exc:
             self.fail(exc)
 
     def start(self, found: Items) -> None:
-        """Queue each item."""
+        """Begin the first items; each that is answered begins the next one."""
         count = len(found.items)
         if not 0 < count <= MOST_ITEMS:
             self.fail(too_many(count) if count else BadInput("the request has no items"))
             return
         self.several = found.several
-        self._left = count
+        self.client.about = self.request.id, count
         self.client.cancel = self._abandon
-        kind = "text" if self.steps.task.image is None else "image"
-        self._slots = [_Slot(self) for _ in found.items]
-        for number, (slot, item) in enumerate(zip(self._slots, found.items, strict=True), 1):
-            where = f"{kind} {number} of {count}" if count > 1 else f"the {kind}"
-            inference = _ItemInference(self.route, slot, (item, where), self._trace)
-            inference.begin(self._started_us)
-            if self.done:
-                return
+        self._items = enumerate(found.items)
+        self._answers, self._left = [b""] * count, count
+        for _ in range(min(count, _AT_ONCE)):
+            self._begin_next()
 
-    def take(self) -> None:
-        """Count one more answered item; reply after the last one."""
+    def _begin_next(self) -> None:
+        number, item = next(self._items, (0, None))
+        if item is None or self.done:
+            return
+        count = len(self._answers)
+        where = f"{self.kind} {number + 1} of {count}" if count > 1 else f"the {self.kind}"
+        slot = _Slot(self, number)
+        self._slots.add(slot)
+        _ItemInference(self.route, slot, (item, where), self.trace).begin()
+
+    def take(self, slot: _Slot, answer: bytes) -> None:
+        """Store the answer of an item; reply after the last one."""
+        self._slots.discard(slot)
+        self._answers[slot.number] = answer
         self._left -= 1
         if self._left or self.done:
+            self._begin_next()
             return
         self.done = True
         self.client.cancel = None
         try:
-            self.reply([slot.answer for slot in self._slots])
+            self.reply(self._answers)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             self.refuse(exc)
 
@@ -149,11 +165,11 @@ class TaskCall:
             self.refuse(error)
 
     def _abandon(self) -> None:
-        self.done = True
-        for slot in self._slots:
-            cancel, slot.cancel = slot.cancel, None
-            if cancel is not None:
-                cancel()
+        self.done, self._items = True, iter(())
+        slots, self._slots = self._slots, set()
+        for slot in slots:
+            if slot.cancel is not None:
+                slot.cancel()
 
     def _discard(self) -> None:
         self._source = None
@@ -182,27 +198,27 @@ class TaskCall:
 class _Slot:
     """The place of one item's answer."""
 
-    __slots__ = ("answer", "call", "cancel")
+    __slots__ = ("about", "call", "cancel", "number")
 
-    def __init__(self, call: TaskCall) -> None:
+    def __init__(self, call: TaskCall, number: int) -> None:
         self.call = call
         self.cancel: Callable[[], object] | None = None
-        self.answer = b""
+        self.about: tuple[str | None, int] | None = None
+        self.number = number
 
     @property
     def gone(self) -> bool:
         return self.call.done or self.call.client.gone
 
     @property
-    def peer(self) -> Hashable:
+    def peer(self) -> Peer:
         return self.call.client.peer
 
     def reserve(self, size: int) -> bool:
         return self.call.client.reserve(size)
 
     def reply(self, answer: bytes) -> None:
-        self.answer = answer
-        self.call.take()
+        self.call.take(self, answer)
 
 
 class _ItemInference(Inference):
@@ -212,14 +228,15 @@ class _ItemInference(Inference):
 
     client: _Slot
 
-    def begin(self, started_us: int) -> None:
-        """Decode on another thread; `started_us`: when the request arrived."""
-        self._started_us = started_us
-        text = self.client.call.steps.task.image is None
-        long = text and len(self._source[0]) > _SMALL_TEXT
+    def begin(self) -> None:
+        """Decode on another thread. Its time counts from the request's arrival."""
+        call = self.client.call
+        self._started_us, self._admitted = call.started_us, call.admitted
+        long = call.kind == "text" and len(self._source[0]) > _SMALL_TEXT
         self.lane = Lane.LARGE if long else Lane.SMALL
+        self.client.cancel = self._discard
         try:
-            self.start_offloaded()
+            self._offload_decoding()
         except Overloaded as exc:
             self.fail(exc)
 

@@ -97,6 +97,11 @@ class Tracer(Closing):
         """Return a Watcher for the requests of one model."""
         return _ModelWatcher(self, model)
 
+    def add_failure(self, asked: str, status: str, begun_s: float, trace: str | None) -> None:
+        """Add a span for a request that failed before a model had it. `begun_s`: monotonic."""
+        begun_us, now_us = int(begun_s * 1e6), self.clock_us()
+        self.add([_Timing(asked, trace, None, 0, begun_us, 0, now_us, 0, begun_us, (), status)])
+
     def samples(self) -> list[Sample]:
         """Return the number of dropped spans for Prometheus."""
         return [Sample("deploykit_spans_dropped_total", {}, self._dropped)]
@@ -163,18 +168,21 @@ class Tracer(Closing):
                 **more,
             )
 
-        root = span(
-            f"infer {request.model}",
-            request.begun_us,
-            request.ended_us,
-            parent=parent if parent.is_valid else None,
-            kind=trace.SpanKind.SERVER,
-            attributes={
+        attributes: dict[str, Any] = {"deploykit.request": request.model}
+        if request.batch_requests:
+            attributes = {
                 "deploykit.model": request.model,
                 "deploykit.rows": request.rows,
                 "deploykit.batch_requests": request.batch_requests,
                 **({"request.id": request.request_id} if request.request_id else {}),
-            },
+            }
+        root = span(
+            f"infer {request.model}" if request.batch_requests else "refuse",
+            request.begun_us,
+            request.ended_us,
+            parent=parent if parent.is_valid else None,
+            kind=trace.SpanKind.SERVER,
+            attributes=attributes,
             status=trace.Status(code, request.error),
         )
         yield root

@@ -9,7 +9,7 @@ import logging
 import re
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,9 +27,9 @@ from deploykit.core.errors import (
 )
 from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
+from deploykit.pipelines.threads import Peer
 
 log = logging.getLogger(__name__)
-access_log = logging.getLogger("deploykit.access")
 
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
@@ -119,10 +119,13 @@ class Head:
         )
 
 
+About = tuple[str | None, int]  # the id and the rows of a request that has reached its model
+
+
 class Call:
     """One request, and the way to reply to it."""
 
-    __slots__ = ("body", "cancel", "gone", "head", "held_bytes", "memory")
+    __slots__ = ("about", "body", "cancel", "gone", "head", "held_bytes", "memory")
 
     def __init__(self, head: Head, memory: MemoryBudget, body: Bytes = b"") -> None:
         self.head = head
@@ -131,14 +134,15 @@ class Call:
         self.cancel: Callable[[], object] | None = None  # called if the client disconnects
         self.gone = False  # the client has disconnected: no reply can be sent
         self.held_bytes = 0  # bytes counted in the memory budget
+        self.about: About | None = None
 
     @abstractmethod
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
     @property
-    def peer(self) -> Hashable:
+    def peer(self) -> Peer:
         """Return the connection, with whose other work this request's waits, if it is known."""
-        return self
+        return Peer(None, self)
 
     def reserve(self, size: int) -> bool:
         """Count `size` more bytes until the reply; return whether they fit into the budget."""
@@ -179,13 +183,6 @@ def body_too_large(most_bytes: int) -> TooLarge:
         f"the body is above {most_bytes} bytes",
         hint="start the server with a larger `max_body_bytes`",
     )
-
-
-def log_access(client: object, asked: str, status: object, ms: float, trace: str | None) -> None:
-    """Log one line about an answered request. `client`: its address as the system gives it."""
-    place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
-    trace = f" trace={quote(trace)}" if trace else ""
-    access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, trace)
 
 
 def reply_exception(call: Call, error: Exception) -> None:

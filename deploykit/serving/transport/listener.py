@@ -23,11 +23,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.serving.transport.call import EXHAUSTED, MemoryBudget
+from deploykit.core.errors import BadInput, first_line, os_reason, quote
+from deploykit.serving.transport.call import EXHAUSTED, About, MemoryBudget
 from deploykit.serving.transport.turns import Turns
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("deploykit.access")
 
 SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
 BACKLOG = 1024
@@ -72,7 +73,9 @@ class Port(ABC):
         self.handshake_s = handshake_s  # time limit for the TLS handshake
         self.memory = memory
         self.replies: dict[Any, int] = defaultdict(int)  # by status
-        self.logs_access = False
+        self.records = self.logs_access = False  # whether `record` has a use for requests
+        # takes a request that failed before a model had it: its line, status, begin and trace
+        self.trace_failure: Callable[[str, str, float, str | None], None] | None = None
         self.turns = Turns(clock_s)
         self.connections: set[Client] = set()
         self.draining = False
@@ -85,6 +88,23 @@ class Port(ABC):
     @abstractmethod
     def connect(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection."""
+
+    def record(
+        self, asked: str, status: str, begun_s: float, trace: str | None, about: About | None,
+        transport: asyncio.BaseTransport, *, failed: bool,
+    ) -> None:  # fmt: skip
+        """Log an answered request, and trace one that failed before a model had it."""
+        if failed and about is None and self.trace_failure is not None:
+            self.trace_failure(asked, status, begun_s, trace)
+        if self.logs_access:
+            client = transport.get_extra_info("peername")
+            place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
+            ms = 1000 * (self.turns.clock_s() - begun_s)
+            name, rows = about or (None, 0)
+            more = [f" rows={rows}"] if rows else []
+            names = {"id": name, "trace": trace}
+            more += [f" {key}={quote(value)}" for key, value in names.items() if value]
+            access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, "".join(more))
 
     @property
     def unanswered(self) -> int:
@@ -137,7 +157,9 @@ class Port(ABC):
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     """Return a listening socket; early clients wait. BadInput names `host` or `parameter`."""
     if host.startswith(UNIX):
-        return _bind_unix(Path(host.removeprefix(UNIX) + (".grpc" if "grpc" in parameter else "")))
+        listening = _bind_unix(host, parameter)
+        listening.listen(BACKLOG)
+        return listening
     if host[:1] == "[" and host[-1:] == "]":  # as in a URL
         host = host[1:-1]
     try:
@@ -165,8 +187,9 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     raise BadInput(f"`host` {host}, {parameter} {port}: {reason}") from problem
 
 
-def _bind_unix(path: Path) -> socket.socket:
-    """Return a listening socket at this path, in place of that of a server that has ended."""
+def _bind_unix(host: str, parameter: str) -> socket.socket:
+    """Return a socket at this path, in place of that of a server that has ended."""
+    path = Path(host.removeprefix(UNIX) + (".grpc" if "grpc" in parameter else ""))
     listening = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
@@ -174,7 +197,6 @@ def _bind_unix(path: Path) -> socket.socket:
                 raise OSError(errno.EADDRINUSE, "already in use")
             path.unlink()
         listening.bind(str(path))
-        listening.listen(BACKLOG)
     except OSError as exc:
         listening.close()
         raise BadInput(f"`host` {UNIX}{path}: {os_reason(exc)}") from exc
@@ -185,7 +207,7 @@ def _bind_unix(path: Path) -> socket.socket:
 def reserve(host: str, port: int, parameter: str) -> socket.socket:
     """Return a bound socket that keeps the port from other servers, for `share_address`."""
     if host.startswith(UNIX):
-        raise BadInput(f"`host` {host}: one process listens there", hint="`workers` 1")
+        return _bind_unix(host, parameter)
     alone = bind(host, port, parameter)  # fails where another program listens, shared or not
     address = alone.getsockname()
     alone.close()
@@ -199,6 +221,8 @@ def reserve(host: str, port: int, parameter: str) -> socket.socket:
 
 def share_address(reserved: socket.socket) -> socket.socket:
     """Return another socket at the same address: the listening ones divide its connections."""
+    if reserved.family == socket.AF_UNIX:
+        return reserved.dup()
     return _shared(reserved.family, reserved.getsockname())
 
 
@@ -215,6 +239,13 @@ def _shared(family: int, address: tuple[Any, ...], *, refuse_others: bool = Fals
     return found
 
 
+def release(listening: socket.socket, *, owned: bool = True) -> None:
+    """Close a listening socket, and remove its path unless other processes still use it."""
+    if owned and listening.family == socket.AF_UNIX and listening.fileno() >= 0:
+        Path(listening.getsockname()).unlink(missing_ok=True)
+    listening.close()
+
+
 def is_loopback(host: str) -> bool:
     return host == "::1" or host.startswith("127.")
 
@@ -228,7 +259,7 @@ def address_of(listening: socket.socket) -> tuple[str, int]:
 
 
 class Acceptor:
-    """Accepts the connections of a port from `open` until `close`."""
+    """Accepts the connections of a port from `open` until `close`. `owned`: see `release`."""
 
     def __init__(
         self,
@@ -236,8 +267,11 @@ class Acceptor:
         listening: socket.socket,
         port: Port,
         tls: ssl.SSLContext | None,
+        *,
+        owned: bool = True,
     ) -> None:
         self.port = port
+        self._owned = owned
         self._loop = loop
         self._socket = listening
         self.tls = tls
@@ -256,7 +290,9 @@ class Acceptor:
     def open(self) -> None:
         self._open, self._paused = True, None
         self._socket.listen(BACKLOG)  # a socket of a shared address does not listen yet
-        self._loop.add_reader(self._socket, self._accept)
+        # at a path all processes share one socket: one must not take the clients of others
+        most = 1 if self._socket.family == socket.AF_UNIX else _BURST
+        self._loop.add_reader(self._socket, self._accept, most)
 
     def close(self) -> None:
         """Accept the clients in the backlog, and none afterwards."""
@@ -266,15 +302,13 @@ class Acceptor:
                 self._paused.cancel()
             else:
                 self._loop.remove_reader(self._socket)
-                self._accept()
+                self._accept(BACKLOG)
             for task in self._handshakes if self.tls else ():
                 task.cancel()
-        if self._socket.family == socket.AF_UNIX and self._socket.fileno() >= 0:
-            Path(self._socket.getsockname()).unlink(missing_ok=True)
-        self._socket.close()  # new clients are refused from now on instead of waiting
+        release(self._socket, owned=self._owned)  # new clients are refused instead of waiting
 
-    def _accept(self) -> None:
-        for _ in range(_BURST):
+    def _accept(self, most: int) -> None:
+        for _ in range(most):
             try:
                 client, _ = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):

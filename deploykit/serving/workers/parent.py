@@ -24,7 +24,7 @@ from typing import Any
 from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsupported, os_reason
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.listener import reserve, share_address
+from deploykit.serving.transport.listener import address_of, release, reserve, share_address
 from deploykit.serving.web.status import EVERY_US, History
 from deploykit.serving.workers import merge
 from deploykit.serving.workers.front import RemoteEngine
@@ -276,7 +276,7 @@ class Parent:
             self._loop.close()
             for each in (self._http, self._grpc):
                 if each is not None:
-                    each.close()
+                    release(each)
         if self._signals.count > 1 or self._signals.interrupted:
             raise KeyboardInterrupt
         if self._failure is not None:
@@ -301,8 +301,8 @@ class Parent:
         if not self._stopped.is_set():
             self._started = True
             log.info("%d workers serve", self._count)
-            host, port = self._http.getsockname()[:2]
-            on_ready(host, port, self._grpc.getsockname()[1] if self._grpc else None)
+            host, port = address_of(self._http)
+            on_ready(host, port, address_of(self._grpc)[1] if self._grpc else None)
         ticking = asyncio.ensure_future(self._hub.keep_history())
         await self._stopped.wait()
         for worker in self._workers.values():

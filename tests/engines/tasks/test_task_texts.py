@@ -74,8 +74,8 @@ def test_the_files_own_truncation_and_padding_do_not_count(tmp_path: Path) -> No
         (b"\xff\xfe", "the text: is not UTF-8"),
         ("\ud83d", "the text: is not UTF-8"),
         ("good " * 5, "the text: has 7 tokens, the model takes 6"),
-        ("x" * 601, "the text: has 601 bytes, the model takes 6 tokens"),
-        ("\U0001f468" * 151, "the text: has 604 bytes, the model takes 6 tokens"),
+        ("x" * 601, "the text: is above 600 bytes, the model takes 6 tokens"),
+        ("\U0001f468" * 151, "the text: is above 600 bytes, the model takes 6 tokens"),
     ],
 )
 def test_what_is_no_text_or_too_long_is_refused(

@@ -111,7 +111,7 @@ REFUSED_IMAGES: dict[str, tuple[Make, str]] = {
 }
 REFUSED_TEXTS: dict[str, tuple[bytes, str]] = {
     "too long": (b"good " * 100, "has 102 tokens, the model takes 8"),
-    "10 MB": (b"good " * 2_000_000, "has 10000000 bytes, the model takes 8 tokens"),
+    "10 MB": (b"good " * 2_000_000, "is above 800 bytes, the model takes 8 tokens"),
     "spaces": (b" \n", "is empty"),
     "byte order mark": (b"\xef\xbb\xbf", "is empty"),
     "no utf-8": (b"\xff\xfe\0", "is not UTF-8"),

@@ -187,25 +187,57 @@ def test_refusals_before_a_model_are_counted_and_logged(caplog: pytest.LogCaptur
             assert server.ask("GET", "/v2").status == 401
         assert server.ask("POST", INFER, GOOD, Traceparent="00-ab", **key).status == 200
         assert server.ask("GET", "/nothing", **key).status == 404
+        named = infer_json([1.0] * 8, [2, 4], id="order 7")
+        assert server.ask("POST", INFER, named, **key).status == 200
         with frames(server.server.grpc_port or 0) as client:
             assert client.call(1, infer_bytes()).status == 16
             assert client.call(3, infer_bytes(), authorization=key["Authorization"]).status == 0
         metrics = server.ask("GET", "/metrics", **key).body.decode()
     for line in (
         'deploykit_http_responses_total{code="401"} 3.0',
-        'deploykit_http_responses_total{code="200"} 1.0',
+        'deploykit_http_responses_total{code="200"} 2.0',
         'deploykit_http_responses_total{code="404"} 1.0',
         'deploykit_grpc_responses_total{code="UNAUTHENTICATED"} 1.0',
         'deploykit_grpc_responses_total{code="OK"} 1.0',
     ):
         assert line in metrics
     lines = [each.message for each in caplog.records if each.name == "deploykit.access"]
-    assert len(lines) == 8
+    assert len(lines) == 9
     assert all(line.isprintable() for line in lines)
     assert re.fullmatch(
-        r"127\.0\.0\.1:\d+ POST /v2/models/m/infer 200 \d+\.\d ms trace='00-ab'", lines[3]
+        r"127\.0\.0\.1:\d+ POST /v2/models/m/infer 200 \d+\.\d ms rows=1 trace='00-ab'", lines[3]
     )
-    assert "/inference.GRPCInferenceService/ModelInfer UNAUTHENTICATED" in lines[5]
+    assert lines[5].endswith(" ms rows=2 id='order 7'")
+    assert "/inference.GRPCInferenceService/ModelInfer UNAUTHENTICATED" in lines[6]
+    assert lines[7].endswith(" ms rows=1")
+
+
+def test_a_request_that_fails_before_its_model_is_traced() -> None:
+    """The model traces its own failures; a 404 or a missing token left no span."""
+    failures: list[tuple[str, str, str | None]] = []
+    key = {"Authorization": f"Bearer {TOKEN}"}
+    with running(token=TOKEN, grpc_port=0) as server:
+        server.server.trace_failures(
+            lambda asked, status, _, trace: failures.append((asked, status, trace))
+        )
+        server.ask("GET", "/v2", Traceparent="00-ab")
+        server.ask("GET", "/v2/health/live")
+        server.ask("POST", INFER, GOOD, **key)
+        server.ask("POST", INFER, b"{}", **key)
+        server.ask("POST", INFER, GOOD, Inference_Header_Content_Length="9999", **key)
+        server.ask("POST", "/v2/models/n/infer", GOOD, **key)
+        server.ask("DELETE", INFER, **key)
+        with frames(server.server.grpc_port or 0) as client:
+            client.call(1, infer_bytes())
+            client.call(3, infer_bytes(), authorization=key["Authorization"])
+            client.call(5, infer_bytes(model_name="n"), authorization=key["Authorization"])
+            client.call(7, b"\xff", authorization=key["Authorization"])
+    method = "/inference.GRPCInferenceService/ModelInfer"
+    assert failures == [
+        ("GET /v2", "401", "00-ab"), ("POST /v2/models/n/infer", "404", None),
+        (f"DELETE {INFER}", "405", None), (method, "UNAUTHENTICATED", None),
+        (method, "NOT_FOUND", None), (method, "INVALID_ARGUMENT", None),
+    ]  # fmt: skip
 
 
 # -- However many clients ask for /metrics, they are written once for all that wait

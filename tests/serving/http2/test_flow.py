@@ -288,7 +288,7 @@ def test_what_the_socket_does_not_take_is_counted_and_ends_the_connection(
                 client.message(stream, wide())
                 eventually(lambda n=before: len(engine.batches) > n)
                 eventually(lambda: server.see(lambda: model.unanswered) == 0)
-                if server.see(link._transport.get_write_buffer_size):
+                if server.see(link.transport.get_write_buffer_size):
                     break
             eventually(lambda: 0 < link._buffered < 2 << 20)
             assert held(server) >= link._buffered

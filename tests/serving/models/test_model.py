@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Overloaded, Unsupported
+from deploykit.core.evidence import Evidence, QuantizeRecord
+from deploykit.core.manifest import Manifest
 from deploykit.serving.batching.queue import Pending, Watcher
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request, RequestedOutput
@@ -60,6 +64,42 @@ def test_equal_notes_of_two_engines_are_shown_once() -> None:
     repository = ModelRepository({"m": engines}, ServeOptions())
     assert repository.find("m").notes == ("runs on the CPU: requested cuda:0",)
     repository.close()
+
+
+@pytest.mark.parametrize(
+    ("made_for", "runs", "device", "changes", "noted"),
+    [
+        ("tensorrt", "onnxruntime 1.31.1", "cpu", {}, True),
+        ("tensorrt", "openvino 2026.1", "cpu", {}, True),
+        ("tensorrt", "onnxruntime 1.31.1", "cuda:0", {}, False),
+        ("tensorrt", "tensorrt 11.0", "cuda:0", {}, False),
+        ("onnxruntime", "onnxruntime 1.31.1", "cpu", {}, False),
+        ("openvino", "onnxruntime 1.31.1", "cpu", {}, False),
+        ("tensorrt", "onnxruntime 1.31.1", "cpu", {"built_on": {"profile": "cpu"}}, False),
+        ("tensorrt", "onnxruntime 1.31.1", "cpu", {"precision": {"float16": 3}}, False),
+    ],
+)
+def test_int8_pairs_that_the_runtime_computes_in_float32_are_noted(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    made_for: str,
+    runs: str,
+    device: str,
+    changes: dict[str, Any],
+    noted: bool,
+) -> None:
+    engine, path = FakeEngine(), tmp_path / "m.int8.onnx"
+    path.write_bytes(b"")
+    evidence = Evidence(quantize=QuantizeRecord("int8", runtime=made_for))
+    about = {"precision": {"int8": 3}, "evidence": evidence, **changes}
+    manifest = Manifest("onnx", engine.inputs, engine.outputs, **about)
+    engine.source = Artefact.from_manifest(path, manifest)
+    engine.runtime, engine.device = runs, device
+    caplog.set_level("INFO")
+    model = warmed(engine)
+    text = "its INT8 pairs are placed for TensorRT"
+    assert (text in model.metadata()["parameters"]["notes"]) is noted
+    assert (text in caplog.text) is noted
 
 
 def test_engines_of_one_model_must_have_the_same_inputs() -> None:

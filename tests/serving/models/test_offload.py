@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import threading
 import time
@@ -17,7 +18,8 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.engines.tasks.engine import TaskSteps
-from deploykit.serving.models.offload import FairQueue, Lane, ThreadOffload
+from deploykit.pipelines.threads import FairThreads, Peer, _Share
+from deploykit.serving.models.offload import Lane, ThreadOffload
 from tests.support.installed import needs
 from tests.support.serving.faults import until
 from tests.support.serving.running import WAIT_S, running
@@ -56,65 +58,146 @@ def work() -> Work:
 
 
 @pytest.fixture
-def queue(work: Work) -> Iterator[FairQueue]:
-    queue = FairQueue(1, "test", lambda: work.now_s)
-    yield queue
-    work.gate.set()
-    queue.close()
+def threads(work: Work) -> Iterator[FairThreads]:
+    with FairThreads(1, "test", lambda: work.now_s) as threads:
+        yield threads
+        work.gate.set()
 
 
-def finish(work: Work, futures: list[Any]) -> list[str]:
+def finish(work: Work, count: int) -> list[str]:
     work.gate.set()
-    for each in futures:
-        each.result(WAIT_S)
+    until(lambda: len(work.done) == count)
     return work.done
 
 
-def test_clients_take_turns_whatever_one_has_queued(queue: FairQueue, work: Work) -> None:
-    futures = [queue.submit(work(f"a{n}"), "a") for n in range(5)]
-    futures += [queue.submit(work(f"b{n}"), "b") for n in range(2)]
-    futures += [queue.submit(work("c0"), "c")]
-    assert finish(work, futures) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
+@pytest.mark.parametrize(
+    ("sent", "order"),
+    [
+        ("a1:5 b1:2 c1:1", "a1 b1 c1 a1 b1 a1 a1 a1"),
+        # more connections of an address bring it no more turns, and share those that it has
+        ("a1:2 a2:2 a3:2 b1:3", "a1 b1 a2 b1 a3 b1 a1 a2 a3"),
+    ],
+)
+def test_clients_take_turns_whatever_one_has_queued(
+    threads: FairThreads, work: Work, sent: str, order: str
+) -> None:
+    jobs = [name for each in sent.split() for name in [each[:2]] * int(each[3:])]
+    for name in jobs:
+        threads.submit(work(name), Peer(*name))
+    assert finish(work, len(jobs)) == order.split()
 
 
-def test_a_turn_costs_the_time_that_it_took(queue: FairQueue, work: Work) -> None:
+def test_a_turn_costs_the_time_that_it_took(threads: FairThreads, work: Work) -> None:
     """One image of 100 scans is worth as many small ones."""
-    futures = [queue.submit(work(f"long{n}", 3.0), "a") for n in range(2)]
-    futures += [queue.submit(work(f"short{n}"), "b") for n in range(5)]
-    order = finish(work, futures)
+    for n in range(2):
+        threads.submit(work(f"long{n}", 3.0), Peer("a"))
+    for n in range(5):
+        threads.submit(work(f"short{n}"), Peer("b"))
+    order = finish(work, 7)
     assert order.index("long1") >= order.index("short2")
 
 
-def test_a_client_that_was_idle_has_saved_no_time(queue: FairQueue, work: Work) -> None:
-    """Else it could then take the threads for as long as it was away."""
-    futures = [queue.submit(work(f"a{n}"), "a") for n in range(4)]
-    futures[0].add_done_callback(lambda _: late.append(queue.submit(work("b0"), "b")))
-    late: list[Any] = []
+def test_time_is_not_forgotten_between_two_requests_nor_saved(
+    threads: FairThreads, work: Work
+) -> None:
+    """A client that always sends its next request late has no more turns than one that queues."""
+
+    def again(left: int) -> None:
+        work("late", 3.0)()
+        if left:
+            threads.submit(partial(again, left - 1), Peer("b"))
+
+    for n in range(8):
+        threads.submit(work(f"a{n}"), Peer("a"))
+    threads.submit(partial(again, 2), Peer("b"))
+    order = " ".join(finish(work, 11))
+    assert order == "a0 late a1 a2 late a3 a4 a5 late a6 a7"
+
+
+def test_new_clients_do_not_come_before_one_that_comes_back(
+    threads: FairThreads, work: Work
+) -> None:
+    """A client may open a connection for each request."""
+
+    def new(number: int) -> None:
+        work("new")()
+        if number < 100:
+            threads.submit(partial(new, number + 4), Peer("a", number + 4))
+
+    def again(left: int) -> None:
+        work("again", 0.1)()
+        if left:
+            threads.submit(partial(again, left - 1), Peer("a", "again"))
+
+    for n in range(4):
+        threads.submit(partial(new, n), Peer("a", n))
+    threads.submit(partial(again, 9), Peer("a", "again"))
+    order = finish(work, 114)
+    assert order[:60].count("again") == 10
+
+
+def test_a_client_does_not_pay_while_its_work_waits_for_others() -> None:
+    """Else a small request that waited for a lock would be last for as long."""
+    order: list[str] = []
+
+    def spend(name: str) -> None:
+        order.append(name)
+        end_s = time.thread_time() + 0.02
+        while time.thread_time() < end_s:
+            pass
+
+    def wait() -> None:
+        order.append("waits")
+        time.sleep(0.3)
+
+    with FairThreads(1, "test") as threads:
+        threads.submit(wait, Peer("a"))
+        for _ in range(5):
+            threads.submit(partial(spend, "b"), Peer("b"))
+        threads.submit(partial(order.append, "a"), Peer("a"))
+        until(lambda: len(order) == 7)
+    assert order[:3] in (["waits", "b", "a"], ["waits", "a", "b"])
+
+
+@pytest.mark.parametrize("peers", [lambda n: Peer(n, n), lambda n: Peer("a", n)])
+def test_thousands_of_clients_cost_little_and_are_forgotten(
+    threads: FairThreads, work: Work, peers: Callable[[int], Peer]
+) -> None:
     work.gate.set()
-    for each in futures:
-        each.result(WAIT_S)
-    late[0].result(WAIT_S)
-    assert work.done.index("b0") <= 2
+    begun_s = time.process_time()
+    for n in range(20_000):
+        threads.submit(partial(work.done.append, "a"), peers(n))
+    assert len(finish(work, 20_000)) == 20_000
+    assert time.process_time() - begun_s < 10  # 0.5 s here; a look at each client took minutes
+    gc.collect()
+    until(lambda: sum(isinstance(each, _Share) for each in gc.get_objects()) <= 2)
 
 
-def test_clients_that_have_gone_are_forgotten(queue: FairQueue, work: Work) -> None:
-    work.gate.set()
-    futures = [queue.submit(lambda: work.done.append("a"), n) for n in range(1000)]
-    assert len(finish(work, futures)) == 1000
-    until(lambda: not queue._clients)
-
-
-def test_cancelled_work_is_not_run_and_close_leaves_none(work: Work) -> None:
-    queue = FairQueue(1, "test", lambda: work.now_s)
-    first, second, third = (queue.submit(work(name), name) for name in "abc")
-    assert second.cancel()
-    work.gate.set()
-    third.result(WAIT_S)
-    assert work.done == ["a", "c"]
-    assert first.done()
-    queue.close()
+def test_close_drops_what_waits(work: Work) -> None:
+    threads = FairThreads(1, "test")
+    for name in "ab":
+        threads.submit(work(name))
+    until(lambda: threads.waiting == 1)
+    threads.close()
+    assert finish(work, 1) == ["a"]
     with pytest.raises(RuntimeError):
-        queue.submit(work("d"), "d")
+        threads.submit(work("c"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),  # one client may have a network
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("fe80::1%eth0", "fe80::1%eth0", True),
+    ],
+)
+def test_a_peer_is_an_address_or_a_network(one: str, other: str, same: bool) -> None:
+    first, second = (Peer.of((name, 1, 0, 0), None) for name in (one, other))
+    assert (first == second) is same
 
 
 def form(images: list[bytes]) -> bytes:
@@ -158,16 +241,18 @@ def test_the_images_of_one_request_do_not_hold_up_those_of_another_connection(
     many = {"Content_Type": "multipart/form-data; boundary=BB"}
     target = "/v2/models/m/predict"
     with running({"m": engine}) as server, ThreadPoolExecutor(2) as pool:
-        greedy = pool.submit(server.ask, "POST", target, form([LIGHT] * 30), **many)
+        greedy = pool.submit(server.ask, "POST", target, form([LIGHT] * 200), **many)
         for _ in range(2):  # both threads are busy with its first images
             assert entered.acquire(timeout=WAIT_S)
         other = pool.submit(server.ask, "POST", target, DARK, Content_Type="image/png")
-        until(lambda: len(server.server._offload._queues[Lane.SMALL]._clients) == 2)
+        # 64 of its images at a time, so that the event loop has little to do for it in one turn
+        until(lambda: server.server._offload._threads[Lane.SMALL].waiting == 63)
         gate.release(2)
         assert other.result(WAIT_S).json["label"] == "dark"
         assert not greedy.done()
-        gate.release(30)
-        assert len(greedy.result(WAIT_S).json) == 30
+        gate.release(198)
+        answers = greedy.result(WAIT_S).json
+        assert [each["label"] for each in answers] == ["light"] * 200
 
 
 @pytest.mark.parametrize(("side", "scans", "taken"), [(500, 100, True), (3000, 60, False)])

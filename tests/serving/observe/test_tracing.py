@@ -124,6 +124,15 @@ def test_a_request_is_a_span_with_a_child_for_each_stage(collector: Collector) -
     assert other.trace_id not in (root.trace_id, bytes(16))
 
 
+def test_a_request_that_failed_before_its_model_is_a_span(collector: Collector) -> None:
+    parent = f"00-{TRACE}-{SPAN}-01"
+    (span,) = sent(collector, lambda tracer: tracer.add_failure("GET /v2", "401", 5.999, parent))
+    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == ("refuse", TRACE, SPAN)
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 1_000_000
+    assert (span.status.code, span.status.message) == (2, "401")
+    assert [each.value.string_value for each in span.attributes] == ["GET /v2"]
+
+
 def test_the_standard_variables_name_the_service_and_its_attributes(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

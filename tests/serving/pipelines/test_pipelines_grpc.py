@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -23,10 +25,6 @@ import tritonclient.grpc as triton  # noqa: E402
 
 from deploykit.core.json_value import MOST_JSON_VALUES  # noqa: E402
 from deploykit.engines.oip.protobuf import MESSAGES  # noqa: E402
-from deploykit.serving.grpc.infer import infer_pipeline  # noqa: E402
-from deploykit.serving.models.offload import run_inline  # noqa: E402
-from deploykit.serving.models.task_call import item_signature  # noqa: E402
-from deploykit.serving.oip.messages import split_request  # noqa: E402
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 IN_FLIGHT = "deploykit_pipeline_in_flight"
@@ -99,30 +97,42 @@ def test_the_image_may_be_in_typed_contents_large_ones_too(tiles: Client) -> Non
             assert json.loads(reply.raw_output_contents[0][4:]) in (["green"], ["red"])
 
 
-def test_an_input_copied_from_shared_memory_counts_in_the_budget() -> None:
-    data = (600).to_bytes(4, "little") + bytes(600)
-    signature = item_signature("text", 1 << 20)
-    pipeline: Any = SimpleNamespace(
-        signature=signature,
-        memory=SimpleNamespace(read=lambda _: memoryview(data)),
-        input_of=lambda request: request.feeds["text"][0],
-        refuse=lambda _: None,
-    )
-    reserved: list[int] = []
-    failed: list[str] = []
-    client: Any = SimpleNamespace(
-        gone=False,
-        reserve=lambda size: bool(reserved.append(size)),
-        fail=lambda status, _: failed.append(status),
-    )
-    message = MESSAGES["ModelInferRequest"](model_name="p")
-    item = message.inputs.add(name="text", datatype="BYTES", shape=[1])
-    item.parameters["shared_memory_region"].string_param = "region"
-    item.parameters["shared_memory_byte_size"].int64_param = len(data)
-    sent = message.SerializeToString()
-    head, spans = split_request(sent, 0)
-    infer_pipeline(pipeline, client, (head, sent, 0, spans), None, run_inline)
-    assert (reserved, failed) == ([604], ["UNAVAILABLE"])
+@pytest.fixture(params=["http", "grpc"])
+def kit(request: pytest.FixtureRequest) -> ModuleType:
+    """NVIDIA's client library of a protocol."""
+    return triton if request.param == "grpc" else pytest.importorskip("tritonclient.http")
+
+
+def connect(kit: ModuleType, server: Client) -> Any:
+    return kit.InferenceServerClient(server.grpc if kit is triton else server.place)
+
+
+def test_an_input_copied_from_shared_memory_counts_in_the_budget(
+    tmp_path: Path, kit: ModuleType
+) -> None:
+    text = b"wait " * 100_000
+    data = len(text).to_bytes(4, "little") + text
+    region = Path(f"/dev/shm/test-{uuid4().hex}")
+    region.write_bytes(data)
+
+    def wait(words: Client) -> None:
+        with connect(kit, words) as client:
+            client.register_system_shared_memory("text", f"/{region.name}", len(data))
+            item = kit.InferInput("text", [1], "BYTES")
+            item.set_shared_memory("text", len(data))
+            client.infer("words", [item])
+
+    try:
+        with (
+            serving_words(tmp_path, grpc_port=0, shared_memory=True) as words,
+            ThreadPoolExecutor() as pool,
+        ):
+            waiting = pool.submit(wait, words)
+            words.until(lambda: words.metric("deploykit_held_bytes") > 2 * len(text))
+            words.predict("words", b"free")
+            waiting.result(WAIT_S)
+    finally:
+        region.unlink()
 
 
 def test_a_pipeline_is_described_as_models_are(tiles: Client) -> None:
@@ -201,7 +211,7 @@ def test_json_has_the_limit_that_it_has_over_http(words: Client) -> None:
     body = json.dumps({"row": [1] * MOST_JSON_VALUES, "id": "a"})
     code, message = refused(words, "echo", "request", body)
     assert code == "RESOURCE_EXHAUSTED"
-    assert message.startswith(f"the JSON has more than {MOST_JSON_VALUES} values")
+    assert message.startswith(f"stage 'request': the JSON has more than {MOST_JSON_VALUES} values")
 
 
 def test_two_elements_and_another_version_are_refused(tiles: Client) -> None:
@@ -217,12 +227,18 @@ def test_two_elements_and_another_version_are_refused(tiles: Client) -> None:
     assert tiles.metric("deploykit_pipeline_requests_total", **failed) == before + 1
 
 
-def test_a_request_may_have_a_timeout_of_its_own(words: Client) -> None:
+def test_a_request_may_have_a_timeout_of_its_own(words: Client, kit: ModuleType) -> None:
+    item = kit.InferInput("text", [1], "BYTES")
+    item.set_data_from_numpy(np.array([b"wait"], object))
+
     def hangs_in_slow() -> bool:  # on a busy machine its time may be over before that
-        code, message = refused(words, "words", "text", "wait", timeout=50_000)
-        assert code == "DEADLINE_EXCEEDED"
-        assert "not ended within the request's time limit of 50 ms" in message
-        return "stage 'slow': " in message
+        with (
+            connect(kit, words) as client,
+            pytest.raises(triton.InferenceServerException) as caught,
+        ):
+            client.infer("words", [item], timeout=50_000)
+        assert "not ended within the request's time limit of 50 ms" in caught.value.message()
+        return "stage 'slow': " in caught.value.message()
 
     words.until(hangs_in_slow)
     assert outcomes(words, "slow", "expired") == 1

@@ -7,11 +7,14 @@ import gzip
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
+from deploykit.pipelines.connect import connect_engines
+from deploykit.pipelines.file import read_pipeline
 from deploykit.serving.models.pipelines import _json_parts
 from tests.support.serving.pipelines import Client, form, served, serving_words
 
@@ -82,13 +85,30 @@ def test_the_values_of_json_count_in_the_memory_budget(tmp_path: Path) -> None:
         assert client.predict("held", lists) == (200, "10001")
 
 
-def test_one_json_is_parsed_at_a_time(tmp_path: Path) -> None:
+def test_one_large_json_is_parsed_at_a_time_and_small_ones_do_not_wait(tmp_path: Path) -> None:
+    blanks = b" " * 100_000
     with serving_words(tmp_path, timeout_ms=500) as words:
         with ONE_JSON:
-            assert words.predict("echo", ROW)[0] == 504
-            assert words.predict("words", b'"a"', Content_Type="application/json")[0] == 504
+            for status, more in ((504, blanks), (200, b"")):
+                assert words.predict("echo", ROW + more)[0] == status
+                text = b'"a"' + more
+                assert words.predict("words", text, Content_Type="application/json")[0] == status
             assert words.ask("/v2/health/live")[0] == 200
-        assert words.predict("echo", ROW)[0] == 200
+        assert words.predict("echo", ROW + blanks)[0] == 200
+
+
+def test_numbers_of_many_digits_do_not_hold_up_other_threads(tmp_path: Path) -> None:
+    path = tmp_path / "count.py"
+    path.write_text("def count(request: list) -> int: return len(request)")
+    graph = connect_engines(read_pipeline(path), {})
+    body = b"[" + b",".join([b"9" * 4200] * 3000) + b"]"  # 0.2 s
+    with ThreadPoolExecutor() as pool:
+        reading, turns = pool.submit(graph.read, body), 0
+        while not reading.done():
+            threading.Event().wait(0.001)
+            turns += 1
+        assert len(reading.result()) == 3000
+    assert turns > 5  # 1 where the parser holds the interpreter's lock throughout
 
 
 def test_a_refused_input_is_freed_without_the_garbage_collector(words: Client) -> None:

@@ -373,6 +373,17 @@ def test_a_new_certificate_and_a_new_token_are_used_without_a_restart(
         assert serial_of(server.server.grpc_port) == serial_of(server.port)
 
 
+def test_a_token_that_changes_while_models_are_opened_is_the_new_one(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text(TOKEN)
+    options = ServeOptions(http_port=0, token_file=secret)
+    secret.write_text("another correct horse\n")
+    server = Running(Server({"m": FakeEngine()}, options))
+    assert server.ask("GET", "/v2", Authorization=f"Bearer {TOKEN}").status == 401
+    assert server.ask("GET", "/v2", Authorization="Bearer another correct horse").status == 200
+    server.close()
+
+
 def test_only_clients_with_a_certificate_of_the_ca_may_connect(tmp_path: Path) -> None:
     cert, key = issue(tmp_path, "localhost")
     authority, secret = issue(tmp_path, "authority")

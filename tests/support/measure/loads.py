@@ -8,6 +8,7 @@ from typing import Any
 from deploykit.loadtest.client import Client, SendPlan
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.schedule import Load
+from deploykit.loadtest.server import find_server
 from deploykit.loadtest.target import find_model, make_requests
 from deploykit.reporting.load_result import LoadResult
 
@@ -46,7 +47,7 @@ def client_of(
     drain_s: float = 10.0,
 ) -> Client:
     """What carries out a plan in this process."""
-    remote = find_model(url, None)
+    remote = find_model(find_server(url), None)
     load = Load(None, connections, 0.0, end_s, drain_s)
     requests = make_requests(remote)
     return Client(SendPlan(remote.server, requests.messages, requests.check, load, due_s))

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -505,6 +506,7 @@ class _Parser:
         self.does, self.log = does, log
 
     def parse_from_file(self, path: str) -> bool:
+        self.does.seen["parsed"] = Path(path).read_bytes()
         if self.does.needs_plugins and not self.does.seen.get("plugins"):
             self.log.log(Severity.ERROR, "Plugin not found, are the plugin name correct?")
             return False

@@ -41,7 +41,7 @@ class Client:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples with these labels."""
         _, text = self.ask("/metrics")
-        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+        lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
             float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted)
