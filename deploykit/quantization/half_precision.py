@@ -257,14 +257,9 @@ def _masked(graph: onnx.GraphProto, stored: set[str], held: set[str]) -> set[str
 
 # operator -> the input of which a value of 0 gives infinity or NaN
 _NEEDS_SMALL = {"Log": 0, "Reciprocal": 0, "Sqrt": 0, "Pow": 0, "Div": 1}
-_PASSES = frozenset(
-    word
-    for line in (
-        "Reshape Flatten Squeeze Unsqueeze Transpose Expand Tile Slice Gather Concat Split Cast",
-        "Identity Neg Abs Mul Div Where Clip Max Min ReduceSum ReduceMean ReduceMax ReduceMin",
-    )
-    for word in line.split()
-)
+_MOVED = "Reshape Flatten Squeeze Unsqueeze Transpose Expand Tile Slice Gather Concat Split Cast"
+_COMPUTED = "Identity Neg Abs Mul Div Where Clip Max Min ReduceSum ReduceMean ReduceMax ReduceMin"
+_PASSES = frozenset([*_MOVED.split(), *_COMPUTED.split()])
 _PASSES_LARGE = _PASSES - _BOUNDS | {"Add", "Sub", "ScatterND", "ScatterElements"}
 _SHARES = frozenset(("Softmax", "Sigmoid"))  # a Log needs their small values
 
