@@ -368,9 +368,11 @@ _PAIR = ("QuantizeLinear", "DequantizeLinear")
 PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
 _SCALE_ERROR = 1 / 254
-# Sums over a whole axis, and coordinates in pixels: 11 bits are too few whatever the range. The last
-# is defined by others, with constants that are float32 whatever it computes in.
-_FLOAT32_OPERATORS = frozenset(("CumSum", "RoiAlign", "GridSample", "MeanVarianceNormalization"))
+# Sums over a whole axis, coordinates in pixels and edges in Hertz: 11 bits are too few whatever the
+# range. MeanVarianceNormalization is defined by other operators, with constants of float32.
+_FLOAT32_OPERATORS = frozenset(
+    ("CumSum", "RoiAlign", "GridSample", "MelWeightMatrix", "MeanVarianceNormalization")
+)
 
 
 @dataclass(frozen=True)
