@@ -140,6 +140,14 @@ def test_a_model_of_another_domain_has_nothing_to_cast(tmp_path: Path) -> None:
         dk.quantize(path, "fp16")
 
 
+def test_an_operator_that_others_define_in_float32_stays_in_it(tmp_path: Path) -> None:
+    body = "r = Relu(x) y = MeanVarianceNormalization(r)"
+    head = "(float[N,3,4,4] x) => (float[N,3,4,4] y)"
+    made = dk.quantize(write(tmp_path, head, body, {}, 11), "fp16")
+    assert made.manifest.precision == {"float16": 1, "float32": 1}
+    dk.load(made.path).close()
+
+
 def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None:
     body = "q = MatMul(x, W) y = Softmax(q) w = Identity(words)"
     head = "(float[N,4] x, string[N] words) => (float[N,4] y, string[N] w)"

@@ -208,18 +208,11 @@ def test_a_cast_to_float_in_the_graph_becomes_a_cast_to_half() -> None:
     assert [node.op_type for node in half.graph.node] == ["Cast", "Relu", "Cast"]
 
 
-@pytest.mark.parametrize(
-    ("operator", "inputs", "axes"),
-    [("CumSum", ["x", "axis"], ("N", 4)), ("MeanVarianceNormalization", ["x"], ("N", 4, 3, 3))],
-)
-def test_operators_without_a_half_form_stay_float32(
-    operator: str, inputs: list[str], axes: tuple[int | str, ...], tmp_path: Path
-) -> None:
-    node = helper.make_node(operator, inputs, ["y"], name="own")
-    model = make([node], {"x": axes}, {"y": axes}, {"axis": np.array(1)})
-    half, _ = to_half(model, "fp16")
-    assert summarise(half).precision == {"float32": 1}
-    load(save(half, tmp_path / "m.onnx"), "cpu").close()
+def test_operators_without_a_half_form_stay_float32() -> None:
+    node = helper.make_node("CumSum", ["x", "axis"], ["y"], name="sum")
+    row = ("N", 4)
+    model = make([node], {"x": row}, {"y": row}, {"axis": np.array(1)})
+    assert summarise(to_half(model, "fp16")[0]).precision == {"float32": 1}
 
 
 @pytest.mark.parametrize("operator", ["HardSwish", "Mish", "LpNormalization"])
