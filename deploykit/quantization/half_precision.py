@@ -470,6 +470,7 @@ def to_half(
     else:
         types |= dict.fromkeys(clamp_to(editor, types, half.largest), int(_FLOAT))
     stay |= guarded | index_nodes(editor, types, half.rounded) | box_nodes(editor.graph)
+    stay |= _integer_sums(editor.graph)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
     writer = _Writer(editor, types, half, ranges)
     for node in editor.graph.node:
@@ -607,6 +608,25 @@ def _half_places(
     found = places(node.input, schema.inputs), places(node.output, schema.outputs)
     generates = not found[0] and node.op_type not in ("Cast", "Constant")
     return nothing if generates else found  # the type of what is generated has its own defaults
+
+
+def _integer_sums(graph: onnx.GraphProto) -> set[str]:
+    """Names of the nodes that cast and scale sums of products of integers.
+
+    The sums reach millions, and their scales, the product of two, are as small as 1e-8.
+    """
+    sums, casts = set[str](), list[onnx.NodeProto]()
+    for node in graph.node:
+        if node.op_type.endswith("Integer") or sums.intersection(node.input):
+            if node.op_type == "Cast":
+                casts.append(node)
+            else:  # a bias may be added
+                sums.update(node.output)
+    made = {node.output[0] for node in casts}
+    scale = [node for node in graph.node if made.intersection(node.input)]
+    factors = {name for node in scale for name in node.input} - made
+    by = (n for n in graph.node if n.op_type == "Mul" and factors.intersection(n.output))
+    return {node.name for node in (*casts, *scale, *by)}
 
 
 def _constant_peaks(editor: Editor, types: Mapping[str, int]) -> dict[str, float]:

@@ -75,7 +75,9 @@ def test_small_integers_are_tried_where_larger_ones_do_not_run(tmp_path: Path, a
 def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, axis: str) -> None:
     path = write(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:1]}, 17)
     for run in (lambda: dk.compare(path, path), lambda: dk.quantize(path, "fp16")):
-        with pytest.raises(dk.BadInput, match="no random inputs of any size that was tried run") as caught:
+        with pytest.raises(
+            dk.BadInput, match="no random inputs of any size that was tried run"
+        ) as caught:
             run()
         assert "give real inputs, `data`" in caught.value.hint
     np.save(tmp_path / "x.npy", np.zeros(9, np.int64))
@@ -146,6 +148,15 @@ def test_an_operator_that_others_define_in_float32_stays_in_it(tmp_path: Path) -
     made = dk.quantize(write(tmp_path, head, body, {}, 11), "fp16")
     assert made.manifest.precision == {"float16": 1, "float32": 1}
     dk.load(made.path).close()
+
+
+def test_sums_of_integers_are_scaled_in_float32(tmp_path: Path) -> None:
+    """As ONNX Runtime's dynamic quantizer leaves them; as float16 they would be infinite."""
+    weights = RNG.standard_normal((512, 4)).astype(np.float32)
+    head = "(float[N,512] x) => (float[N,4] y)"
+    path = write(tmp_path, head, "q = MatMul(x, W) y = Relu(q)", {"W": weights}, 17)
+    integers = dk.quantize(path, "int8-dynamic").path
+    assert dk.quantize(integers, "fp16").evaluation.sqnr_db > 40
 
 
 def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None:
