@@ -52,9 +52,10 @@ from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
 from deploykit.engines.engine import Engine
 from deploykit.evaluation.accuracy import TOP1, top1_scores
 from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.feeds import comparison_feeds
 from deploykit.evaluation.golden import find_samples, open_samples
 from deploykit.evaluation.outputs import claim_report
-from deploykit.evaluation.parity import compare_engines, comparison_feeds
+from deploykit.evaluation.parity import compare_engines
 from deploykit.evaluation.statistics import paired_drop
 from deploykit.evaluation.verify import outputs_gate
 from deploykit.reporting.machine_load import Watch, invalid, sum_up

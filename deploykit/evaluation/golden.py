@@ -20,7 +20,8 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, batch_axes, batch_places
 from deploykit.engines.data.samples import read_npz, write_npz
 from deploykit.engines.engine import Engine, RecordedEngine
-from deploykit.evaluation.parity import batch_limits, compare_engines
+from deploykit.evaluation.feeds import batch_limits
+from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
     import numpy as np

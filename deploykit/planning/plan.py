@@ -19,8 +19,8 @@ from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
 from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.feeds import axis_sizes, random_inputs
 from deploykit.evaluation.golden import find_samples, open_samples
-from deploykit.evaluation.parity import axis_sizes, sizes_that_run
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import NodeCost
 from deploykit.graph.graph import Graph
@@ -288,7 +288,7 @@ def _first_size(where: Artefact, graph: Graph, known: Mapping[str, int]) -> dict
             with contextlib.suppress(DeploykitError):
                 engine(random_feeds(engine.inputs, known))
                 return {}
-            return sizes_that_run(engine, known)[0][0]
+            return random_inputs(engine, known).sizes[0]
     return {}
 
 

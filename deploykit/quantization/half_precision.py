@@ -27,7 +27,7 @@ from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
 from deploykit.graph.preflight import NO_BFLOAT16
 from deploykit.graph.skeleton import all_nodes, inner_reads, reads
-from deploykit.quantization.qdq_placement import box_nodes, check_opset
+from deploykit.quantization.qdq_placement import box_nodes
 
 if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Range
@@ -441,7 +441,7 @@ def to_half(
     """
     half = _HALVES[to]
     editor = Editor(source)
-    check_opset(editor.model, to)
+    raise_opset(editor.model, precision.BY_NAME[to].min_opset)
     types = dict(source.element_types)
     lacking = lacking_in(to, runtime)
     for other in _HALVES.values():

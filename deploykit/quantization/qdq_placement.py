@@ -15,10 +15,9 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
-from deploykit.core.precision import BY_NAME
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, fold
-from deploykit.graph.graph import Graph, opset
+from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import all_nodes, read_names
 
 _PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
@@ -173,17 +172,6 @@ def edit_float32(source: Graph) -> Editor:
     editor = Editor(source)
     fold(editor)
     return editor
-
-
-def check_opset(model: onnx.ModelProto, to: str) -> None:
-    """Raise BadInput for a model that is too old for precision `to`."""
-    least = BY_NAME[to].min_opset
-    if opset(model) < least:
-        name = to.upper().partition("-")[0]
-        raise BadInput(
-            f"the model has opset {opset(model)}; {name} needs {least} or newer",
-            hint="export it again with a newer opset",
-        )
 
 
 def _quantizable(

@@ -75,6 +75,11 @@ class DataSource:
     unused: tuple[str, ...]
     axes: Mapping[str, int | None]
 
+    @property
+    def labelled(self) -> bool:
+        """Whether it has an array of labels, which is not an input of that name."""
+        return LABELS in self.headers and LABELS not in self.names.values()
+
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read these arrays as a whole."""
         read = [
@@ -125,12 +130,13 @@ def find_source(
             "without one is given once",
         )
     (count,) = counts
-    if LABELS in headers and headers[LABELS].shape[:1] != (count,):
-        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
     numbers = np.array(classes, np.int64) if classes else None
-    return DataSource(
+    found = DataSource(
         str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused, axes
     )
+    if found.labelled and headers[LABELS].shape[:1] != (count,):
+        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
+    return found
 
 
 def sample_axes(
@@ -180,7 +186,8 @@ def _choose(
 ) -> tuple[dict[str, str], tuple[str, ...], dict[str, int | None]]:
     """Return the array for each input, those that are neither inputs nor labels, and the axes."""
     golden = {n.removeprefix(INPUTS): n for n in headers if n.startswith(INPUTS)}
-    arrays = golden or {n: n for n in headers if n != LABELS}  # golden samples: the inputs
+    own = {spec.name for spec in inputs}  # one of them may be named as the labels are
+    arrays = golden or {n: n for n in headers if n != LABELS or n in own}
     if len(inputs) == 1 and len(arrays) == 1:
         arrays = {inputs[0].name: next(iter(arrays.values()))}
     for spec in inputs:
@@ -364,15 +371,19 @@ class Samples:
         labels = None if self.labels is None else self.labels[:count]
         return replace(self, inputs=self.rows(slice(count)), labels=labels)
 
+    def fixed_batch(self, specs: Sequence[TensorSpec]) -> int | None:
+        """Return the size of the batch of a model with these inputs; None for any size."""
+        axes = [(spec.shape, self.axis(spec.name)) for spec in specs if spec.shape]
+        sizes = [shape[axis] for shape, axis in axes if axis is not None and axis < len(shape)]
+        return next((size for size in sizes if isinstance(size, int)), None)
+
     def batching(self, most: int, specs: Sequence[TensorSpec]) -> tuple[int, int]:
         """Return the batch size for a model with these inputs, and the samples in whole batches.
 
         A dynamic batch uses `most` and all samples; a fixed one drops the samples that do not fill
         the last batch. Raises BadInput if they do not fill one batch.
         """
-        axes = [(spec.shape, self.axis(spec.name)) for spec in specs if spec.shape]
-        sizes = [shape[axis] for shape, axis in axes if axis is not None and axis < len(shape)]
-        fixed = next((size for size in sizes if isinstance(size, int)), None)
+        fixed = self.fixed_batch(specs)
         if fixed is None:
             return most, len(self)
         if not 0 < fixed <= len(self):
@@ -392,7 +403,7 @@ def read_samples(
     its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
-    wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]
+    wanted = [*source.names.values(), *([LABELS] if source.labelled else [])]
     if source.images is not None:
         arrays = dict.fromkeys(source.names.values(), source.images.decode_all(source.files))
     else:
@@ -401,7 +412,8 @@ def read_samples(
         arrays = source.read(wanted)
     chosen = {name: _native(arrays[own]) for name, own in source.names.items()}
     axes = {name: source.axes[own] for name, own in source.names.items()}
-    return Samples(chosen, arrays.get(LABELS, source.classes), source.where, source.unused, axes)
+    labels = arrays[LABELS] if source.labelled else source.classes
+    return Samples(chosen, labels, source.where, source.unused, axes)
 
 
 def _native(array: np.ndarray) -> np.ndarray:
@@ -422,7 +434,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     headers = read_headers(path)
     check_memory(str(path), sum(each.nbytes for each in headers.values()))
-    return read_arrays(path, headers)
+    return {name: _native(array) for name, array in read_arrays(path, headers).items()}
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
@@ -431,18 +443,19 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
         archive.comment = f"deploykit {kind}".encode()
         for name, array in arrays.items():  # np.savez reserves "file", fails before 1980
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                npy.write_array(member, np.asarray(array), allow_pickle=False)
+                whole = np.asarray(array, np.str_ if array.dtype.hasobject else None)
+                npy.write_array(member, whole, allow_pickle=False)
 
 
 _TAIL = 4  # places of padding at most, fewer than a window of attention has
 
 
 def random_feeds(
-    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
+    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0, *, integers: int = 10
 ) -> dict[str, np.ndarray]:
     """Return seeded inputs for timing and parity.
 
-    Floats are standard normal, uint8 is 0 to 255, other integers and strings are 0 to 9. An input
+    Floats are standard normal, uint8 is 0 to 255, others and strings below `integers`. An input
     named as lengths gets lengths of rows, the last one full. Booleans and an input named as a mask
     get zeros and ones: a mask (N, T) ends with a few zeros, as padding does; any other begins with
     a one and, for booleans, ends with the other value. A "pad" in a boolean's name reverses this,
@@ -477,7 +490,7 @@ def random_feeds(
         elif spec.dtype == "uint8":  # it holds pixels, as ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
         else:
-            feeds[spec.name] = random.integers(0, 10, shape).astype(spec.dtype)
+            feeds[spec.name] = random.integers(0, integers, shape).astype(spec.dtype)
     return feeds
 
 
@@ -547,7 +560,9 @@ def digests(samples: Samples) -> Iterator[bytes]:
         digest = hashlib.blake2b(digest_size=16)
         for name in names:
             values = samples.each(name)
-            digest.update(values[number % len(values)].tobytes())
+            row = values[number % len(values)]
+            strings = isinstance(row, str) or row.dtype.hasobject
+            digest.update(repr(np.asarray(row).tolist()).encode() if strings else row.tobytes())
         yield digest.digest()
 
 
@@ -621,7 +636,7 @@ class SampleStream(Closing):
 
     def read_labels(self) -> np.ndarray | None:
         """Read all labels at once, as they are small."""
-        if LABELS in self.source.headers:
+        if self.source.labelled:
             return self.source.read([LABELS])[LABELS]
         return self.source.classes
 
