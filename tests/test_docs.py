@@ -83,7 +83,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, request: pytest.FixtureRequ
         pytest.importorskip(module)
     for file in (ROOT / "docs" / "files").glob("*"):
         shutil.copy(file, tmp_path)
-    done = BEGIN if all(command in commands(page) for command in BEGIN) else []
+    done = BEGIN if BEGIN[0] in commands(page) else []
     if done:
         shutil.copytree(request.getfixturevalue("begun"), tmp_path, dirs_exist_ok=True)
     run_page(page, tmp_path, done)
