@@ -27,7 +27,7 @@ from deploykit.serving.http2.connection import (
     frame,
     literal,
 )
-from deploykit.serving.models.inference import Receiver
+from deploykit.serving.models.pipelines import Receiver
 from deploykit.serving.transport.call import BUG, About, decompress, message_of, refusal_of
 from deploykit.serving.transport.listener import extend
 

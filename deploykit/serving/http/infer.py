@@ -15,9 +15,9 @@ from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import from_base64
-from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Lane
-from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.pipelines import ServedPipeline, over_budget
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
