@@ -249,6 +249,7 @@ class Parent:
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
+        self._drain_s = options.drain_s
         self._end_s = END_S + options.drain_s
         self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
@@ -312,7 +313,10 @@ class Parent:
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
-        await self._until(lambda: not self._workers or self._signals.count > 1, self._end_s)
+        await self._until(self._ended, self._drain_s - 2 * _POLL_S)
+        for each in filter(None, (self._http, self._grpc)):
+            remove_path(each)  # just before the workers accept the last clients of a path
+        await self._until(self._ended, self._end_s)
         for worker in self._workers.values():
             if worker.link is not None:
                 worker.link.send("abort")
@@ -322,6 +326,10 @@ class Parent:
             os.kill(worker.pid, signal.SIGKILL)
         await self._until(lambda: not self._workers, ABORT_S)
         ticking.cancel()
+
+    def _ended(self) -> bool:
+        """Return whether no worker is left, or a second signal came."""
+        return not self._workers or self._signals.count > 1
 
     async def _until(self, reached: Callable[[], bool], limit_s: float = math.inf) -> None:
         end_s = time.monotonic() + limit_s
