@@ -16,7 +16,6 @@ from deploykit.building.tensorrt.options import (
     check_samples,
     parse_axis,
     parse_batch,
-    ranges,
 )
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
@@ -117,7 +116,11 @@ def build(
         force=force,
     )
     with stage(place) as tmp:
-        job = BuildJob(source, target, request, shapes, tmp, place, max_error)
+        inputs, given = Graph.open(source.path).inputs, request.data or request.calib
+        if request.to != "fp32" and target.runtime != "tensorrt":
+            given = None  # those of the quantization are used
+        samples = read_samples(given, inputs, task=source.task) if given else None
+        job = BuildJob(source, target, request, shapes, tmp, place, max_error, samples)
         carry_out = _build_plan if target.runtime == "tensorrt" else build_for_runtime
         made = carry_out(job, on_progress)
     chosen = (f"profile auto: {target.name} ({why})",) if why else ()
@@ -127,12 +130,9 @@ def build(
 def _build_plan(job: BuildJob, on_progress: Progress) -> Made:
     """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
     source, request, graph_file, notes = job.source, job.request, job.source, list[str]()
-    inputs, given = Graph.open(source.path).inputs, request.data or request.calib
-    samples = read_samples(given, inputs, task=source.task) if given else None
-    if samples is not None:
+    if job.samples is not None:
         options = build_tensorrt.options_of(job.target, job.shapes, source)
-        check_samples(inputs, samples, ranges(inputs, options.batch, options.axes))
-    job = replace(job, samples=samples)
+        check_samples(Graph.open(source.path).inputs, job.samples, options)
     if job.quantizes:
         step, typed = span(on_progress, 0.0, 0.6), job.tmp.with_name("typed.onnx")
         plain = prepare(source, request, step)

@@ -99,10 +99,9 @@ def ranges(
     return {spec.name: _shapes(spec, sizes) for spec in inputs}
 
 
-def check_samples(
-    inputs: Sequence[TensorSpec], samples: Samples, spans: Mapping[str, ShapeRange]
-) -> None:
-    """Raise BadInput for samples of sizes that an engine of these `ranges` does not take."""
+def check_samples(inputs: Sequence[TensorSpec], samples: Samples, options: Options) -> None:
+    """Raise BadInput for samples of sizes that an engine of these options does not take."""
+    spans = ranges(inputs, options.batch, options.axes)
     for spec in inputs:
         low, _, high = spans[spec.name]
         found, own = samples.inputs[spec.name].shape, samples.axis(spec.name)
