@@ -301,6 +301,7 @@ def _check_runs(source: Artefact, target: Profile, to: str, folder: Path) -> Non
         optimise(source.path, folder / "optimised.onnx")
         first = f"deploykit build {source} --profile {target.name}"
         if few_integers(graph, run := Graph.open(folder / "optimised.onnx")):
+            build(source, target.name, out=folder / "built.onnx")  # or it has another cure
             raise BadInput(
                 f"{source}: ONNX Runtime on a CPU, which gets the file as it is, would run "
                 f"{run.precision.get('int8', 0)} of its {graph.precision['int8']} INT8 nodes in "
