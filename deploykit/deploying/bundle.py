@@ -189,16 +189,13 @@ def bundle(
 
 def _on_gpu_without_tensorrt(to: str, contents: Contents) -> Iterator[str]:
     """Yield what is slow or missing where ONNX Runtime alone runs the model on a GPU."""
-    target, used = contents.profile, names_of(contents.manifest.precision)
-    low = sorted(used & set(CALIBRATED))
-    if target.device == "cpu" or not (to == "ray" or (to == "triton" and "fp8" in low)):
-        return
-    if low:
+    target, low = contents.profile, names_of(contents.manifest.precision) & set(CALIBRATED)
+    if low and target.device != "cpu" and (to == "ray" or (to == "triton" and "fp8" in low)):
         yield (
             f"{to.capitalize()} serves the file with ONNX Runtime, which computes "
-            f"{' and '.join(low).upper()} nodes on a GPU in float32: an fp16 model is faster there"
+            f"{' and '.join(sorted(low)).upper()} nodes on a GPU in float32: an fp16 model is faster there"
         )
-    if target.boards:
+    if to == "ray" and target.boards:
         yield "PyPI's onnxruntime-gpu has no kernels for a Jetson: install NVIDIA's own there"
 
 
