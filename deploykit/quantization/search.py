@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def search(
         on_step: called after each evaluation. Ctrl-C (KeyboardInterrupt out of any callback) ends
             the search and keeps the best so far; other errors pass through.
     """
-    found = Search(evaluate, float32_cost_s, budget, on_step)
+    found = Search(evaluate, float32_cost_s, budget, on_step, candidate_began=budget.clock())
     try:
         found.run(levels)
     except _OutOfTimeError:
@@ -153,31 +153,25 @@ class _OutOfTimeError(Exception):
     """One more candidate would end after the budget."""
 
 
+@dataclass
 class Search:
     """A search: what was tried, and the best so far, `model` with its step; None keeps float32.
 
     `stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best` is then
-    the cheapest model that had passed.
+    the cheapest model that had passed. `longest_s`: of the slowest candidate.
     """
 
-    def __init__(
-        self,
-        evaluate: Callable[[Any], Verdict],
-        float32_cost_s: float,
-        budget: Budget,
-        on_step: Callable[[SearchStep], object],
-    ) -> None:
-        self.evaluate = evaluate
-        self.float32_cost_s = float32_cost_s
-        self.budget = budget
-        self.on_step = on_step
-        self.best: SearchStep | None = None
-        self.model: Any = None
-        self.steps: list[SearchStep] = []
-        self.notes: list[str] = []
-        self.stopped = ""
-        self.candidate_began = budget.clock()
-        self.longest_s = 0.0  # the slowest candidate's
+    evaluate: Callable[[Any], Verdict]
+    float32_cost_s: float
+    budget: Budget
+    on_step: Callable[[SearchStep], object]
+    candidate_began: float
+    longest_s: float = 0.0
+    best: SearchStep | None = None
+    model: Any = None
+    steps: list[SearchStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    stopped: str = ""
 
     @property
     def record(self) -> SearchRecord:
@@ -296,35 +290,21 @@ class Search:
         try:
             model = level.make(frozenset(kept))
         except (BadInput, Unsupported) as exc:
-            self._note_step(level, kept, Verdict(False, math.inf, exc.message), math.inf)
-            return math.inf, False
-        cost_s = level.cost_s(model)
-        if not worth(cost_s):
-            return cost_s, False
-        verdict = self.evaluate(model)
-        if verdict.passed:
-            self.model = model
-        self._note_step(level, kept, verdict, cost_s)
-        return cost_s, verdict.passed
-
-    def _note_step(
-        self, level: Level, kept: Sequence[str], verdict: Verdict, cost_s: float
-    ) -> None:
-        now = self.budget.clock()
+            model, cost_s, verdict = None, math.inf, Verdict(False, math.inf, exc.message)
+        else:
+            cost_s = level.cost_s(model)
+            if not worth(cost_s):
+                return cost_s, False
+            verdict = self.evaluate(model)
+        now, (passed, drop, why) = self.budget.clock(), astuple(verdict)
         self.longest_s = max(self.longest_s, now - self.candidate_began)
-        step = SearchStep(
-            level.precision,
-            tuple(kept),
-            verdict.passed,
-            verdict.drop,
-            verdict.why,
-            cost_s,
-            elapsed_s=now - self.budget.began,
-        )
+        elapsed_s = now - self.budget.began
+        step = SearchStep(level.precision, tuple(kept), passed, drop, why, cost_s, elapsed_s)
         self.steps.append(step)
-        if verdict.passed:
-            self.best = step
+        if passed:
+            self.model, self.best = model, step
         self.on_step(step)
+        return cost_s, passed
 
     def _check_time(self) -> None:
         self.candidate_began = self.budget.clock()
