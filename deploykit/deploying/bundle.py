@@ -191,9 +191,10 @@ def _on_gpu_without_tensorrt(to: str, contents: Contents) -> Iterator[str]:
     """Yield what is slow or missing where ONNX Runtime alone runs the model on a GPU."""
     target, low = contents.profile, names_of(contents.manifest.precision) & set(CALIBRATED)
     if low and target.device != "cpu" and (to == "ray" or (to == "triton" and "fp8" in low)):
+        kinds = " and ".join(sorted(low)).upper()
         yield (
-            f"{to.capitalize()} serves the file with ONNX Runtime, which computes "
-            f"{' and '.join(sorted(low)).upper()} nodes on a GPU in float32: an fp16 model is faster there"
+            f"{to.capitalize()} serves the file with ONNX Runtime, which computes {kinds} nodes on "
+            "a GPU in float32: an fp16 model is faster there"
         )
     if to == "ray" and target.boards:
         yield "PyPI's onnxruntime-gpu has no kernels for a Jetson: install NVIDIA's own there"
