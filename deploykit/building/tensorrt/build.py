@@ -40,14 +40,12 @@ from deploykit.building.tensorrt.module import (
 from deploykit.building.tensorrt.options import (
     Options,
     ShapeRange,
-    check_dla,
     check_graph,
     check_options,
     check_target,
     hardware_level,
     note_dla,
     ranges,
-    weakly_typed,
 )
 from deploykit.building.tensorrt.progress import BuildProgress, OnProgress, interruptible, monitor
 from deploykit.core.artefact import sniff
@@ -346,7 +344,6 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
     here = with_gpu(this_machine(), options.shapes.device)
     nv = module()
     check_target(nv, options)
-    check_dla(nv, options)
     progress = BuildProgress(on_progress)
     try:
         made = _build_plan(nv, model, options, progress, here, checking=False)
@@ -441,7 +438,7 @@ def _build_plan(
     progress.raise_failure()
     attempt = partial(_Attempt, nv, start(nv), model, options, progress, here, checking)
     load_plugins(nv, map(Path, options.shapes.plugins))
-    if weakly_typed(nv, options):
+    if options.shapes.dla is not None and version(nv) < (11,):  # its precision is a flag
         return attempt().run(strong=False)
     try:
         return attempt().run(strong=True)
