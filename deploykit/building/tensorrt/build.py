@@ -43,7 +43,6 @@ from deploykit.building.tensorrt.options import (
     check_graph,
     check_options,
     check_target,
-    hardware_level,
     note_dla,
     ranges,
 )
@@ -540,9 +539,12 @@ class _Attempt:
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
         if not shapes.tf32:
             config.clear_flag(nv.BuilderFlag.TF32)  # set by default
-        if shapes.hardware_compatible:
-            level = hardware_level(nv, shapes.hardware_compatible)
-            config.hardware_compatibility_level = level
+        if level := shapes.hardware_compatible:
+            member = level.upper().replace("-", "_")
+            if not hasattr(nv.HardwareCompatibilityLevel, member):
+                needs = f"needs a newer TensorRT, with {member}"
+                raise Unsupported(f"`hardware_compatible` {level}: {needs}")
+            config.hardware_compatibility_level = getattr(nv.HardwareCompatibilityLevel, member)
         self.flags += ["VERSION_COMPATIBLE"] * shapes.version_compatible
         cores = int(self.builder.num_DLA_cores)
         if shapes.dla is not None and 0 <= shapes.dla < cores:

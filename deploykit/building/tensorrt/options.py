@@ -231,17 +231,6 @@ def check_target(nv: Any, options: Options) -> None:
         )
 
 
-def hardware_level(nv: Any, name: str) -> Any:
-    """TensorRT's enum member for one of HARDWARE. Raises Unsupported where it lacks that."""
-    member = name.upper().replace("-", "_")
-    try:
-        return getattr(nv.HardwareCompatibilityLevel, member)
-    except AttributeError as exc:
-        raise Unsupported(
-            f"`hardware_compatible` {name}: needs a newer TensorRT, with {member}"
-        ) from exc
-
-
 # Source of the checks for a Jetson's deep learning accelerator (DLA): NVIDIA's TensorRT
 # documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed Networks for DLA". Not yet run
 # on a DLA.
