@@ -90,15 +90,15 @@ def build(
         metric=metric,
         max_drop=max_drop,
     )
-    axes = {name: each.optimum for name, each in map(parse_axis, shapes.axes)}
-    if target.runtime != "tensorrt" and (axes or shapes.batch):
-        batch = parse_batch(shapes.batch).optimum if shapes.batch else None
-        request = replace(request, batch=batch, axis=axes)
-    if target.runtime == "tensorrt":
+    plans = target.runtime == "tensorrt"
+    if plans:
         check_options(build_tensorrt.options_of(target, shapes, source))
         build_tensorrt.check_here(target, source, shapes.device)
     else:
         shapes.refuse(target)
+        axes = {name: each.optimum for name, each in map(parse_axis, shapes.axes)}
+        batch = parse_batch(shapes.batch).optimum if shapes.batch else None
+        request = replace(request, batch=batch, axis=axes)
     if request.to not in ("fp32", *TARGETS):
         raise BadInput(
             f"`precision` {request.to} is unknown", hint="one of: fp32, " + ", ".join(TARGETS)
@@ -116,13 +116,11 @@ def build(
         force=force,
     )
     with stage(place) as tmp:
-        inputs, given = Graph.open(source.path).inputs, request.data or request.calib
-        if request.to != "fp32" and target.runtime != "tensorrt":
-            given = None  # those of the quantization are used
-        samples = read_samples(given, inputs, task=source.task) if given else None
+        samples, given = None, request.data or request.calib
+        if given and (plans or request.to == "fp32"):  # else a quantization reads them
+            samples = read_samples(given, Graph.open(source.path).inputs, task=source.task)
         job = BuildJob(source, target, request, shapes, tmp, place, max_error, samples)
-        carry_out = _build_plan if target.runtime == "tensorrt" else build_for_runtime
-        made = carry_out(job, on_progress)
+        made = (_build_plan if plans else build_for_runtime)(job, on_progress)
     chosen = (f"profile auto: {target.name} ({why})",) if why else ()
     return replace(made, notes=(*chosen, *made.notes))
 
