@@ -177,7 +177,7 @@ class ServeOptions:
         1 << 50,
     )
     instances: int = option(1, "--instances N  Engines per model", section="Engines")
-    threads: int | None = option(None, "--threads N  CPU threads per call [one per core]")
+    threads: int | None = option(None, "--threads N  CPU threads per call [one per core]", 1, 4096)
     workers: int | str = option(
         1,
         "--workers N|shared:N|auto  Processes behind the same ports, each with its own engines; "
