@@ -99,7 +99,7 @@ def check_fits(what: str, nbytes: int) -> None:
         raise does_not_fit(f"{what} of {nbytes / 2**20:,.0f} MiB")
 
 
-def lacks_memory(exc: Exception) -> bool:
+def lacks_memory(exc: BaseException) -> bool:
     """Return whether `exc` is a MemoryError, or what a library raises in its place."""
     return isinstance(exc, MemoryError) or bool(_NO_MEMORY.search(str(exc)))
 

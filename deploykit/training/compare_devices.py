@@ -521,12 +521,12 @@ def _setup(row: DeviceRow) -> tuple[str, str]:
 
 
 def _spread(interval: Interval | None) -> str:
-    return spread(interval and interval.to_dict())
+    return spread(interval.to_dict() if interval else None)
 
 
 def _times(row: DeviceRow | None, cpu: DeviceRow | None) -> str:
     """Return a row's rate over that of the CPU; the ends of the interval are the most and least."""
-    x, y = (each and each.samples_per_s for each in (row, cpu))
+    x, y = (each.samples_per_s if each else None for each in (row, cpu))
     if x is None or y is None or row is cpu:
         return MISSING
     high = x.high / y.low if y.low > 0 else math.inf

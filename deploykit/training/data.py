@@ -35,27 +35,23 @@ def prefetch(make: Callable[[Part], Made], parts: Sequence[Part], workers: int) 
     if workers < 1:
         yield from map(make, parts)
         return
-    threads, started, go = torch.get_num_threads(), threading.Semaphore(0), threading.Event()
+    threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
 
     def begin() -> None:
         torch.set_num_threads(1)  # affects this thread, and MKL in all threads
-        started.release()
-        go.wait()
+        started.wait()
 
     pool = ThreadPoolExecutor(workers, "batches", begin)
     try:
         pending: deque[Future[Made]] = deque(pool.submit(make, each) for each in parts[:workers])
-        for _ in pending:
-            started.acquire()
+        started.wait()
         torch.set_num_threads(threads)
-        go.set()
         for number in range(len(parts)):
             made = pending.popleft().result()
             if number + workers < len(parts):
                 pending.append(pool.submit(make, parts[number + workers]))
             yield made
     finally:
-        go.set()
         pool.shutdown(cancel_futures=True)
 
 
