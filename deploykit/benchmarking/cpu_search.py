@@ -21,7 +21,7 @@ from deploykit.reporting.points import (
     CpuSettings,
     CpuTrial,
     Point,
-    _runs,
+    runtime_of,
 )
 
 _FINALISTS = 2  # with one session, and with several
@@ -41,30 +41,25 @@ def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, 
     for batch in dict.fromkeys(point.batch for point in usable):
         rivals = [point for point in usable if point.batch == batch]
         best = max(rivals, key=lambda point: point.throughput_per_s.value)
-        names = ", ".join(dict.fromkeys(map(_runs, rivals)))
+        names = ", ".join(dict.fromkeys(map(runtime_of, rivals)))
         why = f"the fastest of {len(rivals)} columns on the CPU ({names})"
         fastest = (best.label, best.precision, best.runtime, best.settings, best.throughput_per_s)
         found.append(BestCpu(batch, *fastest, why))
     return tuple(found)
 
 
-def choices_for(runtime: str, cores: Collection[int]) -> list[CpuSettings]:
-    """Return the choices of a runtime: only ONNX Runtime spins, torch has one pool per process."""
-    found = choices(cores)
-    if runtime == "onnxruntime":
-        return found
-    apart = runtime == "torch"
-    return list(dict.fromkeys(replace(each, spinning=None, processes=apart) for each in found))
+def choices(cores: Collection[int], runtime: str = "onnxruntime") -> list[CpuSettings]:
+    """Return settings that fill each number of cores, and one session with fewer threads.
 
-
-def choices(cores: Collection[int]) -> list[CpuSettings]:
-    """Return settings that fill each number of cores, and one session with fewer threads."""
-    found: dict[CpuSettings, None] = {}
+    Only ONNX Runtime's threads may spin, and torch has one pool of them per process.
+    """
+    spins, found = runtime == "onnxruntime", dict[CpuSettings, None]()
     for total in cores:
         for size in (each for each in range(1, total + 1) if total % each == 0):
             for sessions, threads in ((1, size), (size, total // size)):
-                for spinning in (False, True)[: min(threads, 2)]:  # one thread never waits
-                    found[CpuSettings(sessions, threads, spinning)] = None
+                # one thread never waits
+                for spinning in (False, True)[: min(threads, 2)] if spins else (None,):
+                    found[CpuSettings(sessions, threads, spinning, runtime == "torch")] = None
     return list(found)
 
 

@@ -15,7 +15,9 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 
 BATCH = "N"
-_BATCH_NAMES = (BATCH, "batch", "batch_size")  # as exporters and their users call it
+_BATCH_WORD = re.compile(
+    "b|bs|bsz|.*batch.*", re.IGNORECASE
+)  # as exporters and their users call it
 _UNKNOWN = ("?", "-1", "*", "none", "null", "nan", "unk", "unknown", "dynamic", "any", "dyn")
 MOST_STRINGS = 1 << 18  # in one call of ONNX Runtime, which holds the GIL for 0.06 s
 
@@ -67,11 +69,18 @@ class TensorSpec(Record):
 
 
 def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Return the names of the batch axis: `N`, or "batch", wherever it is; else those at axis 0."""
-    for name in _BATCH_NAMES:
-        if any(name in spec.shape for spec in specs):
-            return (name,)
-    return tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
+    """Return the names of the batch axis: `N` or a word for it, wherever it is; else of axis 0.
+
+    In [batch,N] or [B,N,3] the `N` counts samples of a sound or points: a word at axis 0 is first.
+    """
+    first = tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
+    words = tuple(axis for axis in first if _BATCH_WORD.fullmatch(axis))
+    if words and BATCH not in first:
+        return words
+    named = [axis for spec in specs for axis in spec.shape if isinstance(axis, str)]
+    others = (axis for axis in named if _BATCH_WORD.fullmatch(axis) and len(axis) > 1)
+    name = BATCH if BATCH in named else next(others, None)
+    return first if name is None else (name,)
 
 
 def dynamic_sizes(

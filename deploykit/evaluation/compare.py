@@ -14,18 +14,18 @@ from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import json_value
+from deploykit.core.notebook import Shown
 from deploykit.core.precision import BY_NAME, CALIBRATED
 from deploykit.engines.data.samples import check_finite, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden, html_tables
+from deploykit.evaluation.feeds import MOST_SAMPLES, comparison_feeds, given_sizes, rows_that_fit
 from deploykit.evaluation.parity import (
-    MOST_SAMPLES,
+    DRAWS_NUMBERS,
     add_float32_errors,
     compare_engines,
-    comparison_feeds,
-    given_sizes,
+    draws_numbers,
     in_other_batches,
-    rows_that_fit,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Shown):
     """The parity of two artefacts, and the first node at which two ONNX graphs differ.
 
     `note`: says if the inputs are not those of `data`, or fewer at once than usual.
@@ -44,7 +44,7 @@ class Compared:
     parity: Parity
     divergence: Divergence | None = None
     note: str = ""
-    unfit: str = ""  # why random inputs do not suit one of the two
+    unfit: str = ""  # why the comparison says nothing
 
     def to_dict(self) -> dict[str, Any]:
         found = {"divergence": json_value(self.divergence), "note": self.note}
@@ -62,9 +62,7 @@ class Compared:
             self.parity.raise_if_over()
         except GateFailed as exc:
             if self.unfit:
-                raise GateFailed(
-                    exc.message, hint=f"{self.unfit}: give real ones, `data`"
-                ) from None
+                raise GateFailed(exc.message, hint=self.unfit) from None
             if self.divergence is None:
                 raise
             raise GateFailed(exc.message, hint=self.divergence.text) from None
@@ -118,7 +116,9 @@ def compare(
         path = next((each.path for each in (first, second) if each.format == "onnx"), None)
         sizes = given_sizes(left.inputs, batch, axis, samples)
         feeds, notes = comparison_feeds(left, right, samples, path, sizes)
-        why = f"random inputs are not what {unfit[0].name} was calibrated for" if unfit else ""
+        why = ""
+        if unfit:
+            why = f"random inputs are not what {unfit[0].name} was calibrated for: give `data`"
         if recorded is not None:
             name, feeds, stored = recorded
             why, notes = "", (f"the inputs are the golden samples of {name}",)
@@ -127,6 +127,8 @@ def compare(
         parity = compare_engines(left, right, feeds, max_error=bound, names=names, random=random)
         if samples and any(row.floating and row.problem for row in parity.rows):
             check_finite(samples)
+        if not parity.passed and not why and draws_numbers(left, feeds[-1]):
+            why = DRAWS_NUMBERS
         if not parity.passed and max_error is None:
             parity = add_float32_errors(parity, left, partial(in_other_batches, left), feeds)
     difference = _first_difference(first, second, feeds, parity)

@@ -7,7 +7,7 @@ the outputs do.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, P
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
-from deploykit.evaluation.parity import BOXES, compare_engines, comparison_feeds
+from deploykit.evaluation.feeds import Feeds, comparison_feeds
+from deploykit.evaluation.parity import BOXES, compare_engines
 from deploykit.evaluation.statistics import (
     pooled_share,
     samples_to_show_agreement,
@@ -42,7 +43,7 @@ def evaluate(
     max_drop: float | None = None,
     names: tuple[str, str] = ("reference", "candidate"),
     batch_size: int = 32,
-    sizes: Mapping[str, int] | None = None,
+    random: Sequence[Feeds] = (),
     shares: Collection[str] = (),
 ) -> Evaluation:
     """Run both engines once over the samples and decide.
@@ -55,12 +56,12 @@ def evaluate(
 
     Args:
         reference, candidate: the two engines.
-        samples: None for seeded random inputs. Samples that do not fill a fixed batch are left out.
+        samples: None for random inputs. Samples that do not fill a fixed batch are left out.
         metric: scores the outputs against the samples' labels.
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        sizes: sizes of the random inputs' dynamic axes; others are those of `sizes_that_run`.
+        sizes: sizes of the random inputs' dynamic axes; others are those of `random_inputs`.
         shares: outputs from 0 to 1. Where one is below 0.001 everywhere, as the map of a detector
             that finds nothing, its SQNR says nothing: others decide, and none but such fails.
 
@@ -76,7 +77,8 @@ def evaluate(
                 "`max_drop` needs samples",
                 hint="give labelled samples (or unlabelled ones, for agreement), or no bound",
             )
-        random, _ = comparison_feeds(reference, candidate, None, None, sizes, batch_size)
+        if not random:
+            random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
         parity = compare_engines(reference, candidate, random, names=names, random=True)
         return _without_labels(parity, None, None, None, shares)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))

@@ -7,29 +7,18 @@ shapes raise an error.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Parity, ParityRow
-from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, batch_places
+from deploykit.core.tensors import TensorSpec, batch_places
 from deploykit.engines.answers import class_axis
-from deploykit.engines.batching import spread_places
-from deploykit.engines.data.examples import Example
-from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Matches, pair
 
-if TYPE_CHECKING:
-    from deploykit.graph.graph import Graph
-
-Feeds = Mapping[str, np.ndarray]
 MAX_ERROR = 1e-3
 CLASSES, PIXELS, BOXES = "classes", "pixels", "boxes"  # `ParityRow.answers`
 BLOCK = 1 << 20  # values that are converted to float64 at a time
@@ -72,9 +61,11 @@ def compare_engines(
                 sides = ", ".join(map("{} from {}".format, found, names))
                 raise BadInput(f"output '{name}' at batch {batch} is {sides}")
             axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
-            tally = tallies.setdefault((name, batch), _Tally())
-            images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
-            tally.mask = x[name].dtype.kind in "iu" and x[name].shape in images
+            if (name, batch) not in tallies:
+                images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
+                mask = x[name].dtype.kind in "iu" and x[name].shape in images
+                tallies[name, batch] = _Tally(x[name], mask=mask)
+            tally = tallies[name, batch]
             tally.add(x[name], y[name], axis)
             if name in boxes:
                 tally.match(boxes[name])
@@ -118,7 +109,7 @@ def add_float32_errors(
         for name, array in values.items():
             if array.dtype.kind in "biuO" or array.shape != others[name].shape:
                 continue
-            tally = _Tally()
+            tally = _Tally(array)
             tally.add(others[name].astype(np.float64), array.astype(np.float64))
             if name in boxes:
                 tally.match(boxes[name])
@@ -143,6 +134,16 @@ def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
         return dict(engine(feeds))
     parts = [engine({n: a[row : row + 1] for n, a in feeds.items()}) for row in range(rows)]
     return {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
+
+
+DRAWS_NUMBERS = "the model draws random numbers: two runs of it on the same inputs differ"
+
+
+def draws_numbers(engine: Engine, feeds: Arrays) -> bool:
+    """Return whether two runs of `engine` on the same inputs give different outputs."""
+    first, second = ({n: a.copy() for n, a in engine(feeds).items()} for _ in range(2))
+    nan = {name: array.dtype.kind in "fc" for name, array in first.items()}
+    return not all(np.array_equal(first[n], second[n], equal_nan=nan[n]) for n in first)
 
 
 def _check_same(
@@ -185,20 +186,23 @@ def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
 
 
 class _Tally:
-    """Adds up the differences of one output at one batch size, call by call."""
+    """Adds up the differences of one output at one batch size, call by call.
 
-    def __init__(self) -> None:
-        self.values = self.compared = self.differing = 0
-        self.max_abs = self.max_rel = self.scale = self.noise = self.signal = 0.0
-        self.rows = self.agreeing = self.undefined = 0
-        self.other_scale = 0.0
+    `mask`: the output is the class of each pixel; where scores are equal, either is right.
+    """
+
+    def __init__(self, like: np.ndarray, *, mask: bool = False) -> None:
+        self.exact, self.mask = like.dtype.kind in "biuO", mask
+        self.noun = exact_noun(like)
+        self.values = self.compared = self.differing = self.undefined = 0
+        self.rows = self.agreeing = 0
+        self.lost = 0  # boxes of one of the two alone
+        self.max_abs = self.max_rel = self.scale = self.other_scale = 0.0
+        self.noise = self.signal = 0.0
         self.finite = self.places_match = True
-        self.mask = False  # the class of each pixel: where scores are equal, either is right
-        self.floating, self.exact = True, ""
         self.answers = ""
         self.boxes: list[Matches] = []
-        self.lost = 0  # boxes of one of the two alone
-        self.shared = self.either = np.zeros(0, np.int64)  # pixels by class
+        self.shared = self.either = np.zeros(1, np.int64)  # pixels by class
 
     def match(self, found: Matches) -> None:
         """Count boxes as answers."""
@@ -211,38 +215,28 @@ class _Tally:
     def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
         """Add two arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
         self.values += a.size
-        self.floating, self.exact = a.dtype.kind not in "biuO", exact_noun(a)
         if a.size == 0:
             return
-        classes = 1 if axis is None else a.shape[axis]
         if axis is not None:
             self.answers = PIXELS if a.ndim == 4 else CLASSES
             a, b = np.moveaxis(a, axis, -1), np.moveaxis(b, axis, -1)
-        rows_a, rows_b = a.reshape(-1, classes), b.reshape(-1, classes)
-        step = max(1, BLOCK // classes)
-        for start in range(0, len(rows_a), step):
-            self._add_rows(rows_a[start : start + step], rows_b[start : start + step])
+        classes = 1 if axis is None else a.shape[-1]
+        pairs, step = (a.reshape(-1, classes), b.reshape(-1, classes)), max(1, BLOCK // classes)
+        for start in range(0, len(pairs[0]), step):
+            self._add_rows(*(each[start : start + step] for each in pairs))
 
     def _add_rows(self, a: np.ndarray, b: np.ndarray) -> None:
-        if not self.floating:
+        if self.exact:
             self.differing += int((a != b).sum())
         if a.dtype.hasobject:  # 0 and, where another string is, 1
             a, b = np.zeros(a.shape), a != b
         x, y = a.astype(np.float64), b.astype(np.float64)
+        if x.shape[1] >= 2:
+            self._add_answers(x.argmax(1), y.argmax(1), x.shape[1])
         both = np.isfinite(x) & np.isfinite(y)
         self.finite &= bool(both.all())
         self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
         self.undefined += int((x[~both] != -np.inf).sum())  # -infinity masks
-        if x.shape[1] >= 2:
-            left, right = x.argmax(1), y.argmax(1)
-            self.rows += len(x)
-            self.agreeing += int((left == right).sum())
-            if self.answers == PIXELS:
-                counts = [np.bincount(each, minlength=x.shape[1]) for each in (left, right)]
-                shared = np.bincount(left[left == right], minlength=x.shape[1])
-                self.shared = self.shared + shared if self.shared.size else shared
-                either = counts[0] + counts[1] - shared
-                self.either = self.either + either if self.either.size else either
         x, y = x[both], y[both]
         self.compared += x.size
         if x.size == 0:
@@ -256,6 +250,14 @@ class _Tally:
             self.noise += float((off**2).sum())
             self.signal += float((size**2).sum())
 
+    def _add_answers(self, left: np.ndarray, right: np.ndarray, classes: int) -> None:
+        self.rows += len(left)
+        self.agreeing += int((left == right).sum())
+        if self.answers == PIXELS:
+            each = (np.bincount(part, minlength=classes) for part in (left, right))
+            shared = np.bincount(left[left == right], minlength=classes)
+            self.shared, self.either = self.shared + shared, self.either + sum(each) - shared
+
     def row(self, output: str, batch: int) -> ParityRow:
         problem = self._problem()
         shown = self.rows and (self.scale or self.boxes)
@@ -265,6 +267,9 @@ class _Tally:
             error = self.differing / max(1, self.values)
         if self.boxes and agreement is not None:
             error = max(error, 1 - agreement)
+        share = self.signal / self.noise if self.noise else math.inf
+        # NaN where both squares passed the end of float64
+        sqnr_db = 10 * math.log10(share) if share > 0 else -math.inf
         return ParityRow(
             output=output,
             batch=batch,
@@ -272,13 +277,13 @@ class _Tally:
             max_abs=self.max_abs,
             max_rel=self.max_rel,
             rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,
-            sqnr_db=self._sqnr_db(),
+            sqnr_db=sqnr_db,
             agreement=agreement,
             finite=self.finite,
             error=math.inf if problem else error,
             problem=problem,
             places_match=self.places_match,
-            floating=self.floating,
+            floating=not self.exact,
             scale=self.scale,
             answers=self.answers if agreement is not None else "",
             mean_iou=self._mean_iou(),
@@ -298,334 +303,9 @@ class _Tally:
         if not self.places_match:
             return "NaN or infinity in one of the two and not in the other"
         if self.differing and not self.mask:
-            return f"{self.differing} of {self.values} {self.exact} differ"
+            return f"{self.differing} of {self.values} {self.noun} differ"
         if self.values and not self.compared:
             return "no value is finite in either, so nothing could be compared"
         if self.undefined:
             return f"{self.undefined} of {self.values} values are NaN or infinity on both sides"
         return ""
-
-    def _sqnr_db(self) -> float:
-        if self.noise == 0:
-            return math.inf
-        share = self.signal / self.noise  # NaN where both squares passed the end of float64
-        return 10 * math.log10(share) if share > 0 else -math.inf
-
-
-BATCHES = (1, 2, 7, 32)
-_LENGTHS = (5, 12, 1, 33)  # lengths of sequences, one for each batch
-_SIDES = (64, 96, 64, 128)  # sides of images whose height or width is dynamic
-
-AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
-
-
-def feeds_at_sizes(
-    inputs: Sequence[TensorSpec],
-    limits: AxisLimits | None = None,
-    example: Example | None = None,
-    sizes: Sequence[Mapping[str, int]] | None = None,
-) -> list[dict[str, np.ndarray]]:
-    """Return inputs at each of the `sizes`, by default the `parity_sizes`, from one seed each.
-
-    Where nothing but the batch differs, the smaller ones are rows from all over the largest, in
-    reverse order: the outputs then also show whether a row depends on its place and on other rows.
-    """
-    make = example.feeds if example else random_feeds
-    sizes = sizes or parity_sizes(inputs, limits, example.sizes(inputs) if example else {})
-    largest = make(tuple(inputs), sizes[-1], len(sizes) - 1)
-    by_rows = all(spec.shape[:1] == (BATCH,) and BATCH not in spec.shape[1:] for spec in inputs)
-
-    def feeds(seed: int, each: Mapping[str, int]) -> dict[str, np.ndarray]:
-        if not by_rows or {**each, BATCH: 0} != {**sizes[-1], BATCH: 0}:
-            return make(tuple(inputs), each, seed)
-        places = spread_places(sizes[-1][BATCH], each[BATCH])
-        return {name: array[places] for name, array in largest.items()}
-
-    return [feeds(seed, each) for seed, each in enumerate(sizes[:-1])] + [largest]
-
-
-def parity_sizes(
-    inputs: Sequence[TensorSpec],
-    limits: AxisLimits | None = None,
-    usual: Mapping[str, int] | None = None,
-) -> list[dict[str, int]]:
-    """Return the sizes of dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
-
-    `limits`: least and largest size by axis, where the model has them. `usual`: sizes that the user
-    has; the first two results then are near them.
-    """
-    images = {
-        axis for spec in inputs if len(spec.shape) == 4 for axis in spec.shape[1:]
-    }  # their sides must survive the pooling of a CNN
-    axes = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
-    rows = batch_axes(inputs)
-    if not axes:
-        return [{}]
-
-    def within(axis: str, size: int) -> int:
-        low, high = (limits or {}).get(axis, (1, None))
-        return max(low, size if high is None else min(size, high))
-
-    found = [
-        {
-            axis: within(axis, batch if axis in rows else side if axis in images else length)
-            for axis in sorted(axes)
-        }
-        for batch, length, side in zip(BATCHES, _LENGTHS, _SIDES, strict=True)
-    ]
-    for axis in (usual or {}).keys() & axes - {BATCH}:
-        size = (usual or {})[axis]
-        found[0][axis], found[1][axis] = within(axis, size), within(axis, -(-3 * size // 4))
-    return [sizes for n, sizes in enumerate(found) if sizes not in found[:n]]
-
-
-MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
-MOST_CALL_BYTES = 128 << 20  # limit of the largest tensor when comparing
-
-
-def comparison_feeds(
-    first: Engine,
-    second: Engine,
-    samples: Samples | None,
-    graph: Path | None,
-    sizes: Mapping[str, int] | None = None,
-    most: int = MOST_SAMPLES,
-) -> tuple[list[Feeds], tuple[str, ...]]:
-    """Return the inputs to compare two engines on, in batches that both take, and notes.
-
-    They are the samples, where there are any, else random inputs at several sizes of the dynamic
-    axes, see `sizes_that_run`. `graph`: the ONNX file that shows how many rows fit into memory;
-    None where there is none. `sizes`: those that the user chose, of some axes or of the batch.
-    `most`: rows of a batch.
-    """
-    limits = {**first.limits, **second.limits}
-    least, high = batch_limits(first.inputs, limits)
-    usual = min(high or most, *(engine.max_batch or most for engine in (first, second)), most)
-    if samples is not None:
-        usual, notes = rows_that_run(first, samples, usual) if least < 2 else (usual, ())
-        size, used = samples.batching(usual, (*first.inputs, *second.inputs))
-        used -= used % size if used % size < least else 0
-        if not used:
-            raise BadInput(f"{samples.where}: {len(samples)} samples are no batch of {least}")
-        samples = samples.first(used)
-        if graph is None or size != usual or notes:
-            return list(samples.batches(size)), notes
-        rows = max(least, rows_that_fit([next(samples.batches(size))], graph))
-        return list(samples.batches(min(size, rows))), rows_note(rows, usual)
-    for axis in batch_axes(first.inputs):
-        low, high = limits.get(axis, (1, None))
-        limits[axis] = low, min(usual, high or usual)
-    found, notes = sizes_that_run(first, sizes or {}, limits)
-    feeds = feeds_at_sizes(first.inputs, sizes=found)
-    if graph is None:
-        return list(feeds), notes
-    rows = max(least, rows_that_fit(feeds, graph))
-    return first_rows(feeds, rows, first.inputs), (*notes, *rows_note(rows, usual))
-
-
-def batch_limits(inputs: Sequence[TensorSpec], limits: AxisLimits) -> tuple[int, int | None]:
-    """Return the least and the largest batch within `limits`, those of the axes."""
-    found = [limits[axis] for axis in batch_axes(inputs) if axis in limits]
-    return max((low for low, _ in found), default=1), min((n for _, n in found if n), default=None)
-
-
-def small_batches(samples: Samples, feeds: Sequence[Feeds], least: int = 1) -> list[Feeds]:
-    """Return the two smallest batches of the samples that are smaller than those of `feeds`."""
-    axes = ((name, samples.axis(name)) for name in feeds[0])
-    most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
-    return [samples.rows(slice(count)) for count in (least, least + 1) if count < most]
-
-
-def rows_that_run(engine: Engine, samples: Samples, most: int) -> tuple[int, tuple[str, ...]]:
-    """Return the samples per call: `most`, or 1 with a note where two do not run and one does.
-
-    Such a model says that its batch may have any size, and has a state for one row.
-    """
-    size, _ = samples.batching(most, engine.inputs)
-    if size != most or min(size, len(samples)) < 2:
-        return most, ()
-    try:
-        engine(samples.rows(slice(2)))
-    except (BadInput, Unsupported) as exc:
-        try:
-            engine(samples.rows(slice(1)))
-        except (BadInput, Unsupported):
-            raise exc from None
-        return 1, (f"run one sample at a time, as two do not run together: {first_line(exc)}",)
-    return most, ()
-
-
-_LONGER = (
-    *(16, 32, 64, 80, 96, 128, 160, 224, 256, 320, 400, 512, 640, 800, 1000, 1024, 1536, 2048),
-    *(4096, 8000, 16000, 32000),
-)
-_SEARCH_S = 30.0  # limit of the search for sizes
-
-
-def sizes_that_run(
-    engine: Engine, given: Mapping[str, int], limits: AxisLimits | None = None
-) -> tuple[list[dict[str, int]], tuple[str, ...]]:
-    """Return sizes of the dynamic axes at which `engine` runs random inputs, and notes.
-
-    Those of `parity_sizes` are tried with one or two rows. Where none runs: longer ones, with axes
-    of states as large as the batch, and then single rows. `given`: the sizes that the user chose.
-    Raises BadInput with the engine's own reason where none runs.
-    """
-    batch = batch_axes(engine.inputs)
-    wanted = parity_sizes(engine.inputs, limits)
-    chosen = [{**sizes, **given} for sizes in wanted]
-    chosen = [sizes for n, sizes in enumerate(chosen) if sizes not in chosen[:n]]
-    if chosen == [{}]:
-        return chosen, ()
-    problems: list[DeploykitError] = []
-    least = {axis: low for axis, (low, _) in (limits or {}).items()}
-
-    def runs(sizes: Mapping[str, int], rows: int, batch: Collection[str] = batch) -> bool:
-        try:
-            few = {
-                axis: max(least.get(axis, 1), min(sizes.get(axis, rows), rows)) for axis in batch
-            }
-            engine(random_feeds(engine.inputs, {**sizes, **few, **given}))
-        except (BadInput, Unsupported) as exc:
-            problems.append(exc)
-            return False
-        return True
-
-    good = [sizes for sizes in chosen if runs(sizes, 2)]
-    if len(good) == len(chosen):
-        return chosen, ()
-    every = [axis for axis in wanted[0] if axis not in given and axis not in batch]
-    # one free axis that is not the first, in an input without the batch: a state [2,?,128]
-    named = [[a for a in spec.shape if isinstance(a, str)] for spec in engine.inputs]
-    states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in every}
-    states -= {spec.shape[0] for spec in engine.inputs if spec.shape}
-    end = time.monotonic() + _SEARCH_S
-    tying: list[set[str]] = [set(), states] if states else [set()]
-    for rows, tied in product((2, 1), tying):
-        free = [axis for axis in every if axis not in tied]
-        base = [{**each, **{axis: each[batch[0]] for axis in tied if batch}} for each in wanted]
-        tries = [{axis: sizes[axis] for axis in free} for sizes in wanted]
-        tries += [dict.fromkeys(free, size) for size in _LONGER if free]
-        if len(free) in (2, 3):
-            several = product(_LONGER[:: 2 * len(free) - 1], repeat=len(free))
-            tries += [dict(zip(free, each, strict=True)) for each in several]
-        for sizes in tries if not good else ():
-            if time.monotonic() > end:
-                break
-            if runs({**base[-1], **sizes}, rows, {*batch, *tied}):
-                good = [{**each, **sizes, **given} for each in (base if rows > 1 else base[:1])]
-                longer = {axis: 2 * size for axis, size in sizes.items()}
-                if free and runs({**base[-1], **longer}, rows, {*batch, *tied}):
-                    good.append({**good[-1], **longer})
-                break
-    if not good:
-        names = " ".join(f"`axis` {axis}=SIZE" for axis in every) or "`batch` SIZE"
-        raise BadInput(
-            f"no random inputs of any size that was tried run: {problems[0].message}",
-            hint=f"give real inputs, `data`, or sizes that the model takes: {names}",
-        ) from problems[0]
-    good = [sizes for n, sizes in enumerate(good) if sizes not in good[:n]]
-    shown = [", ".join(f"{axis} = {size}" for axis, size in each.items()) for each in good]
-    reason = first_line(problems[0])
-    return good, (f"compared at {'; '.join(shown)}; at other sizes it does not run: {reason}",)
-
-
-def given_sizes(
-    inputs: Sequence[TensorSpec],
-    batch: int | None,
-    axis: Mapping[str, int] | None,
-    samples: Samples | None,
-) -> dict[str, int]:
-    """Return the sizes of random inputs that the user chose, by axis. Raises BadInput.
-
-    There are none with samples, which have sizes of their own.
-    """
-    sizes = dict(axis or {})
-    if batch is not None:
-        sizes |= dict.fromkeys(batch_axes(inputs) or (BATCH,), batch)
-    if sizes and samples is not None:
-        raise BadInput(
-            f"`axis` and `batch` are sizes of random inputs; those of {samples.where} have theirs"
-        )
-    known = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
-    for name, size in sizes.items():
-        if name not in known:
-            raise BadInput(
-                f"no input has a dynamic axis '{name}'",
-                hint="the dynamic axes are: " + (", ".join(known) or "none"),
-            )
-        if size < 1:
-            raise BadInput(f"`axis` {name} must be 1 or more, got {size}")
-    return sizes
-
-
-def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """Return the sizes of the dynamic axes in `samples`, with `batch` where the samples lie.
-
-    An empty axis, as of the cache of a first step, counts as 1: no cost is known without it.
-    """
-    sizes = dict.fromkeys(batch_axes(inputs), batch)
-    if samples is None:
-        return sizes
-    for spec in inputs:
-        own, found = samples.axis(spec.name), samples.inputs[spec.name].shape
-        for place, (axis, size) in enumerate(zip(spec.shape, found, strict=True)):
-            if isinstance(axis, str):
-                sizes.setdefault(axis, batch if place == own else max(size, 1))
-    return sizes
-
-
-def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = MOST_BYTES) -> int:
-    """Return the samples per call: 32, fewer where the largest tensor of one sample is large.
-
-    `sizes`: of the dynamic axes at batch 1. Two engines run, each with some such tensors.
-    """
-    from deploykit.graph import cost
-
-    largest = max((each.write_bytes or 0 for each in cost.node_costs(source, sizes)), default=0)
-    return max(1, min(MOST_SAMPLES, most_bytes // max(largest, 1)))
-
-
-def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
-    """Return the most rows, up to 32, with which no tensor in `graph` exceeds 128 MiB.
-
-    The result is at least 2, so that a frozen batch shows, and 32 where the batch is fixed.
-    """
-    from deploykit.graph.graph import Graph
-
-    opened = Graph.open(graph)
-    batch = batch_axes(opened.inputs)
-    if not batch:
-        return MOST_SAMPLES
-    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-    sizes = {
-        axis: 1 if axis in batch else max(size, 1)
-        for spec in opened.inputs
-        if spec.name in largest  # else the engines differ, which their comparison reports
-        for axis, size in zip(spec.shape, largest[spec.name].shape, strict=False)
-        if isinstance(axis, str)
-    }
-    return max(2, batch_that_fits(opened, sizes, MOST_CALL_BYTES))
-
-
-def first_rows(feeds: Sequence[Feeds], rows: int, inputs: Sequence[TensorSpec]) -> list[Feeds]:
-    """Return at most `rows` rows of each feed, from first to last; all for `MOST_SAMPLES`."""
-    if rows >= MOST_SAMPLES:
-        return list(feeds)
-    axes = batch_places(inputs)
-    return [
-        {
-            name: array.take(spread_places(array.shape[axis], rows)[::-1], axis)
-            if (axis := axes.get(name)) is not None
-            else array
-            for name, array in each.items()
-        }
-        for each in feeds
-    ]
-
-
-def rows_note(rows: int, usual: int = MOST_SAMPLES) -> tuple[str, ...]:
-    """Return a note for the user where batches were smaller than usual."""
-    if rows >= usual:
-        return ()
-    return (f"compared at batches of up to {rows}: larger ones take too much memory",)

@@ -37,10 +37,11 @@ from deploykit.core.files import (
 )
 from deploykit.core.json_value import Record
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY
-from deploykit.core.tensors import BATCH, batch_axes, batch_places
+from deploykit.core.tensors import BATCH, batch_places
 from deploykit.engines.data.samples import (
     Batch,
     DataSource,
+    Samples,
     SampleStream,
     find_source,
     read_ahead,
@@ -50,6 +51,7 @@ from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
 from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.feeds import rows_that_run
 from deploykit.evaluation.outputs import ANSWER_TABLE, ANSWERS, PREDICTIONS, claim
 from deploykit.evaluation.statistics import proportion
 from deploykit.evaluation.verify import open_proven
@@ -280,8 +282,8 @@ def predict(
         (proven,) = open_proven(artefact, device, trust=trust)
         opened = stack.enter_context(proven)
         source = find_source(Path(data), opened.inputs, task=artefact.task)
-        size = batch if batch_axes(opened.inputs) else 1
-        places = {name: source.axes.get(own) for name, own in source.names.items()}
+        places = source.axes
+        size = _samples_per_call(opened, source, places, batch, on_note)
         axes = SampleAxes(opened, places)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)
@@ -305,6 +307,33 @@ def predict(
         accuracy, note = _accuracy(source, next(iter(outputs.values()), None), stream.read_labels())
         where = f"ray, {opened.device}" if on == "ray" else opened.device
         return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
+
+
+def _samples_per_call(
+    engine: Engine,
+    source: DataSource,
+    places: Mapping[str, int | None],
+    most: int,
+    on_note: Callable[[str], None],
+) -> int:
+    """Return the model's fixed batch, else `most`, or 1 where two samples do not run together.
+
+    `places`: the axis of samples of each input. Raises BadInput if the last batch is not full.
+    """
+    with SampleStream(source) as stream:
+        first = Samples(next(stream.batches(2)).feeds, None, source.where, axes=places)
+    fixed = first.fixed_batch(engine.inputs)
+    if fixed is None:
+        size, notes = rows_that_run(engine, first, most)
+        for note in notes:
+            on_note(note)
+        return size
+    if left := source.count % fixed:
+        raise BadInput(
+            f"{source.where}: {source.count} samples, the model takes {fixed} at a time, no fewer",
+            hint=f"add {fixed - left} or leave out {left}, or export with a batch of any size",
+        )
+    return fixed
 
 
 class SampleAxes:

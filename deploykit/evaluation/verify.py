@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from deploykit.core.evidence import (
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
-from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.tensorrt import inspector
@@ -36,12 +35,8 @@ from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
 from deploykit.evaluation.batching import add_evidence, prove_batch
 from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
-from deploykit.evaluation.parity import (
-    batch_limits,
-    compare_engines,
-    comparison_feeds,
-    small_batches,
-)
+from deploykit.evaluation.feeds import comparison_feeds, small_batches
+from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph
@@ -117,8 +112,12 @@ def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def _hashes_next_to(path: Path) -> dict[str, Path]:
-    """Return the .onnx files in the folder of `path`, by their hash."""
-    return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
+    """Return the .onnx files in the folder of `path` that can be read, by their hash."""
+    found = {}
+    for file in sorted(path.parent.glob("*.onnx")):
+        with suppress(DeploykitError):
+            found[sha256(file)] = file
+    return found
 
 
 def prove_engine(
@@ -139,10 +138,9 @@ def prove_engine(
         try:
             bound, names = max_engine_error(manifest.precision), (graph.name, name)
             with load(graph, "cpu") as reference:
-                feeds, _ = comparison_feeds(engine, engine, samples, graph)
-                if samples is not None and batch_axes(engine.inputs):
-                    least, _ = batch_limits(engine.inputs, engine.limits)
-                    feeds = [*small_batches(samples, feeds, least), *feeds]
+                feeds, _ = comparison_feeds(reference, engine, samples, graph)
+                if samples is not None:
+                    feeds = [*small_batches(samples, feeds, engine), *feeds]
                 return compare_engines(
                     reference, engine, feeds, max_error=bound, names=names, random=samples is None
                 ), ""

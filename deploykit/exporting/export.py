@@ -27,8 +27,8 @@ from deploykit.evaluation.artefacts import (
     onnx_manifest,
     stage,
 )
+from deploykit.evaluation.feeds import feeds_at_sizes, parity_sizes
 from deploykit.evaluation.outputs import claim, named_files
-from deploykit.evaluation.parity import feeds_at_sizes, parity_sizes
 from deploykit.exporting.load import ExportSource, check_source, open_source
 from deploykit.exporting.proof import Proof, prove_export
 from deploykit.exporting.task import Tasked, read_options, sides_of, with_task

@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, carrier
 
 _MOST_KNOWN = 4096  # remembered beginnings of answers
 _MOST_KNOWN_BYTES = 1 << 16  # bytes of each
-_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 LENGTH_BYTES = 4  # length prefix of a BYTES element
 
 
@@ -41,56 +40,45 @@ class WrongAnswerError(Exception):
     """An answer of status 200 has no result or a wrong one."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The expected answers: outputs by request and name."""
-
-    answers: Sequence[Mapping[str, np.ndarray]]
-    max_error: float  # max |a-b| / max |a|, as in `compare`
-
-
 class AnswerCheck:
-    """Checks tensors. `outputs`: names that each answer must have; if empty, any output will do."""
+    """Checks tensors. `outputs`: names that each answer must have; if empty, any output will do.
 
-    def __init__(self, outputs: Iterable[str], expected: Expected | None = None) -> None:
-        self.outputs, self.expected = frozenset(outputs), expected
+    `expected`: the right outputs, if known, by request and name. `max_error`: max |a-b| / max |a|,
+    as in `compare`.
+    """
+
+    def __init__(
+        self,
+        outputs: Iterable[str],
+        expected: Sequence[Mapping[str, np.ndarray]] = (),
+        max_error: float = 0.0,
+    ) -> None:
+        self.outputs, self.expected, self.max_error = frozenset(outputs), expected, max_error
         # the beginning of a right answer over HTTP, and the answer's size in bytes
         self.usual: tuple[bytes, int] = (b"", -1)
         self._known: set[tuple[int, bytes, int]] = set()
-        self._head_bytes = 0  # size of the last gRPC answer before its tensors
+        self._head_bytes = 0  # size of the last answer before its tensors
 
-    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
-        """Return what is wrong with an answer over HTTP. `json_bytes`: size of its JSON part."""
-        split = len(body) if json_bytes is None else json_bytes
-        key = (0, body[:split], len(body)) if self.expected is None else (request, body, 0)
-        if key in self._known:
-            return None
-        try:
-            self._check(request, read_body(body, split))
-        except WrongAnswerError as exc:
-            return str(exc)
-        self._remember(key)
-        return None
-
-    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
-        """Return what is wrong with a `ModelInferResponse`; None if it is right."""
-        head, size = message[: self._head_bytes], len(message)
-        key = (0, head, size) if self.expected is None else (request, message, 0)
-        if key in self._known:
+    def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        """Return what is wrong with an answer of status 200; None if it is right."""
+        if self._key(message, request) in self._known:
             return None
         try:
             outputs, self._head_bytes = read(message)
             self._check(request, outputs)
         except WrongAnswerError as exc:
             return str(exc)
-        self._remember(key if self.expected else (0, message[: self._head_bytes], size))
-        return None
-
-    def _remember(self, key: tuple[int, bytes, int]) -> None:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
+        key = self._key(message, request)
         if len(key[1]) <= _MOST_KNOWN_BYTES:
             self._known.add(key)
+        return None
+
+    def _key(self, message: bytes, request: int) -> tuple[int, bytes, int]:
+        if not self.expected:
+            return 0, message[: self._head_bytes], len(message)
+        return request, message, 0
 
     def _check(self, request: int, outputs: Outputs) -> None:
         if missing := sorted(self.outputs - {output.name for output in outputs}):
@@ -103,21 +91,35 @@ class AnswerCheck:
             if expected not in (None, got := len(value) if is_raw else _count(value)):
                 unit = "bytes" if is_raw else "values"
                 raise WrongAnswerError(f"200 with {got} {unit} of {name}, a {datatype}{shape}")
-        if self.expected is not None:
-            _compare(self.expected, request, outputs)
+        if self.expected:
+            _compare(self.expected[request], outputs, self.max_error)
 
 
 class BodyCheck(AnswerCheck):
-    """Checks other answers. `is_json`: they are JSON. `answers`: the right ones, if known."""
+    """Checks other answers, in one BYTES of a message if `grpc`.
 
-    def __init__(self, is_json: bool, answers: Sequence[Any], max_error: float) -> None:
-        super().__init__(())
-        self._is_json, self._answers, self._max_error = is_json, answers, max_error
-        self._right: dict[int, bytes] = {}  # last right answer, not parsed again
+    `is_json`: they are JSON. `answers`: the right ones, if known.
+    """
 
-    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:  # noqa: ARG002 - one part only
-        if self._right.get(request) == body:
+    def __init__(
+        self, is_json: bool, answers: Sequence[Any], max_error: float, *, grpc: bool = False
+    ) -> None:
+        super().__init__((), (), max_error)
+        self._is_json, self._answers = is_json, answers
+        self._grpc, self._right = grpc, dict[int, bytes]()  # last right answer, not parsed again
+
+    def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        if self._right.get(request) == message:
             return None
+        body = message
+        if self._grpc:
+            try:
+                outputs, _ = read(message)
+            except WrongAnswerError as exc:
+                return str(exc)
+            if len(outputs) != 1 or outputs[0].datatype != "BYTES":
+                return "an answer that is not one of BYTES"
+            body = outputs[0].value[LENGTH_BYTES:]
         if not body:
             return "200 with an empty body"
         if self._is_json:
@@ -125,19 +127,10 @@ class BodyCheck(AnswerCheck):
                 value = json.loads(body)
             except (ValueError, RecursionError):
                 return "200 with a body that is not JSON"
-            if self._answers and not _same(self._answers[request], value, self._max_error):
-                return f"a wrong answer: it differs by more than {short_bound(self._max_error)}"
-        self._right[request] = body
+            if self._answers and not _same(self._answers[request], value, self.max_error):
+                return f"a wrong answer: it differs by more than {short_bound(self.max_error)}"
+        self._right[request] = message
         return None
-
-    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
-        try:
-            outputs, _ = read(message)
-        except WrongAnswerError as exc:
-            return str(exc)
-        if len(outputs) != 1 or outputs[0].datatype != "BYTES":
-            return "an answer that is not one of BYTES"
-        return self.http_problem(outputs[0].value[LENGTH_BYTES:], None, request)
 
 
 def _same(right: Any, got: Any, max_error: float) -> bool:
@@ -154,8 +147,12 @@ def _same(right: Any, got: Any, max_error: float) -> bool:
     return type(right) is type(got) and bool(right == got)
 
 
-def read_body(body: bytes, json_bytes: int) -> Outputs:
-    """Return the outputs in an answer over HTTP. Raises WrongAnswerError."""
+def read_body(body: bytes, json_bytes: int | None) -> tuple[Outputs, int]:
+    """Return the outputs in an answer over HTTP, and the size of its JSON. Raises WrongAnswerError.
+
+    `json_bytes`: None if all of it is JSON.
+    """
+    json_bytes = len(body) if json_bytes is None else json_bytes
     if not body:
         raise WrongAnswerError("200 with an empty body")
     try:
@@ -184,7 +181,7 @@ def read_body(body: bytes, json_bytes: int) -> Outputs:
         raise WrongAnswerError(
             f"200 with {len(body) - json_bytes} bytes of tensors, not {at - json_bytes}"
         )
-    return outputs
+    return outputs, json_bytes
 
 
 def _count(value: Any) -> int:
@@ -194,21 +191,21 @@ def _count(value: Any) -> int:
 
 def _size_of(datatype: Any, shape: Any, *, in_bytes: bool) -> int | None:
     """Return a tensor's size in bytes or values; None if none is fixed or known."""
-    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), "")) if in_bytes else 1
+    size = DTYPE_BYTES.get(DTYPES.get(str(datatype), "")) if in_bytes else 1
     try:
         return None if size is None else size * math.prod(shape)
     except TypeError:
         return None
 
 
-def _compare(expected: Expected, request: int, outputs: Outputs) -> None:
+def _compare(expected: Mapping[str, np.ndarray], outputs: Outputs, max_error: float) -> None:
     """Raise WrongAnswerError if outputs differ from the expected ones."""
     by_name = {output.name: output for output in outputs}
-    for name, right in expected.answers[request].items():
+    for name, right in expected.items():
         if name not in by_name:
             raise WrongAnswerError(f"200 without the output {name}")
         _, datatype, shape, value = by_name[name]
-        dtype = _DTYPES.get(str(datatype), "")
+        dtype = DTYPES.get(str(datatype), "")
         if dtype not in DTYPE_BYTES or dtype == "bfloat16":
             raise WrongAnswerError(f"an answer whose {name}, a {datatype}, cannot be compared")
         if not isinstance(shape, list) or tuple(shape) != right.shape:
@@ -226,8 +223,8 @@ def _compare(expected: Expected, request: int, outputs: Outputs) -> None:
         a, b = right.astype(np.float64), got.astype(np.float64)
         largest = float(np.abs(a).max(initial=0.0)) or 1.0
         error = float(np.abs(a - b).max(initial=0.0)) / largest
-        if not (math.isfinite(error) and error <= expected.max_error):
-            bound = short_bound(expected.max_error)
+        if not (math.isfinite(error) and error <= max_error):
+            bound = short_bound(max_error)
             raise WrongAnswerError(f"a wrong answer: {name} differs by more than {bound}")
 
 

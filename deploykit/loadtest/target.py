@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,19 +17,17 @@ from deploykit.core.files import check_readable
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
-from deploykit.loadtest.check import AnswerCheck, BodyCheck, Expected, one_line
+from deploykit.loadtest.check import DTYPES, AnswerCheck, BodyCheck, one_line
 from deploykit.loadtest.http import NotHttpError, Tensor
 from deploykit.loadtest.server import TIMEOUT_S, Server
 from deploykit.pipelines.file import input_files, read_answers
 
-THROTTLED = 429  # does not mean that the request is wrong
 _OTHER_FORM = (400, 415, 422, 500, 501)  # statuses of servers that do not take a form of tensors
 _SENT = "tensors are sent as {}, as the server {}"
 OUTPUTS = "outputs/"  # prefix of names in golden samples
 VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
 MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
 MOST_BODIES = 256  # distinct requests without tensors
-_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 _TYPES = {
     **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
     ".png": "image/png",
@@ -68,10 +66,6 @@ class RemoteModel:
             raise BadInput(f"{self}: {why}") from exc
         except (OSError, NotHttpError):
             return 0, ""  # the run will count it as a failure
-
-    def no_batch(self, batch: int) -> BadInput:
-        hint = "`axis` sets the size of another axis of any length"
-        return BadInput(f"{self} has no batch axis: batch {batch} is not 1", hint=hint)
 
     @property
     def pipeline(self) -> bool:
@@ -118,6 +112,8 @@ def find_model(server: Server, model: str | None) -> RemoteModel:
     if status == 404 or (status != 200 and names and model not in names):
         hint = f"the models are: {listed}" if listed else None
         raise NotFound(f"{url}: no model '{model}': {error}", hint=hint)
+    if status != 200:
+        raise server.refused(status, f"metadata: {error}")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
         raise server.not_oip(f"metadata: {error or 'no inputs'}")
     config: Any = None
@@ -189,12 +185,12 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
         sizes = [int(size) for size in item["shape"]]  # type: ignore[index]
     except (KeyError, TypeError, ValueError):
         raise server.not_oip("an input of its metadata has no name, type or shape") from None
-    if datatype not in _DTYPES:
+    if datatype not in DTYPES:
         raise BadInput(
             f"{server.url}: {model}: no random values can be made for {name}, {datatype}"
         )
     axes = name_axes(name, [size if size >= 0 else None for size in sizes])
-    return TensorSpec(name, _DTYPES[datatype], axes)
+    return TensorSpec(name, DTYPES[datatype], axes)
 
 
 class Body(NamedTuple):
@@ -239,9 +235,10 @@ def make_requests(
         if batch > 1 or axes:
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
         bodies, answers = _read_bodies(text, data, expect)
-        check = BodyCheck(remote.about.get("gives") != "bytes", answers, max_error)
+        is_json, grpc = remote.about.get("gives") != "bytes", remote.server.grpc
+        body_check = BodyCheck(is_json, answers, max_error, grpc=grpc)
         messages = [_body_request(remote, body) for body in bodies]
-        return Requests(messages, check, sends=_describe(bodies))
+        return Requests(messages, body_check, sends=_describe(bodies))
     if remote.pipeline:
         why = "is a pipeline: its requests are not made up"
         raise BadInput(f"{remote} {why}", hint="`data` FILE or DIR, or `text`")
@@ -252,16 +249,15 @@ def make_requests(
             f"{remote}: the server names no inputs of the model",
             hint="its settings do, as MLServer's model-settings.json: inputs",
         )
-    expected = None
-    if (file := expect or data) is None:
-        feeds = make_feeds(remote, batch, seed, axes)
-    else:
+    samples, expected = None, list[Mapping[str, np.ndarray]]()
+    if (file := expect or data) is not None:
         if axes:
             raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
-        samples = read_samples(file, remote.inputs)
-        batch, feeds = take_feeds(remote, samples, batch)
-        if expect is not None:
-            expected = Expected(read_outputs(expect, remote, len(samples), batch), max_error)
+        some = any(spec.batched for spec in remote.inputs)  # then the data tell where it is
+        samples = read_samples(file, remote.inputs if some else name_batch(remote.inputs, {}))
+    rows, feeds = make_feeds(remote, batch, seed, samples, axes)
+    if expect is not None and samples is not None:
+        expected = read_outputs(expect, remote, len(samples), rows)
     calls = [
         [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
@@ -269,8 +265,8 @@ def make_requests(
     messages = [remote.infer_request(tensors, binary=remote.binary) for tensors in calls]
     note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
-    answers_check = AnswerCheck(remote.outputs, expected)
-    return Requests(messages, answers_check, shapes, note=note, calls=calls, batch=batch)
+    check = AnswerCheck(remote.outputs, expected, max_error)
+    return Requests(messages, check, shapes, note=note, calls=calls, batch=rows)
 
 
 def probe(remote: RemoteModel, requests: Requests) -> Requests:
@@ -285,7 +281,7 @@ def probe(remote: RemoteModel, requests: Requests) -> Requests:
                 mine, other = forms if remote.binary else forms[::-1]
                 note = _SENT.format(other, f"does not take {mine} ({error})")
                 return replace(requests, messages=messages, note=note)
-    if 300 <= status < 500 and status != THROTTLED:
+    if 300 <= status < 500 and status != 429:  # which does not mean that the request is wrong
         raise remote.server.refused(status, f"{remote.name}: answered {error}")
     return requests
 
@@ -334,16 +330,16 @@ def _body_request(remote: RemoteModel, body: Body) -> bytes:
 
 
 def name_batch(specs: Sequence[TensorSpec], axes: Mapping[str, int]) -> tuple[TensorSpec, ...]:
-    """Return the inputs with the batch where a state has it: h[2,N,8] next to x[N,T,4].
+    """Return the inputs with the batch named where it is not axis 0: a state h[2,N,8], or x[2,N,8].
 
     The metadata name no axes. It is the only dynamic axis of an input of three axes or more whose
-    axis 0 is fixed, unless `axes` gives it a size.
+    axis 0 is fixed, to more than 1 if no other input has a batch; unless `axes` gives it a size.
     """
-    named = []
+    batched, named = any(spec.batched for spec in specs), []
     for spec in specs:
         free = [axis for axis in spec.shape if isinstance(axis, str)]
-        batched = any(each.batched for each in specs) and not spec.batched
-        if batched and len(free) == 1 and len(spec.shape) > 2 and free[0] not in axes:
+        alone = len(free) == 1 and len(spec.shape) > 2 and not spec.batched
+        if alone and (batched or spec.shape[0] != 1) and free[0] not in axes:
             spec = replace(spec, shape=tuple(BATCH if a == free[0] else a for a in spec.shape))
         named.append(spec)
     return tuple(named)
@@ -384,33 +380,37 @@ def free_axis_sizes(
 
 
 def make_feeds(
-    remote: RemoteModel, batch: int, seed: int, axes: Mapping[str, int] | None = None
-) -> list[Mapping[str, np.ndarray]]:
-    """Return the random inputs of up to VARIANTS requests."""
-    specs = name_batch(remote.inputs, axes or {})
-    if batch > 1 and not any(spec.batched for spec in specs):
-        raise remote.no_batch(batch)
-    sizes = {BATCH: batch, **free_axis_sizes(remote, specs, axes or {})}
-    return fill(lambda number: random_feeds(specs, sizes, seed + number))
-
-
-def take_feeds(
-    remote: RemoteModel, samples: Samples, batch: int
+    remote: RemoteModel,
+    batch: int,
+    seed: int,
+    samples: Samples | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> tuple[int, list[Mapping[str, np.ndarray]]]:
-    """Return the size of a batch and the samples of up to VARIANTS requests, in turn."""
-    size, _ = samples.batching(batch, remote.inputs)
-    if batch > 1 and (size != batch or not {*samples.axes.values()} - {None}):
-        raise remote.no_batch(batch)
-    return size, fill(lambda number: samples.rows(_rows(number, size) % len(samples)))
+    """Return the rows of a request and the inputs of up to VARIANTS: random, or of `samples`."""
+    specs = name_batch(remote.inputs, axes or {})
+    if samples is None:
+        sizes = {BATCH: batch, **free_axis_sizes(remote, specs, axes or {})}
+        dynamic = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
+        first = {spec.shape[0] if len(spec.shape) > 1 else 1 for spec in specs}
+        fixed = int(first.pop()) if len(first) == 1 and not dynamic else 1
+        rows = batch if BATCH in dynamic else fixed
+    else:
+        rows, _ = samples.batching(batch, specs)
+        rows = rows if {*samples.axes.values()} - {None} else 1
+    if batch > 1 and rows != batch:
+        hint = "`axis` sets the size of another axis of any length"
+        raise BadInput(f"{remote} has no batch axis: batch {batch} is not {rows}", hint=hint)
 
+    def make(number: int) -> Mapping[str, np.ndarray]:
+        if samples is None:
+            return random_feeds(specs, sizes, seed + number)
+        return samples.rows(_rows(number, rows) % len(samples))
 
-def fill(make: Callable[[int], Mapping[str, np.ndarray]]) -> list[Mapping[str, np.ndarray]]:
-    """Return up to VARIANTS feeds of MOST_BYTES together."""
     feeds = [make(0)]
     each_bytes = sum(array.nbytes for array in feeds[0].values())
     while len(feeds) < VARIANTS and each_bytes * (len(feeds) + 1) <= MOST_BYTES:
         feeds.append(make(len(feeds)))
-    return feeds
+    return rows, feeds
 
 
 def _rows(number: int, batch: int) -> np.ndarray:

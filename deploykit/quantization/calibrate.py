@@ -9,7 +9,6 @@ and the caller chooses by the error that each makes at the outputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -23,7 +22,7 @@ from deploykit.core.extras import require
 from deploykit.core.runtime import TARGET_RUNTIMES
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.onnxruntime.engine import onnxruntime_errors, session_options
-from deploykit.evaluation.parity import axis_sizes
+from deploykit.evaluation.feeds import axis_sizes
 from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
@@ -135,20 +134,26 @@ def calibrate(
         for feeds in samples.first(used).batches(size):
             found = session.run(outputs, {**feeds, **weights})
             values = dict(zip(outputs, found, strict=True))
+            nan = []  # a 0/0 that a Where leaves out makes no answer NaN
             for name in names:
                 if name in counted:
                     seen = Range(*counted[name].add(values[name]))
+                    has_nan = counted[name].has_nan
                 else:
                     ends = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
                     low, high, total = (float(end.item()) if end.size else 0.0 for end in ends)
-                    seen = Range(math.nan, math.nan) if math.isnan(total) else Range(low, high)
-                if math.isnan(seen.low):
-                    raise BadInput(
-                        f"{graph.path}: tensor '{name}' is NaN on the calibration data "
-                        f"{samples.where}",
-                        hint="the float32 model itself fails on these samples",
+                    seen, has_nan = (
+                        Range(*((low, high) if low <= high else (0.0, 0.0))),
+                        total != total,
                     )
+                nan += [name] * has_nan
                 ranges[name] = ranges.get(name, seen).merge(seen)
+            if nan and any(map(_has_nan, session.run(own, {**feeds, **weights}))):
+                raise BadInput(
+                    f"{graph.path}: tensor '{nan[0]}' is NaN on the calibration data "
+                    f"{samples.where}",
+                    hint="the float32 model itself fails on these samples",
+                )
         for rows in places:
             feeds = samples.rows(rows)
             found = [each.copy() for each in session.run(own, {**feeds, **weights})]
@@ -157,6 +162,10 @@ def calibrate(
             if kept_bytes > MOST_BYTES:
                 break
     return replace(_choose_ranges(ranges, counted, used, method), outputs=tuple(kept))
+
+
+def _has_nan(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and bool(np.isnan(array).any())
 
 
 def _choose_ranges(

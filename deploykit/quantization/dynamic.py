@@ -15,14 +15,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
-from deploykit.graph.edit import Editor, replace
+from deploykit.core.precision import BY_NAME
+from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph
 from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
-from deploykit.quantization.qdq_placement import (
-    check_opset,
-    edit_float32,
-    quantizable_nodes,
-)
+from deploykit.quantization.qdq_placement import edit_float32, quantizable_nodes
 
 _KINDS = ("Gemm", "MatMul", "LSTM")
 _RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
@@ -42,7 +39,7 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     quantized already or of too old an opset, and weights that are NaN or infinite.
     """
     editor = edit_float32(source)
-    check_opset(editor.model, "int8-dynamic")
+    raise_opset(editor.model, BY_NAME["int8-dynamic"].min_opset)
     nodes = editor.graph.node
     chosen = {n for n in _places(editor) if nodes[n].name not in keep_float32}
     if not chosen:

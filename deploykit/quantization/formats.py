@@ -36,7 +36,7 @@ class TensorHistogram:
     """
 
     def __init__(self, importance: np.ndarray | None = None) -> None:
-        self.limit = 0.0
+        self.limit, self.has_nan = 0.0, False
         self.counts = np.zeros(2 * _SIDE, np.int64)
         self.importance = importance
         self.weighted = np.zeros(2 * _SIDE)  # the importance of the values in each bin, added up
@@ -46,15 +46,18 @@ class TensorHistogram:
     def add(self, values: np.ndarray) -> tuple[float, float]:
         """Count the finite float32 `values`, of any shape; return the least and the largest.
 
-        Both are NaN where one value is.
+        Afterwards `has_nan` says whether one of them was NaN.
         """
         flat, weights = values.reshape(-1), self.importance
+        ends = low, high = _ends(flat)
+        self.has_nan = math.isnan(low)
         if weights is not None and flat.size:
             rows = flat.reshape(-1, len(weights))
-            seen = np.maximum(rows.max(axis=0), -rows.min(axis=0))
-            self.channel_peaks = np.maximum(self.channel_peaks, seen)
-        ends = low, high = _ends(flat)
-        if not (math.isfinite(low) and math.isfinite(high)):
+            seen = np.fmax(np.fmax.reduce(rows), -np.fmin.reduce(rows))
+            self.channel_peaks = np.fmax(self.channel_peaks, seen)
+        if self.has_nan:
+            ends = low, high = _ends(flat[~np.isnan(flat)])
+        if not (math.isfinite(low) and math.isfinite(high)) or self.has_nan:
             flat, weights = flat[np.isfinite(flat)], None
             low, high = _ends(flat)
         peak = max(high, -low)
@@ -217,11 +220,9 @@ def weight_scale(values: np.ndarray, axis: int | None, name: str, steps: float =
 
 def int8_steps(values: np.ndarray, scale: np.ndarray, axis: int | None) -> np.ndarray:
     """`values` in steps of `scale`, rounded to even, in -127..127; the shape of `values`."""
-    shape = [1] * values.ndim
     if axis is not None:
-        shape[axis] = -1
-    at = np.broadcast_to(scale.reshape(shape if axis is not None else ()), values.shape)
-    found = np.empty(values.shape, np.int8)
+        scale = scale.reshape([-1 if place == axis else 1 for place in range(values.ndim)])
+    at, found = np.broadcast_to(scale, values.shape), np.empty(values.shape, np.int8)
     for part in _rows(values):
         found[part] = np.clip(np.rint(values[part] / at[part]), -127, 127)
     return found

@@ -27,21 +27,23 @@ from deploykit.core.evidence import (
 from deploykit.core.files import sha256
 from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS
 from deploykit.core.profile import Profile
-from deploykit.core.tensors import BATCH
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
-from deploykit.evaluation.accuracy import Metric, find_metric
+from deploykit.evaluation.accuracy import TOP1, Metric, find_metric
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.evaluation import MAX_DROP, NOTHING_FOUND, evaluate
-from deploykit.evaluation.parity import (
+from deploykit.evaluation.feeds import (
     MOST_SAMPLES,
+    Feeds,
     axis_sizes,
+    batch_limits,
     batch_that_fits,
     comparison_feeds,
     given_sizes,
     rows_that_run,
 )
+from deploykit.evaluation.parity import DRAWS_NUMBERS, draws_numbers
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.graph import Graph, opset
@@ -98,6 +100,11 @@ class Job:
     def samples(self) -> Samples | None:
         """The samples to compare both graphs on; None for random inputs."""
         return self.test or self.calib
+
+    def feeds(self, reference: Engine, candidate: Engine) -> tuple[list[Feeds], tuple[str, ...]]:
+        """Return the inputs to compare both on, and notes."""
+        samples, sizes = self.samples, self.sizes
+        return comparison_feeds(reference, candidate, samples, None, sizes, self.batch_size)
 
     def scales_for(self, to: str, folder: Path) -> Scales:
         """Return the scales that precision `to` is written from. `folder`: for temporary files."""
@@ -285,6 +292,7 @@ def evaluate_engines(
     candidate: Engine,
     name: str,
     converted: Graph | None = None,
+    feeds: Sequence[Feeds] = (),
 ) -> Evaluation:
     """Compare the candidate with the float32 model, on labelled, calibration or random samples.
 
@@ -293,7 +301,10 @@ def evaluate_engines(
         reference, candidate: the two engines.
         name: what tables and errors call the candidate.
         converted: the candidate's graph, to name the first tensor in it that is not finite.
+        feeds: what `Job.feeds` gave.
     """
+    if job.samples is None:
+        feeds = feeds or job.feeds(reference, candidate)[0]
     found = evaluate(
         reference,
         candidate,
@@ -302,23 +313,29 @@ def evaluate_engines(
         max_drop=job.request.max_drop,
         names=(job.model.name, name),
         batch_size=job.batch_size,
-        sizes=job.sizes,
+        random=feeds,
         shares=share_outputs(job.source),
     )
+    if found.passed:
+        return found
+    feeds = feeds or job.feeds(reference, candidate)[0]
+    if draws_numbers(reference, max(feeds, key=_values)):
+        return replace(found, why=f"{found.why}; {DRAWS_NUMBERS}")
     if converted is None or found.sqnr_db != -math.inf:
         return found
     from deploykit.evaluation.divergence import first_divergence
 
-    feeds_list, _ = comparison_feeds(
-        reference, candidate, job.samples, None, job.sizes, job.batch_size
-    )
-    for feeds in feeds_list:
-        outputs = candidate(feeds).values()
-        if all(np.isfinite(each).all() for each in outputs if each.dtype.kind == "f"):
+    for each in feeds:
+        outputs = candidate(each).values()
+        if all(np.isfinite(array).all() for array in outputs if array.dtype.kind == "f"):
             continue
-        first = first_divergence(job.source, round_halves(converted), [feeds], sys.float_info.max)
+        first = first_divergence(job.source, round_halves(converted), [each], sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
     return found
+
+
+def _values(feeds: Feeds) -> int:
+    return sum(array.size for array in feeds.values())
 
 
 def share_outputs(graph: Graph) -> set[str]:
@@ -347,16 +364,12 @@ def evaluate_engine(
     samples = read_samples(request.data, engine.inputs, task=task)
     if samples.labels is None:
         return None
-    low, high = engine.limits.get(BATCH, (1, None))
-    low = max(low, 1)
+    low, high = batch_limits(engine.inputs, engine.limits)
     size = min(32, high or 32) // low * low or low
-    if low > 1:
-        if len(samples) < low:
-            raise BadInput(
-                f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
-            )
-        samples = samples.first(len(samples) // low * low)
-    elif high != 1:
+    if low > len(samples):
+        raise BadInput(f"{request.data}: {len(samples)} samples, the engine needs {low} or more")
+    samples = samples.first(len(samples) // low * low)
+    if low == 1 != high:
         size, _ = rows_that_run(reference, samples, size)
     return evaluate(
         reference,
@@ -387,10 +400,25 @@ def golden_samples(
     return golden.loosen(found, path, candidate) if found else None
 
 
+def label_doubts(evaluation: Evaluation, labels: np.ndarray) -> list[str]:
+    """Note a float32 model that is no better than the most frequent label: it can lose nothing."""
+    drop = evaluation.drop
+    if drop is None or drop.metric != TOP1:
+        return []
+    _, counts = np.unique(labels, axis=0, return_counts=True)
+    share = float(counts.max()) / len(labels)
+    if drop.reference.value > share:
+        return []
+    found, most = (f"{value * 100:.1f} %" for value in (drop.reference.value, share))
+    text = f"the float32 model answers {found} right, no more than the most frequent label alone"
+    return [f"{text}, {most}: check how the labels are numbered, and give all classes"]
+
+
 def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:
     """Notes on what an evaluation without labels cannot show."""
     if job.metric is not None:
-        return []
+        labels = job.test.labels if job.test else None
+        return [] if labels is None else label_doubts(evaluation, labels)
     on = job.samples.where if job.samples else "random inputs"
     notes = [f"accuracy not measured: no labelled data (`data`); agreement and SQNR are of {on}"]
     if NOTHING_FOUND in evaluation.why:

@@ -32,7 +32,6 @@ from deploykit.quantization.formats import (
 )
 from deploykit.quantization.qdq_placement import (
     Placement,
-    check_opset,
     edit_float32,
     lacks_fp8_kernel,
     operators,
@@ -75,9 +74,7 @@ def to_pairs(
     precision = BY_NAME[to]
     float8 = precision.dtype == "float8"
     editor = edit_float32(source)
-    if float8:
-        raise_opset(editor.model, precision.min_opset)
-    check_opset(editor.model, to)
+    raise_opset(editor.model, precision.min_opset)
     runtime = "tensorrt" if float8 else runtime
     placement = _placement(editor, calibration, runtime, to, keep_float32)
     chained = RUNTIMES[runtime].scales_outputs

@@ -15,10 +15,9 @@ import onnx
 from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
-from deploykit.core.precision import BY_NAME
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, fold
-from deploykit.graph.graph import Graph, opset
+from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import all_nodes, read_names
 
 _PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
@@ -68,14 +67,8 @@ _QUANTIZED = frozenset(
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ACTIVATIONS = frozenset(("Relu", "Clip"))
 # ONNX Runtime runs these on INT8: they move values and keep their scale ...
-MOVES = frozenset(
-    word
-    for line in (
-        "MaxPool Flatten Reshape Transpose Squeeze Unsqueeze",
-        "Slice Split Resize Gather DepthToSpace Expand Tile",
-    )
-    for word in line.split()
-)
+_MOVES = "MaxPool Flatten Reshape Transpose Squeeze Unsqueeze Slice Split Resize Gather"
+MOVES = frozenset([*_MOVES.split(), "DepthToSpace", "Expand", "Tile"])
 # ... and these compute new ones; Sigmoid and Mul are SiLU.
 _COMPUTES = frozenset(
     ("Add", "Mul", "Sigmoid", "LeakyRelu", "GlobalAveragePool", "AveragePool", "Concat")
@@ -173,17 +166,6 @@ def edit_float32(source: Graph) -> Editor:
     editor = Editor(source)
     fold(editor)
     return editor
-
-
-def check_opset(model: onnx.ModelProto, to: str) -> None:
-    """Raise BadInput for a model that is too old for precision `to`."""
-    least = BY_NAME[to].min_opset
-    if opset(model) < least:
-        name = to.upper().partition("-")[0]
-        raise BadInput(
-            f"the model has opset {opset(model)}; {name} needs {least} or newer",
-            hint="export it again with a newer opset",
-        )
 
 
 def _quantizable(

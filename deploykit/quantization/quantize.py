@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from deploykit.evaluation.artefacts import (
 )
 from deploykit.evaluation.evaluation import NOTHING_FOUND
 from deploykit.evaluation.outputs import named_files
-from deploykit.evaluation.parity import comparison_feeds
+from deploykit.evaluation.parity import DRAWS_NUMBERS
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
@@ -176,23 +175,20 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
     graph, evidence = write_graph(job, tmp, place.name, on_progress)
     to = BY_NAME.get(job.request.to)
     if to is not None and to.writer == CAST and to.dtype not in graph.precision:
+        kinds = ", ".join([*graph.summary.operators][:5])
+        why = f"it has {kinds}; 8-bit nodes, bodies of If and Loop and indices stay as they are"
+        kept = (note for note in evidence.notes if note.startswith("kept in float32"))
         raise BadInput(
-            f"{job.model}: no node of it would compute in {to.dtype}",
-            hint=next(
-                (note for note in evidence.notes if note.startswith("kept in float32")),
-                "8-bit nodes, bodies of If and Loop and index arithmetic stay as they are",
-            ),
+            f"{job.model}: no node of it would compute in {to.dtype}", hint=next(kept, why)
         )
     on_progress("measuring accuracy", 0.5)
-    sizes_note: tuple[str, ...] = ()
     with open_both(job, graph) as (reference, candidate):
-        if job.samples is None:
-            sizes_note = comparison_feeds(
-                reference, candidate, None, None, job.sizes, job.batch_size
-            )[1]
-        found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name, graph)
+        feeds, feeds_notes = ([], ()) if job.samples else job.feeds(reference, candidate)
+        found = evidence.accuracy or evaluate_engines(
+            job, reference, candidate, place.name, graph, feeds
+        )
         samples = golden_samples(job, tmp, reference, candidate)
-    notes = (*evidence.notes, *sizes_note, *accuracy_notes(job, found))
+    notes = (*evidence.notes, *feeds_notes, *accuracy_notes(job, found))
     evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
     data = job.request.data
     hashes = (
@@ -216,18 +212,24 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     if evaluation is None or evaluation.passed:
         return keep(tmp, made)
     name, made = made.path.name, reject(tmp, made)
-    hints = ["more samples narrow the interval"]
-    if evaluation.sqnr_db == -math.inf:
-        hints = ["inputs on which the float32 model itself is finite are needed"]
     half = "fp16" in (to, made.evidence.quantize and made.evidence.quantize.other_nodes)
-    if half and made.evidence.calibration is None:
-        hints[0] = "give `calib`: nodes that overflow float16 on these inputs stay in float32"
-    if NOTHING_FOUND in evaluation.why:
+    rows = [row for row in evaluation.parity.rows if row.floating and row.problem]
+    if DRAWS_NUMBERS in evaluation.why:
+        hints = ["export it without: dropout in eval mode, noise as an input"]
+    elif rows and all(row.places_match for row in rows):
+        hints = ["give `calib` or `data` on which the float32 model itself is finite"]
+    elif NOTHING_FOUND in evaluation.why:
         hints = ["give `calib` or `data` on which the model finds something"]
-    if half and evaluation.sqnr_db == -math.inf:
-        hints.append("bf16 has the range of float32")
-    if to != "auto":
-        hints.append("precision 'auto' keeps the most sensitive nodes in float32")
+    else:
+        hints = ["more samples narrow the interval"]
+        if evaluation.samples is None:
+            hints = ["real inputs may lose less than random ones: give `data`"]
+        if half and made.evidence.calibration is None:
+            hints = ["give `calib`: nodes that overflow float16 on these inputs stay in float32"]
+        if half and rows:
+            hints.append("bf16 has the range of float32")
+        if to != "auto":
+            hints.append("precision 'auto' keeps the most sensitive nodes in float32")
     raise GateFailed(
         f"{name}: {evaluation.describe()}: {evaluation.why}; the file is kept as {made.path}",
         hint="; ".join(hints),

@@ -23,7 +23,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.onnxruntime.engine import open_as_written
-from deploykit.evaluation.parity import axis_sizes
+from deploykit.evaluation.feeds import axis_sizes
 from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
 from deploykit.graph.graph import Graph

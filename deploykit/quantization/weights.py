@@ -13,7 +13,7 @@ import onnx
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.graph.edit import Editor, raise_opset
-from deploykit.graph.graph import Graph, opset
+from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import stored_elements
 from deploykit.quantization.formats import INT4, channel_axis, int4_steps, int8_steps, weight_scale
 from deploykit.quantization.qdq_placement import edit_float32, quantizable_nodes
@@ -45,8 +45,7 @@ def to_weight_only(
             f"or more that {precision.onnx_type} can hold",
             hint="weight-only precision serves large linear layers; fp16 halves any model",
         )
-    if opset(editor.model) < precision.min_opset:
-        raise_opset(editor.model, precision.min_opset)
+    raise_opset(editor.model, precision.min_opset)
     nodes: list[onnx.NodeProto] = []
     done: dict[tuple[str, int], str] = {}
     for number, node in enumerate(editor.graph.node):

@@ -382,10 +382,9 @@ def _standardise(
 
 def append_events(path: Path, entry: Mapping[str, Any]) -> None:
     """Write an epoch's figures for TensorBoard; its own writer loses an error in a thread."""
-    figures = {name: value for name, value in entry.items() if name != "epoch"}
-    values = [
-        {"tag": n, "simple_value": value} for n, value in figures.items() if value is not None
-    ]
+    figures = {name: value for name, value in entry.items() if value is not None}
+    epoch = figures.pop("epoch")
+    values = [{"tag": name, "simple_value": value} for name, value in figures.items()]
     event = require("tensorboard.compat.proto.event_pb2").Event(
         wall_time=time.time(), step=epoch, summary={"value": values}
     )

@@ -13,7 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evidence
 from deploykit.core.tensors import parse_spec
 from deploykit.evaluation.artefacts import Made, keep, onnx_manifest, reject, stage
-from deploykit.evaluation.parity import parity_sizes
+from deploykit.evaluation.feeds import parity_sizes
 from deploykit.graph.graph import Graph
 from tests.support.graphs.protos import save_graph
 from tests.support.onnx_zoo import linear, make

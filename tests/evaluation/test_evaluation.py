@@ -341,19 +341,6 @@ def test_without_samples_random_inputs_of_several_batches_are_used() -> None:
     assert b.batches == [1, 2, 4]
 
 
-def test_random_inputs_take_the_sizes_of_other_axes() -> None:
-    shapes = []
-
-    def compute(x: np.ndarray) -> dict[str, np.ndarray]:
-        shapes.append(x.shape)
-        return {"y": x}
-
-    a = Function(compute, "y:float32[B,T]")
-    a.inputs = (parse_spec("x:float32[B,T]"),)
-    evaluate(a, a, samples=None, sizes={"T": 5})
-    assert shapes[-8::2] == [(1, 5), (2, 5), (7, 5), (32, 5)]
-
-
 def test_equal_outputs_are_called_equal() -> None:
     assert (
         evaluate(identity(), identity(), samples=None).describe()

@@ -14,7 +14,7 @@ from deploykit.benchmarking.bench import bench
 from deploykit.core.tensors import parse_spec
 from deploykit.engines.data.samples import Samples
 from deploykit.evaluation.compare import compare
-from deploykit.evaluation.parity import (
+from deploykit.evaluation.feeds import (
     MOST_BYTES,
     MOST_SAMPLES,
     axis_sizes,

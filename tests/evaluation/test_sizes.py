@@ -10,7 +10,7 @@ import pytest
 from onnx import numpy_helper
 
 import deploykit as dk
-from deploykit.evaluation.parity import sizes_that_run
+from deploykit.evaluation.feeds import random_inputs
 
 RNG = np.random.default_rng(0)
 KERNEL = RNG.standard_normal((1, 1, 33)).astype(np.float32)
@@ -64,7 +64,7 @@ def write(folder: Path, name: str) -> Path:
 def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, name)
     with dk.load(path, "cpu") as engine:
-        sizes, notes = sizes_that_run(engine, {})
+        sizes, notes, _ = random_inputs(engine, {})
         assert MODELS[name][3] in sizes
         assert "at other sizes it does not run: " in notes[0]
     found = dk.compare(path, path)
@@ -101,6 +101,7 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
         ({"axis": {"Z": 3}}, "no input has a dynamic axis 'Z'"),
         ({"axis": {"T": 0}}, "`axis` T must be 1 or more"),
         ({"batch": 0}, "must be 1 or more"),
+        ({"axis": {"N": 3}, "batch": 2}, "`batch` is the size of `axis` N: give one"),
     ],
 )
 def test_sizes_that_no_input_can_have_are_refused(
@@ -126,5 +127,5 @@ def test_sizes_next_to_data_are_refused(tmp_path: Path) -> None:
 def test_an_engine_is_run_with_no_fewer_rows_than_it_takes(tmp_path: Path) -> None:
     path = write(tmp_path, "step")
     with dk.load(path, "cpu") as engine:
-        sizes, _ = sizes_that_run(engine, {"T": 160}, {"N": (4, 16)})
+        sizes = random_inputs(engine, {"T": 160}, {"N": (4, 16)}).sizes
     assert [each["N"] for each in sizes] == [4, 7, 16]

@@ -19,7 +19,7 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import Unsupported  # noqa: E402
 from deploykit.engines.torch import loaded as live  # noqa: E402
-from deploykit.evaluation.parity import parity_sizes  # noqa: E402
+from deploykit.evaluation.feeds import parity_sizes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

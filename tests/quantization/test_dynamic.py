@@ -172,8 +172,7 @@ def test_what_cannot_be_quantized_says_why(tmp_path: Path) -> None:
         to_pairs(written(linear()), found)
     old = linear()
     old.opset_import[0].version = 10
-    with pytest.raises(BadInput, match="opset 10"):
-        written(old)
+    assert written(old).opset_import[0].version > 10
     broken = linear()
     weight = numpy_helper.to_array(broken.graph.initializer[0]).copy()
     weight[0, 0] = np.nan

@@ -60,28 +60,6 @@ def test_weights_take_half_the_bytes() -> None:
     assert summarise(half).precision == {"float16": 7}
 
 
-BIG = {"x": np.full((1, 4), 32.0, np.float32)}  # 32 * 1e4 is five times the largest float16
-
-
-def test_without_ranges_the_product_overflows() -> None:
-    half, kept = to_half(overflow())
-    assert kept == ()
-    assert np.isinf(in_true_halves(half, BIG)[0]).all()
-
-
-def test_with_ranges_the_overflowing_nodes_stay_float32() -> None:
-    half, kept = to_half(overflow(), ranges={"product": Range(0.0, 3.2e5)})
-    assert kept == ("scale_up", "scale_down")
-    assert summarise(half).precision == {"float16": 1, "float32": 2}
-    np.testing.assert_allclose(in_true_halves(half, BIG)[0], 33.0, atol=0.04)  # 1 ulp at 33
-
-
-@pytest.mark.parametrize(("peak", "stays"), [(32752.0, False), (32753.0, True)])
-def test_the_guard_begins_at_half_the_largest_float16(peak: float, stays: bool) -> None:
-    _, kept = to_half(linear(), ranges={"y": Range(-peak, 0.0)})
-    assert bool(kept) == stays
-
-
 def scaled(factor: float, name: str = "factor") -> onnx.ModelProto:
     return make(
         [helper.make_node("Add", ["x", name], ["y"], name="add")],
@@ -91,33 +69,76 @@ def scaled(factor: float, name: str = "factor") -> onnx.ModelProto:
     )
 
 
-@pytest.mark.parametrize(
-    ("factor", "stays"),
-    [(1e5, True), (-3.4e38, True), (1e-12, True), (0.0, False), (1e-6, False), (-np.inf, False)],
-)
-def test_a_weight_that_half_cannot_hold_keeps_its_node(factor: float, stays: bool) -> None:
-    half, kept = to_half(scaled(factor))
-    assert kept == (("add",) if stays else ())
-    assert summarise(half).precision == ({"float32": 1} if stays else {"float16": 1})
-
-
-def test_a_constant_node_that_half_cannot_hold_keeps_its_readers() -> None:
+def of_a_constant_node() -> onnx.ModelProto:
     value = numpy_helper.from_array(np.array(1e-12, np.float32))
     nodes = [
         helper.make_node("Constant", [], ["epsilon"], name="constant", value=value),
         helper.make_node("Add", ["x", "epsilon"], ["y"], name="add"),
     ]
-    model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {})
-    assert to_half(model)[1] == ("constant", "add")
+    return make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {})
 
 
-def test_a_tensor_that_would_vanish_keeps_its_nodes() -> None:
-    assert to_half(linear(), ranges={"x": Range(-1e-9, 1e-9)})[1] == ("gemm",)
+def unnamed() -> onnx.ModelProto:
+    model = overflow()
+    for node in model.graph.node:
+        node.name = ""
+    return model
 
 
-def test_a_mask_of_minus_infinity_is_no_overflow() -> None:
-    assert to_half(linear(), ranges={"y": Range(-np.inf, 3.0)})[1] == ()
-    assert to_half(linear(), ranges={"y": Range(-3.0, np.inf)})[1] == ("gemm",)
+TOO_LARGE = {"product": Range(0.0, 3.2e5)}
+# what it is -> model, precision, ranges, the nodes that stay in float32
+KEPT: dict[str, tuple[onnx.ModelProto, str, dict[str, Range], tuple[str, ...]]] = {
+    "no ranges": (overflow(), "fp16", {}, ()),
+    "a product above": (overflow(), "fp16", TOO_LARGE, ("scale_up", "scale_down")),
+    "nodes without names": (unnamed(), "fp16", TOO_LARGE, ("Mul_0", "Mul_1")),
+    "the range of bfloat16": (overflow(), "bf16", TOO_LARGE, ()),
+    "half the largest": (linear(), "fp16", {"y": Range(-32752.0, 0.0)}, ()),
+    "just above it": (linear(), "fp16", {"y": Range(-32753.0, 0.0)}, ("gemm",)),
+    "a tensor that vanishes": (linear(), "fp16", {"x": Range(-1e-9, 1e-9)}, ("gemm",)),
+    "a mask": (linear(), "fp16", {"y": Range(-np.inf, 3.0)}, ()),
+    "infinity": (linear(), "fp16", {"y": Range(-3.0, np.inf)}, ("gemm",)),
+    "a constant node": (of_a_constant_node(), "fp16", {}, ("constant", "add")),
+    **{f"a weight of {x}": (scaled(x), "fp16", {}, ("add",)) for x in (1e5, -3.4e38, 1e-12)},
+    **{f"a weight of {x}": (scaled(x), "fp16", {}, ()) for x in (0.0, 1e-6, -np.inf)},
+}
+
+
+@pytest.mark.parametrize(("model", "to", "ranges", "wanted"), KEPT.values(), ids=KEPT)
+def test_what_float16_cannot_hold_keeps_its_nodes_in_float32(
+    model: onnx.ModelProto, to: str, ranges: dict[str, Range], wanted: tuple[str, ...]
+) -> None:
+    half, kept = to_half(model, to, ranges)
+    assert kept == wanted
+    counted = [name for name in wanted if name != "constant"]
+    assert summarise(half).precision.get("float32", 0) == len(counted)
+
+
+def test_nodes_that_overflow_are_right_in_float32_and_infinite_in_float16() -> None:
+    big = {"x": np.full((1, 4), 32.0, np.float32)}  # 32 * 1e4 is five times the largest float16
+    assert np.isinf(in_true_halves(to_half(overflow())[0], big)[0]).all()
+    guarded, _ = to_half(overflow(), ranges=TOO_LARGE)
+    np.testing.assert_allclose(in_true_halves(guarded, big)[0], 33.0, atol=0.04)  # 1 ulp at 33
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (lambda: to_half(linear())[0], "float16 already"),
+        (
+            lambda: make(
+                [helper.make_node("Abs", ["i"], ["y"], name="abs")],
+                {"i": ("N", 4)},
+                {"y": ("N", 4)},
+                {},
+                integers=("i", "y"),
+            ),
+            "nothing in float32",
+        ),
+    ],
+)
+def test_a_graph_with_nothing_to_cast_is_refused(model: Make, problem: str) -> None:
+    with pytest.raises(BadInput, match=problem):
+        to_half(model())
 
 
 def test_a_weight_shared_by_both_worlds_is_stored_in_both(tmp_path: Path) -> None:
@@ -279,12 +300,6 @@ def test_int8_in_float16_computes_what_int8_in_float32_does(tmp_path: Path) -> N
     assert sqnr_db(wanted, in_true_halves(half, inputs)[0]) > 30  # INT8's own noise is at 33
 
 
-def test_bfloat16_has_no_range_guard() -> None:
-    half, kept = to_half(overflow(), "bf16", {"product": Range(0.0, 3.2e5)})
-    assert kept == ()
-    assert summarise(half).precision == {"bfloat16": 3}
-
-
 def test_a_bfloat16_conv_is_made_below_the_opset_that_defines_it() -> None:
     half, _ = to_half(conv_relu(), "bf16")  # TensorRT takes it; ONNX has it from opset 22 on
     assert summarise(half).precision == {"bfloat16": 2}
@@ -324,20 +339,6 @@ def test_names_that_clash_are_avoided() -> None:
     assert in_true_halves(half, {"x": np.ones((1, 4), np.float32)})[0].tolist() == [[3.0] * 4]
 
 
-def test_nodes_without_names_get_one() -> None:
-    model = overflow()
-    for node in model.graph.node:
-        node.name = ""
-    assert to_half(model, ranges={"product": Range(0.0, 3.2e5)})[1] == ("Mul_0", "Mul_1")
-
-
-def test_a_graph_without_float32_is_refused() -> None:
-    node = helper.make_node("Abs", ["i"], ["y"], name="abs")
-    model = make([node], {"i": ("N", 4)}, {"y": ("N", 4)}, {}, integers=("i", "y"))
-    with pytest.raises(BadInput, match="nothing in float32"):
-        to_half(model)
-
-
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")  # torch's exporter warns of its own internals
 def test_an_exported_transformer_layer_becomes_half(tmp_path: Path) -> None:
@@ -358,9 +359,3 @@ def test_an_exported_transformer_layer_becomes_half(tmp_path: Path) -> None:
         got = engine(inputs)["y"]
     # the last node normalises: values up to 4, where an ulp is 2^-8
     np.testing.assert_allclose(got, layer(x).detach().numpy(), atol=4 * 2.0**-8, rtol=0)
-
-
-def test_a_model_that_is_half_already_is_refused() -> None:
-    half, _ = to_half(linear())
-    with pytest.raises(BadInput, match="float16 already"):
-        to_half(half)

@@ -59,7 +59,9 @@ def test_the_ends_of_what_was_added_hold_infinities_and_nan() -> None:
         TensorHistogram().add(np.array(v, np.float32)) for v in ([3, -2], [-np.inf, np.inf, 1], [])
     ]
     assert ends == [(-2.0, 3.0), (-np.inf, np.inf), (0.0, 0.0)]
-    assert np.isnan(TensorHistogram().add(np.array([1, np.nan], np.float32))).all()
+    counts = TensorHistogram(np.ones(2))
+    assert counts.add(np.array([[1, np.nan], [2, -3]], np.float32)) == (-3, 2)
+    assert (counts.has_nan, counts.channel_peaks.tolist()) == (True, [2, 3])
 
 
 def test_the_least_divergence_is_that_of_one_cut_after_the_other() -> None:

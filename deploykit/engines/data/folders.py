@@ -65,7 +65,7 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
         )
     from deploykit.engines.tasks.images import PlacedImages
 
-    reader, skipped = PlacedImages(image, str(folder)), list[str]()
+    reader, skipped = PlacedImages(image), list[str]()
     missing = [split for split in _SHARES if split not in files]
     rows: dict[str, list[int]] = {split: [] for split in (*files, *missing)}
     count = sum(len(paths) for kinds in files.values() for paths in kinds.values())

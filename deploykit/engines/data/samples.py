@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -58,37 +58,31 @@ IMAGES, ARRAYS = (".png", ".jpg", ".jpeg", ".webp"), (".npz", ".npy")
 class DataSource:
     """Data that fit a model and are not read yet.
 
-    `names`: input name -> array name. `headers`: the header of each array, joined over all files;
-    `parts`: the headers of each file. `images` decodes the files if they are images, and `classes`
-    are the labels of images in class folders. `count`: samples. `unused`: other arrays. `axes`: by
-    array name, see `sample_axes`.
+    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `headers`: those of
+    the arrays, joined over all files; `parts`: those of each file. `images` decodes the files if
+    they are images, and `classes` are the labels of images in class folders. `count`: samples.
+    `unused`: other arrays.
     """
 
     where: str
     files: tuple[Path, ...]
     names: Mapping[str, str]
+    axes: Mapping[str, int | None]
     headers: Mapping[str, Header]
     parts: tuple[Mapping[str, Header], ...]
     images: Images | None
     classes: np.ndarray | None
     count: int
     unused: tuple[str, ...]
-    axes: Mapping[str, int | None]
 
-    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read these arrays as a whole."""
-        read = [
-            read_arrays(file, {name: part[name] for name in names})
-            for file, part in zip(self.files, self.parts, strict=True)
-        ]
-        if len(read) == 1:
-            return read[0]
-        found = {name: [part.pop(name) for part in read] for name in names}
-        axes = {name: self.axes.get(name, 0) for name in names}
-        return {
-            name: parts[0] if (axis := axes[name]) is None else np.concatenate(parts, axis)
-            for name, parts in found.items()
-        }
+    @property
+    def labelled(self) -> bool:
+        """Whether it has an array of labels, which is not an input of that name."""
+        return LABELS in self.headers and LABELS not in self.names.values()
+
+    def read_part(self, number: int, name: str) -> np.ndarray:
+        """Read the array `name` of one file."""
+        return read_arrays(self.files[number], {"": self.parts[number][name]})[""]
 
 
 def find_source(
@@ -104,7 +98,7 @@ def find_source(
         if task is not None and task.image is not None:
             from deploykit.engines.tasks.images import PlacedImages
 
-            images = PlacedImages(task.image, str(path))
+            images = PlacedImages(task.image)
         else:
             from deploykit.engines.data.images import Images
 
@@ -116,8 +110,9 @@ def find_source(
         headers = parts[0]
     names, unused, axes = _choose(path, inputs, headers)
     if parts and is_folder(path):
-        headers = _join_headers(files, parts, axes)
-    counts = {headers[n].shape[axis] for n, axis in axes.items() if axis is not None} or {1}
+        own = {names[name]: axis for name, axis in axes.items()}
+        headers = _join_headers(files, parts, own)
+    counts = {headers[names[n]].shape[axis] for n, axis in axes.items() if axis is not None} or {1}
     if len(counts) != 1 or 0 in counts:
         raise BadInput(
             f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0",
@@ -125,12 +120,12 @@ def find_source(
             "without one is given once",
         )
     (count,) = counts
-    if LABELS in headers and headers[LABELS].shape[:1] != (count,):
-        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
     numbers = np.array(classes, np.int64) if classes else None
-    return DataSource(
-        str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused, axes
-    )
+    facts = (names, axes, headers, tuple(parts), images, numbers, count, unused)
+    found = DataSource(str(path), tuple(files), *facts)
+    if found.labelled and headers[LABELS].shape[:1] != (count,):
+        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
+    return found
 
 
 def sample_axes(
@@ -180,7 +175,8 @@ def _choose(
 ) -> tuple[dict[str, str], tuple[str, ...], dict[str, int | None]]:
     """Return the array for each input, those that are neither inputs nor labels, and the axes."""
     golden = {n.removeprefix(INPUTS): n for n in headers if n.startswith(INPUTS)}
-    arrays = golden or {n: n for n in headers if n != LABELS}  # golden samples: the inputs
+    own = {spec.name for spec in inputs}  # one of them may be named as the labels are
+    arrays = golden or {n: n for n in headers if n != LABELS or n in own}
     if len(inputs) == 1 and len(arrays) == 1:
         arrays = {inputs[0].name: next(iter(arrays.values()))}
     for spec in inputs:
@@ -215,7 +211,7 @@ def _choose(
             raise BadInput(f"{path}: {problem}", hint=cure)
     chosen = {spec.name: arrays[spec.name] for spec in inputs}
     unused = tuple(name for name in arrays if name not in chosen)
-    return chosen, unused, {arrays[name]: axis for name, axis in axes.items()}
+    return chosen, unused, axes
 
 
 def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
@@ -288,31 +284,31 @@ def is_folder(path: Path) -> bool:
 def _join_headers(
     files: Sequence[Path], parts: Sequence[Mapping[str, Header]], axes: Mapping[str, int | None]
 ) -> dict[str, Header]:
-    """Return the headers of the arrays in several files, joined along the axis of samples."""
+    """Return the headers of the arrays in several files, joined along the axis of samples.
 
-    def joined(name: str, header: Header, size: int | str) -> tuple[Any, ...]:
+    `axes`: by array name; 0 for others, such as labels.
+    """
+
+    def kind(name: str, header: Header) -> str:
         axis = axes.get(name, 0)
-        return tuple(size if place == axis else n for place, n in enumerate(header.shape))
+        sizes = (BATCH if place == axis else str(n) for place, n in enumerate(header.shape))
+        return f"{name}:{header.dtype}[{','.join(sizes)}]"
 
-    kinds = []
-    for part in parts:
-        shapes = {name: ",".join(map(str, joined(name, h, BATCH))) for name, h in part.items()}
-        kinds.append(", ".join(f"{n}:{part[n].dtype}[{shapes[n]}]" for n in sorted(part)))
-    for file, part, kind in zip(files, parts, kinds, strict=True):
-        if kind != kinds[0] or not all(h.shape or name in axes for name, h in part.items()):
+    kinds = [", ".join(kind(name, part[name]) for name in sorted(part)) for part in parts]
+    for file, part, own in zip(files, parts, kinds, strict=True):
+        if own != kinds[0] or not all(h.shape or name in axes for name, h in part.items()):
             raise BadInput(
-                f"{file}: has {kind}; {files[0].name} has {kinds[0]}",
+                f"{file}: has {own}; {files[0].name} has {kinds[0]}",
                 hint="files of one folder are joined: names, dtypes and all axes but that of the "
                 "samples must be equal",
             )
-    counts = {
-        name: sum(part[name].shape[axes.get(name, 0) or 0] for part in parts) if first.shape else 0
-        for name, first in parts[0].items()
-    }
-    return {
-        name: replace(first, shape=joined(name, first, counts[name]))
-        for name, first in parts[0].items()
-    }
+    joined = dict(parts[0])
+    for name, header in parts[0].items():
+        if (axis := axes.get(name, 0)) is not None:
+            shape = list(header.shape)
+            shape[axis] = sum(part[name].shape[axis] for part in parts)
+            joined[name] = replace(header, shape=tuple(shape))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -364,15 +360,19 @@ class Samples:
         labels = None if self.labels is None else self.labels[:count]
         return replace(self, inputs=self.rows(slice(count)), labels=labels)
 
+    def fixed_batch(self, specs: Sequence[TensorSpec]) -> int | None:
+        """Return the size of the batch of a model with these inputs; None for any size."""
+        axes = [(spec.shape, self.axis(spec.name)) for spec in specs if spec.shape]
+        sizes = [shape[axis] for shape, axis in axes if axis is not None and axis < len(shape)]
+        return next((size for size in sizes if isinstance(size, int)), None)
+
     def batching(self, most: int, specs: Sequence[TensorSpec]) -> tuple[int, int]:
         """Return the batch size for a model with these inputs, and the samples in whole batches.
 
         A dynamic batch uses `most` and all samples; a fixed one drops the samples that do not fill
         the last batch. Raises BadInput if they do not fill one batch.
         """
-        axes = [(spec.shape, self.axis(spec.name)) for spec in specs if spec.shape]
-        sizes = [shape[axis] for shape, axis in axes if axis is not None and axis < len(shape)]
-        fixed = next((size for size in sizes if isinstance(size, int)), None)
+        fixed = self.fixed_batch(specs)
         if fixed is None:
             return most, len(self)
         if not 0 < fixed <= len(self):
@@ -391,17 +391,12 @@ def read_samples(
     numbered, in the order of their names. `task`: places images of any size as the server does, and
     its labels may be the folders' names.
     """
-    source = find_source(path, inputs, task=task)
-    wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]
-    if source.images is not None:
-        arrays = dict.fromkeys(source.names.values(), source.images.decode_all(source.files))
-    else:
-        needed = sum(source.headers[name].nbytes for name in wanted)
-        check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts + whole
-        arrays = source.read(wanted)
-    chosen = {name: _native(arrays[own]) for name, own in source.names.items()}
-    axes = {name: source.axes[own] for name, own in source.names.items()}
-    return Samples(chosen, arrays.get(LABELS, source.classes), source.where, source.unused, axes)
+    with SampleStream(find_source(path, inputs, task=task)) as stream:
+        source = stream.source
+        check_memory(source.where, sum(each.nbytes for each in source.headers.values()))
+        (whole,) = stream.batches(source.count)
+        labels = stream.read_labels()
+    return Samples(whole.feeds, labels, source.where, source.unused, source.axes)
 
 
 def _native(array: np.ndarray) -> np.ndarray:
@@ -422,7 +417,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     headers = read_headers(path)
     check_memory(str(path), sum(each.nbytes for each in headers.values()))
-    return read_arrays(path, headers)
+    return {name: _native(array) for name, array in read_arrays(path, headers).items()}
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
@@ -431,18 +426,19 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
         archive.comment = f"deploykit {kind}".encode()
         for name, array in arrays.items():  # np.savez reserves "file", fails before 1980
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                npy.write_array(member, np.asarray(array), allow_pickle=False)
+                whole = np.asarray(array, np.str_ if array.dtype.hasobject else None)
+                npy.write_array(member, whole, allow_pickle=False)
 
 
 _TAIL = 4  # places of padding at most, fewer than a window of attention has
 
 
 def random_feeds(
-    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
+    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0, *, integers: int = 10
 ) -> dict[str, np.ndarray]:
     """Return seeded inputs for timing and parity.
 
-    Floats are standard normal, uint8 is 0 to 255, other integers and strings are 0 to 9. An input
+    Floats are standard normal, uint8 is 0 to 255, others and strings below `integers`. An input
     named as lengths gets lengths of rows, the last one full. Booleans and an input named as a mask
     get zeros and ones: a mask (N, T) ends with a few zeros, as padding does; any other begins with
     a one and, for booleans, ends with the other value. A "pad" in a boolean's name reverses this,
@@ -477,7 +473,7 @@ def random_feeds(
         elif spec.dtype == "uint8":  # it holds pixels, as ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
         else:
-            feeds[spec.name] = random.integers(0, 10, shape).astype(spec.dtype)
+            feeds[spec.name] = random.integers(0, integers, shape).astype(spec.dtype)
     return feeds
 
 
@@ -547,7 +543,9 @@ def digests(samples: Samples) -> Iterator[bytes]:
         digest = hashlib.blake2b(digest_size=16)
         for name in names:
             values = samples.each(name)
-            digest.update(values[number % len(values)].tobytes())
+            row = values[number % len(values)]
+            strings = isinstance(row, str) or row.dtype.hasobject
+            digest.update(repr(np.asarray(row).tolist()).encode() if strings else row.tobytes())
         yield digest.digest()
 
 
@@ -576,26 +574,21 @@ class SampleStream(Closing):
     def __init__(self, source: DataSource) -> None:
         self.source = source
         self.at = 0  # the number of samples read
-        self._stack = ExitStack()
         self._digests = {name: hashlib.sha256() for name in source.names}  # per input
-        with ExitStack() as stack:
-            self._shared: dict[str, np.ndarray] = {}  # inputs that all samples share
-            if source.images is None:
-                axes = {name: source.axes[own] for name, own in source.names.items()}
-                shared = [own for name, own in source.names.items() if axes[name] is None]
-                once = source.read(shared)
-                self._shared = {n: once[own] for n, own in source.names.items() if own in once}
-                for name, array in self._shared.items():
-                    self._digests[name].update(array.tobytes())
-                self._rows = {
-                    name: _Rows(source, own, axis, stack)
-                    for name, own in source.names.items()
-                    if (axis := axes[name]) is not None
-                }
-            else:
+        self._shared: dict[str, np.ndarray] = {}  # inputs that all samples share
+        self._rows: dict[str, _Rows] = {}
+        with ExitStack() as failing:
+            self._stack = failing.enter_context(ExitStack())
+            if source.images is not None:
                 workers = min(usable_cores(), _DECODERS)
-                self._decoders = stack.enter_context(ThreadPoolExecutor(workers))
-            self._stack = stack.pop_all()
+                self._decoders = self._stack.enter_context(ThreadPoolExecutor(workers))
+            for name, own in source.names.items() if source.images is None else ():
+                if (axis := source.axes[name]) is not None:
+                    self._rows[name] = _Rows(source, own, axis, self._stack)
+                else:
+                    self._shared[name] = _native(source.read_part(0, own))
+                    self._digests[name].update(self._shared[name].tobytes())
+            failing.pop_all()
 
     def close(self) -> None:
         self._stack.close()
@@ -621,24 +614,24 @@ class SampleStream(Closing):
 
     def read_labels(self) -> np.ndarray | None:
         """Read all labels at once, as they are small."""
-        if LABELS in self.source.headers:
-            return self.source.read([LABELS])[LABELS]
-        return self.source.classes
+        source = self.source
+        if not source.labelled:
+            return source.classes
+        return np.concatenate([source.read_part(n, LABELS) for n in range(len(source.files))])
 
     def _read(self, count: int, *, decode: bool = True) -> dict[str, np.ndarray]:
         begin, self.at = self.at, self.at + count
         images = self.source.images
         if images is None:
             rows = {n: each.read(count, self._digests[n]) for n, each in self._rows.items()}
-            return {
-                name: rows[name] if name in rows else self._shared[name] for name in self._digests
-            }
+            return {n: rows[n] if n in rows else self._shared[n] for n in self._digests}
         files, (name,) = self.source.files[begin : self.at], self._digests
         for file, content in zip(files, self._decoders.map(sha256, files), strict=True):
             self._digests[name].update(f"{file.parent.name}/{file.name} {content}\n".encode())
-        if not decode:
-            return {}
-        return {name: np.stack(list(self._decoders.map(images.decode, files)))}
+        pixels = np.empty((count if decode else 0, *images.shape), np.uint8)
+        for number, one in enumerate(self._decoders.map(images.decode, files[: len(pixels)])):
+            pixels[number] = one
+        return {name: pixels}
 
 
 class _Rows:

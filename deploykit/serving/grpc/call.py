@@ -27,7 +27,7 @@ from deploykit.serving.http2.connection import (
     frame,
     literal,
 )
-from deploykit.serving.models.inference import Receiver
+from deploykit.serving.models.pipelines import Receiver
 from deploykit.serving.transport.call import BUG, About, decompress, message_of, refusal_of
 from deploykit.serving.transport.listener import extend
 
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
-_PIECE_BYTES = 1024  # smaller pieces are joined, as a Python object costs more than its bytes
 _SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
 _MESSAGES_PER_TURN = 64  # messages of a streaming call before other calls get their turn
@@ -68,53 +67,44 @@ class MessageReader:
     `have`: bytes received and not taken. `need`: bytes of the next message with its prefix.
     """
 
-    __slots__ = ("_data", "_later", "_start", "have", "need")
+    __slots__ = ("_at", "_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data = b""
-        self._start = 0  # where the next message starts in it
-        self._later: list[bytes | bytearray] = []  # the pieces after it
+        self._data: bytes | bytearray = b""  # a single piece as it came, several joined
+        self._at = 0  # where the next message starts in it
         self.have = 0
         self.need = 0  # 0 until the prefix has arrived
 
     def add(self, piece: bytes) -> None:
         if self.have:
-            later = self._later
-            if len(piece) >= _PIECE_BYTES:
-                later.append(piece)
-            elif later and type(later[-1]) is bytearray:
-                later[-1] += piece
-            else:
-                later.append(bytearray(piece))
+            data = self._data
+            if not isinstance(data, bytearray):
+                data = self._data = bytearray(data)
+            del data[: self._at]
+            data += piece
         else:
-            self._data, self._start = piece, 0
+            self._data = piece
+        self._at = 0
         self.have += len(piece)
-        if not self.need and self.have >= PREFIX_BYTES:
-            self._read_prefix()
+        self._read_prefix()
 
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        if self._later:
-            self._join()
-        data, start, end = self._data, self._start, self._start + self.need
+        data, start = self._data, self._at
+        self._at += self.need
         self.have -= self.need
+        found = data if type(data) is bytes else memoryview(data)
+        message = bytes(found[start : self._at])
         self.need = 0
         if self.have:
-            self._start = end
-            if self.have >= PREFIX_BYTES:
-                self._read_prefix()
+            self._read_prefix()
         else:
             self._data = b""
-        return data[start:end]
+        return message
 
     def _read_prefix(self) -> None:
-        if self._later:
-            self._join()
-        self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._start + 1)[0]
-
-    def _join(self) -> None:
-        self._data = b"".join((self._data[self._start :], *self._later))
-        self._start, self._later = 0, []
+        if not self.need and self.have >= PREFIX_BYTES:
+            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._at + 1)[0]
 
 
 @dataclass(frozen=True)
@@ -148,61 +138,52 @@ class CallHead:
     length: int | None = None
 
 
-class HeadParser:
-    """Parses a call's headers into a CallHead. `allows`: whether an authorization is valid."""
-
-    def __init__(
-        self,
-        methods: Mapping[str, Method],
-        allows: Callable[[bytes | None], bool],
-        max_headers: int,
-    ) -> None:
-        self._methods = methods
-        self._allows = allows
-        self._max_headers = max_headers
-
-    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            if keys.count(b"traceparent") > 1:
-                del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
-            if keys.count(b"authorization") > 1:
-                values[b"authorization"] = b""  # proxies disagree about which of them counts
-        content_type = values.get(b"content-type", b"")
-        speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
-        length = values.get(b"content-length")
-        path = values.get(b":path", b"").decode("latin-1")
-        method = self._methods.get(path)
-        trace = values.get(b"traceparent")
-        timeout = values.get(b"grpc-timeout")
-        match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
-        refusal: tuple[str, str] | None = None
-        if not speaks_grpc:
-            got = quote(content_type.decode("latin-1"))
-            text = f"send 'content-type: application/grpc', not {got}"
-            refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
-        elif values.get(b":method") != b"POST":
-            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
-        elif len(pairs) > self._max_headers:
-            refusal = ("RESOURCE_EXHAUSTED", f"there are more than {self._max_headers} headers")
-        elif not (method and method.public) and not self._allows(values.get(b"authorization")):
-            text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
-            refusal = ("UNAUTHENTICATED", text)
-        elif method is None:
-            refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
-        elif timeout is not None and match is None:
-            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
-        return CallHead(
-            path,
-            method,
-            None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
-            None if trace is None else trace.decode("latin-1"),
-            values.get(b"grpc-encoding", b"identity"),
-            refusal,
-            speaks_grpc,
-            None if length is None else int(length),
-        )
+def parse_head(
+    methods: Mapping[str, Method],
+    allows: Callable[[bytes | None], bool],
+    max_headers: int,
+    pairs: list[tuple[bytes, bytes]],
+) -> CallHead:
+    """Parse a call's headers. `allows`: whether an authorization is valid."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        if keys.count(b"traceparent") > 1:
+            del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
+        if keys.count(b"authorization") > 1:
+            values[b"authorization"] = b""  # proxies disagree about which of them counts
+    content_type = values.get(b"content-type", b"")
+    speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
+    path = values.get(b":path", b"").decode("latin-1")
+    method = methods.get(path)
+    trace, length = values.get(b"traceparent"), values.get(b"content-length")
+    timeout = values.get(b"grpc-timeout")
+    match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
+    refusal: tuple[str, str] | None = None
+    if not speaks_grpc:
+        text = f"send 'content-type: application/grpc', not {quote(content_type)}"
+        refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
+    elif values.get(b":method") != b"POST":
+        refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
+    elif len(pairs) > max_headers:
+        refusal = ("RESOURCE_EXHAUSTED", f"there are more than {max_headers} headers")
+    elif not (method and method.public) and not allows(values.get(b"authorization")):
+        text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
+        refusal = ("UNAUTHENTICATED", text)
+    elif method is None:
+        refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+    elif timeout is not None and match is None:
+        refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
+    return CallHead(
+        path,
+        method,
+        None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
+        None if trace is None else trace.decode("latin-1"),
+        values.get(b"grpc-encoding", b"identity"),
+        refusal,
+        speaks_grpc,
+        None if length is None else int(length),
+    )
 
 
 def error_block(status: str, message: str) -> bytes:
@@ -215,8 +196,8 @@ class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_read_by_s", "_reader",
-        "_received_bytes", "_received_one", "_sizes", "_unread", "about", "cancel", "deadline_s",
+        "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_reader",
+        "_received_bytes", "_received_one", "_sizes", "about", "cancel", "deadline_s",
         "head", "held_bytes", "opened", "slots", "unreplied"
     )  # fmt: skip
 
@@ -226,8 +207,6 @@ class GrpcCall(Stream):
         self.head = head
         self.held_bytes = 0  # bytes of messages counted in the server's memory budget
         self._answer_bytes = 0  # bytes of answers that the client has not read, counted there too
-        self._read_by_s: float | None = None  # when the client must have read more of them
-        self._unread = 0  # bytes of them at the last check
         self.unreplied = 0  # messages delivered and not answered
         self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
@@ -460,10 +439,6 @@ class GrpcCall(Stream):
         shared = self.link.shared
         self._answer_bytes += size
         self.link.answer_bytes += size
-        if self._read_by_s is None:
-            self._read_by_s = shared.clock_s() + shared.limits.stall_s
-            self._unread = 0
-        self._unread += size
         if shared.memory.add(size, self.held_bytes + self._answer_bytes):
             return True
         self.fail("UNAVAILABLE", shared.memory.message)
@@ -473,7 +448,6 @@ class GrpcCall(Stream):
         self.link.shared.memory.bytes -= self._answer_bytes
         self.link.answers_read(self._answer_bytes)
         self._answer_bytes = 0
-        self._read_by_s = None
 
     # -- replies ---------------------------------------------------------------------------------
 
@@ -560,19 +534,10 @@ class GrpcCall(Stream):
     def check(self, now_s: float) -> None:
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
-        elif self._read_by_s is not None and not self._reads(now_s):
-            self.link.abort()  # the client reads its answers too slowly
         elif not self.ended and now_s > self._by_s and not self.requested_bytes:
             method = self.head.method  # a client may pause between the messages of a stream
             if self._reader.have or (method is not None and method.ended is None):
                 self.fail("DEADLINE_EXCEEDED", "the message stalled, or came too slowly")
-
-    def _reads(self, now_s: float) -> bool:
-        """Return whether the client reads the answers that exceed its windows fast enough."""
-        left, stall_s = sum(map(len, self.unsent)), self.link.shared.limits.stall_s
-        self._read_by_s = extend(self._read_by_s or 0.0, self._unread - left, now_s, stall_s)
-        self._unread = left
-        return now_s <= self._read_by_s
 
     def finish(self) -> None:
         """End the call; drop its requests that still wait for an engine."""

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.oip.request import Memory, Request, RequestedOutput, Signature
+from deploykit.serving.oip.request import Request, RequestedOutput, Signature
 from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.shared_memory import SharedMemory
 
 
 def classify(array: np.ndarray, classes: int, *, batched: bool) -> np.ndarray:
@@ -21,17 +22,13 @@ def classify(array: np.ndarray, classes: int, *, batched: bool) -> np.ndarray:
     """
     rows = len(array) if batched else 1
     values = array.reshape(rows, math.prod(array.shape[1 if batched else 0 :]))
-    count = min(classes, values.shape[1])
-    strings = np.empty((len(values), count), object)
-    for row, numbers in enumerate(values):
-        order = len(numbers) - 1 - np.argsort(numbers[::-1], kind="stable")[::-1]
-        if numbers.dtype.kind == "f":  # numpy sorts NaN above every number
-            nans = np.isnan(numbers[order])
-            order = np.concatenate([order[~nans], order[nans]])
-        for place, index in enumerate(order[:count].tolist()):
-            value = numbers[index]
-            number = f"{value:.6f}" if value.dtype.kind == "f" else str(int(value))
-            strings[row, place] = f"{number}:{index}"
+    floats = values.dtype.kind == "f"
+    descending = -values if floats else ~values  # which cannot overflow
+    order = np.argsort(descending, axis=1, kind="stable")[:, :classes]
+    strings = np.empty(order.shape, object)
+    for place, index in np.ndenumerate(order):
+        value = values[place[0], index]
+        strings[place] = f"{value:.6f}:{index}" if floats else f"{int(value)}:{index}"
     return strings if batched else strings[0]
 
 
@@ -53,7 +50,7 @@ def collect_results(
     request: Request,
     outputs: Mapping[str, np.ndarray],
     model: Signature,
-    memory: Memory | None = None,
+    memory: SharedMemory | None = None,
 ) -> list[Result]:
     """Return the requested outputs in the order of the request.
 
