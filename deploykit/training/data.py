@@ -63,32 +63,28 @@ class WaitClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds, self._started = 0.0, 0.0
-        self._events: list[Any] = []
+        self._on_gpu, self._seconds = device.type == "cuda", 0.0
+        self._times: list[Any] = []  # the start and the end of each wait
 
     def __enter__(self) -> None:
-        self._started = time.perf_counter()
-        self._record()
-
-    def __exit__(self, *_: object) -> None:
-        self._record()
-        self._seconds += 0.0 if self._on_gpu else time.perf_counter() - self._started
-
-    def _record(self) -> None:
         if self._on_gpu:
             make_event: Any = torch.cuda.Event
-            event = make_event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+            self._times.append(make_event(enable_timing=True))
+            self._times[-1].record()
+        else:
+            self._times.append(time.perf_counter())
+
+    def __exit__(self, *_: object) -> None:
+        self.__enter__()
 
     @property
     def seconds(self) -> float:
         """Return the total so far; a GPU must have come to the last batch first."""
-        pairs, self._events = zip(self._events[::2], self._events[1::2], strict=True), []
-        for step_end, arrival in pairs:
-            arrival.synchronize()
-            self._seconds += step_end.elapsed_time(arrival) / 1e3
+        pairs, self._times = zip(self._times[::2], self._times[1::2], strict=True), []
+        for start, end in pairs:
+            if self._on_gpu:
+                end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
         return self._seconds
 
 
