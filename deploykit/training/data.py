@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from itertools import islice
+from dataclasses import dataclass, fields, replace
+from itertools import islice, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -499,12 +499,16 @@ def digit_splits(side: int, train: int, calibration: int, test: int) -> Splits:
     pixels, labels = enlarged_digits(side, train + calibration + test)
     grey = np.round(pixels * 255).astype(np.uint8)[..., None]
     colour = np.repeat(grey, 3, axis=3)
-    first, second = train, train + calibration
-    return Splits(
-        train=Split({"image": colour[:first]}, labels[:first]),
-        calibration=Split({"image": colour[first:second]}, labels[first:second]),
-        test=Split({"image": colour[second:]}, labels[second:]),
+    return replace(
+        cut_splits(colour, labels, train, calibration),
         source=f"scikit-learn digits, 8x8 enlarged to {side}x{side}",
         classes=tuple(map(str, range(10))),
         build_with={"classes": 10},
     )
+
+
+def cut_splits(images: np.ndarray, labels: np.ndarray, train: int, calibration: int) -> Splits:
+    """Cut `train` samples, then `calibration` ones, and leave the others to test."""
+    ends = (0, train, train + calibration, len(labels))
+    first, second, last = (Split({"image": images[a:b]}, labels[a:b]) for a, b in pairwise(ends))
+    return Splits(first, second, last, source="")
