@@ -42,6 +42,7 @@ from deploykit.core.errors import DeploykitError  # noqa: E402
 from deploykit.loadtest.client import SendPlan, run_plans, wake_on_time  # noqa: E402
 from deploykit.loadtest.result import summarise  # noqa: E402
 from deploykit.loadtest.schedule import Load  # noqa: E402
+from deploykit.loadtest.server import find_server  # noqa: E402
 from deploykit.loadtest.target import RemoteModel, find_model, make_requests  # noqa: E402
 from deploykit.planning.capacity import (  # noqa: E402
     BYTE_S,
@@ -131,7 +132,7 @@ def serve_one(
 
 def is_ready(url: str) -> bool:
     try:
-        find_model(url, None)
+        find_model(find_server(url), None)
     except DeploykitError:
         return False
     return True
@@ -155,7 +156,7 @@ def replica(case: Case, folder: Path) -> Iterator[tuple[RemoteModel, Running, di
             found = benched(folder / "mnist.onnx", folder / "report")
         else:
             found = {int(n): each for n, each in json.loads(times.read_text()).items()}
-        yield find_model(url, None), running, found
+        yield find_model(find_server(url), None), running, found
 
 
 def benched(model: Path, report: Path) -> dict[int, float]:

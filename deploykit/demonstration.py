@@ -21,6 +21,7 @@ from deploykit.core.evidence import Gate
 from deploykit.core.extras import installed, missing, require
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import json_value
+from deploykit.core.notebook import Shown
 from deploykit.core.subprocesses import module_command
 from deploykit.evaluation import compare, predict
 from deploykit.evaluation.artefacts import Made, Progress, no_progress
@@ -44,7 +45,7 @@ _STEPS = 9
 
 
 @dataclass(frozen=True)
-class DemoResult:
+class DemoResult(Shown):
     """The demo's report, the path of its page, and the rows of its closing table."""
 
     page: Path

@@ -34,8 +34,14 @@ os.environ["HOST_PROC"] = os.environ["HOST_SYS"] = "/nonexistent"
 DIED = pytest.StashKey[bool]()
 
 EXPORTS = (
+    "tests/evaluation/test_compare.py",
     "tests/exporting/",
+    "tests/quantization/test_gates.py",
+    "tests/quantization/test_half_precision.py",
     "tests/test_examples.py",
+    "tests/test_find_shapes.py",
+    "tests/training/test_folders.py",
+    "tests/training/test_loop.py",
     "tests/zoo/test_recipes.py",
     "tests/zoo/test_small.py",
 )
@@ -110,9 +116,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that hold a slow test: no worker is left alone with one at the end."""
+    """Begin with what one worker has for minutes, then the files that hold a slow test.
+
+    So no worker is left alone with one of them at the end.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (not item.nodeid.startswith(EXPORTS), item.path not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)

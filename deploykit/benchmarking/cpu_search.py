@@ -21,7 +21,7 @@ from deploykit.reporting.points import (
     CpuSettings,
     CpuTrial,
     Point,
-    _runs,
+    runtime_of,
 )
 
 _FINALISTS = 2  # with one session, and with several
@@ -41,7 +41,7 @@ def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, 
     for batch in dict.fromkeys(point.batch for point in usable):
         rivals = [point for point in usable if point.batch == batch]
         best = max(rivals, key=lambda point: point.throughput_per_s.value)
-        names = ", ".join(dict.fromkeys(map(_runs, rivals)))
+        names = ", ".join(dict.fromkeys(map(runtime_of, rivals)))
         why = f"the fastest of {len(rivals)} columns on the CPU ({names})"
         fastest = (best.label, best.precision, best.runtime, best.settings, best.throughput_per_s)
         found.append(BestCpu(batch, *fastest, why))

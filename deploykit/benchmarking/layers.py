@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from deploykit.benchmarking.columns import Entry
 from deploykit.benchmarking.timing import Setup
@@ -30,13 +29,7 @@ if TYPE_CHECKING:
     from deploykit.engines.torch.engine import TorchEngine
 
 
-_KERNEL, _CALL = b"_kernel_time", b"model_run"
-_EVENT = re.compile(
-    rb'^\{"cat" : "\w+","pid" :\d+,"tid" :\d+,"dur" :(\d+),"ts" :(\d+),"ph" : "X","name" :"',
-    re.MULTILINE,
-)
-_ARGUMENTS, _END = b'","args" : {', b"]\n"
-_OPERATOR, _NUMBER = re.compile(rb'"op_name" : "(.*?)"'), re.compile(rb'"node_index" : "(\d+)"')
+_KERNEL, _CALL = "_kernel_time", "model_run"
 _KEPT = 100
 
 
@@ -76,12 +69,9 @@ def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, P
     """Return the fastest setup of one session in this process, or in PyTorch, with its point."""
     pairs = [
         (setup, point)
-        for setup in setups
-        for point in points
-        if (setup.label, setup.in_flight) == (point.label, 1)
-        and point.sessions == setup.sessions
+        for setup, point in product(setups, points)
+        if setup.made(point)
         and (point.runtime.startswith("torch") or (setup.sessions == 1 and not setup.processes))
-        and point.batch in (setup.batches or (point.batch,))
     ]
     return max(pairs, key=lambda pair: pair[1].throughput_per_s.value, default=None)
 
@@ -126,48 +116,40 @@ _READERS = {"onnxruntime": _time_nodes, "torch": _time_modules}
 
 
 def read_profile(data: bytes) -> list[Counter[LayerKey]]:
-    """Return milliseconds by node for each call in a profile of ONNX Runtime.
+    """Return milliseconds by node for each call in a profile of ONNX Runtime, an event per line.
 
-    Older versions do not escape node names in the JSON. Nodes in the body of a loop count as the
-    loop. A profile keeps a million events: calls that are not complete are left out.
+    Nodes in the body of a loop count as the loop. A profile keeps a million events: calls that are
+    not complete are left out.
     """
-    if not data.endswith(_END):
+    if not data.endswith(b"]\n"):
         raise DeploykitError("its profile is not whole: is the disk of TMPDIR full?")
-    kernels, calls = list[tuple[int, int, bytes, bytes]](), list[tuple[int, int]]()
-    heads = [*_EVENT.finditer(data)]
-    for head, end in zip(heads, [*(each.start() for each in heads[1:]), len(data)], strict=True):
-        at, us, begun = data.rfind(_ARGUMENTS, head.end(), end), int(head[1]), int(head[2])
-        name = data[head.end() : at]
-        if name.endswith(_KERNEL):
-            kernels.append((begun, us, name.removesuffix(_KERNEL), data[at:end]))
-        elif name == _CALL:
-            calls.append((begun, begun + us))
+    kernels, calls = list[dict[str, Any]](), list[tuple[int, int]]()
+    for line in data.splitlines():
+        if _KERNEL.encode() not in line and _CALL.encode() not in line:
+            continue
+        try:
+            event = json.loads(line.rstrip(b","))
+        except ValueError:
+            why = "a name in its profile cannot be read"
+            raise DeploykitError(f"{why}: a newer onnxruntime escapes quotation marks") from None
+        if event["name"].endswith(_KERNEL):
+            kernels.append(event)
+        elif event["name"] == _CALL:
+            calls.append((event["ts"], event["ts"] + event["dur"]))
     calls.sort()
     runs: list[Counter[LayerKey]] = [Counter() for _ in calls]
     ended = -1
-    for begun, us, name, about in sorted(kernels, key=lambda kernel: (kernel[0], -kernel[1])):
+    for event in sorted(kernels, key=lambda kernel: (kernel["ts"], -kernel["dur"])):
+        begun, us, about = event["ts"], event["dur"], event["args"]
         if begun < ended and begun + us <= ended:
             continue  # nested in the event before
         ended = begun + us
         run = bisect_right(calls, (begun, math.inf)) - 1
         if run >= 0 and begun <= calls[run][1] + 1:  # both are rounded down
-            key = _name(name), _find(_OPERATOR, about), _find(_NUMBER, about)
-            runs[run][key] += us / 1e3  # type: ignore[assignment]  # a Counter of floats
+            name = event["name"].removesuffix(_KERNEL)
+            key = name, about.get("op_name", ""), about.get("node_index", "")
+            runs[run][key] += us / 1e3
     return runs
-
-
-def _find(what: re.Pattern[bytes], arguments: bytes) -> str:
-    match = what.search(arguments)
-    return match[1].decode() if match else ""
-
-
-@cache  # each node has many events
-def _name(written: bytes) -> str:
-    text = written.decode("utf-8", "replace")
-    try:
-        return str(json.loads(f'"{text}"', strict=False))
-    except ValueError:
-        return text
 
 
 _LENGTH_S, _FEWEST, _MOST, _WARM, _TURNS = 1.0, 8, 200, 3, 4  # limits of the calls per side

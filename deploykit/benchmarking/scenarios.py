@@ -294,8 +294,7 @@ def _fastest(
     found: dict[tuple[str, str], tuple[tuple[int, float], Setup, int]] = {}
     for point, setup in itertools.product(points, setups):
         if (
-            (setup.label, setup.in_flight) != (point.label, 1)
-            or point.batch not in (setup.batches or (point.batch,))
+            not setup.made(point)
             or (name in (SINGLE, MULTI) and setup.sessions > 1)
             or (name == SERVER and setup.processes)
         ):

@@ -288,6 +288,11 @@ class Setup:
     processes: bool = False
     entry: str = ""
 
+    def made(self, point: Point) -> bool:
+        """Return whether calls of this setup, one at a time, are what a point shows."""
+        batches = self.batches or (point.batch,)
+        return (self.label, self.in_flight) == (point.label, 1) and point.batch in batches
+
     @property
     def scenario(self) -> str:
         more = f", {self.in_flight} calls in flight" if self.in_flight > 1 else ""

@@ -24,7 +24,6 @@ from deploykit.core.evidence import (
 from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, dynamic_sizes
-from deploykit.engines.batching import JoinedRun
 from deploykit.engines.data.samples import Samples, check_calibration, read_samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden, verify
@@ -351,11 +350,9 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
         feeds, fewer = _feeds(reference, engine, data, graph, job.shapes)
         notes, most = [*placed.notes, *fewer], rows_that_fit(feeds, graph.path)
         title = f"{source.name} in {request.to}" if quantize else source.name
-        joined: list[JoinedRun] = []
-        keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
+        names = (title, name)
 
-        def each(number: int, wanted: Arrays, outputs: Arrays) -> None:
-            keep(number, wanted, outputs)
+        def each(number: int, _: Arrays, outputs: Arrays) -> None:
             sizes = dynamic_sizes(engine.inputs, _shapes_of(feeds[number]))
             runs.append((sizes, _shapes_of(outputs)))
 
@@ -376,7 +373,7 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
-        proof = batching.prove_batch(engine, tmp, samples, most, joined)
+        proof = batching.prove_batch(engine, tmp, samples, most)
         notes += batching.notes(engine, proof)
     if moved and not evaluation:
         notes.append(_NOT_CHECKED)

@@ -10,7 +10,7 @@ import typer
 from deploykit.cli import output, tables
 from deploykit.cli.options import JSON, BundleKind, api_arguments, described
 from deploykit.cli.output import Progress
-from deploykit.cli.serve import lines_of, raise_if_dropped, serve_options, show_ready
+from deploykit.cli.serve import ADDRESS, raise_if_dropped, serve_options, show_ready
 from deploykit.core.errors import BadInput
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ BUNDLE                 The folder that `deploykit bundle` wrote for this device
 --rollback             Serve the previous engine from now on
 --retry                Build an engine again that failed or was rolled back
 --serve-config FILE.toml  Read options of `serve` from this file, as its --config
-{lines_of("host", "http_port", "grpc_port")}""")
+{ADDRESS}""")
 def boot(
     context: typer.Context,
     bundle: Path,

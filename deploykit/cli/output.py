@@ -41,7 +41,7 @@ spell: Callable[[str], str] = str  # spells parameter names as the running comma
 def open_streams() -> None:
     """Make both streams accept any text; one that the caller closed (`>&-`) discards it."""
     while (free := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass  # else the next opened file would become standard output
+        os.set_inheritable(free, True)  # else the next file opened here, or in a child, becomes it
     os.close(free)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open until exit
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
@@ -98,8 +98,9 @@ def _table_lines(table: Table, width: int | None) -> list[str]:
         if (more := excess(kept)) > 0:
             head, *body = columns[at]
             parts = [*head.split(), *(body if at == 0 or at not in table.text else [])]
-            least = max(map(len, parts), default=0)
-            least = least if at == 0 or at not in table.text else max(least, _NARROW)
+            longest = max(map(len, parts), default=0)
+            floor = _NARROW if at and at in table.text else 0
+            least = max(floor, longest if at else min(longest, (width or 0) // 2))
             widths[at] = min(widths[at], max(least, widths[at] - more))
     blocks = [kept[:1]]
     for at in kept[1:]:

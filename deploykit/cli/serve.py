@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -21,57 +21,89 @@ from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath, read_text
 from deploykit.serving.options import ServeOptions, addresses
 
-_OWN = (  # options of the command line only: parameter, type, default, line of the help page
-    ("models", list[str] | None, None, f"[NAME=]FILE  The {ENGINE}s to serve"),
-    (
-        "engine",
-        list[str] | None,
-        None,
-        "--engine [NAME=]FILE  The same as [NAME=]FILE, as an option; may be repeated",
-    ),
-    ("config", Path | None, None, "--config FILE.toml  Read options from this file"),
-)
-_LOG = (
-    "log",
-    Literal["text", "json"],
-    "text",
-    "--log  Format of the log on stderr; json: the ready line on stdout is JSON, too",
-)
-
-
-def _described_fields() -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield the options of `ServeOptions` that are on the help page, in the form of `_OWN`."""
-    hints = get_type_hints(ServeOptions)
-    for each in fields(ServeOptions):
-        about = each.metadata
-        if not about["line"]:
-            continue
-        kind, default = about["typed"] or hints[each.name], about["shown"] or each.default
-        if kind == list[str]:
-            kind, default = list[str] | None, None
-        elif kind == StrPath | None:
-            kind = Path | None
-        section = f"{about['section']}:\n" if about["section"] else ""
-        yield each.name, kind, default, f"{section}{about['line']}"
-
-
-def lines_of(*names: str) -> str:
-    """Return the lines of the help page for these options."""
-    return "\n".join(line.rpartition(":\n")[2] for name, *_, line in ROWS if name in names)
-
-
-ROWS = (*_OWN, *_described_fields(), _LOG)
+ADDRESS = """\
+--host ADDRESS|unix:FILE  Address to listen on; unix:FILE is a socket for HTTP, with one for gRPC at
+                        FILE.grpc
+--http-port PORT        Port for HTTP; 0 picks a free one
+--grpc-port PORT|none   Port for gRPC; 0 picks a free one, none serves HTTP alone"""
+_PAGE = f"""
+[NAME=]FILE             The {ENGINE}s to serve
+--engine [NAME=]FILE    The same as [NAME=]FILE, as an option; may be repeated
+--config FILE.toml      Read options from this file
+--pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be repeated
+--device auto|cpu|cuda|cuda:N  Where the model runs
+--trust                 Also run a TensorRT engine whose results cannot be verified here, or one
+                        that brings code from elsewhere
+Address:
+{ADDRESS}
+Batching:
+--max-batch N           Largest number of samples per call; 1 never joins requests
+--assume-batched        Join requests without a trial that answers stay the same
+--max-delay-us MICROSECONDS  How long to wait for more requests
+--slo-ms MS             Adapt batch and delay to keep p99 below this
+--buckets AXIS=16,32,64[:INPUT=VALUE]  Pad a dynamic axis to these sizes, to share batches, and an
+                        input with VALUE instead of 0; may be repeated
+Limits:
+--queue N               Requests that may wait, per model; more are answered 503
+--stall-s SECONDS       Longest pause of a client that sends a request or reads an answer
+--idle-s SECONDS        How long a connection without a request is kept
+--max-connection-age-s SECONDS  Then a gRPC client is asked to connect again, so that new replicas
+                        get a share of the load [never]
+--timeout-ms MS         Longest wait of a request; then it is answered 504
+--drain-s SECONDS       How long to go on answering after SIGTERM, not ready, so that load balancers
+                        notice
+--max-body-bytes BYTES  Largest request
+--max-pixels N          Largest image; decoding takes 8 bytes for each pixel
+--max-held-bytes BYTES  Memory for all large requests and answers together [a quarter of the memory]
+Engines:
+--instances N           Engines per model
+--threads N             CPU threads per call [one per core]
+--workers N|shared:N|auto  Processes behind the same ports, each with its own engines; with
+                        shared:N, or N and a GPU, one more process runs the engines of all; auto
+                        measures and chooses
+--cpu-fallback          Run an ONNX model on the CPU if the GPU cannot
+--reload/--no-reload    Load a model again when its file changes
+--shared-memory         Let clients pass tensors in shared memory
+Security:
+--token-file FILE       The first line is the token that clients must send
+--tls-cert FILE.pem     Certificate for HTTPS
+--tls-key FILE.pem      Its private key
+--tls-client-ca FILE.pem  Only clients with a certificate of this CA may connect
+--allowed-host NAME     Also answer requests for this host, as a proxy in front passes them on:
+                        example.org, *.example.org or *; may be repeated
+--root-path PATH        The path at which a proxy in front offers this server
+--origin URL            Web pages from there may call this server; may be repeated
+Monitoring:
+--shadow [NAME=]FILE    Run some live requests again on this model and compare the answers
+--access-log            Log one line for each request: client, route, status and time
+--otlp URL              Send OpenTelemetry traces to http(s)://HOST:PORT
+--log                   Format of the log on stderr; json: the ready line on stdout is JSON, too"""
+_FOR_PYTHON = ("models", "token", "pad")  # the command line has other ways
+_TYPED = {"http_port": (int, 8000), "grpc_port": (str, "8001"), "workers": (str, "1")}
 
 
 def _with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a function that takes any keyword arguments the options of `serve`."""
-    kind = inspect.Parameter.KEYWORD_ONLY
+    """Give a function that takes any keyword arguments the options of `serve`, as on `_PAGE`."""
+    rows: dict[str, tuple[Any, Any]] = {
+        "models": (list[str] | None, None),
+        "engine": (list[str] | None, None),
+        "config": (Path | None, None),
+    }
+    hints = get_type_hints(ServeOptions)
+    for each in fields(ServeOptions):
+        if each.name not in _FOR_PYTHON:
+            kind, default = _TYPED.get(each.name, (hints[each.name], each.default))
+            if default == ():
+                kind, default = list[str] | None, None
+            rows[each.name] = Path | None if kind == StrPath | None else kind, default
+    rows["log"] = Literal["text", "json"], "text"
+    only = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter(name, kind, default=default, annotation=hint)
-        for name, hint, default, _line in ROWS
+        inspect.Parameter(name, only, default=default, annotation=kind)
+        for name, (kind, default) in rows.items()
     ]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return described("\n".join(line for *_, line in ROWS))(function)
+    return described(_PAGE)(function)
 
 
 @_with_options

@@ -298,7 +298,7 @@ def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
 
 def predicted(result: Predicted) -> list[Part]:
     now = result.samples - result.resumed
-    rate = f", {now / max(result.seconds, 1e-9):,.0f} per second" * (now > 0)
+    rate = f", {figure(now / max(result.seconds, 1e-9))} per second" * (now > 0)
     lines: list[Part] = [f"wrote {result.path}: {result.samples} samples on {result.device}{rate}"]
     if result.accuracy:
         lines.append(f"  top-1 accuracy  {percent(result.accuracy)}, n = {result.samples}")
@@ -312,7 +312,7 @@ def load(result: LoadResult) -> list[Part]:
         else f"{figure(result.rate_per_s)}/s"
     )
     if result.capacity_per_s is not None:
-        asked += f", half of the {result.capacity_per_s:,.0f}/s that it can do"
+        asked += f", half of the {figure(result.capacity_per_s)}/s that it can do"
     shapes = ", ".join(f"{n} {list(shape)}" for n, shape in result.shapes.items())
     sends = result.sends or shapes or "no inputs"
     head = f"{result.model} at {result.url}: {result.mode} loop, {asked}"
@@ -348,6 +348,8 @@ def _rate(value: Interval) -> str:
 
 
 def report(result: Report, folder: Path) -> list[Part]:
+    from deploykit.reporting.html import CONCLUSIONS
+
     marked = [each for each in result.points if each.marks and not result.invalid]
     marked = marked if len(marked) < len(result.points) else []  # else a sentence says it of all
     doubtful = marked + [each for each in result.points if each.label in result.wrong]
@@ -359,7 +361,7 @@ def report(result: Report, folder: Path) -> list[Part]:
                 ms(item, point.latency.needs.get(f"{name}_ms"))
                 for name, item in percentiles(point.latency)
             ),
-            f"{point.throughput_per_s.value:,.0f}",
+            figure(point.throughput_per_s.value),
         )
         for point in sorted(result.points, key=lambda p: (p.label in result.wrong, bool(p.marks)))
     ]
@@ -372,8 +374,9 @@ def report(result: Report, folder: Path) -> list[Part]:
         *(
             "warning: " * (each.startswith("The machine was busy") or " give no verdict: " in each)
             + each
-            for each in result.verdict
+            for each in result.verdict[: 1 + CONCLUSIONS]
         ),
+        *["more conclusions are in the report"] * (len(result.verdict) > 1 + CONCLUSIONS),
         "",
         f"report: {folder / 'report.html'}",
     ]
@@ -395,21 +398,21 @@ def report_comparison(result: ReportComparison) -> list[Part]:
             row.label,
             *([row.scenario] if several else []),
             str(row.batch),
-            str(row.sessions),
-            "-" if row.threads is None else str(row.threads),
             each.figure + ("/s" if each.figure == "throughput" else " ms"),
-            number(each.a),
-            number(each.b),
             spread(each.ratio.to_dict()),
             each.finding,
+            number(each.a),
+            number(each.b),
+            " × ".join(str(n) for n in (row.sessions, row.threads) if n is not None),
         )
         for row in result.rows
         for each in row.figures
     ]
     counts = Counter(each.finding for row in result.rows for each in row.figures)
     found = ", ".join(f"{count} {finding}" for finding, count in counts.most_common())
-    header = ("setup", *["scenario"] * several, "batch", "sessions", "threads", "figure", "A", "B")
-    table = Table("", (*header, "B / A", ""), rows, (0, *[1] * several, len(header) + 1))
+    header = ("setup", *["scenario"] * several, "batch", "figure", "B / A", "finding")
+    more = ("A", "B", "sessions × threads")
+    table = Table("", (*header, *more), rows, (0, *[1] * several, len(header) - 1))
     return [
         f"{result.b} (B) against {result.a} (A): {found}",
         table,
@@ -423,7 +426,9 @@ def report_comparison(result: ReportComparison) -> list[Part]:
 
 def demo(result: DemoResult) -> list[Part]:
     header = ("", "accuracy", "p50 at batch 1", "throughput")
-    verdict = result.report.verdict
+    from deploykit.reporting.html import CONCLUSIONS
+
+    verdict = result.report.verdict[: 1 + CONCLUSIONS]
     return ["", Table("", header, result.rows), "", *verdict, "", f"report: {result.page}"]
 
 

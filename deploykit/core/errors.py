@@ -201,6 +201,8 @@ def quote(value: object) -> str:
     """Return a client's value for an error message: printable ASCII, at most 80 characters."""
     if isinstance(value, (str, bytes, list, tuple)):
         value = value[:81]  # repr of 60 MB would block the event loop for 0.3 s
+    if isinstance(value, bytes):
+        value = value.decode("latin-1")
     huge = isinstance(value, int) and value.bit_length() >= 256
     text = "a huge number" if huge else ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."

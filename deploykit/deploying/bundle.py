@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from deploykit.building.build import build
 from deploykit.building.runtime import few_integers
 from deploykit.building.tensorrt.options import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput, GateFailed, did_you_mean, quote
+from deploykit.core.errors import BadInput, GateFailed, Unsupported, did_you_mean, quote
 from deploykit.core.evidence import Evidence
 from deploykit.core.files import StrPath, atomic_write
 from deploykit.core.json_value import Record
@@ -39,6 +39,7 @@ from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import batching, golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.feeds import parity_sizes
+from deploykit.evaluation.simulate import open_graph
 from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch
 
@@ -47,13 +48,14 @@ if TYPE_CHECKING:
 
 
 def complete_model(
-    source: Artefact, samples: StrPath | None, out: Path
+    source: Artefact, samples: StrPath | None, out: Path, runtime: str
 ) -> tuple[Artefact, tuple[str, ...]]:
     """Return `source` if it has a manifest and golden samples, else a completed copy, and a note.
 
-    The copy is at `out`; ONNX Runtime runs the samples on the CPU. `samples`: inputs as an .npz or
-    a folder, which replace recorded ones; None for random inputs. Raises BadInput for an INT8 or
-    FP8 model with random inputs, which prove too little, and what opening and running it raises.
+    The copy is at `out`; ONNX Runtime runs the samples on the CPU, as `runtime` would round them.
+    `samples`: inputs as an .npz or a folder, which replace recorded ones; None for random inputs.
+    Raises BadInput for an INT8 or FP8 model with random inputs, which prove too little, and what
+    opening and running it raises.
     """
     known = source.manifest
     if samples is None and known is not None and golden.find_samples(source.path, known):
@@ -67,8 +69,8 @@ def complete_model(
             hint="`samples`: an .npz or a folder of real inputs",
         )
     graph = graph.save(out)
-    with load(out, "cpu") as engine:
-        found = golden.record(engine, _inputs(engine, samples), out)
+    with open_graph(runtime, graph, out.parent) as engine:
+        found = golden.record(engine, _inputs(engine, samples, source), out)
         if found is None:
             raise BadInput(f"{source}: its inputs and outputs are too large for golden samples")
         proof = known.evidence.batching if known else None
@@ -86,13 +88,12 @@ def complete_model(
     return Artefact.from_manifest(out, manifest), (note,)
 
 
-def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
+def _inputs(engine: Engine, samples: StrPath | None, source: Artefact) -> dict[str, np.ndarray]:
     if samples is None:
         return random_feeds(
             engine.inputs, {**parity_sizes(engine.inputs)[0], BATCH: golden.SAMPLES}
         )
-    task = engine.source.task if engine.source else None  # which places images
-    read = read_samples(Path(samples), engine.inputs, task=task)
+    read = read_samples(Path(samples), engine.inputs, task=source.task)
     size, _ = read.batching(golden.SAMPLES, engine.inputs)
     return next(read.batches(size))
 
@@ -171,14 +172,11 @@ def bundle(
         staged = stack.enter_context(staged_folder(place))
         on_progress("golden samples", 0.0)
         copy = stack.enter_context(stage(staged.parent / f"{contents.name}.onnx"))
-        _check_integers(source, target, to, copy.parent)
-        ready, notes = complete_model(source, samples, copy)
+        _check_runs(source, target, to, copy.parent)
+        ready, notes = complete_model(source, samples, copy, target.runtime)
         contents = replace(contents, model=ready)
         _check_sizes(contents)
-        on_gpu = target.device == "cuda"
-        if to == "ray" and on_gpu and "int8" in names_of(contents.manifest.precision):
-            slow = "Ray serves the file with ONNX Runtime, which computes INT8 nodes on a GPU in "
-            notes = (*notes, slow + "float32: an fp16 model is faster there")
+        notes = (*notes, *_on_gpu_without_tensorrt(to, contents))
         on_progress("collecting the files", 0.2)
         resolve_name(WRITERS[to])(staged, contents)
         on_progress("checksums", 0.8)
@@ -187,6 +185,21 @@ def bundle(
             write_tar(staged, tmp, place.name)
     total = sum(entry.bytes for entry in made.files.values())
     return Bundled(place, made, total, packed, notes)
+
+
+def _on_gpu_without_tensorrt(to: str, contents: Contents) -> Iterator[str]:
+    """Yield what is slow or missing where ONNX Runtime alone runs the model on a GPU."""
+    target, used = contents.profile, names_of(contents.manifest.precision)
+    low = sorted(used & set(CALIBRATED))
+    if target.device == "cpu" or not (to == "ray" or (to == "triton" and "fp8" in low)):
+        return
+    if low:
+        yield (
+            f"{to.capitalize()} serves the file with ONNX Runtime, which computes "
+            f"{' and '.join(low).upper()} nodes on a GPU in float32: an fp16 model is faster there"
+        )
+    if target.boards:
+        yield "PyPI's onnxruntime-gpu has no kernels for a Jetson: install NVIDIA's own there"
 
 
 def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> None:
@@ -257,15 +270,26 @@ def _check(source: Artefact, target: Profile) -> None:
         raise error
 
 
-def _check_integers(source: Artefact, target: Profile, to: str, folder: Path) -> None:
-    """Raise BadInput for INT8 pairs that ONNX Runtime would compute in float32 on the target.
+def _check_runs(source: Artefact, target: Profile, to: str, folder: Path) -> None:
+    """Raise BadInput for a file that the kind's own server, ONNX Runtime, does not open.
 
-    The build that the device makes at its first start is made here, and what a server that gets the
-    file as it is makes of it.
+    Nor may INT8 pairs be computed in float32 on a CPU: the build that the device makes at its first
+    start is made here, and what a server that gets the file as it is makes of it.
     """
     from deploykit.building.onnxruntime import build as optimise
 
     graph, known = Graph.open(source.path), source.manifest
+    try:
+        if to not in STARTED:
+            load(source, "cpu").close()
+    except BadInput as exc:
+        raise BadInput(
+            f"{exc.message}; with `to` {to} it is ONNX Runtime that serves it",
+            hint=f"bundle an fp16 model, or `to` {' or '.join(STARTED)}, where TensorRT runs it",
+        ) from exc
+    except Unsupported:  # CUDA may have the kernels that its CPU lacks
+        if target.device == "cpu":
+            raise
     pairs = any(node.op_type == "QuantizeLinear" for node in graph.model.graph.node)
     built = known is not None and bool(known.built_on)
     if target.runtime != "onnxruntime" or not pairs or built or "int8" not in graph.precision:

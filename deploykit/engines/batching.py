@@ -3,15 +3,12 @@
 A dynamic axis 0 may be time, tokens or points instead of samples: joined requests would then change
 each other's values. So the proof runs rows alone, joined, in other orders, and next to rows of
 other magnitudes, NaN and infinity.
-
-Batches that the engine ran for another reason (`JoinedRun`) count: only missing runs are added.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 
 import numpy as np
@@ -31,39 +28,6 @@ from deploykit.engines.engine import Arrays, Engine
 BOUND = 1e-3
 BOUND_BETWEEN = 2e-2
 _PLACES = 64  # the most rows of a batch that are compared
-PLACED = "acdefgb"  # letters of rows spread over a joined batch, its last one first
-
-
-@dataclass(frozen=True)
-class JoinedRun:
-    """A batch of `rows` that an engine ran: a few rows spread over it, and their outputs.
-
-    `shapes`: the shapes of the whole outputs.
-    """
-
-    rows: int
-    feeds: Arrays
-    outputs: Arrays
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, feeds: Arrays, outputs: Arrays) -> JoinedRun:
-        """Keep copies of a few rows. Axis 0 of every input is the batch."""
-        rows = len(next(iter(feeds.values())))
-        places = spread_places(rows, len(PLACED))
-        shapes = {name: array.shape for name, array in outputs.items()}
-        fitting = {name: outputs[name][places] for name in shapes if shapes[name][:1] == (rows,)}
-        return cls(rows, {n: array[places] for n, array in feeds.items()}, fitting, shapes)
-
-    def letters(self, kinds: Mapping[str, Arrays]) -> dict[str, int]:
-        """Map letters of `PLACED` to the places of the rows that equal theirs in `kinds`."""
-        return {
-            letter: place
-            for letter in PLACED
-            if letter in kinds
-            for place in range(min(self.rows, len(PLACED)))
-            if all(np.array_equal(a[place], kinds[letter][n][0]) for n, a in self.feeds.items())
-        }
 
 
 def spread_places(rows: int, count: int) -> list[int]:
@@ -73,7 +37,7 @@ def spread_places(rows: int, count: int) -> list[int]:
 
 _APART = 4  # times the error: the least difference that distinguishes the outputs of two rows
 _ROUNDS = 3  # rounds of inputs; later ones run only if they are quick or nothing is decided
-_QUICK_S = 0.03  # the limit of a quick round; a fifth of it if other runs count
+_QUICK_S = 0.03  # the limit of a quick round
 _POOL = 8  # rows of invented inputs
 _SIZES = (5, 8, 16, 32, 64, 128, 224, 256, 512, 1, 2, 3, 4)  # sizes to try for other axes
 _IDS = (10, 2)  # upper limits of integers to try
@@ -84,12 +48,6 @@ _PLANS: Mapping[int, tuple[str, ...]] = {
     2: ("ab", "ba", "aA", "zb", "na", "bi"),
     3: ("ab", "ba", "aAb", "zbt", "nai", "bna"),
     4: ("ab", "ba", "aAb", "zbat", "naib"),
-}
-# These plans suffice if batches of ordinary rows ran already.
-_NEXT_TO: Mapping[int, tuple[str, ...]] = {
-    2: ("aA", "zb", "na", "bi"),
-    3: ("aAb", "zbt", "nai"),
-    4: ("zbAa", "nait"),
 }
 _LARGEST = "abAzbtaba"
 _PLAIN = str.maketrans("Atzni", "babab")
@@ -126,13 +84,11 @@ def prove_rows(
     sizes: Mapping[str, int] | None = None,
     samples: Arrays | None = None,
     times_us: dict[int, int] | None = None,
-    joined: Sequence[JoinedRun] = (),
 ) -> RowIndependence:
     """Run up to `most_rows` rows, at least 2, and report whether they depend on each other.
 
     `sizes`: sizes of dynamic axes. `samples`: inputs that the model is known to run; others are
-    invented in addition. `times_us` gets the time of the largest batch. `joined`: batches that
-    `engine` ran already. Raises DeviceLost.
+    invented in addition. `times_us` gets the time of the largest batch. Raises DeviceLost.
     """
     why = why_no_batch(engine.inputs, engine.outputs)
     if why:
@@ -140,12 +96,11 @@ def prove_rows(
     most = min(max(2, most_rows), engine.max_batch or most_rows + 2)
     if most < 2:
         return RowIndependence(True, "the engine takes one row at a time", (1,))
-    proof, began_s = _Proof(engine, most, joined), time.perf_counter()
-    quick_s = _QUICK_S / 5 if joined else _QUICK_S
+    proof, began_s = _Proof(engine, most), time.perf_counter()
     try:
-        for number, pool in enumerate(_pools(engine, sizes or {}, samples, joined), 1):
+        for number, pool in enumerate(_pools(engine, sizes or {}, samples or {}), 1):
             proof.run(pool)
-            quick = time.perf_counter() - began_s < quick_s
+            quick = time.perf_counter() - began_s < _QUICK_S
             if number >= _ROUNDS or (proof.decided and not quick):
                 break
         else:
@@ -172,22 +127,14 @@ def _run(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray] | Exception:
 
 
 def _pools(
-    engine: Engine,
-    sizes: Mapping[str, int],
-    samples: Arrays | None,
-    joined: Sequence[JoinedRun],
+    engine: Engine, sizes: Mapping[str, int], samples: Arrays
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield rows, the first of which runs: of the largest batch, of the samples, then invented."""
+    """Yield rows, the first of which runs: of the samples, then invented ones."""
 
     def runs(pool: Arrays) -> bool:
         return isinstance(_run(engine, {name: array[:1] for name, array in pool.items()}), dict)
 
-    largest = max(joined, key=lambda run: run.rows, default=None)
-    if largest is not None and largest.rows > 1:
-        pool = {n: np.concatenate([a[:1], a[-1:], a[1:-1]]) for n, a in largest.feeds.items()}
-        if any(run.rows == 1 and run.letters({"a": pool}) for run in joined) or runs(pool):
-            yield pool
-    pool = {name: array[:_POOL] for name, array in (samples or {}).items()}
+    pool = {name: array[:_POOL] for name, array in samples.items()}
     counts = {len(array) for array in pool.values()}
     if len(counts) == 1 and min(counts) > 1 and runs(pool):
         yield pool
@@ -223,17 +170,13 @@ def _invent(
 class _Proof:
     """The runs of one engine, compared. `rows`: the numbers of rows that were run."""
 
-    def __init__(self, engine: Engine, most: int, joined: Sequence[JoinedRun]) -> None:
+    def __init__(self, engine: Engine, most: int) -> None:
         self.rows: set[int] = set()
         self.times_us: dict[int, int] = {}
-        self._engine, self._most, self._joined = engine, most, joined
+        self._engine, self._most = engine, most
         self._names = [spec.name for spec in engine.outputs]
         self._errors = dict.fromkeys(self._names, 0.0)
         self._apart: dict[str, float] = {}  # differences of two rows, by non-empty output
-        # of the pool that is being compared:
-        self._want: dict[tuple[str, str], np.ndarray] = {}  # rows alone, or in the smallest batch
-        self._first: dict[tuple[int, str, str], np.ndarray] = {}
-        self._scales: dict[str, tuple[float, np.ndarray | float]] = {}  # whole output, element
 
     @property
     def worst(self) -> float:
@@ -253,97 +196,83 @@ class _Proof:
     def run(self, pool: Arrays) -> None:
         """Compare the first two rows of `pool` in every plan. Raises _Dependent."""
         kinds = _rows(pool)
-        ran = [(run, found) for run in self._joined if (found := run.letters(kinds))]
-        single = {letter: run.outputs for run, found in ran if run.rows == 1 for letter in found}
-        self._first, self._want = {}, {}
         alone: dict[str, Arrays] = {}
         for letter in "ab":
-            outputs = single.get(letter) or self._call(kinds, letter)
+            outputs = self._call(kinds, letter)
             if isinstance(outputs, Exception):
                 raise _Dependent(f"a row does not run alone: {first_line(outputs)}")
-            self._check_shapes(1, {name: array.shape for name, array in outputs.items()})
             alone[letter] = outputs
-            self._want |= {(letter, name): outputs[name][0, ...] for name in self._names}
+        scales: dict[str, tuple[float, np.ndarray | float]] = {}  # whole output, element
         for name in self._names:
             a, b = alone["a"][name], alone["b"][name]
             scale = max(_largest(a), _largest(b))
-            self._scales[name] = scale, _element_scale(a, b, scale)
+            scales[name] = scale, _element_scale(a, b, scale)
             if a.size or b.size:
                 apart = _difference(a, b, scale)
                 self._apart[name] = max(self._apart.get(name, 0.0), apart)
-        for run, found in sorted(ran, key=lambda each: each[0].rows):
-            self._check_shapes(run.rows, run.shapes)
-            self._check(run.rows, run.outputs, found.items())
-        for plan in self._plans(kinds, [run.rows for run, found in ran if {*"ab"} <= {*found}]):
+        plans = list(_PLANS[min(self._most, 4)])
+        if self._most > 4:
+            plans.append("".join(islice(cycle(_LARGEST), self._most - 1)) + "b")
+        first: dict[tuple[int, str, str], np.ndarray] = {}  # by number of rows, letter and output
+        for plan in plans:
             outputs = self._call(kinds, plan)
             if isinstance(outputs, Exception):  # it may refuse only these values
-                failure, plain = outputs, plan.translate(_PLAIN)
-                outputs = self._call(kinds, plain)
+                failure, plan = outputs, plan.translate(_PLAIN)
+                outputs = self._call(kinds, plan)
                 if isinstance(outputs, Exception):
                     if len(plan) > 4:
                         continue  # the warm-up reports a batch that is too large
                     why = f"it does not run with {len(plan)} rows: {first_line(failure)}"
                     raise _Dependent(why)
-                plan = plain
-            self._check_shapes(len(plan), {name: array.shape for name, array in outputs.items()})
-            places = [(letter, place) for place, letter in enumerate(plan) if letter in PLACED]
-            ends = len(plan) - _PLACES // 2
-            self._check(
-                len(plan),
-                outputs,
-                [each for each in places if not _PLACES // 2 <= each[1] < ends],
-            )
+            ends = range(_PLACES // 2, len(plan) - _PLACES // 2)
+            for place in (at for at in range(len(plan)) if plan[at] in alone and at not in ends):
+                for name in self._names:
+                    got, letter = outputs[name][place, ...], plan[place]  # `...`: an array always
+                    same = first.setdefault((len(plan), letter, name), got)
+                    self._check(
+                        len(plan), name, got, alone[letter][name][0, ...], same, *scales[name]
+                    )
 
-    def _check_shapes(self, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _check(
+        self,
+        rows: int,
+        name: str,
+        got: np.ndarray,
+        alone: np.ndarray,
+        same: np.ndarray,
+        scale: float,
+        elements: np.ndarray | float,
+    ) -> None:
+        """Compare a row of output `name` with itself alone, and elsewhere among as many rows."""
+        if got.shape != alone.shape:
+            raise _Dependent(
+                f"a row of output '{name}' is {list(alone.shape)} alone and {list(got.shape)} "
+                f"among {rows} rows"
+            )
+        error = _difference(got, alone, scale)
+        if error > BOUND_BETWEEN or _difference(got, same, elements) > BOUND:
+            raise _Dependent(
+                f"output '{name}' of a row changes with the rows next to it, or with its place "
+                f"among them (seen with {rows} rows)"
+            )
+        self._errors[name] = max(self._errors[name], error)
+
+    def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray] | Exception:
+        """Run the rows of `plan`. Raises _Dependent where an output has another number of rows."""
+        joined = {n: np.concatenate([kinds[each][n] for each in plan]) for n in kinds["a"]}
+        began_s, rows = time.perf_counter(), len(plan)
+        outputs = _run(self._engine, joined)
+        if isinstance(outputs, Exception):
+            return outputs
+        if rows == self._most:
+            self.times_us[rows] = round((time.perf_counter() - began_s) * 1e6)
         for name in self._names:
-            shape = shapes.get(name)
+            shape = outputs[name].shape if name in outputs else None
             if shape is None or shape[:1] != (rows,):
                 found = None if shape is None else list(shape)
                 raise _Dependent(f"output '{name}' is {found} for {rows} rows")
-
-    def _check(self, rows: int, outputs: Arrays, places: Iterable[tuple[str, int]]) -> None:
-        """Compare rows, letters and places, of a batch with the same rows alone and elsewhere."""
-        for letter, place in places:
-            for name in self._names:
-                got = outputs[name][place, ...]  # an array even without axes, as of strings
-                want = self._want.setdefault((letter, name), got)
-                if got.shape != want.shape:
-                    raise _Dependent(
-                        f"a row of output '{name}' is {list(want.shape)} alone and "
-                        f"{list(got.shape)} among {rows} rows"
-                    )
-                scale, elements = self._scales[name]
-                error = _difference(got, want, scale)
-                same = self._first.setdefault((rows, letter, name), got)
-                if error > BOUND_BETWEEN or _difference(got, same, elements) > BOUND:
-                    raise _Dependent(
-                        f"output '{name}' of a row changes with the rows next to it, or with its "
-                        f"place among them (seen with {rows} rows)"
-                    )
-                self._errors[name] = max(self._errors[name], error)
-        self.rows.add(rows)
-
-    def _plans(self, kinds: Mapping[str, Arrays], ran: Sequence[int]) -> Iterator[str]:
-        """Yield the plans to run. `ran`: sizes of the batches with "a" and "b" that ran already."""
-        largest = max(ran, default=1)
-        if largest < self._most:
-            yield from _PLANS[min(self._most, 4)]
-            if self._most > 4:
-                yield "".join(islice(cycle(_LARGEST), self._most - 1)) + "b"
-            return
-        yield from _NEXT_TO[min(self._most, 4)]
-        if not any(1 < rows < largest for rows in ran):
-            others = [letter for letter in PLACED[1:-1] if letter in kinds]
-            yield "".join(("a", *others[: self._most - 2], "b"))
-
-    def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray] | Exception:
-        joined = {
-            name: np.concatenate([kinds[letter][name] for letter in plan]) for name in kinds["a"]
-        }
-        began_s = time.perf_counter()
-        outputs = _run(self._engine, joined)
-        if len(plan) == self._most and isinstance(outputs, dict):
-            self.times_us[self._most] = round((time.perf_counter() - began_s) * 1e6)
+        if rows > 1:
+            self.rows.add(rows)
         return outputs
 
 
@@ -385,8 +314,6 @@ def _rows(pool: Arrays) -> dict[str, dict[str, np.ndarray]]:
         letter: {name: array[n % count : n % count + 1] for name, array in pool.items()}
         for n, letter in enumerate("abAtzni")
     }
-    for n, letter in enumerate(PLACED[1:-1][: count - 2], 2):
-        found[letter] = {name: array[n : n + 1] for name, array in pool.items()}
     values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
         "A": lambda row: row * row.dtype.type(1000),
         "t": lambda row: row * row.dtype.type(1e-3),

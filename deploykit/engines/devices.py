@@ -364,23 +364,50 @@ def cuda_names(gpus: Sequence[GpuState]) -> dict[str, str]:
     return {gpus[at].uuid: f"cuda:{number}" for number, at in enumerate(order) if at is not None}
 
 
-class GpuWatch(Closing):
-    """Reads the GPUs that CUDA shows to this process each `every_s` in a thread, until `close`.
+class _Watch(Closing):
+    """The GPUs that CUDA shows to this process, read each `every_s` in a thread until `close`."""
 
-    `only`: CUDA's names of those to watch; all if it is empty.
-    """
+    def __init__(self, devices: Devices, every_s: float) -> None:
+        self._devices, self._every_s = devices, every_s
+        self._names: dict[str, str] = {}  # CUDA's, by UUID
+        self._seen: tuple[GpuState, ...] = ()  # all GPUs, as last read
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="gpu-watch", daemon=True)
+
+    def _read(self) -> list[tuple[str, GpuState]]:
+        self._seen = self._devices.read()
+        self._names = self._names or (cuda_names(self._seen) if self._seen else {})
+        return [(self._names[gpu.uuid], gpu) for gpu in self._seen if gpu.uuid in self._names]
+
+    def _look(self) -> None:
+        """Take a reading."""
+        raise NotImplementedError
+
+    def _loop(self) -> None:
+        while not self._ended.wait(self._every_s):
+            with self._lock:
+                self._look()
+
+    def close(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            if self._thread.ident is not None:
+                self._thread.join()
+            self._look()
+            self._devices.close()
+
+
+class GpuWatch(_Watch):
+    """Keeps the states of the GPUs. `only`: CUDA's names of those to watch; all if it is empty."""
 
     def __init__(
         self, devices: Devices | None = None, *, every_s: float = 0.5, only: Sequence[str] = ()
     ) -> None:
-        self._devices = devices or Devices()
-        self._names: dict[str, str] | None = None
+        super().__init__(devices or Devices(), every_s)
         self._only = frozenset(only)
-        self._every_s = every_s
-        self._states: dict[str, list[GpuState]] = {}  # GPU's uuid -> states
-        self._ended = threading.Event()
+        self._states: dict[str, list[GpuState]] = {}
         self._look()
-        self._thread = threading.Thread(target=self._loop, name="gpu-watch", daemon=True)
         self._thread.start()
 
     @property
@@ -393,25 +420,10 @@ class GpuWatch(Closing):
         """Return why any GPU was throttled: names of THROTTLES, in their order there."""
         return in_order(name for each in self.conditions for name in each.throttled or ())
 
-    def close(self) -> None:
-        if not self._ended.is_set():
-            self._ended.set()
-            self._thread.join()
-            self._look()
-            self._devices.close()
-
-    def _loop(self) -> None:
-        while not self._ended.wait(self._every_s):
-            self._look()
-
     def _look(self) -> None:
-        gpus = self._devices.read()
-        if gpus and self._names is None:
-            self._names = cuda_names(gpus)
-        for gpu in gpus:
-            name = (self._names or {}).get(gpu.uuid)
-            if name and (not self._only or name in self._only):
-                self._states.setdefault(gpu.uuid, []).append(gpu)
+        for name, gpu in self._read():
+            if not self._only or name in self._only:
+                self._states.setdefault(name, []).append(gpu)
 
 
 # The energy is that of the devices, without power supply and fan. Reading never raises; if there is
@@ -440,27 +452,24 @@ class _Counter:
         It must be read more than once per wrap-around, which takes minutes at full power.
         """
         now = natural_number(file_text(self.folder / "energy_uj"))
-        if now is None:
-            return False
-        self.joules += ((now - self.last_uj) % self.range_uj) / 1e6
-        self.last_uj = now
-        return True
+        if now is not None:
+            self.joules += ((now - self.last_uj) % self.range_uj) / 1e6
+            self.last_uj = now
+        return now is not None
 
 
 @dataclass
 class _Gpu:
-    """A GPU's energy since the meter was opened: from its counter, else from its power."""
+    """A GPU's energy since its `first` reading: from its counter, else from its power."""
 
-    source: str
-    first_j: float | None = None
+    first: GpuState
     joules: float = 0.0
     last: tuple[float, float] | None = None  # time in s, watts
 
     def add(self, state: GpuState, now_s: float) -> None:
         """Add a reading."""
         if state.energy_j is not None:
-            self.first_j = state.energy_j if self.first_j is None else self.first_j
-            self.joules = state.energy_j - self.first_j
+            self.joules = state.energy_j - (self.first.energy_j or 0.0)
         elif state.power_w is not None:
             if self.last is not None:
                 since_s, before_w = now_s - self.last[0], self.last[1]
@@ -468,40 +477,37 @@ class _Gpu:
             self.last = (now_s, state.power_w)
 
 
-@dataclass
-class EnergyMeter(Closing):
+class EnergyMeter(_Watch):
     """All meters of this machine, until `close`.
 
     `sources`: device ("cpu", "cuda:0") -> the meter that it is read from; `why` has the reason for
     a device without one. A Jetson's rails are the whole module's, under both names.
     """
 
-    root: Path = Path("/")
-    devices: Devices | None = None
-    clock: Callable[[], float] = time.perf_counter
-    sources: dict[str, str] = field(default_factory=dict)
-    why: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._devices = self.devices or Devices(self.root)
-        self._packages = self._open_packages()
+    def __init__(
+        self,
+        root: Path = Path("/"),
+        devices: Devices | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(devices or Devices(root), _EVERY_S)
+        self.clock = clock
+        self.sources: dict[str, str] = {}
+        self.why: dict[str, str] = {}
+        self._packages = self._open_packages(root)
         self._gpus: dict[str, _Gpu] = {}
-        self._names: dict[str, str] = {}  # of the GPUs that CUDA shows to this process, by UUID
-        self._open_gpus()
-        if any(state.last is not None for state in self._gpus.values()):
-            self._thread = threading.Thread(target=self._loop, name="energy", daemon=True)
+        self._look()
+        self._name_sources()
+        if any(gpu.last is not None for gpu in self._gpus.values()):
             self._thread.start()
 
     def joules(self) -> Mapping[str, float]:
         """Return the joules since the meter was opened, by device."""
         with self._lock:
-            self._read_gpus()
+            self._look()
             found = {name: gpu.joules for name, gpu in self._gpus.items()}
-            answers = [package.read() for package in self._packages]
-            if not all(answers):
+            readable = [package.read() for package in self._packages]
+            if not all(readable):
                 self._packages = []
                 self.sources.pop(CPU, None)
                 self.why[CPU] = "the RAPL counters could no longer be read"
@@ -509,16 +515,9 @@ class EnergyMeter(Closing):
                 found[CPU] = sum(package.joules for package in self._packages)
             return {name: value for name, value in found.items() if name in self.sources}
 
-    def close(self) -> None:
-        if not self._ended.is_set():
-            self._ended.set()
-            if self._thread is not None:
-                self._thread.join()
-            self._devices.close()
-
-    def _open_packages(self) -> list[_Counter]:
+    def _open_packages(self, root: Path) -> list[_Counter]:
         found, hidden = [], []
-        for folder in _list(self.root, f"{_POWERCAP}/*:*"):
+        for folder in _list(root, f"{_POWERCAP}/*:*"):
             name = file_text(folder / "name").strip()
             if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
                 continue
@@ -538,21 +537,19 @@ class EnergyMeter(Closing):
         )
         return []
 
-    def _open_gpus(self) -> None:
-        states = self._devices.read()
-        self._names = cuda_names(states) if states else {}
-        self._read_gpus(states)
-        if states and "cuda:0" not in self._names.values():
+    def _name_sources(self) -> None:
+        """Fill `sources` and `why` for the GPUs."""
+        if "cuda:0" not in self._names.values():
             self.why["cuda:0"] = (
                 "it is none of NVML's GPUs: a part of a GPU (MIG) has no meter of its own"
+                if self._seen
+                else "NVML, the driver's library, reports no GPU"
+                if installed("pynvml")
+                else "nvidia-ml-py is not installed, which reads NVML: pip install nvidia-ml-py"
             )
-        if not states:
-            driver = "NVML, the driver's library, reports no GPU"
-            needs = "nvidia-ml-py is not installed, which reads NVML: pip install nvidia-ml-py"
-            self.why["cuda:0"] = driver if installed("pynvml") else needs
-        for state in states:
-            name = self._names.get(state.uuid)
-            if name is None:
+        for state in self._seen:
+            name = self._names.get(state.uuid, "")
+            if not name:
                 continue
             if name not in self._gpus:
                 self.why[name] = f"{state.name} reports neither energy nor power"
@@ -561,18 +558,11 @@ class EnergyMeter(Closing):
                 self.why.pop(CPU, None)
                 self._gpus[CPU] = self._gpus[name]
             else:
-                self.sources[name] = f"NVML, {self._gpus[name].source} of the GPU"
+                kind = "power" if self._gpus[name].first.energy_j is None else "counter"
+                self.sources[name] = f"NVML, {kind} of the GPU"
 
-    def _read_gpus(self, states: tuple[GpuState, ...] | None = None) -> None:
+    def _look(self) -> None:
         now_s = self.clock()
-        for state in self._devices.read() if states is None else states:
-            name = self._names.get(state.uuid)
-            if name is None or (state.energy_j is None and state.power_w is None):
-                continue
-            kind = "counter" if state.energy_j is not None else "power"
-            self._gpus.setdefault(name, _Gpu(kind)).add(state, now_s)
-
-    def _loop(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            with self._lock:
-                self._read_gpus()
+        for name, state in self._read():
+            if state.energy_j is not None or state.power_w is not None:
+                self._gpus.setdefault(name, _Gpu(state)).add(state, now_s)

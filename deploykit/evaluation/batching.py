@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.evidence import GoldenSamples, RowIndependence
-from deploykit.engines.batching import JoinedRun, looks_batched, prove_rows, why_no_batch
-from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.batching import looks_batched, prove_rows
+from deploykit.engines.engine import Engine
 from deploykit.evaluation import golden
 
 if TYPE_CHECKING:
@@ -20,32 +20,13 @@ ROWS = 32  # as many as `serve` joins by default
 
 
 def prove_batch(
-    engine: Engine,
-    path: Path,
-    samples: GoldenSamples | None,
-    rows: int = ROWS,
-    joined: Sequence[JoinedRun] = (),
+    engine: Engine, path: Path, samples: GoldenSamples | None, rows: int = ROWS
 ) -> RowIndependence:
     """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.
 
     `rows`: fewer than `ROWS` where those need too much memory; `serve` then tries more itself.
-    `joined`: runs that were made already.
     """
-    known = _inputs(engine, path, samples)
-    return prove_rows(engine, min(ROWS, rows), samples=known, joined=joined)
-
-
-def keep_runs(
-    engine: Engine, feeds: Sequence[Arrays], kept: list[JoinedRun]
-) -> Callable[[int, Arrays, Arrays], None]:
-    """Return a callback that adds to `kept` each run of `engine`, the second in a comparison."""
-    is_batch = not why_no_batch(engine.inputs, engine.outputs)
-
-    def keep(number: int, _: Arrays, outputs: Arrays) -> None:
-        if is_batch:
-            kept.append(JoinedRun.of(feeds[number], outputs))
-
-    return keep
+    return prove_rows(engine, min(ROWS, rows), samples=_inputs(engine, path, samples))
 
 
 def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:

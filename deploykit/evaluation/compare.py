@@ -14,6 +14,7 @@ from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import json_value
+from deploykit.core.notebook import Shown
 from deploykit.core.precision import BY_NAME, CALIBRATED
 from deploykit.engines.data.samples import check_finite, read_samples
 from deploykit.engines.engine import Engine, load
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Shown):
     """The parity of two artefacts, and the first node at which two ONNX graphs differ.
 
     `note`: says if the inputs are not those of `data`, or fewer at once than usual.

@@ -20,7 +20,7 @@ def parity_table(parity: Json, decided_by: str = "") -> Table:
             row["output"],
             count(row["batch"]),
             count(row["values"]),
-            *(_or_infinite(row[key]) for key in ("error", "max_abs", "rms", "sqnr_db")),
+            *(or_infinite(row[key]) for key in ("error", "max_abs", "rms", "sqnr_db")),
             MISSING if row["agreement"] is None else number(row["agreement"] * 100),
             *((MISSING if row.get("mean_iou") is None else number(row["mean_iou"]),) * shared),
         )
@@ -33,7 +33,7 @@ def parity_table(parity: Json, decided_by: str = "") -> Table:
     return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
 
 
-def _or_infinite(value: float | None) -> str:
+def or_infinite(value: float | None) -> str:
     return "∞" if value is None else number(value)
 
 
@@ -43,22 +43,22 @@ def html_table(table: Table, *, caption: bool = True) -> str:
         return ""
     kinds = ["" if i in table.text else ' class="n"' for i in range(len(table.columns))]
     head = "".join(
-        f'<th scope="col"{kind}>{_e(name)}</th>'
+        f'<th scope="col"{kind}>{safe(name)}</th>'
         for kind, name in zip(kinds, table.columns, strict=True)
     )
     rows = "".join(
-        f'<tr><th scope="row">{_e(row[0])}</th>'
+        f'<tr><th scope="row">{safe(row[0])}</th>'
         + "".join(
-            f"<td{kind}>{_cell(cell) if kind else _e(cell)}</td>"
+            f"<td{kind}>{_cell(cell) if kind else safe(cell)}</td>"
             for kind, cell in zip(kinds[1:], row[1:], strict=True)
         )
         + "</tr>"
         for row in table.rows
     )
-    title = f"<caption>{_e(table.title)}</caption>" if caption else ""
-    note = f'<p class="note">{_e(table.note)}</p>' if table.note else ""
+    title = f"<caption>{safe(table.title)}</caption>" if caption else ""
+    note = f'<p class="note">{safe(table.note)}</p>' if table.note else ""
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="Table: {_e(table.title)}">'
+        f'<div class="wide" tabindex="0" role="region" aria-label="Table: {safe(table.title)}">'
         f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
     )
 
@@ -66,10 +66,11 @@ def html_table(table: Table, *, caption: bool = True) -> str:
 def _cell(text: str) -> str:
     """Return a figure with its interval on a second line, so that tables stay narrow."""
     value, bracket, interval = text.partition(" [")
-    return f"{_e(value)} <small>[{_e(interval)}</small>" if bracket else _e(text)
+    return f"{safe(value)} <small>[{safe(interval)}</small>" if bracket else safe(text)
 
 
-def _e(text: object) -> str:
+def safe(text: object) -> str:
+    """Return a text as HTML shows it."""
     return escape(str(text))
 
 

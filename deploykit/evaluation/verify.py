@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,8 +113,12 @@ def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def _hashes_next_to(path: Path) -> dict[str, Path]:
-    """Return the .onnx files in the folder of `path`, by their hash."""
-    return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
+    """Return the .onnx files in the folder of `path` that can be read, by their hash."""
+    found = {}
+    for file in sorted(path.parent.glob("*.onnx")):
+        with suppress(DeploykitError):
+            found[sha256(file)] = file
+    return found
 
 
 def prove_engine(
@@ -135,7 +139,7 @@ def prove_engine(
         try:
             bound, names = max_engine_error(manifest.precision), (graph.name, name)
             with load(graph, "cpu") as reference:
-                feeds, _ = comparison_feeds(engine, engine, samples, graph)
+                feeds, _ = comparison_feeds(reference, engine, samples, graph)
                 if samples is not None and batch_axes(engine.inputs):
                     least, _ = batch_limits(engine.inputs, engine.limits)
                     feeds = [*small_batches(samples, feeds, least), *feeds]

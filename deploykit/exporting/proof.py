@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import GoldenSamples, Parity, ParityRow, RowIndependence
 from deploykit.core.tensors import batch_axes
-from deploykit.engines.batching import JoinedRun
 from deploykit.engines.data.examples import Example
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden
@@ -75,7 +74,6 @@ def prove_export(
     from deploykit.engines.torch.engine import TorchEngine
 
     loaded = source.loaded
-    joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
     feeds = first_rows(feeds, most, loaded.inputs)
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
@@ -85,8 +83,7 @@ def prove_export(
         feeds, left_out = _taken(reference, feeds, loaded.example)
         with load(tmp, "cpu") as exported:
             try:
-                keep = batching.keep_runs(exported, feeds, joined)
-                parity = check(reference, exported, feeds, each=keep)
+                parity = check(reference, exported, feeds)
             except DeploykitError as exc:
                 axis = _fixed_axis(reference, exported, done)
                 if axis is None:
@@ -103,7 +100,7 @@ def prove_export(
                 cut = {spec.name for spec in loaded.inputs if spec.batched}
                 few = {n: a[: golden.SAMPLES] if n in cut else a for n, a in few.items()}
             recorded = golden.record(reference, few, tmp)
-            rows = batching.prove_batch(exported, tmp, recorded, most, joined)
+            rows = batching.prove_batch(exported, tmp, recorded, most)
             notes = (*left_out, *rows_note(most))
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):

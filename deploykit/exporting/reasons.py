@@ -156,7 +156,7 @@ def explain(
                     return baked(spec, at, int(match[2]), place)
                 if sizes.get(str(axis)) == int(match[1]) < int(match[2]):
                     return TooSmall(spec, at, int(match[2]))
-    if "Constraints violated" in reason:
+    if re.search("Constraints violated|Expected op to be '=='", reason):
         lines = [line.strip(" -") for line in str(chain[-1]).splitlines()[1:] if line.strip()]
         return NotExported(
             f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else reason)}",

@@ -125,14 +125,23 @@ def with_task(
 
         loaded = source.loaded
         return Tasked(with_preprocess(loaded, pixels) if pixels else loaded, pixels=pixels)
+    from deploykit.exporting.heads.head import own_module
+    from deploykit.exporting.library import check_answers
+
     takes, image = options.kind.takes, any(len(spec.shape) == 4 for spec in source.loaded.inputs)
     if "text" not in takes or ("image" in takes and image):
-        return _with_image(source.loaded, options, pixels, rule)
-    if pixels or rule:
+        job = _with_image(source, options, pixels, rule)
+        folder = source.path if source.path and source.path.is_dir() else None
+    elif pixels or rule:
         raise BadInput(
             f"`preprocess` is for an image; `task` {options.kind.name} of the model has none"
         )
-    return _with_text(source, options)
+    else:
+        job = _with_text(source, options)
+        folder = job.tokenizer and job.tokenizer.parent
+    chosen = options.pooling is not None
+    notes = check_answers(job, own_module(source.loaded), folder, pooled=chosen)
+    return replace(job, notes=job.notes + notes)
 
 
 def _head(
@@ -165,12 +174,14 @@ def _head(
 
 
 def _with_image(
-    loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
+    source: ExportSource, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
 ) -> Tasked:
     from deploykit.engines.torch.loaded import with_preprocess
     from deploykit.engines.torch.presets import ASSUMED, switch_resizing_off
+    from deploykit.exporting.library import check_pixels, preset_of_folder
 
-    kind, preset = options.kind, loaded.preset
+    kind, loaded = options.kind, source.loaded
+    preset, compared = loaded.preset, ()
     text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
     if text or len(loaded.inputs) > 1:
         readers = " or ".join(each.name for each in KINDS.values() if "text" in each.takes)
@@ -186,7 +197,10 @@ def _with_image(
             raise BadInput(f"`{key}` is for a text, and the model takes an image")
     spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
     if spec is None:
-        pixels = pixels or (preset.preprocess if preset else None)
+        if pixels is None:
+            preset = preset or preset_of_folder(source.path, loaded)
+            compared = check_pixels(preset) if preset and not rule else ()
+            pixels = preset.preprocess if preset else None
         if pixels is None:
             raise BadInput(
                 f"`task` {kind.name}: nothing says how the pixels are normalised",
@@ -217,12 +231,14 @@ def _with_image(
     config = _config(loaded, None)
     head = _head(loaded, options, config, (height, width))
     placed = replace(placed, multiple=1 if height else _size_multiple(loaded))
-    known, source = (preset.labels, preset.source) if preset else (_named(config), "")
+    known, origin = (
+        (preset.labels or _named(config), preset.source) if preset else (_named(config), "")
+    )
     labels, notes = _labels(options, head.classes, known)
-    task = Task(kind.name, head.outputs, placed, None, labels, options.threshold, source=source)
-    if preset and source.startswith(ASSUMED) and pixels is preset.preprocess and not rule:
-        notes = (*notes, f"pixels are prepared by {source}: `preprocess` says it otherwise")
-    return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
+    task = Task(kind.name, head.outputs, placed, None, labels, options.threshold, source=origin)
+    if preset and origin.startswith(ASSUMED) and pixels is preset.preprocess and not rule:
+        notes = (*notes, f"pixels are prepared by {origin}: `preprocess` says it otherwise")
+    return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes, *compared))
 
 
 def _takes_bytes(spec: TensorSpec) -> bool:
@@ -339,13 +355,6 @@ def ids_of(names: Sequence[str]) -> str | None:
     return next((name for name in names if name in _IDS), None)
 
 
-def read_settings(folder: Path | None, name: str) -> dict[str, Any]:
-    """Return the object in the JSON file `name` of `folder`; {} where there is none."""
-    path = folder / name if folder else None
-    found = read_json(path) if path is not None and path.is_file() else {}
-    return found if isinstance(found, dict) else {}
-
-
 def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     loaded = source.loaded
     names = [spec.name for spec in loaded.inputs]
@@ -396,6 +405,7 @@ def _describe_text(
     package that opens it.
     """
     from deploykit.engines.tasks.texts import Tokens
+    from deploykit.engines.torch.folder import read_settings
 
     tokenizer = read_json(path)
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
@@ -434,6 +444,8 @@ def _describe_text(
 
 def _config(loaded: Loaded, folder: Path | None) -> dict[str, Any]:
     """Return the configuration of a transformers model; else what config.json in `folder` holds."""
+    from deploykit.engines.torch.folder import read_settings
+
     found: list[Any] = [getattr(part, "config", None) for part in loaded.module.modules()]
     own = [each.to_dict() for each in found if hasattr(each, "problem_type")]
     return own[0] if own else read_settings(folder, "config.json")

@@ -57,40 +57,28 @@ class AnswerCheck:
         # the beginning of a right answer over HTTP, and the answer's size in bytes
         self.usual: tuple[bytes, int] = (b"", -1)
         self._known: set[tuple[int, bytes, int]] = set()
-        self._head_bytes = 0  # size of the last gRPC answer before its tensors
+        self._head_bytes = 0  # size of the last answer before its tensors
 
-    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
-        """Return what is wrong with an answer over HTTP. `json_bytes`: size of its JSON part."""
-        split = len(body) if json_bytes is None else json_bytes
-        key = (0, body[:split], len(body)) if self.expected is None else (request, body, 0)
-        if key in self._known:
-            return None
-        try:
-            self._check(request, read_body(body, split))
-        except WrongAnswerError as exc:
-            return str(exc)
-        self._remember(key)
-        return None
-
-    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
-        """Return what is wrong with a `ModelInferResponse`; None if it is right."""
-        head, size = message[: self._head_bytes], len(message)
-        key = (0, head, size) if self.expected is None else (request, message, 0)
-        if key in self._known:
+    def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        """Return what is wrong with an answer of status 200; None if it is right."""
+        if self._key(message, request) in self._known:
             return None
         try:
             outputs, self._head_bytes = read(message)
             self._check(request, outputs)
         except WrongAnswerError as exc:
             return str(exc)
-        self._remember(key if self.expected else (0, message[: self._head_bytes], size))
-        return None
-
-    def _remember(self, key: tuple[int, bytes, int]) -> None:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
+        key = self._key(message, request)
         if len(key[1]) <= _MOST_KNOWN_BYTES:
             self._known.add(key)
+        return None
+
+    def _key(self, message: bytes, request: int) -> tuple[int, bytes, int]:
+        if self.expected is None:
+            return 0, message[: self._head_bytes], len(message)
+        return request, message, 0
 
     def _check(self, request: int, outputs: Outputs) -> None:
         if missing := sorted(self.outputs - {output.name for output in outputs}):
@@ -108,16 +96,30 @@ class AnswerCheck:
 
 
 class BodyCheck(AnswerCheck):
-    """Checks other answers. `is_json`: they are JSON. `answers`: the right ones, if known."""
+    """Checks other answers, in one BYTES of a message if `grpc`.
 
-    def __init__(self, is_json: bool, answers: Sequence[Any], max_error: float) -> None:
+    `is_json`: they are JSON. `answers`: the right ones, if known.
+    """
+
+    def __init__(
+        self, is_json: bool, answers: Sequence[Any], max_error: float, *, grpc: bool = False
+    ) -> None:
         super().__init__(())
         self._is_json, self._answers, self._max_error = is_json, answers, max_error
-        self._right: dict[int, bytes] = {}  # last right answer, not parsed again
+        self._grpc, self._right = grpc, dict[int, bytes]()  # last right answer, not parsed again
 
-    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:  # noqa: ARG002 - one part only
-        if self._right.get(request) == body:
+    def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        if self._right.get(request) == message:
             return None
+        body = message
+        if self._grpc:
+            try:
+                outputs, _ = read(message)
+            except WrongAnswerError as exc:
+                return str(exc)
+            if len(outputs) != 1 or outputs[0].datatype != "BYTES":
+                return "an answer that is not one of BYTES"
+            body = outputs[0].value[LENGTH_BYTES:]
         if not body:
             return "200 with an empty body"
         if self._is_json:
@@ -127,17 +129,8 @@ class BodyCheck(AnswerCheck):
                 return "200 with a body that is not JSON"
             if self._answers and not _same(self._answers[request], value, self._max_error):
                 return f"a wrong answer: it differs by more than {short_bound(self._max_error)}"
-        self._right[request] = body
+        self._right[request] = message
         return None
-
-    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
-        try:
-            outputs, _ = read(message)
-        except WrongAnswerError as exc:
-            return str(exc)
-        if len(outputs) != 1 or outputs[0].datatype != "BYTES":
-            return "an answer that is not one of BYTES"
-        return self.http_problem(outputs[0].value[LENGTH_BYTES:], None, request)
 
 
 def _same(right: Any, got: Any, max_error: float) -> bool:
@@ -154,8 +147,12 @@ def _same(right: Any, got: Any, max_error: float) -> bool:
     return type(right) is type(got) and bool(right == got)
 
 
-def read_body(body: bytes, json_bytes: int) -> Outputs:
-    """Return the outputs in an answer over HTTP. Raises WrongAnswerError."""
+def read_body(body: bytes, json_bytes: int | None) -> tuple[Outputs, int]:
+    """Return the outputs in an answer over HTTP, and the size of its JSON. Raises WrongAnswerError.
+
+    `json_bytes`: None if all of it is JSON.
+    """
+    json_bytes = len(body) if json_bytes is None else json_bytes
     if not body:
         raise WrongAnswerError("200 with an empty body")
     try:
@@ -184,7 +181,7 @@ def read_body(body: bytes, json_bytes: int) -> Outputs:
         raise WrongAnswerError(
             f"200 with {len(body) - json_bytes} bytes of tensors, not {at - json_bytes}"
         )
-    return outputs
+    return outputs, json_bytes
 
 
 def _count(value: Any) -> int:

@@ -245,7 +245,7 @@ class Grpc(Wire):
         self.keep = self.keep and not self._left
         self.error = None
         if self._check is not None:
-            self.error = self._check.grpc_problem(self.body, self._request, read_message)
+            self.error = self._check.problem(self.body, self._request, read_message)
         return 200 if self.error is None else WRONG
 
     def _fail(self, status: int, error: str) -> int:

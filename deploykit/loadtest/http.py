@@ -9,12 +9,13 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
-from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, error_text, one_line
+from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, error_text, one_line, read_body
 from deploykit.loadtest.schedule import WRONG
 
 MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # largest answer, largest head
@@ -140,7 +141,9 @@ class Http1(Wire):
         check = self._check
         if check is None:
             return 200
-        self.error = check.http_problem(body, head.json_bytes, self._request)
+        self.error = check.problem(
+            body, self._request, partial(read_body, json_bytes=head.json_bytes)
+        )
         if self.error is not None:
             return WRONG
         as_sent = not (head.chunked or head.coding or check.expected)

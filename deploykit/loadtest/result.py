@@ -16,6 +16,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
+from deploykit.evaluation.formatting import number
 from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import throughput
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
@@ -190,7 +191,7 @@ class Condition:
             return f"{self.text}: {value:.2%}"
         if self.metric in _COUNTS:
             return f"{self.text}: {value:,.0f}"
-        return f"{self.text}: {value:,.2f}{' ms' if self.metric in _PERCENTILES else '/s'}"
+        return f"{self.text}: {number(value)}{' ms' if self.metric in _PERCENTILES else '/s'}"
 
     def _value(self, result: LoadResult) -> float | None:
         """Return the value, None if unknown. Percentiles that no answer reached are infinite."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,10 +68,6 @@ class RemoteModel:
             raise BadInput(f"{self}: {why}") from exc
         except (OSError, NotHttpError):
             return 0, ""  # the run will count it as a failure
-
-    def no_batch(self, batch: int) -> BadInput:
-        hint = "`axis` sets the size of another axis of any length"
-        return BadInput(f"{self} has no batch axis: batch {batch} is not 1", hint=hint)
 
     @property
     def pipeline(self) -> bool:
@@ -239,7 +235,8 @@ def make_requests(
         if batch > 1 or axes:
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
         bodies, answers = _read_bodies(text, data, expect)
-        check = BodyCheck(remote.about.get("gives") != "bytes", answers, max_error)
+        is_json, grpc = remote.about.get("gives") != "bytes", remote.server.grpc
+        check = BodyCheck(is_json, answers, max_error, grpc=grpc)
         messages = [_body_request(remote, body) for body in bodies]
         return Requests(messages, check, sends=_describe(bodies))
     if remote.pipeline:
@@ -252,16 +249,15 @@ def make_requests(
             f"{remote}: the server names no inputs of the model",
             hint="its settings do, as MLServer's model-settings.json: inputs",
         )
-    expected = None
-    if (file := expect or data) is None:
-        feeds = make_feeds(remote, batch, seed, axes)
-    else:
+    samples, expected = None, None
+    if (file := expect or data) is not None:
         if axes:
             raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
-        samples = read_samples(file, remote.inputs)
-        batch, feeds = take_feeds(remote, samples, batch)
-        if expect is not None:
-            expected = Expected(read_outputs(expect, remote, len(samples), batch), max_error)
+        some = any(spec.batched for spec in remote.inputs)  # then the data tell where it is
+        samples = read_samples(file, remote.inputs if some else name_batch(remote.inputs, {}))
+    rows, feeds = make_feeds(remote, batch, seed, samples, axes)
+    if expect is not None and samples is not None:
+        expected = Expected(read_outputs(expect, remote, len(samples), rows), max_error)
     calls = [
         [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
@@ -270,7 +266,7 @@ def make_requests(
     note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
     answers_check = AnswerCheck(remote.outputs, expected)
-    return Requests(messages, answers_check, shapes, note=note, calls=calls, batch=batch)
+    return Requests(messages, answers_check, shapes, note=note, calls=calls, batch=rows)
 
 
 def probe(remote: RemoteModel, requests: Requests) -> Requests:
@@ -334,16 +330,16 @@ def _body_request(remote: RemoteModel, body: Body) -> bytes:
 
 
 def name_batch(specs: Sequence[TensorSpec], axes: Mapping[str, int]) -> tuple[TensorSpec, ...]:
-    """Return the inputs with the batch where a state has it: h[2,N,8] next to x[N,T,4].
+    """Return the inputs with the batch named where it is not axis 0: a state h[2,N,8], or x[2,N,8].
 
     The metadata name no axes. It is the only dynamic axis of an input of three axes or more whose
-    axis 0 is fixed, unless `axes` gives it a size.
+    axis 0 is fixed, to more than 1 if no other input has a batch; unless `axes` gives it a size.
     """
-    named = []
+    batched, named = any(spec.batched for spec in specs), []
     for spec in specs:
         free = [axis for axis in spec.shape if isinstance(axis, str)]
-        batched = any(each.batched for each in specs) and not spec.batched
-        if batched and len(free) == 1 and len(spec.shape) > 2 and free[0] not in axes:
+        alone = len(free) == 1 and len(spec.shape) > 2 and not spec.batched
+        if alone and (batched or spec.shape[0] != 1) and free[0] not in axes:
             spec = replace(spec, shape=tuple(BATCH if a == free[0] else a for a in spec.shape))
         named.append(spec)
     return tuple(named)
@@ -384,33 +380,37 @@ def free_axis_sizes(
 
 
 def make_feeds(
-    remote: RemoteModel, batch: int, seed: int, axes: Mapping[str, int] | None = None
-) -> list[Mapping[str, np.ndarray]]:
-    """Return the random inputs of up to VARIANTS requests."""
-    specs = name_batch(remote.inputs, axes or {})
-    if batch > 1 and not any(spec.batched for spec in specs):
-        raise remote.no_batch(batch)
-    sizes = {BATCH: batch, **free_axis_sizes(remote, specs, axes or {})}
-    return fill(lambda number: random_feeds(specs, sizes, seed + number))
-
-
-def take_feeds(
-    remote: RemoteModel, samples: Samples, batch: int
+    remote: RemoteModel,
+    batch: int,
+    seed: int,
+    samples: Samples | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> tuple[int, list[Mapping[str, np.ndarray]]]:
-    """Return the size of a batch and the samples of up to VARIANTS requests, in turn."""
-    size, _ = samples.batching(batch, remote.inputs)
-    if batch > 1 and (size != batch or not {*samples.axes.values()} - {None}):
-        raise remote.no_batch(batch)
-    return size, fill(lambda number: samples.rows(_rows(number, size) % len(samples)))
+    """Return the rows of a request and the inputs of up to VARIANTS: random, or of `samples`."""
+    specs = name_batch(remote.inputs, axes or {})
+    if samples is None:
+        sizes = {BATCH: batch, **free_axis_sizes(remote, specs, axes or {})}
+        dynamic = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
+        first = {spec.shape[0] if len(spec.shape) > 1 else 1 for spec in specs}
+        fixed = int(first.pop()) if len(first) == 1 and not dynamic else 1
+        rows = batch if BATCH in dynamic else fixed
+    else:
+        rows, _ = samples.batching(batch, specs)
+        rows = rows if {*samples.axes.values()} - {None} else 1
+    if batch > 1 and rows != batch:
+        hint = "`axis` sets the size of another axis of any length"
+        raise BadInput(f"{remote} has no batch axis: batch {batch} is not {rows}", hint=hint)
 
+    def make(number: int) -> Mapping[str, np.ndarray]:
+        if samples is None:
+            return random_feeds(specs, sizes, seed + number)
+        return samples.rows(_rows(number, rows) % len(samples))
 
-def fill(make: Callable[[int], Mapping[str, np.ndarray]]) -> list[Mapping[str, np.ndarray]]:
-    """Return up to VARIANTS feeds of MOST_BYTES together."""
     feeds = [make(0)]
     each_bytes = sum(array.nbytes for array in feeds[0].values())
     while len(feeds) < VARIANTS and each_bytes * (len(feeds) + 1) <= MOST_BYTES:
         feeds.append(make(len(feeds)))
-    return feeds
+    return rows, feeds
 
 
 def _rows(number: int, batch: int) -> np.ndarray:

@@ -74,15 +74,13 @@ def convolution(
     return Chain(kind, precision, made.graph(shape), shape, count, flops, flops, nbytes)
 
 
-def product(
-    rows: int, width: int, *, count: int = 3, precision: str = "fp32", shared: bool = False
-) -> Chain:
-    """Make products of (rows, width) by stored (width, width) weights, one if `shared`."""
+def product(rows: int, width: int, *, count: int = 3, precision: str = "fp32") -> Chain:
+    """Make products of (rows, width) by stored (width, width) weights; more than 3 share them."""
     made = _Builder(precision)
-    name = made.weight((width, width)) if shared else ""
+    shared = made.weight((width, width)) if count > _UNSHARED else ""
     for _ in range(count):
         if shared:
-            made.plain("MatMul", [made.last, name])
+            made.plain("MatMul", [made.last, shared])
         else:
             made.add("MatMul", (width, width))
     shape, flops, weights = (rows, width), 2.0 * rows * width * width, 4.0 * width * width
@@ -113,23 +111,12 @@ def recurrent(width: int, steps: int, batch: int) -> Chain:
 
 def passing(kind: str, elements: int, *, count: int = 4) -> Chain:
     """Make nodes with little arithmetic on `elements` values; `work` is the bytes moved."""
-    side = 32
-    shape: tuple[int, ...] = (1, elements // side**2 or 1, side, side)
-    made, moved = _Builder("fp32"), 2
+    side, (operator, others, options) = 32, _PASSING[kind]
+    shape, made = (1, elements // side**2 or 1, side, side), _Builder("fp32")
     for _ in range(count):
-        if kind == kinds.SIMPLE:
-            made.plain("Add", [made.last, "x"])
-            moved = 3
-        elif kind == kinds.FUNCTION:
-            made.plain("Tanh", [made.last])
-        elif kind == kinds.NORMALISATION:
-            made.plain("Softmax", [made.last], axis=-1)
-        elif kind == kinds.POOLING:
-            pads, kernel = [1] * 4, [3, 3]
-            made.plain("AveragePool", [made.last], kernel_shape=kernel, pads=pads)
-        else:  # swap the first two axes: ONNX Runtime would remove a cycle of two
-            made.plain("Transpose", [made.last], perm=[0, 2, 3, 1])
-    return Chain(kind, "fp32", made.graph(shape), shape, count, 4.0 * moved * math.prod(shape))
+        made.plain(operator, [made.last, *others], **options)
+    moved = 4.0 * (2 + len(others)) * math.prod(shape)
+    return Chain(kind, "fp32", made.graph(shape), shape, count, moved)
 
 
 class _Builder:
@@ -202,7 +189,14 @@ _CONVOLUTIONS = {  # kind: channels, size, kernel
     kinds.STEM: ((16, 28, 3), (16, 224, 3), (64, 224, 7)),
 }
 _PRODUCTS = ((16, 64), (32, 256), (128, 512), (256, 1024))  # rows, width
-_PASSING = (kinds.SIMPLE, kinds.FUNCTION, kinds.NORMALISATION, kinds.POOLING, kinds.MOVEMENT)
+_UNSHARED = 3  # products with weights of their own
+_PASSING: Mapping[str, tuple[str, Sequence[str], dict[str, Any]]] = {  # operator, inputs, options
+    kinds.SIMPLE: ("Add", ["x"], {}),
+    kinds.FUNCTION: ("Tanh", [], {}),
+    kinds.NORMALISATION: ("Softmax", [], {"axis": -1}),
+    kinds.POOLING: ("AveragePool", [], {"kernel_shape": [3, 3], "pads": [1] * 4}),
+    kinds.MOVEMENT: ("Transpose", [], {"perm": [0, 2, 3, 1]}),  # a cycle of two would be removed
+}
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
 _MANY = 1 << 22  # 16 MiB per tensor, more than most caches hold
 _GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB per tensor
@@ -273,7 +267,7 @@ def measure_gpu(
     clock, ops = time.perf_counter_ns, dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for precision in ("fp32", "fp16"):
-            chain = product(rows, width, count=8, precision=precision, shared=True)
+            chain = product(rows, width, count=8, precision=precision)
             seconds, _ = _time(chain, Path(folder), None, clock, budget_s, device)
             ops[precision] = chain.flops * chain.count / seconds[0]
         chain = passing(kinds.SIMPLE, elements)

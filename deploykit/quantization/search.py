@@ -215,7 +215,7 @@ class Search:
         for level in levels:
             if level.bits > bits and self.best is not None:
                 name, narrow_s = self.best.precision, self.best.cost_s
-                cost_s, passed = self._try(level, worth=partial(_equals, narrow_s))
+                cost_s, passed = self._try(level, worth=partial(_comparison, narrow_s, name))
                 if passed:
                     self.notes.append(not_worth(name, narrow_s, level.precision, cost_s))
                     bits = level.bits
@@ -242,7 +242,9 @@ class Search:
         dear, found = "", False
         while upper - failed > 1:
             count = (failed + upper) // 2 if bounded else min(max(2 * failed, 1), upper - 1)
-            cost_s, passed = self._try(level, order[:count], partial(_gains, wider_s=rival_s))
+            cost_s, passed = self._try(
+                level, order[:count], lambda cost_s: not _comparison(cost_s, rival, rival_s)
+            )
             if cost_s == math.inf:
                 return
             found |= passed
@@ -277,7 +279,7 @@ class Search:
         self,
         level: Level,
         kept: Sequence[str] = (),
-        worth: Callable[[float], bool] = lambda _: True,
+        worth: Callable[[float], object] = lambda _: True,
     ) -> tuple[float, bool]:
         """Make a candidate, and evaluate it if its cost is `worth` that.
 
@@ -321,35 +323,18 @@ class MeasuredCost(float):
         return cost
 
 
-def _gains(narrow_s: float, wider_s: float) -> bool:
-    """Return whether `narrow_s` is LEAST_GAIN below `wider_s`, and not by chance."""
-    return _saves(narrow_s, wider_s) and _beyond_chance(narrow_s, wider_s)
-
-
-def _equals(narrow_s: float, wider_s: float) -> bool:
-    return not _gains(narrow_s, wider_s)
-
-
-def _saves(narrow_s: float, wider_s: float) -> bool:
-    return narrow_s <= (1 - LEAST_GAIN) * wider_s
-
-
-def _beyond_chance(narrow_s: float, wider_s: float) -> bool:
-    """Return whether the 95 % interval of measured costs' ratio is above 1."""
-    if not (isinstance(narrow_s, MeasuredCost) and isinstance(wider_s, MeasuredCost)):
-        return True
-    return ratio(wider_s.rounds, narrow_s.rounds).low > 1
-
-
 def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
-    """Give the figures that speak against `narrow_s`; "" if it gains."""
-    if _gains(narrow_s, wider_s):
+    """Give the figures that speak against `narrow_s`; "" if it gains LEAST_GAIN, beyond chance."""
+    saves, chance = narrow_s <= (1 - LEAST_GAIN) * wider_s, False
+    if isinstance(narrow_s, MeasuredCost) and isinstance(wider_s, MeasuredCost):
+        chance = ratio(wider_s.rounds, narrow_s.rounds).low <= 1
+    if saves and not chance:
         return ""
     figures = f"{narrow_s * 1e3:.3g} ms against {wider_s * 1e3:.3g} ms in {wider.upper()}"
     if wider_s > 0:  # else the model computes nothing
         share = narrow_s / wider_s - 1
         figures += f", {abs(share):.1%} {'more' if share > 0 else 'less'}"
-    if _saves(narrow_s, wider_s):
+    if saves:
         return f"{figures}, which is within the spread of the measurements"
     return f"{figures}; {LEAST_GAIN:.0%} less is asked for"
 

@@ -120,7 +120,7 @@ class Chart:
 
     `x_ticks`: values and labels of the x axis; round numbers if empty. `x_log`, `y_log`: None
     decides by the values' span. `zero`: the y axis begins at 0. `flag`: an x value and a label of
-    what begins there. `limit`: a y value and its label. `columns`, `rows`: the data as a table.
+    what begins there. `limit`: a y value and its label. `columns`, `rows`: data in no other table.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Choose the charts of a report; each has a caption and a table of the same data.
+"""Choose the charts of a report; each has a caption, and its data in a table of the report.
 
 All figures come from the document of `report.json`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent, spread
+from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent
 from deploykit.evaluation.html_tables import Json
 from deploykit.evaluation.latency import percentile_ms
 from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series
@@ -28,8 +28,6 @@ from deploykit.reporting.tables import (
 
 GPU_ROOFLINE = "gpu_roofline"
 COLUMNS = ("layer", "operator", "ms", "share")
-NEVER = "∞"  # latency of a missing answer
-_POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
 _DRAWN = 15  # most layers
 _SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # slower calls
 _TICKS = (
@@ -74,20 +72,6 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     return drawn, missing
 
 
-def _point_rows(points: Sequence[Json]) -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (
-            str(point["label"]),
-            count(point["batch"]),
-            spread(point["latency"]["p50_ms"]),
-            spread(point["latency"]["p99_ms"]),
-            spread(point["throughput_per_s"]),
-        )
-        for chosen in by_label(points).values()
-        for point in chosen
-    )
-
-
 def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
     look, series = looks(document), []
     for label, chosen in by_label(points).items():
@@ -116,8 +100,6 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
         y_label="latency of one call (ms)",
         series=tuple(series),
         limit=limit_line(document.get("slo_ms"), " at p99"),
-        columns=_POINT_COLUMNS,
-        rows=_point_rows(points),
         zero=False,
     )
 
@@ -160,8 +142,6 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
         flag=flags[0] if flags else None,
-        columns=_POINT_COLUMNS,
-        rows=_point_rows(points),
     )
 
 
@@ -169,7 +149,7 @@ def calls_chart(document: Json) -> Chart | None:
     """Draw the calls of each setup at the smallest batch from their histograms."""
     points = [p for p in document["points"] if p["histogram"] and p["histogram"]["counts"]]
     points = at_smallest([p for p in points if p["scenario"] == points[0]["scenario"]])
-    look, series, rows = looks(document), [], []
+    look, series = looks(document), []
     for label, (point, *_) in by_label(points).items():
         histogram = point["histogram"]
         calls, slowest = sum(histogram["counts"]), percentile_ms(histogram, 100)
@@ -179,9 +159,6 @@ def calls_chart(document: Json) -> Chart | None:
             marks.append(Mark(max(float(calls), marks[-1].x), slowest))
             name = name_in_charts(document, label, [point])
             series.append(Series(name, tuple(marks), look[label], plain=True))
-            asked = (percentile_ms(histogram, q) for q in (50, 90, 99))
-            cells = (number(ms) if calls >= 20 else MISSING for ms in asked)
-            rows.append((label, count(point["batch"]), *cells, number(slowest), count(calls)))
     if not series:
         return None
     times = {one.label: one.marks[-1].y / one.marks[0].y for one in series}
@@ -197,8 +174,6 @@ def calls_chart(document: Json) -> Chart | None:
         x_ticks=_ticks(series),
         x_log=True,
         zero=False,
-        columns=("setup", "batch", "p50 (ms)", "p90 (ms)", "p99 (ms)", "max (ms)", "calls"),
-        rows=tuple(rows),
     )
 
 
@@ -209,14 +184,12 @@ def _ticks(series: Sequence[Series]) -> tuple[tuple[float, str], ...]:
 
 def waterfall(document: Json) -> Bars | None:
     """Draw the parts of a call at the smallest batch, if compute was timed alone."""
-    bars, rows = [], []
+    bars = []
     for label, (point, *_) in by_label(at_smallest(document["points"])).items():
         whole = value(point["latency"]["p50_ms"])
         compute = value((point.get("compute") or {}).get("p50_ms"))
         if whole is not None and compute is not None:
-            rest = max(whole - compute, 0.0)
-            bars.append((label, (compute, rest)))
-            rows.append((label, count(point["batch"]), *map(number, (compute, rest, whole))))
+            bars.append((label, (compute, max(whole - compute, 0.0))))
     if not bars:
         return None
     look = looks(document)
@@ -231,8 +204,6 @@ def waterfall(document: Json) -> Bars | None:
         bars=tuple(bars),
         look=after_setups(document),
         looks=tuple(look[name] for name, _ in bars),
-        columns=("setup", "batch", "compute (ms)", "copies and launches (ms)", "whole (ms)"),
-        rows=tuple(rows),
     )
 
 
@@ -281,7 +252,7 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
 
 def _accuracy(document: Json) -> Chart | None:
     """Draw the accuracy of each setup against its p50 latency at the smallest batch."""
-    look, series, rows, sentences, metric = looks(document), [], [], [], ""
+    look, series, sentences, metric = looks(document), [], [], ""
     points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
     for label, (point, *_) in by_label(at_smallest(points)).items():
         row = accuracy_of(document["accuracy"], label, str(point["precision"]))
@@ -291,7 +262,6 @@ def _accuracy(document: Json) -> Chart | None:
         share = {key: part * 100 for key, part in row["value"].items()}
         series.append(Series(label, (mark(p50["value"], share),), look[label]))
         text, metric = percent(row["value"], row["n"]), str(row["metric"])
-        rows.append((label, str(row["precision"]), text, count(row["n"]), spread(p50)))
         sentences.append(f"{label}: {text} at {number(p50['value'])}{SPACE}ms")
     if not series:
         return None
@@ -304,16 +274,13 @@ def _accuracy(document: Json) -> Chart | None:
         y_label=f"{metric} (%)",
         series=tuple(series),
         zero=False,
-        columns=("setup", "precision", metric, "samples", "p50 (ms)"),
-        rows=tuple(rows),
     )
 
 
 def served_chart(document: Json) -> Chart | None:
     """Draw the percentiles of each load level up to the maximum, on a logarithmic axis."""
     series: list[Series] = []
-    rows, sentences = [], []
-    first = after_setups(document)
+    sentences, first = [], after_setups(document)
     wanted = {result.get("slo_ms") for result in document["serving"]}
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
@@ -323,12 +290,9 @@ def served_chart(document: Json) -> Chart | None:
             continue
         shares_left = (("p50_ms", 0.5), ("p90_ms", 0.1), ("p99_ms", 0.01))
         marks = [mark(1 / left, latency[key]) for key, left in shares_left if latency[key]]
-        slowest = NEVER if latency["max_ms"] is None else number(latency["max_ms"])
         if latency["samples"] > 100 and latency["max_ms"] is not None:
             marks.append(Mark(float(latency["samples"]), latency["max_ms"], text="max"))
         series.append(Series(label, tuple(marks), first + len(series)))
-        cells = (spread(latency[key]) for key, _ in shares_left)
-        rows.append((label, *cells, slowest, count(latency["samples"])))
         p99_ms = value(latency["p99_ms"])
         tail = MISSING if p99_ms is None else f"{number(p99_ms)}{SPACE}ms"
         sentences.append(f"{label}: p50 {number(latency['p50_ms']['value'])}{SPACE}ms, p99 {tail}")
@@ -344,8 +308,6 @@ def served_chart(document: Json) -> Chart | None:
         x_ticks=_ticks(series),
         limit=limit_line(wanted.pop(), "") if len(wanted) == 1 else None,
         x_log=True,
-        columns=("load", "p50 (ms)", "p90 (ms)", "p99 (ms)", "max (ms)", "answers"),
-        rows=tuple(rows),
     )
 
 
@@ -362,7 +324,7 @@ def gpu_charts(document: Json) -> list[Chart]:
     """Draw clock, power and temperature of the GPUs over the run, if recorded."""
     found = []
     for key, title, unit, what in _TRACES:
-        series, rows, sentences, why = [], [], [], list[str]()
+        series, sentences, why = [], [], list[str]()
         traced = [(gpu, (gpu.get("trace") or {}).get(key) or ()) for gpu in document["conditions"]]
         traced = [(gpu, values) for gpu, values in traced if any(v is not None for v in values)]
         for index, (gpu, values) in enumerate(traced):
@@ -372,7 +334,6 @@ def gpu_charts(document: Json) -> list[Chart]:
             look = after_setups(document) + index
             series.append(Series(name, tuple(marks), look, plain=True))
             low, high = (number(end([mark.y for mark in marks])) for end in (min, max))
-            rows.append((name, low, high, count(len(values))))
             sentences.append(f"{name}: {low} to {high}")
             why += gpu["throttled"] or ()
         throttled = f"THROTTLED ({', '.join(dict.fromkeys(why))})" if why else "not throttled"
@@ -384,8 +345,6 @@ def gpu_charts(document: Json) -> list[Chart]:
             y_label=f"{what} ({unit})",
             series=tuple(series),
             zero=False,
-            columns=("GPU", f"lowest, {what} ({unit})", "highest", "samples"),
-            rows=tuple(rows),
         )
         found += [chart] if series else []
     return found

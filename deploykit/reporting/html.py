@@ -13,7 +13,7 @@ from typing import Any
 
 from deploykit.core.files import asset
 from deploykit.evaluation.formatting import Table
-from deploykit.evaluation.html_tables import _e, html_table
+from deploykit.evaluation.html_tables import html_table, safe
 from deploykit.reporting.charts import Figure, draw
 from deploykit.reporting.figures import charts, served_chart
 from deploykit.reporting.tables import (
@@ -27,7 +27,7 @@ from deploykit.reporting.tables import (
 
 CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-_CONCLUSIONS = 6  # most in the summary; the others are below
+CONCLUSIONS = 6  # most after the headline; the others are at the end
 DISTURBED = "The machine was busy"  # the beginning of the sentence that says so
 
 
@@ -36,30 +36,30 @@ def report_page(document: Mapping[str, Any]) -> str:
     document = printable(document)
     drawn, missing = charts(document)
     first, *others = [figure_html(each) for each in drawn] or [""]
-    others += [f"<p>{_e(sentence)}</p>" for sentence in missing]
+    others += [f"<p>{safe(sentence)}</p>" for sentence in missing]
     folded = [
-        f"<details><summary>{_e(table.title)}</summary>{html_table(table, caption=False)}</details>"
-        for table in details(document)
+        f"<details><summary>{safe(each.title)}</summary>{html_table(each, caption=False)}</details>"
+        for each in details(document)
     ]
-    sentences = [f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:]]
+    sentences = [f"<li>{safe(sentence)}</li>" for sentence in document["verdict"][1:]]
     gates = "".join(
         f'<li class="{"met" if gate["passed"] else "unmet"}">'
         f"<strong>{'✓ met' if gate['passed'] else '✗ NOT met'}</strong> "
-        f"{_e(gate['name'])} <span>{_e(gate['detail'])}</span></li>"
+        f"{safe(gate['name'])} <span>{safe(gate['detail'])}</span></li>"
         for gate in document["gates"]
     )
-    conclusions = f"<ul>{''.join(sentences[:_CONCLUSIONS])}</ul>" * bool(sentences)
-    if more := "".join(sentences[_CONCLUSIONS:]):
+    conclusions = f"<ul>{''.join(sentences[:CONCLUSIONS])}</ul>" * bool(sentences)
+    if more := "".join(sentences[CONCLUSIONS:]):
         title = "Further conclusions"
         folded.insert(0, f"<details><summary>{title}</summary><ul>{more}</ul></details>")
     conclusions += f'<ul class="gates">{gates}</ul>' * bool(gates)
     busy = any(sentence.startswith(DISTURBED) for sentence in document["verdict"][:1])
     short, best = (html_table(make(document), caption=False) for make in (summary, best_by_batch))
-    notes = "".join(f"<li>{_e(note)}</li>" for note in document["notes"])
+    notes = "".join(f"<li>{safe(note)}</li>" for note in document["notes"])
     command, table = document["command"] or "not recorded", machine(document)
-    method = f'<p>To repeat it:</p><pre tabindex="0"><code>{_e(command)}</code></pre>'
+    method = f'<p>To repeat it:</p><pre tabindex="0"><code>{safe(command)}</code></pre>'
     method += f"<ul>{notes}</ul>" * bool(notes)
-    method += f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
+    method += f"<h3>{safe(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
     sections = [
         ("Summary", "conclusions", conclusions),
         ("In short", "short", "" if busy else short),
@@ -80,7 +80,7 @@ def html_page(title: str, content: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_e(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{safe(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
         f"{content}\n</main>\n</body>\n</html>\n"
     )
 
@@ -93,22 +93,25 @@ def _headline(document: Mapping[str, Any], figures: str) -> str:
     kind = "verdict busy" if figures else kind
     quick = ' <span class="tag">short timings</span>' if document["quick"] else ""
     return (
-        f'<header><p class="over">deploykit report · {_e(document["created"])}{quick}</p>'
-        f'<h1>{_e(document["title"])}</h1>{figures}<p class="{kind}">{_e(first)}</p></header>'
+        f'<header><p class="over">deploykit report · {safe(document["created"])}{quick}</p>'
+        f'<h1>{safe(document["title"])}</h1>{figures}<p class="{kind}">{safe(first)}</p></header>'
     )
 
 
 def section_html(title: str, name: str, content: str) -> str:
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{_e(title)}</h2>{content}</section>'
+    return (
+        f'<section aria-labelledby="{name}"><h2 id="{name}">{safe(title)}</h2>{content}</section>'
+    )
 
 
 def figure_html(figure: Figure) -> str:
-    """Return a chart with its finding, and its data as a table."""
+    """Return a chart with its finding, and the data that no table of the report has."""
     table = Table(figure.title, figure.columns, figure.rows, text_columns(figure.columns))
+    rows = html_table(table, caption=False)
+    data = f"<details><summary>The figures of this chart</summary>{rows}</details>" * bool(rows)
     return (
-        f"<figure><h2>{_e(figure.title)}</h2>{draw(figure)}"
-        f"<figcaption>{_e(figure.finding)}</figcaption><details><summary>The figures of this chart"
-        f"</summary>{html_table(table, caption=False)}</details></figure>"
+        f"<figure><h2>{safe(figure.title)}</h2>{draw(figure)}"
+        f"<figcaption>{safe(figure.finding)}</figcaption>{data}</figure>"
     )
 
 
@@ -134,8 +137,8 @@ def printable(value: Any) -> Any:
 
 def report_html(document: Mapping[str, Any]) -> str:
     """Return the verdict, the short table and the charts of a report for a notebook."""
-    verdict = "".join(f"<p>{_e(sentence)}</p>" for sentence in document["verdict"])
-    shown = f"<h3>{_e(document['title'])}</h3>{verdict}{html_table(summary(document))}"
+    verdict = "".join(f"<p>{safe(sentence)}</p>" for sentence in document["verdict"])
+    shown = f"<h3>{safe(document['title'])}</h3>{verdict}{html_table(summary(document))}"
     return shown + _frame(charts(document)[0])
 
 
@@ -149,7 +152,7 @@ def load_html(result: Mapping[str, Any]) -> str:
 def _frame(drawn: Sequence[Figure]) -> str:
     if not drawn:
         return ""
-    page = _e(html_page("Charts", "".join(map(figure_html, drawn))))
+    page = safe(html_page("Charts", "".join(map(figure_html, drawn))))
     return (
         f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
         f'style="width: 100%; height: 560px; border: 0"></iframe>'

@@ -7,12 +7,15 @@ As in other tools, `HOST_PROC` and `HOST_SYS` name other folders, such as a host
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from deploykit.core.json_value import Record
+from deploykit.core.machine import file_text
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # share of a core, and of all cores; the larger counts
@@ -20,8 +23,6 @@ _STEAL, _HELD = 0.02, 0.01  # of the time
 _ROW_S, _STRETCH_S = 0.5, 1.0  # shorter ones prove little: counters have steps of 0.01 s
 _STOP = "stop them, or move them to other CPUs, and measure again"
 _UNSEEN = "processes that are not visible from here"
-_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
-_CPUS = 8  # most CPUs whose clocks are read
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Window(Record):
     `steal`: the share of CPU time that the hypervisor gave to others. `held`: of the time in which
     a limit of the control group stopped this process. `throttled`: the CPU lowered its clock for
     heat. `busiest`: the other process that used most, with its number; "" where none is visible.
-    `load_average`: over a minute; `mhz`: mean clock; `celsius`: the hottest sensor of the CPU.
+    `load_average`, `mhz`, `celsius`: in reports of earlier versions.
     """
 
     seconds: float = 0.0
@@ -52,8 +53,8 @@ class Window(Record):
 class Outside(Record):
     """The load of other processes `before` anything was timed, `during` that and `after`.
 
-    `mhz` and `celsius` of `during` are the lowest and the highest. `cpus`: that may be used.
-    `disturbed_s`: seconds, in stretches of one or more, in which others used more than the bound.
+    `cpus`: that may be used. `disturbed_s`: seconds, in stretches of one or more, in which others
+    used more than the bound.
     """
 
     cpus: int
@@ -63,8 +64,7 @@ class Outside(Record):
     disturbed_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(NamedTuple):
     """Counters since the start of the machine, in seconds of CPU time."""
 
     busy_s: float
@@ -75,13 +75,11 @@ class _Reading:
     throttles: int
 
 
-@dataclass(frozen=True)
-class _Process:
-    pid: int
+class _Process(NamedTuple):
     name: str
     parent: int
     used_s: float
-    ended_s: float = 0.0  # CPU time of ended children
+    ended_s: float  # CPU time of ended children
 
 
 @dataclass
@@ -95,18 +93,17 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        self.cpus = len(self._cpus)
+        # the load of other processes, in cores, above which a figure cannot be used
+        self.bound = max(_OTHERS_CORES, _OTHERS_SHARE * self.cpus)
         self.know_children()
         self._others = self._find_others()
         self._last = self._read()
 
-    @property
-    def cpus(self) -> int:
-        return len(self._cpus)
-
     def know_children(self) -> None:
         """Count the children of this process and of those in `own` as this run's."""
         self._family = {os.getpid(), *self.own}
-        parents = {each.pid: each.parent for each in self._processes()}
+        parents = {pid: each.parent for pid, each in self._processes()}
         while more := {pid for pid, up in parents.items() if up in self._family} - self._family:
             self._family |= more
 
@@ -127,91 +124,67 @@ class Watch:
         return join([self._window()])
 
     def _window(self) -> Window:
-        before, self._last = self._last, self._read()
-        load = [_number(line.split()[0]) for line in _lines(self.proc / "loadavg")[:1]]
-        state = Window(
-            mhz=self._mhz(), celsius=self._celsius(), load_average=next(iter(load), None)
-        )
-        now = self._last
+        before, now = self._last, self._read()
+        self._last = now
         if before is None or now is None or now.total_s <= before.total_s:
-            return state
+            return Window()
         seconds = (now.total_s - before.total_s) / self.cpus
         others = (now.busy_s - before.busy_s - (now.own_s - before.own_s)) / seconds
-        name, cores = "", None
-        if others >= self.bound:
-            name, cores = self._busiest(seconds)
-        held = None
-        if now.held_s is not None and before.held_s is not None:
-            held = (now.held_s - before.held_s) / seconds
-        return replace(
-            state,
+        name, cores = self._busiest(seconds) if others >= self.bound else ("", None)
+        known = now.held_s is not None and before.held_s is not None
+        return Window(
             seconds=seconds,
             others_cores=others,
             steal=(now.steal_s - before.steal_s) / seconds / self.cpus,
-            held=held,
+            held=((now.held_s or 0.0) - (before.held_s or 0.0)) / seconds if known else None,
             throttled=now.throttles > before.throttles,
             busiest=name,
             busiest_cores=cores,
         )
 
-    @property
-    def bound(self) -> float:
-        """The load of other processes, in cores, above which a figure cannot be used."""
-        return max(_OTHERS_CORES, _OTHERS_SHARE * self.cpus)
-
     def _read(self) -> _Reading | None:
-        with suppress(ValueError):  # another format, under HOST_PROC
-            return self._parse()
-        return None
-
-    def _parse(self) -> _Reading | None:
-        lines = {line.split(" ", 1)[0]: line for line in _lines(self.proc / "stat")}
-        fields = [lines[name].split()[1:] for cpu in self._cpus if (name := f"cpu{cpu}") in lines]
-        if not fields or any(len(each) < 8 for each in fields):
+        """Return the counters; None in another format, under HOST_PROC."""
+        lines = {
+            line.partition(" ")[0]: line for line in file_text(self.proc / "stat").splitlines()
+        }
+        fields = [lines[name].split()[1:9] for cpu in self._cpus if (name := f"cpu{cpu}") in lines]
+        used = [each for pid in self._family if (each := self._process(pid))]
+        held = file_text(self.sys / "fs/cgroup/cpu.stat").partition("throttled_usec ")[2].split()
+        counts = [
+            file_text(
+                self.sys / f"devices/system/cpu/cpu{cpu}/thermal_throttle/core_throttle_count"
+            )
+            for cpu in self._cpus
+        ]
+        try:
+            sums = [sum(map(int, column)) / _TICKS_PER_S for column in zip(*fields, strict=True)]
+            user, nice, system, _, _, _, _, steal = sums
+            held_s = int(held[0]) / 1e6 if held else None
+            throttles = sum(map(int, filter(None, counts)))
+        except ValueError:
             return None
-        user, nice, system, idle, wait, irq, soft, steal = (
-            sum(int(each[at]) for each in fields) / _TICKS_PER_S for at in range(8)
-        )
-        used = [self._process(pid) for pid in self._family]
-        if not any(used):
-            return None
-        limits = _lines(self.sys / "fs" / "cgroup" / "cpu.stat")
-        held = [line.split()[1] for line in limits if line.startswith("throttled_usec")]
-        return _Reading(
-            busy_s=user + nice + system,
-            steal_s=steal,
-            total_s=user + nice + system + idle + wait + irq + soft + steal,
-            own_s=sum(each.used_s + each.ended_s for each in used if each is not None),
-            held_s=int(held[0]) / 1e6 if held else None,
-            throttles=sum(
-                int(line)
-                for cpu in self._cpus[:_CPUS]
-                for line in _lines(self._cpu(cpu) / "thermal_throttle" / "core_throttle_count")
-            ),
-        )
-
-    def _cpu(self, number: int) -> Path:
-        return self.sys / "devices" / "system" / "cpu" / f"cpu{number}"
+        own_s = sum(each.used_s + each.ended_s for each in used)
+        busy_s = user + nice + system
+        return _Reading(busy_s, steal, sum(sums), own_s, held_s, throttles) if used else None
 
     def _process(self, pid: int) -> _Process | None:
         """Parse a process's line in /proc; its name may hold spaces and brackets."""
-        text = "".join(_lines(self.proc / str(pid) / "stat"))
-        name, _, rest = text.partition("(")[2].rpartition(")")
-        fields = rest.split()
-        if len(fields) < 13 or not all(fields[at].isdecimal() for at in (1, 11, 12)):
+        name, _, rest = file_text(self.proc / str(pid) / "stat").partition("(")[2].rpartition(")")
+        try:
+            numbers = [int(each) for each in rest.split()[1:15]]
+            used_s, ended_s = (sum(numbers[at : at + 2]) / _TICKS_PER_S for at in (10, 12))
+            return _Process(name, numbers[0], used_s, ended_s)
+        except (ValueError, IndexError):
             return None
-        used_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        ended_s = sum(_number(each) or 0.0 for each in fields[13:15]) / _TICKS_PER_S
-        return _Process(pid, name, int(fields[1]), used_s, ended_s)
 
-    def _processes(self) -> Iterator[_Process]:
+    def _processes(self) -> Iterator[tuple[int, _Process]]:
         with suppress(OSError):
             for each in os.scandir(self.proc):
                 if each.name.isdecimal() and (found := self._process(int(each.name))):
-                    yield found
+                    yield int(each.name), found
 
     def _find_others(self) -> dict[int, _Process]:
-        return {each.pid: each for each in self._processes() if each.pid not in self._family}
+        return {pid: each for pid, each in self._processes() if pid not in self._family}
 
     def _busiest(self, seconds: float) -> tuple[str, float | None]:
         """Return the other process that used most since the last call, and its cores."""
@@ -224,23 +197,6 @@ class Watch:
         if not pid or used_s[pid] <= 0:
             return "", None
         return f"{self._others[pid].name} (process {pid})", min(used_s[pid] / seconds, self.cpus)
-
-    def _mhz(self) -> float | None:
-        files = [self._cpu(cpu) / "cpufreq" / "scaling_cur_freq" for cpu in self._cpus[:_CPUS]]
-        found = [value for file in files for value in _values(file)]
-        return sum(found) / len(found) / 1e3 if found else None
-
-    def _celsius(self) -> float | None:
-        found = []
-        with suppress(OSError):
-            for folder in (self.sys / "class" / "hwmon").iterdir():
-                if _lines(folder / "name")[:1] and _lines(folder / "name")[0] in _SENSORS:
-                    found += [t for file in folder.glob("temp*_input") for t in _values(file)]
-        with suppress(OSError):
-            for zone in (self.sys / "class" / "thermal").glob("thermal_zone*"):
-                found += _values(zone / "temp")
-        found = [value / 1e3 for value in found if 0 < value < 150_000]  # others are invalid
-        return max(found) if found else None
 
 
 def marks(windows: Sequence[Window], bound_cores: float) -> tuple[str, ...]:
@@ -275,23 +231,18 @@ def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
 
 
 def join(windows: Sequence[Window]) -> Window:
-    """Merge windows: means over time, the lowest clock, the highest temperature."""
+    """Merge windows: their figures are means over time."""
     seconds = sum(each.seconds for each in windows)
 
-    def known(name: str) -> list[float]:
-        return [value for each in windows if (value := getattr(each, name)) is not None]
-
     def mean(name: str) -> float | None:
-        timed = [each for each in windows if getattr(each, name) is not None and each.seconds]
-        length_s = sum(each.seconds for each in timed)
-        whole = sum(getattr(each, name) * each.seconds for each in timed)
-        return whole / length_s if timed else None
+        known = [(each, value) for each in windows if (value := getattr(each, name)) is not None]
+        length_s = sum(each.seconds for each, _ in known)
+        return sum(value * each.seconds for each, value in known) / length_s if length_s else None
 
-    used_s: dict[str, float] = {}
+    used_s: dict[str, float] = Counter()
     for each in windows:
-        if each.busiest:
-            more_s = (each.busiest_cores or 0.0) * each.seconds
-            used_s[each.busiest] = used_s.get(each.busiest, 0.0) + more_s
+        used_s[each.busiest] += (each.busiest_cores or 0.0) * each.seconds
+    used_s.pop("", None)
     busiest = max(used_s, key=used_s.__getitem__, default="")
     others = mean("others_cores")
     return Window(
@@ -302,9 +253,6 @@ def join(windows: Sequence[Window]) -> Window:
         throttled=any(each.throttled for each in windows),
         busiest=busiest,
         busiest_cores=used_s[busiest] / seconds if busiest else None,
-        load_average=max(known("load_average"), default=None),
-        mhz=min(known("mhz"), default=None),
-        celsius=max(known("celsius"), default=None),
     )
 
 
@@ -322,21 +270,3 @@ def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str
         yield what, f"{during.held:.0%} of the time", "raise the limit, or use fewer threads"
     if during.throttled:
         yield "the CPU lowered its clock", "too hot", "cool it, and measure again"
-
-
-def _lines(path: Path) -> list[str]:
-    """Return the lines of a small file; [] if it cannot be read."""
-    with suppress(OSError, UnicodeError):
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return []
-
-
-def _values(path: Path) -> list[float]:
-    return [value for line in _lines(path)[:1] if (value := _number(line)) is not None]
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

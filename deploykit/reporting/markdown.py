@@ -8,6 +8,7 @@ from typing import Any
 
 from deploykit.evaluation.formatting import Table
 from deploykit.reporting.figures import charts
+from deploykit.reporting.html import CONCLUSIONS
 from deploykit.reporting.tables import best_by_batch, details, gates, machine, summary
 
 
@@ -15,10 +16,11 @@ def markdown(document: Mapping[str, Any]) -> str:
     """Return the same Markdown for the same document. Strings of the document are escaped."""
     drawn, missing = charts(document)
     command = document["command"].splitlines() or ["(command not recorded)"]
+    sentences = [_text(sentence) for sentence in document["verdict"]]
     everything = (gates(document), *details(document))
     lines = [
         f"# {_text(document['title'])}\n",
-        *(f"{_text(sentence)}\n" for sentence in document["verdict"]),
+        *(f"{sentence}\n" for sentence in sentences[: 1 + CONCLUSIONS]),
         *table_lines(summary(document)),
         *table_lines(best_by_batch(document)),
         "## What the measurements show\n",
@@ -32,6 +34,8 @@ def markdown(document: Mapping[str, Any]) -> str:
         "",
         *table_lines(machine(document)),
         "## Everything\n",
+        *(f"- {sentence}" for sentence in sentences[1 + CONCLUSIONS :]),
+        "",
         *(line for table in everything for line in table_lines(table, level=3)),
     ]
     return re.sub("\n{3,}", "\n\n", "\n".join(lines).rstrip()) + "\n"

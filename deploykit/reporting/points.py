@@ -10,7 +10,6 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
 from deploykit.core.json_value import Record
 from deploykit.core.runtime import RUNTIMES
-from deploykit.evaluation.formatting import number
 from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.evaluation.statistics import PRACTICAL, PROCESS_SPREAD
 
@@ -186,18 +185,7 @@ class BestCpu(Record):
     why: str
 
 
-def describe_best(best: Sequence[BestCpu], points: Sequence[Point]) -> list[str]:
-    """Return a sentence naming the fastest of `points` at each batch size."""
-    known = {(point.label, point.batch): _runs(point) for point in points}
-    found = []
-    for each in best:
-        if what := known.get((each.label, each.batch)):
-            rate = f"{number(each.throughput_per_s.value)} inferences/s"
-            found.append(f"at batch {each.batch} {what}, {each.settings or each.label} ({rate})")
-    return [f"Fastest on this CPU: {'; '.join(found)}."] if found else []
-
-
-def _runs(point: Point) -> str:
+def runtime_of(point: Point) -> str:
     """Name runtime and precision: "OpenVINO int8"."""
     name = point.runtime.partition(" ")[0]
     return f"{RUNTIMES[name].title if name in RUNTIMES else name} {point.precision}"

@@ -57,6 +57,8 @@ class Accuracy(Record):
 
 @dataclass(frozen=True)
 class Step(Record):
+    """A step of a longer run, such as the demo's, and how long it took."""
+
     name: str
     seconds: float
 
@@ -140,7 +142,7 @@ class Crossover(Record):
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Record):
     """All of a run. `created`: ISO 8601. `command`: what repeats it. `baseline`: a point's label.
 
     `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format",
@@ -287,18 +289,25 @@ def write(report: Report, folder: Path) -> Path:
 
 
 # "/layer1/conv" is a node's name, "/sys/…" what figures are read from, and "host/v2" a URL
-_ROOTS = {"home", "root", "tmp", "var", "opt", "usr", "mnt", "media", "srv", "Users"}
+_ROOTS = {"home", "root", "tmp", "var", "opt", "usr", "mnt", "media", "srv", "Users", "etc"}
 _ROOTS |= {Path(each).parts[1] for each in (__file__, sys.prefix)} | {"data", "workspace"}
-_FOLDERS = re.compile(rf"(?<![\w./~-])/(?:{'|'.join(sorted(_ROOTS))})/(?:[\w.@+~-]+/)*")
+_FOLDERS = re.compile(
+    rf"(?:file://|(?<![\w./~-]))/(?:{'|'.join(sorted(_ROOTS))})/(?:[\w.@+~-]+/)*"
+    r"|\b[A-Za-z]:\\(?:[^\\/:\s]+\\)*"
+)
+_ANY_FOLDER = re.compile(
+    r"(?<=')/(?:[^/']+/)*|(?:(?<![^\s=,])|file://)/(?:[^/'\s,]+/)*"
+)  # in a command
 
 
-def _without_folders(value: Any) -> Any:
+def _without_folders(value: Any, key: str = "") -> Any:
     """Return a document that may be shared: the folders before a file's name are this machine's."""
     if isinstance(value, str):
-        return _FOLDERS.sub("", value)
+        text = _ANY_FOLDER.sub("", value) if key == "command" else value
+        return _FOLDERS.sub("", text)
     if isinstance(value, dict):
-        return {key: _without_folders(each) for key, each in value.items()}
-    return [_without_folders(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_folders(each, name) for name, each in value.items()}
+    return [_without_folders(each, key) for each in value] if isinstance(value, list) else value
 
 
 def is_report(source: object) -> bool:

@@ -18,7 +18,7 @@ from deploykit.evaluation.formatting import (
     points,
     spread,
 )
-from deploykit.evaluation.html_tables import Json, _or_infinite, parity_table
+from deploykit.evaluation.html_tables import Json, or_infinite, parity_table
 from deploykit.reporting.charts import Mark
 
 NOT_MEASURED = "not measured"
@@ -272,7 +272,7 @@ def _points(document: Json, chosen: Sequence[Json], title: str) -> Table:
         "p50 (ms)": lambda point: _ms(point, "p50_ms"),
         "p90 (ms)": lambda point: _ms(point, "p90_ms"),
         "p99 (ms)": lambda point: _ms(point, "p99_ms"),
-        "max (ms)": lambda point: _or_infinite(point["latency"]["max_ms"]),
+        "max (ms)": lambda point: or_infinite(point["latency"]["max_ms"]),
         "inferences/s": lambda point: spread(point["throughput_per_s"]),
         "× baseline" if title == "Every point" else "verdict": lambda p: _against(document, p),
         "load": _how,
@@ -389,7 +389,7 @@ def serving_table(document: Json) -> Table:
         "p90 (ms)": lambda result: spread((result["latency"] or {}).get("p90_ms")),
         "p99 (ms)": lambda result: spread((result["latency"] or {}).get("p99_ms")),
         "max (ms)": lambda result: (
-            _or_infinite(result["latency"]["max_ms"]) if result["latency"] else MISSING
+            or_infinite(result["latency"]["max_ms"]) if result["latency"] else MISSING
         ),
         "generator lag p99 (ms)": lambda result: (
             MISSING if result["lag_p99_ms"] is None else number(result["lag_p99_ms"])

@@ -21,7 +21,7 @@ from deploykit.evaluation.statistics import (
 )
 from deploykit.reporting.html import DISTURBED
 from deploykit.reporting.load_result import LoadResult
-from deploykit.reporting.points import Point, best, crossover, describe_best
+from deploykit.reporting.points import Point, best, crossover
 from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of, load_label
 
@@ -153,7 +153,6 @@ def _headlines(report: Report) -> Iterator[str]:
         why = "nothing else" if base else "no baseline"
         sentences = [f"{rate} at batch {top.batch}; {why} was measured to compare it with."]
     yield from sentences
-    yield from describe_best(report.best_cpu, usable)
 
 
 def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> list[str]:

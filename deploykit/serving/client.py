@@ -37,7 +37,6 @@ _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
-_Idle = list[tuple[int, http.client.HTTPConnection]]  # (process that opened it, connection)
 OneItem = str | os.PathLike[str] | bytes | Any  # a PIL image
 
 
@@ -63,7 +62,8 @@ class ModelClient(Shown):
         self._timeout_s = timeout_s
         self._ca = ca
         connection, self._base = connect(url, timeout_s, ca=ca)
-        self._idle: _Idle = [(os.getpid(), connection)]  # replaced by `close`
+        # by process: a forked one leaves the connections of its parent alone; removed by `close`
+        self._idle: dict[int, list[http.client.HTTPConnection]] = {os.getpid(): [connection]}
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
         if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
             raise BadInput("`token`: has characters that no header can carry")
@@ -116,8 +116,7 @@ class ModelClient(Shown):
         return found if several else found[0]
 
     def close(self) -> None:
-        idle, self._idle = self._idle, []
-        _close_all(idle)
+        _close_all(self._idle.pop(os.getpid(), []))
 
     def __enter__(self) -> ModelClient:
         return self
@@ -181,8 +180,12 @@ class ModelClient(Shown):
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes]:
         """Return the reply's status and body; its connection is out of the list until then."""
-        idle = self._idle
-        connection = _take(idle) or connect(self.url, self._timeout_s, ca=self._ca)[0]
+        process = os.getpid()
+        idle = self._idle.setdefault(process, [])
+        try:
+            connection = idle.pop()
+        except IndexError:
+            connection = connect(self.url, self._timeout_s, ca=self._ca)[0]
         fresh = connection.sock is None
         try:
             try:
@@ -196,8 +199,8 @@ class ModelClient(Shown):
         except BaseException:
             connection.close()
             raise
-        idle.append((os.getpid(), connection))
-        if idle is not self._idle:  # `close` was called meanwhile
+        idle.append(connection)
+        if self._idle.get(process) is not idle:  # `close` was called meanwhile
             _close_all(idle)
         return reply
 
@@ -226,21 +229,10 @@ def _send(
         return reply.status, reply.read()
 
 
-def _take(idle: _Idle) -> http.client.HTTPConnection | None:
-    """Take a connection of this process; close the copies of the parent's connections."""
-    with contextlib.suppress(IndexError):
-        while True:
-            process, connection = idle.pop()
-            if process == os.getpid():
-                return connection
-            connection.close()
-    return None
-
-
-def _close_all(idle: _Idle) -> None:
-    with contextlib.suppress(IndexError):
-        while True:
-            idle.pop()[1].close()
+def _close_all(idle: list[http.client.HTTPConnection]) -> None:
+    while idle:
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            idle.pop().close()
 
 
 def _text(item: OneItem) -> str:

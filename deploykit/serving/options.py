@@ -1,14 +1,10 @@
-"""The server's options, each defined once for Python, the command line, a file and variables.
+"""The server's options: their names, types and defaults in Python, and their bounds.
 
-A field has the type and the default that Python sees; `option` adds its line of the help page, its
-bounds, and its type and default on the command line where they differ.
+`deploykit serve` has them as flags, keys of a file and environment variables.
 """
-
-# ruff: noqa: RUF009 - `option` makes fields
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -34,31 +30,9 @@ _R = TypeVar("_R")
 Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
 
 
-def option(
-    default: Any,
-    line: str = "",
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    section: str = "",
-    typed: Any = None,
-    shown: Any = None,
-) -> Any:
-    """Define a field. `line` is its help; an option without one is for Python alone.
-
-    `section`: starts a section of the help page. `typed`: another type for the command line, with
-    the default `shown`.
-    """
-    about = {
-        "line": line,
-        "bounds": (low, high),
-        "section": section,
-        "typed": typed,
-        "shown": shown,
-    }
-    if callable(default):
-        return field(default_factory=default, metadata=about)
-    return field(default=default, metadata=about)
+def bounded(default: Any, low: float, high: float) -> Any:
+    """Define a field whose value, unless it is None, is between these."""
+    return field(default=default, metadata={"bounds": (low, high)})
 
 
 @dataclass(frozen=True)
@@ -72,168 +46,52 @@ class ServeOptions:
     free one; `grpc_port` None: HTTP alone.
     """
 
-    models: Models = option(())
+    models: Models = ()
     _: KW_ONLY
-    pipelines: Models = option(
-        (),
-        "--pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be "
-        "repeated",
-        typed=list[str],
-    )
-    device: str = option("auto", "--device auto|cpu|cuda|cuda:N  Where the model runs")
-    trust: bool = option(
-        False,
-        "--trust  Also run a TensorRT engine whose results cannot be verified here, or one that "
-        "brings code from elsewhere",
-    )
-    host: str = option(
-        "127.0.0.1",
-        "--host ADDRESS|unix:FILE  Address to listen on; unix:FILE is a socket for HTTP, with one "
-        "for gRPC at FILE.grpc",
-        section="Address",
-    )
-    http_port: int = option(
-        0, "--http-port PORT  Port for HTTP; 0 picks a free one", 0, 65535, shown=8000
-    )
-    grpc_port: int | None = option(
-        0,
-        "--grpc-port PORT|none  Port for gRPC; 0 picks a free one, none serves HTTP alone",
-        0,
-        65535,
-        typed=str,
-        shown="8001",
-    )
-    max_batch: int = option(
-        32,
-        "--max-batch N  Largest number of samples per call; 1 never joins requests",
-        1,
-        1 << 20,
-        section="Batching",
-    )
-    assume_batched: bool = option(
-        False, "--assume-batched  Join requests without a trial that answers stay the same"
-    )
-    max_delay_us: int = option(
-        0, "--max-delay-us MICROSECONDS  How long to wait for more requests", 0, 60_000_000
-    )
-    slo_ms: float | None = option(
-        None, "--slo-ms MS  Adapt batch and delay to keep p99 below this", 0.1, 3_600_000
-    )
-    buckets: Mapping[str, Sequence[int]] | Sequence[str] = option(
-        (),
-        "--buckets AXIS=16,32,64[:INPUT=VALUE]  Pad a dynamic axis to these sizes, to share "
-        "batches, and an input with VALUE instead of 0; may be repeated",
-        typed=list[str],
-    )
-    pad: Mapping[str, float] = option(dict)
-    queue: int = option(
-        1024,
-        "--queue N  Requests that may wait, per model; more are answered 503",
-        1,
-        1 << 20,
-        section="Limits",
-    )
-    stall_s: float = option(
-        30.0,
-        "--stall-s SECONDS  Longest pause of a client that sends a request or reads an answer",
-        0.1,
-        86_400,
-    )
-    idle_s: float = option(
-        75.0, "--idle-s SECONDS  How long a connection without a request is kept", 0.1, 86_400
-    )
-    max_connection_age_s: float | None = option(
-        None,
-        "--max-connection-age-s SECONDS  Then a gRPC client is asked to connect again, so that new "
-        "replicas get a share of the load [never]",
-        1,
-        31_536_000,
-    )
-    timeout_ms: int = option(
-        30_000,
-        "--timeout-ms MS  Longest wait of a request; then it is answered 504",
-        1,
-        86_400_000,
-    )
-    drain_s: float = option(
-        0.0,
-        "--drain-s SECONDS  How long to go on answering after SIGTERM, not ready, so that load "
-        "balancers notice",
-        0,
-        3600,
-    )
-    max_body_bytes: int = option(64 << 20, "--max-body-bytes BYTES  Largest request", 1, 1 << 40)
-    max_pixels: int = option(
-        25_000_000,
-        "--max-pixels N  Largest image; decoding takes 8 bytes for each pixel",
-        1,
-        178_000_000,
-    )
-    max_held_bytes: int | None = option(
-        None,
-        "--max-held-bytes BYTES  Memory for all large requests and answers together "
-        "[a quarter of the memory]",
-        1,
-        1 << 50,
-    )
-    instances: int = option(1, "--instances N  Engines per model", section="Engines")
-    threads: int | None = option(None, "--threads N  CPU threads per call [one per core]")
-    workers: int | str = option(
-        1,
-        "--workers N|shared:N|auto  Processes behind the same ports, each with its own engines; "
-        "with shared:N, or N and a GPU, one more process runs the engines of all; auto measures "
-        "and chooses",
-        typed=str,
-        shown="1",
-    )
-    cpu_fallback: bool = option(
-        False, "--cpu-fallback  Run an ONNX model on the CPU if the GPU cannot"
-    )
-    reload: bool = option(True, "--reload/--no-reload  Load a model again when its file changes")
-    shared_memory: bool = option(
-        False, "--shared-memory  Let clients pass tensors in shared memory"
-    )
-    token: str | None = option(None)
-    token_file: StrPath | None = option(
-        None,
-        "--token-file FILE  The first line is the token that clients must send",
-        section="Security",
-    )
-    tls_cert: StrPath | None = option(None, "--tls-cert FILE.pem  Certificate for HTTPS")
-    tls_key: StrPath | None = option(None, "--tls-key FILE.pem  Its private key")
-    tls_client_ca: StrPath | None = option(
-        None, "--tls-client-ca FILE.pem  Only clients with a certificate of this CA may connect"
-    )
-    allowed_hosts: Sequence[str] = option(
-        (),
-        "--allowed-host NAME  Also answer requests for this host, as a proxy in front passes them "
-        "on: example.org, *.example.org or *; may be repeated",
-        typed=list[str],
-    )
-    root_path: str = option(
-        "", "--root-path PATH  The path at which a proxy in front offers this server"
-    )
-    origins: Sequence[str] = option(
-        (),
-        "--origin URL  Web pages from there may call this server; may be repeated",
-        typed=list[str],
-    )
-    shadows: Mapping[str, ArtefactLike] | Sequence[str] = option(
-        (),
-        "--shadow [NAME=]FILE  Run some live requests again on this model and compare the answers",
-        typed=list[str],
-        section="Monitoring",
-    )
-    access_log: bool = option(
-        False, "--access-log  Log one line for each request: client, route, status and time"
-    )
-    otlp: str | None = option(None, "--otlp URL  Send OpenTelemetry traces to http(s)://HOST:PORT")
+    pipelines: Models = ()
+    device: str = "auto"
+    trust: bool = False
+    host: str = "127.0.0.1"
+    http_port: int = bounded(0, 0, 65535)
+    grpc_port: int | None = bounded(0, 0, 65535)
+    max_batch: int = bounded(32, 1, 1 << 20)
+    assume_batched: bool = False
+    max_delay_us: int = bounded(0, 0, 60_000_000)
+    slo_ms: float | None = bounded(None, 0.1, 3_600_000)
+    buckets: Mapping[str, Sequence[int]] | Sequence[str] = ()
+    pad: Mapping[str, float] = field(default_factory=dict)
+    queue: int = bounded(1024, 1, 1 << 20)
+    stall_s: float = bounded(30.0, 0.1, 86_400)
+    idle_s: float = bounded(75.0, 0.1, 86_400)
+    max_connection_age_s: float | None = bounded(None, 1, 31_536_000)
+    timeout_ms: int = bounded(30_000, 1, 86_400_000)
+    drain_s: float = bounded(0.0, 0, 3600)
+    max_body_bytes: int = bounded(64 << 20, 1, 1 << 40)
+    max_pixels: int = bounded(25_000_000, 1, 178_000_000)
+    max_held_bytes: int | None = bounded(None, 1, 1 << 50)
+    instances: int = 1
+    threads: int | None = None
+    workers: int | str = 1
+    cpu_fallback: bool = False
+    reload: bool = True
+    shared_memory: bool = False
+    token: str | None = None
+    token_file: StrPath | None = None
+    tls_cert: StrPath | None = None
+    tls_key: StrPath | None = None
+    tls_client_ca: StrPath | None = None
+    allowed_hosts: Sequence[str] = ()
+    root_path: str = ""
+    origins: Sequence[str] = ()
+    shadows: Mapping[str, ArtefactLike] | Sequence[str] = ()
+    access_log: bool = False
+    otlp: str | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            low, high = each.metadata["bounds"]
-            if high < math.inf and value is not None and not low <= value <= high:
+            low, high = each.metadata.get("bounds", (None, None))
+            if low is not None and value is not None and not low <= value <= high:
                 raise BadInput(f"`{each.name}` must be between {low} and {high}, got {value}")
         if self.token_file is not None:
             object.__setattr__(self, "token", read_token(self.token_file))

@@ -314,11 +314,13 @@ def test_a_bench_times_openvino_and_names_its_precision_in_the_report(model: Pat
     report = timed(model, batches=(8,))
     assert {each.runtime for each in report.cpu_search} == {"onnxruntime", "openvino"}
     names = {"fp32": "float32", "bf16": "bfloat16"}
-    for point in report.points:
-        if point.label.startswith("OpenVINO"):
-            assert point.runtime.startswith("openvino ")
-            assert names[point.precision] in point.options["layers"]
-    assert all(label.startswith("fp32 CPU") for label in report.asked)
+    points = [point for point in report.points if point.label.startswith("OpenVINO")]
+    left_out = [each.what for each in report.not_measured if each.what.startswith("OpenVINO")]
+    assert points or left_out  # by the machine's load: the search was far slower with it
+    for point in points:
+        assert point.runtime.startswith("openvino ")
+        assert names[point.precision] in point.options["layers"]
+    assert {label.partition(",")[0] for label in report.asked} == {"fp32 CPU"}
     assert all("OpenVINO" not in gate.name for gate in report.gates)
 
 

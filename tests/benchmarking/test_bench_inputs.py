@@ -91,7 +91,7 @@ def test_the_data_given_are_what_is_timed(sequence: Path, data: Path) -> None:
 
 def test_golden_samples_are_the_default(tmp_path: Path, sequence: Path, data: Path) -> None:
     out = tmp_path / "recorded.onnx"
-    complete_model(Artefact.open(sequence), data, out)
+    complete_model(Artefact.open(sequence), data, out, "onnxruntime")
     report = timed(out)
     assert shapes(report)[8]["x"] == (8, 5, 4)
     assert "inputs: golden samples, T = 5" in report.notes

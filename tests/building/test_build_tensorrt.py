@@ -30,8 +30,10 @@ from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
+from deploykit.core.manifest import write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
+from deploykit.evaluation.verify import find_sources
 from deploykit.quantization.job import QuantizeRequest
 from tests.support.onnx_zoo import make, save
 from tests.support.runtimes import fake_tensorrt as fake
@@ -261,6 +263,21 @@ def test_an_engine_with_too_many_wider_layers_is_rejected(
     assert caught.value.result.path.name == "affine.rejected.trt"
 
 
+def test_other_files_in_the_folder_of_an_engine_may_be_unreadable(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    """An engine that moved is proven against its graph, which is found by its hash."""
+    does = machine()
+    made = dk.build(affine_onnx, "l4")
+    (affine_onnx.parent / "a.onnx").touch()
+    (affine_onnx.parent / "b.onnx").mkdir()
+    manifest = replace(made.manifest, evidence=replace(made.manifest.evidence, parity=None))
+    write_manifest(made.path, manifest)
+    with dk.load(made.path):
+        assert does.seen["devices"]
+    assert [path.name for path in find_sources(made.path, manifest)] == ["affine.onnx"]
+
+
 def test_sizes_are_compared_within_what_the_engine_takes(
     machine: Machine, affine_onnx: Path
 ) -> None:
@@ -323,6 +340,49 @@ def test_the_parser_gets_a_name_for_each_axis_that_the_file_calls_unknown(
     (parsed,) = onnx.load_from_string(does.seen["parsed"]).graph.input
     dims = parsed.type.tensor_type.shape.dim
     assert [dim.dim_param for dim in dims] == ["N", "x_1"]
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("a null pointer"), TypeError("factory")])
+@pytest.mark.parametrize(
+    ("owner", "member", "stops"),
+    [
+        ("_Builder", "create_network", True),
+        ("_Builder", "create_builder_config", True),
+        ("_Builder", "create_optimization_profile", True),
+        ("_Builder", "build_serialized_network", True),
+        ("_Parser", "parse_from_file", True),
+        ("_Config", "create_timing_cache", False),
+        ("_Config", "get_timing_cache", False),
+        ("_Cache", "serialize", False),
+        ("Engine", "create_engine_inspector", False),
+        ("Engine", "get_tensor_profile_shape", False),
+        ("Inspector", "get_engine_information", False),
+        ("Context", "infer_shapes", False),
+        ("Context", "execute_async_v3", False),
+    ],
+)
+def test_a_member_that_fails_as_nvidias_bindings_fail_is_no_bug_of_ours(
+    machine: Machine,
+    affine_onnx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
+    member: str,
+    stops: bool,
+    failure: Exception | None,
+) -> None:
+    """They return None, or raise for a null pointer (TypeError) or a failed call (RuntimeError)."""
+
+    def fails(*_: Any) -> None:
+        if failure is not None:
+            raise failure
+
+    machine()
+    monkeypatch.setattr(getattr(fake, owner), member, fails)
+    if stops:
+        with pytest.raises(dk.Unsupported, match=r"affine\.onnx: "):
+            dk.build(affine_onnx, "l4")
+    else:
+        assert dk.build(affine_onnx, "l4").path.exists()
 
 
 def test_an_engine_replaces_no_plugin_that_it_needs(

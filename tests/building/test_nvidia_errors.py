@@ -143,7 +143,7 @@ def test_the_parser_itself_names_missing_weights(tmp_path: Path) -> None:
     parser = nv.OnnxParser(network, module.logger(nv))
     with module.collect_log(nv) as lines:
         assert not parser.parse_from_file(str(path))
-    assert f"cannot be read: {tmp_path / 'm.data'}" in module.refusals(lines, parser)[0].text
+    assert f"cannot be read: {tmp_path / 'm.data'}" in module.parser_reasons(parser, lines)[0].text
 
 
 @ask
@@ -173,7 +173,7 @@ def test_errors_of_the_builder_are_found_before_it_runs(
             profile.set_shape("x", *sizes)
             config.add_optimization_profile(profile)
         assert builder.build_serialized_network(network, config) is None
-    assert words in module.refusals(lines)[0].text
+    assert words in module.build_refusal(lines.errors).text
 
 
 @ask

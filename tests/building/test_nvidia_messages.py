@@ -17,7 +17,7 @@ from deploykit.building.tensorrt.module import (
     build_refusal,
     error_of,
     first_sentence,
-    refusals,
+    parser_reasons,
     refuses_strong_typing,
 )
 from deploykit.core.errors import BadInput, Unsupported
@@ -61,7 +61,7 @@ def test_the_parsers_own_reason_is_shown(
     parser: Any = SimpleNamespace(num_errors=1, get_error=lambda _number: error)
     lines = LogLines()
     lines.errors.append("WeightsContext.cpp:203: Failed to open file: /m/w.data")
-    (found,) = refusals(lines, parser)
+    (found,) = parser_reasons(parser, lines)
     assert says in found.text
     assert found.damaged == code.startswith("INVALID")
 

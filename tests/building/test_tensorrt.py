@@ -24,7 +24,7 @@ from deploykit.core.profile import load_profile
 from scripts.nvidia import fetch
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.fake_tensorrt import BATCH, NO_FORMATS, Severity, Use, options
+from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, Use, options
 from tests.support.runtimes.modules import replaced
 
 
@@ -75,7 +75,7 @@ def test_a_profile_that_ends_before_this_tensorrt_is_refused(
     use(version="11.4.0")
     old = replace(load_profile("l4"), tensorrt_max="10.16")
     with pytest.raises(Unsupported, match=r"TensorRT 10\.3 to 10\.16, the installed one is 11"):
-        build(model, out, Options(old, BATCH))
+        build(model, out, options(old))
 
 
 @pytest.mark.parametrize("level", HARDWARE)
@@ -285,24 +285,15 @@ def test_a_plan_of_rtx_is_known_by_its_first_bytes() -> None:
     assert tensorrt.flavour_of(b"ftrt\0\0") == "tensorrt"
 
 
-def test_rtx_that_turns_out_to_be_tensorrt_is_not_kept(use: Use, model: Path, out: Path) -> None:
-    use()
-    with pytest.raises(Unsupported, match="`flavour` is rtx, the installed library is tensorrt"):
-        build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
-    assert not out.with_suffix(".rtx").exists()
+def test_tensorrt_for_rtx_checks_where_it_alone_is_installed(use: Use, model: Path) -> None:
+    use("tensorrt_rtx", version="1.7.1.116", plan=b"vtrt" + bytes(8))
+    found = check(model, options())
+    assert (found.accepted, found.flavour, found.plan_bytes) == (True, "rtx", 12)
 
 
-def test_tensorrt_for_rtx_is_taken_by_its_own_name(use: Use, model: Path, out: Path) -> None:
-    does = use("tensorrt_rtx", version="1.7.1.116", plan=b"vtrt" + bytes(8))
-    facts = build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
-    assert out.with_suffix(".rtx").read_bytes() == does.plan
-    assert (facts.built_on["flavour"], facts.built_on["tensorrt"]) == ("rtx", "1.7.1.116")
-
-
-def test_tensorrt_for_rtx_is_never_given_the_older_flags(use: Use, model: Path, out: Path) -> None:
+def test_tensorrt_for_rtx_is_never_given_the_older_flags(use: Use, model: Path) -> None:
     does = use("tensorrt_rtx", version="1.7.1.116", strong_error=NO_FORMATS)
-    with pytest.raises(Unsupported, match="could not find any supported formats"):
-        build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
+    assert "could not find any supported formats" in check(model, options()).problems[0]
     assert does.seen["strong"] == [True]
 
 
@@ -443,7 +434,7 @@ def test_layers_on_the_dla_are_counted_and_the_core_is_set(
 
 def test_an_engine_with_nothing_on_the_dla_is_refused(use: Use, half: Path, out: Path) -> None:
     use(version="10.3.0", dla_cores=2, layers=json.dumps({"Layers": [COPY, ON_GPU]}))
-    with pytest.raises(Unsupported, match="none of its 2 layers runs on the DLA"):
+    with pytest.raises(Unsupported, match="none of its 2 layers runs on DLA core 1"):
         build(half, out, on_dla())
     assert not out.exists()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deploykit.cli import output, tables
+from deploykit.core.evidence import Interval
 from deploykit.reporting import report as reports
 from tests.support.cli.command import Run
 from tests.support.measure.simulated import simulated
@@ -59,3 +63,25 @@ def test_wrong_options_are_refused(run: Run, two: tuple[str, str], words: str, e
     shown = run(*(names.get(word, word) for word in words.split()))
     assert shown.code == 2
     assert error in shown.err
+
+
+def test_a_slow_engine_has_a_rate_and_six_conclusions_follow_the_headline(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    many = replace(simulated(1), verdict=tuple(f"Sentence {number}." for number in range(12)))
+    rate = Interval(0.0123, 0.012, 0.0125)
+    slow = replace(many, points=tuple(replace(p, throughput_per_s=rate) for p in many.points))
+    output.show_parts(tables.report(slow, tmp_path))
+    shown = capsys.readouterr().out
+    assert shown.count("  0.0123") == len(slow.points)
+    assert re.findall(r"Sentence (\d+)", shown) == [*"0123456"]
+    assert "more conclusions are in the report" in shown
+
+
+def test_a_token_of_another_server_may_be_short(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("abc\r\nmore\n")
+    ran = run("load", f"unix:{tmp_path}/none.sock", "--token-file", tmp_path / "token")
+    assert "no server answers there" in ran.err  # it is taken
+    (tmp_path / "token").write_text("\n")
+    ran = run("load", f"unix:{tmp_path}/none.sock", "--token-file", tmp_path / "token")
+    assert (ran.code, "`token`" in ran.err or "--token" in ran.err) == (2, True)

@@ -72,6 +72,21 @@ FIGURES = Table(
 )
 
 
+def test_a_long_name_leaves_room_for_the_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(output, "is_terminal", lambda _stream: True)
+    header = ("setup", "batch", "p50", "p90", "p99")
+    rows = [("model-" * 13 + kind, "64", "0.210 ms", "0.263 ms", "0.399 ms") for kind in "ab"]
+    output.show_parts([Table("", header, rows)])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("setup") == 1  # one block
+    assert shown.count("0.399 ms") == 2
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 90, 120, 300])
 def test_a_table_never_loses_a_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from deploykit.core.errors import BadInput
@@ -109,6 +108,8 @@ def test_the_published_schema_is_that_of_the_classes() -> None:
 
 def test_the_schema_refuses_other_documents() -> None:
     whole = manifest(Evidence(parity=PARITY)).to_dict()
+    import jsonschema  # takes a second
+
     jsonschema.validate(whole, schema())
     for broken in ({**whole, "manifest": 1}, {**whole, "evidence": {"parity": {"passed": "yes"}}}):
         with pytest.raises(jsonschema.ValidationError):

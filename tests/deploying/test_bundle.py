@@ -18,7 +18,7 @@ from deploykit.deploying import STARTED, WRITERS
 from deploykit.deploying.folder import read_bundle, verify
 from tests.support.boots import boot
 from tests.support.bundles import proven_model
-from tests.support.onnx_zoo import linear, make, mnist_like, save
+from tests.support.onnx_zoo import conv_relu, linear, make, mnist_like, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,6 +116,41 @@ def test_a_server_that_gets_the_file_as_it_is_gets_pairs_that_are_placed_for_it(
     assert f"deploykit build {source} --profile cpu" in str(caught.value.hint)
     dk.build(source, "cpu", out=tmp_path / "built.onnx")
     dk.bundle(tmp_path / "built.onnx", "cpu", out=tmp_path / "out", to=to, samples=samples)
+
+
+@pytest.mark.parametrize("to", WRITERS)
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_file_that_the_kinds_own_server_does_not_open_is_not_bundled(
+    tmp_path: Path, to: str, samples: bool
+) -> None:
+    """ONNX has no convolution in bfloat16 before opset 22, and TensorRT takes one."""
+    save(conv_relu(), tmp_path / "m.onnx")
+    x = np.random.default_rng(0).random((32, 1, 8, 8), np.float32)
+    np.savez(tmp_path / "data.npz", x=x)
+    data = tmp_path / "data.npz"
+    made = dk.quantize(tmp_path / "m.onnx", "bf16", calib=data)
+    out, given = tmp_path / "out", data if samples else None
+    if to in STARTED:
+        dk.bundle(made.path, "l4", out=out, to=to, samples=given)
+        return
+    with pytest.raises(BadInput, match=f"with `to` {to} it is ONNX Runtime that serves it"):
+        dk.bundle(made.path, "l4", out=out, to=to, samples=given)
+
+
+@pytest.mark.parametrize(
+    ("profile", "to", "words"),
+    [
+        ("l4", "ray", "computes INT8 nodes on a GPU in float32"),
+        ("jetson-orin-nx-16gb", "ray", "no kernels for a Jetson"),
+        ("l4", "triton", ""),
+        ("l4", "docker", ""),
+    ],
+)
+def test_what_onnxruntime_alone_does_on_a_gpu_is_noted(
+    int8: dict[str, Path], tmp_path: Path, profile: str, to: str, words: str
+) -> None:
+    notes = " ".join(dk.bundle(int8["tensorrt"], profile, out=tmp_path / "out", to=to).notes)
+    assert (words in notes) if words else not notes
 
 
 def test_the_same_inputs_give_the_same_bytes(model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -43,6 +42,8 @@ def written(folder: Path, **given: Any) -> dict[str, Any]:
 
 def check(kind: str, document: dict[str, Any]) -> None:
     schema = {"$ref": f"#/definitions/{kind}", "definitions": SCHEMAS["definitions"]}
+    import jsonschema  # takes a second
+
     jsonschema.Draft7Validator(schema).validate(document)
 
 

@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from deploykit.core.errors import GateFailed
-from deploykit.engines.batching import JoinedRun
 from deploykit.engines.engine import load
-from deploykit.evaluation.batching import keep_runs, prove_batch
+from deploykit.evaluation.batching import prove_batch
 from deploykit.evaluation.compare import compare
 from deploykit.evaluation.predict import predict
 from tests.support.string_labels import samples, write_classifier
@@ -24,16 +23,9 @@ def model_fixture(tmp_path: Path) -> Path:
     return write_classifier(tmp_path / "m.onnx")
 
 
-def test_its_rows_are_proven_independent_alone_and_with_batches_that_ran(model: Path) -> None:
-    joined: list[JoinedRun] = []
+def test_its_rows_are_proven_independent(model: Path) -> None:
     with load(model, "cpu") as engine:
         assert prove_batch(engine, model, None).passed
-        feeds = [{"X": samples(rows)} for rows in (1, 8)]
-        keep = keep_runs(engine, feeds, joined)
-        for number, each in enumerate(feeds):
-            keep(number, {}, engine(each))
-        proof = prove_batch(engine, model, None, 8, joined)
-    assert (proof.passed, len(joined)) == (True, 2)
 
 
 def test_it_equals_itself(model: Path) -> None:

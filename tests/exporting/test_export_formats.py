@@ -18,7 +18,8 @@ needs("onnxscript")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 import deploykit as dk  # noqa: E402
-from deploykit.engines.torch.open import load_folder  # noqa: E402
+from deploykit.engines.torch.files import with_torchvision  # noqa: E402
+from deploykit.engines.torch.folder import load_folder  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -100,6 +101,77 @@ def test_transformers_shows_no_progress_of_its_own(
 def test_a_vit_folder_takes_images_of_the_size_in_its_config(vit: Path, tmp_path: Path) -> None:
     made = dk.export(vit, out=tmp_path / "vit.onnx")
     assert [str(spec) for spec in made.manifest.inputs] == ["pixel_values:float32[N,3,16,16]"]
+
+
+WHISPER: dict[str, Any] = {
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 1,
+    "decoder_attention_heads": 1,
+    "encoder_ffn_dim": 8,
+    "decoder_ffn_dim": 8,
+    "vocab_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+HEARS = {**WHISPER, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 20}
+ONE = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "intermediate_size": 8}
+NOT_TEXT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Whisper": (
+        "WhisperForConditionalGeneration",
+        HEARS,
+        "input_features:float32[N,16,100] decoder_input_ids:int64[N,U]",
+    ),
+    "its classifier": ("WhisperForAudioClassification", HEARS, "input_features:float32[N,16,100]"),
+    "spectrograms": (
+        "ASTForAudioClassification",
+        {**ONE, "num_mel_bins": 32, "max_length": 64},
+        "input_values:float32[N,64,32]",
+    ),
+    "features of any length": (
+        "Wav2Vec2BertModel",
+        {
+            **ONE,
+            "vocab_size": 9,
+            "feature_projection_input_dim": 40,
+            "conv_depthwise_kernel_size": 3,
+        },
+        "input_features:float32[N,T,40]",
+    ),
+    "speech to text": (
+        "Speech2TextForConditionalGeneration",
+        {**WHISPER, "input_feat_per_channel": 20, "conv_channels": 8},
+        "input_features:float32[N,T,20] decoder_input_ids:int64[N,U]",
+    ),
+    "encoder and decoder": (
+        "BartForConditionalGeneration",
+        WHISPER,
+        "input_ids:int64[N,T] attention_mask:int64[N,T] decoder_input_ids:int64[N,U]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TEXT)
+def test_the_inputs_of_a_folder_are_those_of_its_model(
+    case: str, transformers: Any, tmp_path: Path
+) -> None:
+    name, settings, specs = NOT_TEXT[case]
+    kind = with_torchvision(lambda: getattr(transformers, name))
+    kind(kind.config_class(**settings)).save_pretrained(tmp_path)
+    assert " ".join(map(str, load_folder(tmp_path, None, ()).inputs)) == specs
+
+
+def test_the_folders_own_processor_decides_where_the_configuration_does_not(
+    transformers: Any, tmp_path: Path
+) -> None:
+    kind = with_torchvision(lambda: transformers.WhisperForAudioClassification)
+    kind(transformers.WhisperConfig(**{**HEARS, "num_mel_bins": 8})).save_pretrained(tmp_path)
+    transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(tmp_path)
+    loaded = load_folder(tmp_path, None, ())
+    assert [str(spec) for spec in loaded.inputs] == ["input_features:float32[N,8,100]"]
 
 
 def rewritten(folder: Path, to: Path, **changes: object) -> Path:

@@ -18,7 +18,7 @@ from deploykit.core.machine import this_machine
 from scripts.gpu import builds, leak, run, zoo
 from scripts.gpu.steps import PYTHON, ROOT, Result, Step, figures, run_step
 from scripts.nvidia import fetch
-from tests.support.campaign import rounds
+from tests.support.campaign import only_in_a_campaign, rounds
 from tests.support.runtimes.cases import CASES, Case, plan_of, plan_options
 from tests.support.runtimes.gpu_machine import gpu_machine
 
@@ -191,7 +191,7 @@ def test_parts_are_run_in_the_order_in_which_they_are_named(tmp_path: Path) -> N
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", range(len(run.TRAINED)), ids=list(run.TRAINED))
+@pytest.mark.parametrize("number", [pytest.param(0, marks=only_in_a_campaign), 1])
 def test_what_a_gpu_trains_first_is_trained_on_the_cpu(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

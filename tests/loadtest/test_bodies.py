@@ -12,6 +12,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.loadtest.check import BodyCheck
+from deploykit.loadtest.grpc import read_message
 from deploykit.loadtest.load import load_test
 from deploykit.pipelines.pipeline import predict_files
 from tests.support.installed import needs
@@ -132,7 +133,7 @@ def test_numbers_may_differ_by_the_bound_and_nothing_else(
     right: Any, got: Any, equal: bool
 ) -> None:
     check = BodyCheck(is_json=True, answers=[right], max_error=1e-3)
-    problem = check.http_problem(json.dumps(got).encode(), None, 0)
+    problem = check.problem(json.dumps(got).encode(), 0, read_message)
     assert (problem is None) is equal
-    assert check.http_problem(b"", None, 0) == "200 with an empty body"
-    assert check.http_problem(b"{", None, 0) == "200 with a body that is not JSON"
+    assert check.problem(b"", 0, read_message) == "200 with an empty body"
+    assert check.problem(b"{", 0, read_message) == "200 with a body that is not JSON"

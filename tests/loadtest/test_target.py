@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,8 +201,8 @@ def test_several_requests_share_a_bound_on_memory() -> None:
     server = Server("u", "h", "127.0.0.1", 80)
     small = RemoteModel(server, "m", (TensorSpec("x", "float32", ("N", 4)),))
     large = RemoteModel(server, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
-    assert len(make_feeds(small, 1, 0)) == 8
-    assert len(make_feeds(large, 40, 0)) == 1
+    assert len(make_feeds(small, 1, 0)[1]) == 8
+    assert len(make_feeds(large, 40, 0)[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,28 @@ def test_the_batch_is_the_dynamic_axis_of_a_state(axes: dict[str, int], state: i
     with StandIn(inputs=STATE).running() as url:
         result = load_test(url, batch=3, axes=axes, **QUICK)
     assert result.shapes == {"x": (3, 5, 4), "h": (2, state, 8)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "rows"),
+    [
+        ([-1, 3], {"batch": 5}, 5),
+        ([4, 3], {}, 4),
+        ([4, 3], {"batch": 4}, 4),
+        ([2, -1, 3], {"batch": 5}, 5),
+        ([2, -1, 3], {"axes": {"x_1": 5}}, 1),
+        ([1, -1, 3], {"axes": {"T": 5}}, 1),
+        ([3], {}, 1),
+        ([], {}, 1),
+    ],
+    ids=str,
+)
+def test_a_request_has_the_rows_of_its_batch_wherever_that_is(
+    shape: list[int], options: dict[str, Any], rows: int
+) -> None:
+    with StandIn(inputs=[{"name": "x", "datatype": "FP32", "shape": shape}]).running() as url:
+        result = load_test(url, **options, **QUICK)
+    assert result.batch == rows
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5])

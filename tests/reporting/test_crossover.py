@@ -9,7 +9,7 @@ from deploykit.benchmarking.timing import Timing
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
 from deploykit.evaluation.latency import Latency
-from deploykit.reporting.points import Point, best, crossover, describe_best
+from deploykit.reporting.points import Point, best, crossover
 from deploykit.reporting.report import Report
 from tests.support.measure.simulated import bare_point
 
@@ -95,20 +95,6 @@ def test_best_by_p50_skips_points_without_one() -> None:
 def test_points_compare_by_a_known_figure_only() -> None:
     with pytest.raises(BadInput, match="by 'speed'"):
         best(CPU, by="speed")
-
-
-def test_the_winner_is_named_with_its_runtime_precision_and_settings(report: Report) -> None:
-    found = [
-        replace(each, runtime="openvino 2026.4.1", settings="2 processes of 1 thread")
-        if each.label == "int8 CPU"
-        else each
-        for each in report.points
-    ]
-    (sentence,) = describe_best(best_cpu(found, set())[:1], found)
-    assert sentence.startswith(
-        "Fastest on this CPU: at batch 1 OpenVINO int8, 2 processes of 1 thread ("
-    )
-    assert describe_best(best_cpu(found, set()), []) == []
 
 
 def test_the_best_of_the_cpu_is_right_on_the_cpu_and_in_the_closed_loop(report: Report) -> None:

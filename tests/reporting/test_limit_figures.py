@@ -61,7 +61,6 @@ def test_the_distribution_shows_each_setup_to_its_slowest_call(report: Report) -
     assert marks[200] == pytest.approx(4.0, rel=0.005)
     assert max(marks) == 1000
     assert "took 3.99 times its median" in found.finding  # within a bin of 4
-    assert found.rows[0][-1].replace("\u202f", "") == "1000"
     assert calls_chart(report.to_dict()) is None
 
 
@@ -171,7 +170,6 @@ def test_an_answer_that_never_came_is_no_mark(report: Report) -> None:
     found = served_chart(document)
     assert found is not None
     assert "max" not in [mark.text for mark in found.series[0].marks]
-    assert found.rows[0][4] == "∞"
 
 
 def test_all_charts_of_a_full_report_have_no_text_over_another(report: Report) -> None:

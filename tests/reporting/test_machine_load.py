@@ -43,7 +43,6 @@ class Machine:
             for number in range(CPUS)
         ]
         (self.proc / "stat").write_text("\n".join(["cpu 1 2 3", *lines, "intr 5"]) + "\n")
-        (self.proc / "loadavg").write_text("1.50 1.00 0.50 1/100 4242\n")
         for pid, used_s in self.used_s.items():
             (self.proc / str(pid)).mkdir(exist_ok=True)
             fields = f"S {self.parents[pid]} " + "0 " * 9 + f"{round(used_s * HZ)} 0 0 0"
@@ -87,7 +86,6 @@ def test_the_cpu_of_others_is_seen_and_named(machine: Machine) -> None:
     assert window.others_cores == pytest.approx(0.4, rel=0.05)
     assert window.busiest == "mine (r) 2 (process 77)"
     assert window.busiest_cores == pytest.approx(0.4, rel=0.05)
-    assert window.load_average == 1.5
     assert marks([window], watch.bound) == (
         "other processes ran meanwhile, most of all mine (r) 2 (process 77)",
     )
@@ -134,16 +132,11 @@ def test_steal_limits_and_heat_are_seen(machine: Machine) -> None:
     cpu = "devices/system/cpu/cpu0"
     machine.sysfs("fs/cgroup/cpu.stat", "usage_usec 5\nthrottled_usec 1000000\n")
     machine.sysfs(f"{cpu}/thermal_throttle/core_throttle_count", "3\n")
-    machine.sysfs(f"{cpu}/cpufreq/scaling_cur_freq", "2400000\n")
-    machine.sysfs("class/hwmon/hwmon0/name", "coretemp\n")
-    machine.sysfs("class/hwmon/hwmon0/temp1_input", "71500\n")
-    machine.sysfs("class/thermal/thermal_zone0/temp", "-274000\n")
     watch = machine.watch()
     machine.run(10, own=0.5, steal=0.05)
     machine.sysfs("fs/cgroup/cpu.stat", "usage_usec 5\nthrottled_usec 2000000\n")
     machine.sysfs(f"{cpu}/thermal_throttle/core_throttle_count", "4\n")
     window = watch.close()
-    assert (window.mhz, window.celsius) == (2400, 71.5)
     watch.windows[:] = [window]
     steal, held, heat = invalid(sum_up(watch, window, window), watch.bound)
     assert steal.startswith("the hypervisor gave CPU time to others (steal) (5%): measure on")
@@ -162,7 +155,7 @@ def test_what_cannot_be_read_is_not_known(machine: Machine, tmp_path: Path, text
 
 def test_a_window_of_no_length_is_not_known(machine: Machine) -> None:
     assert machine.watch().close().others_cores is None
-    assert machine.watch().over(0.0, time.sleep) == Window(load_average=1.5)
+    assert machine.watch().over(0.0, time.sleep) == Window()
 
 
 class Disturbed(FakeEngine):

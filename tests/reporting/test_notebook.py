@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import deploykit as dk
+from deploykit.core.notebook import Shown
 from deploykit.core.tensors import parse_spec
 from deploykit.evaluation.evaluation import evaluate
 from deploykit.evaluation.html_tables import evaluation_html, parity_html
@@ -55,6 +56,8 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
     kinds = [each for each in public if isinstance(each, type)]
     assert len(kinds) > 15
     assert [kind.__name__ for kind in kinds if not hasattr(kind, "_repr_html_")] == []
+    long = [kind.__name__ for kind in kinds if is_dataclass(kind) and not issubclass(kind, Shown)]
+    assert long == []  # a dataclass's own `repr`
     model = save(mnist_like(), tmp_path / "a<b>.onnx")
     planned = dk.plan(model)
     assert len(repr(planned)) < 600

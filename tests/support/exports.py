@@ -1,8 +1,8 @@
 """torch reads what is constant anew for each export: once will do, in a third less time.
 
-Its registry of ONNX functions is a constant of the installed packages and of the opset. Each export
-still gets one of its own, with lists of its own, as it may add functions to it. Its set of composite
-operators changes only where somebody registers an operator.
+Its registry of ONNX functions is a constant of the installed packages and of the opset. An export
+still gets one of its own, with lists of its own, as it may add functions to it. Its set of
+composite operators changes only where somebody registers an operator.
 """
 
 from __future__ import annotations

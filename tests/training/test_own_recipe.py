@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 import threading
 from collections import OrderedDict
@@ -18,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import deploykit as dk  # noqa: E402
+from deploykit.cli.main import main  # noqa: E402
 from deploykit.core.artefact import read_manifest  # noqa: E402
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
 from deploykit.core.recipe import Split, Splits  # noqa: E402
@@ -35,7 +34,6 @@ from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = TrainingOptions(device="cpu", epochs=1)
-ROOT = Path(__file__).parents[2]
 
 
 def fails(*_: object) -> Any:
@@ -290,7 +288,11 @@ def test_a_checkpoint_and_its_manifest_are_written_together(
     ids=["kept", "lost"],
 )
 def test_an_interrupted_run_names_what_was_kept(
-    tmp_path: Path, options: list[str], expected: str
+    tmp_path: Path,
+    options: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     body = """
 steps = []
@@ -301,17 +303,12 @@ def loss(y, labels):
     return LINE.loss(y, labels)
 """
     words = ["train", write_recipe(tmp_path, "loss=loss", body), "-o", "m.pt", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "deploykit", *words, *options],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 130, done.stderr
-    assert expected in done.stderr
+    monkeypatch.setattr(sys, "argv", ["deploykit", *words, *options])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert expected in capfd.readouterr().err
 
 
 def test_the_learning_rate_can_be_given_and_the_data_are_checked_once(

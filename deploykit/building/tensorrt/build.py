@@ -21,15 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.building.builder import BuildResult
 from deploykit.building.tensorrt.module import (
+    FAILURES,
     NO_DRIVER,
     RTX_MAGIC,
     Reason,
+    Refused,
     build_warnings,
     collect_log,
     error_of,
-    maybe,
+    given,
     module,
-    refusals,
+    parser_reasons,
+    reason_of,
     refuses_strong_typing,
     start,
     version,
@@ -64,7 +67,7 @@ from deploykit.core.memory import BuildMemory
 from deploykit.core.precision import ALL, Precision
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.inspector import read_layers
-from deploykit.engines.tensorrt.log import logger
+from deploykit.engines.tensorrt.log import LogLines, logger
 from deploykit.engines.tensorrt.plugins import load_plugins
 from deploykit.graph.facts import external_files, onnx_files, read_facts
 from deploykit.graph.graph import Graph
@@ -122,7 +125,7 @@ _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if
 
 
 def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
-    """Return the network's inputs with the graph's names of axes. Raises Unsupported."""
+    """Return the network's inputs, without types, with the graph's names of axes."""
     named = {each.name: each.shape for each in Graph.open(model).inputs}
     found: list[TensorSpec] = []
     for number in range(network.num_inputs):
@@ -132,11 +135,9 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
                 f"{model}: input '{tensor.name}' determines a shape inside the graph by its values",
                 hint="export the model again with that value as a constant",
             )
-        kind = tensor.dtype.name
-        dtype = _BY_TYPE[kind].dtype if kind in _BY_TYPE else kind.lower()
         axes = zip(_shape(tensor), named[tensor.name], strict=False)  # () for an unknown rank
         shape = tuple(size if size >= 0 else name for size, name in axes)
-        found.append(TensorSpec(tensor.name, dtype, shape))
+        found.append(TensorSpec(tensor.name, "", shape))
     return found
 
 
@@ -195,12 +196,12 @@ def add_profile(
     sizes: Mapping[str, ShapeRange],
 ) -> None:
     """Add an optimisation profile with the sizes of the inputs that have a dynamic axis."""
-    dynamic = [given for given in inputs if any(isinstance(axis, str) for axis in given.shape)]
+    dynamic = [spec for spec in inputs if any(isinstance(axis, str) for axis in spec.shape)]
     if not dynamic:
         return
-    profile = builder.create_optimization_profile()
-    for given in dynamic:
-        profile.set_shape(given.name, *sizes[given.name])
+    profile = given(builder.create_optimization_profile())
+    for spec in dynamic:
+        profile.set_shape(spec.name, *sizes[spec.name])
     config.add_optimization_profile(profile)  # a refused one fails the build, with a reason
 
 
@@ -209,7 +210,7 @@ def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
     for number in range(network.num_layers):
         layer = network.get_layer(number)
         for place in range(layer.num_outputs):
-            tensor = maybe(layer.get_output(place))
+            tensor: trt.ITensor | None = layer.get_output(place)
             if tensor is not None:
                 yield tensor
 
@@ -251,9 +252,9 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, st
         content = path.read_bytes() if path.is_file() else b""
     except OSError as exc:
         raise BadInput(f"{path}: the timing cache cannot be read: {os_reason(exc)}") from exc
-    with collect_log(nv) as lines:
-        cache = maybe(config.create_timing_cache(content))
-        taken = cache is not None and config.set_timing_cache(cache, False)
+    taken = False
+    with collect_log(nv) as lines, contextlib.suppress(*FAILURES):
+        taken = config.set_timing_cache(given(config.create_timing_cache(content)), False)
         if not taken and content:
             config.set_timing_cache(config.create_timing_cache(b""), False)
     log = (*lines.errors, *lines.warnings)  # TensorRT reports it nowhere else
@@ -274,10 +275,10 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, st
 
 def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, ...]]:
     """Write the build's timings to `path`; return their SHA-256, and a note if that failed."""
-    cache = maybe(config.get_timing_cache())
-    if cache is None:
+    try:
+        content = bytes(memoryview(given(given(config.get_timing_cache()).serialize())))
+    except FAILURES:
         return "", ()
-    content = bytes(memoryview(cache.serialize()))
     digest = hashlib.sha256(content).hexdigest()
     try:
         make_folder(path.parent)
@@ -302,8 +303,8 @@ _NOT_PROVEN: Mapping[str, str] = {
 class BuildCheck(Record):
     """The builder's verdict on a file; nothing was kept. `problems`: each refusal.
 
-    `flavour`: "tensorrt" or "rtx", the library that built the plan; without a plan, the requested
-    flavour, as only a plan shows it. `layers`: number of layers in the parsed network.
+    `flavour`: "tensorrt" or "rtx", the library that built the plan, as only a plan shows it.
+    `layers`: number of layers in the parsed network.
     """
 
     path: Path
@@ -325,17 +326,15 @@ class BuildCheck(Record):
 
 
 @dataclass(frozen=True)
-class _Attempt:
-    """One attempt at a build: a plan, or the reasons why there is none."""
+class _Plan:
+    """A plan in memory, the layers of its network, and how it was built."""
 
-    plan: bytes | None
-    refusals: tuple[Reason, ...] = ()
-    errors: tuple[str, ...] = ()
-    layers: int = 0
-    notes: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    timing_read_sha256: str = ""
-    timing_sha256: str = ""
+    content: bytes
+    layers: int
+    notes: tuple[str, ...]
+    flags: tuple[str, ...]
+    timing_read_sha256: str
+    timing_sha256: str
 
 
 def build(
@@ -357,33 +356,39 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
     try:
         from deploykit.engines.cuda.driver import CudaDevice
 
-        driver = CudaDevice(options.device)
+        driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
     except DeploykitError:  # without CUDA TensorRT itself reports what is missing
-        if options.device:  # it would build for the first GPU
+        if options.shapes.device:  # it would build for the first GPU
             raise
-    here = with_gpu(this_machine(), options.device)
-    nv = module(options.flavour)
+    here = with_gpu(this_machine(), options.shapes.device)
+    nv = module()
     check_target(nv, options)
     check_dla(nv, options)
     progress = BuildProgress(on_progress)
-    attempt = _build_plan(nv, model, options, progress, here, checking=False)
-    if attempt.plan is None:
-        raise error_of(str(model), attempt.refusals)
-    _check_flavour(attempt.plan, out, options)
-    layers, notes = read_back(attempt.plan, options)
+    try:
+        plan = _build_plan(nv, model, options, progress, here, checking=False)
+    except Refused as exc:
+        raise error_of(str(model), exc.reasons) from exc
+    if flavour_of(plan.content) == "rtx":
+        raise Unsupported(
+            f"{out}: not written: the installed library is TensorRT for RTX, whose plans the "
+            f"TensorRT of profile {options.profile.name} cannot load",
+            hint="build on the target; on this machine use `check`",
+        )
+    layers, notes = read_back(nv, plan.content, options)
     notes += note_dla(layers, options, str(model))
     progress.complete("built")
     with atomic_write(out) as tmp:
-        tmp.write_bytes(attempt.plan)
+        tmp.write_bytes(plan.content)
     return BuildResult(
-        _built_on(nv, model, options, here, attempt),
+        _built_on(nv, model, options, here, plan),
         layers,
-        attempt.notes + notes,
-        attempt.timing_sha256,
-        attempt.flags,
-        {str(library.resolve()): sha256(library) for library in options.plugins},
+        plan.notes + notes,
+        plan.timing_sha256,
+        plan.flags,
+        {str(each.resolve()): sha256(each) for each in map(Path, options.shapes.plugins)},
     )
 
 
@@ -393,47 +398,46 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
 
 
 def _check(model: Path, options: Options, on_progress: OnProgress) -> BuildCheck:
-    nv = module(options.flavour)
-    started = time.perf_counter()
-    here = with_gpu(this_machine(), options.device)
-    attempt = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
-    taken = time.perf_counter() - started
-    if any(refusal.damaged for refusal in attempt.refusals):
-        raise error_of(str(model), attempt.refusals)
-    flavour = flavour_of(attempt.plan) if attempt.plan is not None else options.flavour
+    nv, here = module(rtx=True), with_gpu(this_machine(), options.shapes.device)
+    started, plan, refused = time.perf_counter(), None, tuple[Reason, ...]()
+    try:
+        plan = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
+    except Refused as exc:
+        refused = exc.reasons
+        if any(reason.damaged for reason in refused):
+            raise error_of(str(model), refused) from exc
+    content = plan.content if plan else b""
     return BuildCheck(
         path=model,
         profile=options.profile.name,
-        accepted=attempt.plan is not None,
-        problems=tuple(refusal.text for refusal in attempt.refusals),
-        notes=(*attempt.notes, _NOT_PROVEN[flavour]) if attempt.plan is not None else attempt.notes,
-        flavour=flavour,
-        layers=attempt.layers,
-        plan_bytes=len(attempt.plan or b""),
-        build_s=taken,
+        accepted=plan is not None,
+        problems=tuple(reason.text for reason in refused),
+        notes=(*plan.notes, _NOT_PROVEN[flavour_of(content)]) if plan else (),
+        flavour=flavour_of(content),
+        layers=plan.layers if plan else 0,
+        plan_bytes=len(content),
+        build_s=time.perf_counter() - started,
     )
 
 
-def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
+def read_back(
+    nv: Any, plan: bytes, options: Options
+) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
     """Return the layers of a plan that was just built (loading can run code), or why not."""
-    nv = module(options.flavour)
     with collect_log(nv) as lines:
         try:
-            runtime: trt.Runtime = nv.Runtime(logger(nv))
-            runtime.engine_host_code_allowed = options.version_compatible
-            if options.dla is not None:
-                runtime.DLA_core = options.dla
-            engine = maybe(runtime.deserialize_cuda_engine(plan))
-        except (TypeError, RuntimeError):  # pybind11: the factory returned nullptr
-            engine = None
-        if engine is None:
-            why = refusals(lines)[0].text
-            return None, (f"the plan could not be read back: {why}",)
-        inspector = engine.create_engine_inspector()
-        text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
+            runtime: trt.Runtime = given(nv.Runtime(logger(nv)))
+            runtime.engine_host_code_allowed = options.shapes.version_compatible
+            if options.shapes.dla is not None:
+                runtime.DLA_core = options.shapes.dla
+            engine = given(runtime.deserialize_cuda_engine(plan))
+            inspector = given(engine.create_engine_inspector())
+            text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
+        except FAILURES as exc:
+            return None, (f"the plan could not be read back: {reason_of(exc, lines).text}",)
     try:
         return read_layers(text), ()
-    except ValueError as exc:
+    except (TypeError, ValueError) as exc:
         return None, (f"the engine inspector's JSON cannot be read: {exc}",)
 
 
@@ -444,7 +448,7 @@ def flavour_of(plan: bytes) -> str:
 
 def _build_plan(
     nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
-) -> _Attempt:
+) -> _Plan:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
     kind = sniff(model)
     if kind != "onnx":
@@ -456,25 +460,24 @@ def _build_plan(
     progress.report("parsing")
     progress.raise_failure()
     job = _Job(nv, start(nv), model, options, progress, here, checking)
-    load_plugins(nv, options.plugins)
+    load_plugins(nv, map(Path, options.shapes.plugins))
     if weakly_typed(nv, options):
         return job.run(strong=False)
-    attempt = job.run(strong=True)
-    first, last = _WEAK_ALLOWED
-    if (
-        attempt.plan is None
-        and first <= version(nv) <= last
-        and refuses_strong_typing(attempt.errors)
-    ):
-        weak = job.run(strong=False)
-        if weak.plan is not None:
+    try:
+        return job.run(strong=True)
+    except Refused as exc:
+        first, last = _WEAK_ALLOWED
+        if not first <= version(nv) <= last or not refuses_strong_typing(exc.errors):
+            raise
+        with contextlib.suppress(Refused):
+            weak = job.run(strong=False)
             note = (
                 f"TensorRT {nv.__version__} refused the strongly typed network "
-                f"({attempt.refusals[0].text}): built with {', '.join(weak.flags) or 'no'} flags "
+                f"({exc.reasons[0].text}): built with {', '.join(weak.flags) or 'no'} flags "
                 "instead, so a layer may run in a higher precision than the file's"
             )
             return replace(weak, notes=(note, *weak.notes))
-    return attempt
+        raise
 
 
 @dataclass(frozen=True)
@@ -487,73 +490,79 @@ class _Job:
     here: Machine
     checking: bool
 
-    def run(self, strong: bool) -> _Attempt:
+    def run(self, strong: bool) -> _Plan:
+        """Build once. Raises Refused with TensorRT's reasons."""
+        with collect_log(self.nv) as lines:
+            try:
+                return self._run(strong, lines)
+            except FAILURES as exc:
+                self.progress.raise_failure()
+                raise Refused((reason_of(exc, lines),), lines.errors) from exc
+
+    def _run(self, strong: bool, lines: LogLines) -> _Plan:
         nv, options = self.nv, self.options
         typed = 1 << int(getattr(nv.NetworkDefinitionCreationFlag, STRONG)) if strong else 0
-        network = self.builder.create_network(typed)
-        parser: trt.OnnxParser = nv.OnnxParser(network, logger(nv))  # owns the weights: keep it
-        with collect_log(nv) as lines, _with_own_axes(self.model) as model:
-            parsed = parser.parse_from_file(str(model))
-        if not parsed:
-            return _Attempt(None, refusals(lines, parser), tuple(lines.errors))
-        warnings = lines.warnings
+        network = given(self.builder.create_network(typed))
+        parser: trt.OnnxParser = given(nv.OnnxParser(network, logger(nv)))  # it owns the weights
+        with _with_own_axes(self.model) as model:
+            if not parser.parse_from_file(str(model)):
+                raise Refused(parser_reasons(parser, lines), lines.errors)
         pin_linear(nv, network)
         inputs = inputs_of(network, self.model)
         sizes = ranges(inputs, options.batch, options.axes)
-        asked = space = options.profile.workspace_bytes
-        if asked is not None:
-            others = max((axis.maximum for axis in options.axes.values()), default=1)
-            shapes = map(_shape, _tensors(network))
-            activations = activation_bytes(shapes, options.batch.maximum, others)
-            shared = options.profile.unified_memory
-            need = BuildMemory(weight_bytes(self.model), asked, activations, shared)
-            space = workspace_that_fits(need, options.free_bytes, str(self.model))
-        config = self.builder.create_builder_config()
-        flags, notes = self._configure(config, space)
-        if asked is not None and space is not None and space < asked:
-            notes.append(
-                f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short"
-            )
+        config = given(self.builder.create_builder_config())
+        flags, notes = self._configure(config)
+        notes = [*self._limit_workspace(config, network), *notes]
         precision = () if strong else precision_flags(element_types(network))
         for name in precision:
             config.set_flag(getattr(nv.BuilderFlag, name))
         flags = [STRONG, *flags] if strong else [*precision, *flags]
-        cache = options.timing_cache or cache_path(f"{options.flavour}-{nv.__version__}", self.here)
-        keep, read = False, ""
-        if cache is not None:
-            keep, read, more = use_cache(nv, config, cache)
-            notes += more
-        with collect_log(nv) as lines:
-            add_profile(self.builder, config, inputs, sizes)
-            watch = monitor(nv, self.progress)  # the config does not keep it alive
-            config.progress_monitor = watch
-            plan = maybe(self.builder.build_serialized_network(network, config))
+        named = options.shapes.timing_cache
+        cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
+        keep, read, more = use_cache(nv, config, cache) if cache else (False, "", ())
+        notes += more
+        add_profile(self.builder, config, inputs, sizes)
+        watch = monitor(nv, self.progress)  # the config does not keep it alive
+        config.progress_monitor = watch
+        plan = given(self.builder.build_serialized_network(network, config))
         self.progress.raise_failure()
-        notes += build_warnings([*warnings, *lines.warnings])
-        layers = int(network.num_layers)
-        if plan is None:
-            return _Attempt(None, refusals(lines), tuple(lines.errors), layers, tuple(notes))
-        content, digest = bytes(memoryview(plan)), ""
-        if cache is not None and keep and not self.checking:
+        notes += build_warnings(lines.warnings)
+        digest = ""
+        if cache and keep and not self.checking:
             digest, more = keep_cache(config, cache)
             notes += more
-        return _Attempt(content, (), (), layers, tuple(notes), tuple(flags), read, digest)
+        content, layers = bytes(memoryview(plan)), int(network.num_layers)
+        return _Plan(content, layers, tuple(notes), tuple(flags), read, digest)
 
-    def _configure(
-        self, config: trt.IBuilderConfig, workspace: int | None
-    ) -> tuple[list[str], list[str]]:
+    def _limit_workspace(
+        self, config: trt.IBuilderConfig, network: trt.INetworkDefinition
+    ) -> tuple[str, ...]:
+        """Set the profile's workspace, or less with a note if memory is short."""
+        options, asked = self.options, self.options.profile.workspace_bytes
+        if asked is None:
+            return ()
+        others = max((axis.maximum for axis in options.axes.values()), default=1)
+        shapes = map(_shape, _tensors(network))
+        activations = activation_bytes(shapes, options.batch.maximum, others)
+        shared = options.profile.unified_memory
+        need = BuildMemory(weight_bytes(self.model), asked, activations, shared)
+        space = workspace_that_fits(need, options.free_bytes, str(self.model))
+        config.set_memory_pool_limit(self.nv.MemoryPoolType.WORKSPACE, space)
+        if space == asked:
+            return ()
+        return (f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short",)
+
+    def _configure(self, config: trt.IBuilderConfig) -> tuple[list[str], list[str]]:
         """Set the options on `config`; returns the names of the flags set, and notes."""
         nv, options = self.nv, self.options
         names = []
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
-        if workspace is not None:
-            config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, workspace)
-        if not options.tf32:
+        if not options.shapes.tf32:
             config.clear_flag(nv.BuilderFlag.TF32)  # set by default
-        if options.version_compatible:
+        if options.shapes.version_compatible:
             names.append("VERSION_COMPATIBLE")
-        if options.hardware_compatible:
-            level = hardware_level(nv, options.hardware_compatible)
+        if options.shapes.hardware_compatible:
+            level = hardware_level(nv, options.shapes.hardware_compatible)
             config.hardware_compatibility_level = level
         on_dla, notes = self._dla(config)
         names += on_dla
@@ -562,7 +571,7 @@ class _Job:
         return names, notes
 
     def _dla(self, config: trt.IBuilderConfig) -> tuple[list[str], list[str]]:
-        wanted, cores = self.options.dla, int(self.builder.num_DLA_cores)
+        wanted, cores = self.options.shapes.dla, int(self.builder.num_DLA_cores)
         if wanted is None:
             return [], []
         if 0 <= wanted < cores:
@@ -575,23 +584,7 @@ class _Job:
         raise Unsupported(text)
 
 
-def _check_flavour(plan: bytes, out: Path, options: Options) -> None:
-    found = flavour_of(plan)
-    if found == "rtx" and options.profile.runtime == "tensorrt" and out.suffix == ".trt":
-        raise Unsupported(
-            f"{out}: not written: the installed library is TensorRT for RTX, whose plans the "
-            f"TensorRT of profile {options.profile.name} cannot load",
-            hint="build on the target; on this machine use `check`",
-        )
-    if found != options.flavour:
-        raise Unsupported(
-            f"{out}: not written: `flavour` is {options.flavour}, the installed library is {found}"
-        )
-
-
-def _built_on(
-    nv: Any, model: Path, options: Options, here: Machine, attempt: _Attempt
-) -> dict[str, str]:
+def _built_on(nv: Any, model: Path, options: Options, here: Machine, plan: _Plan) -> dict[str, str]:
     """Return the manifest's `built_on`.
 
     Where `timing_cache_read_sha256` (before the build) equals `timing_cache_sha256` (after it),
@@ -607,8 +600,8 @@ def _built_on(
         "model": model.name,
         "onnx_sha256": sha256(model),
         **options.built_on(),
-        "typing": "strong" if STRONG in attempt.flags else "weak",
-        "timing_cache_read_sha256": attempt.timing_read_sha256,
-        "timing_cache_sha256": attempt.timing_sha256,
+        "typing": "strong" if STRONG in plan.flags else "weak",
+        "timing_cache_read_sha256": plan.timing_read_sha256,
+        "timing_cache_sha256": plan.timing_sha256,
     }
     return {key: str(value) for key, value in facts.items() if value not in (None, "")}

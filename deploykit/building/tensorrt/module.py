@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import installed, require
 from deploykit.engines.tensorrt.compatibility import check_version, version_numbers
 from deploykit.engines.tensorrt.log import LogLines, logger
@@ -198,16 +198,14 @@ RTX_MAGIC = b"vtrt"  # the first bytes of a plan of TensorRT for RTX, whatever t
 _T = TypeVar("_T")
 
 
-def module(flavour: str = "tensorrt") -> Any:
-    """Import `tensorrt`; for "rtx" `tensorrt_rtx`, else a `tensorrt` that wraps RTX's library.
+def module(*, rtx: bool = False) -> Any:
+    """Import `tensorrt`; with `rtx` TensorRT for RTX, where that alone is installed.
 
-    Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when neither is
+    Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when it is not
     installed, Unsupported when it does not load or is older than TensorRT 10.
     """
-    if flavour == "rtx" and installed("tensorrt_rtx"):
+    if rtx and installed("tensorrt_rtx") and not installed("tensorrt"):
         return require("tensorrt_rtx")
-    if flavour == "rtx" and not installed("tensorrt"):
-        raise MissingExtra("tensorrt_rtx is not installed", hint="pip install tensorrt-rtx")
     found = require("tensorrt")
     check_version(str(found.__version__))
     return found
@@ -234,29 +232,46 @@ def collect_log(nv: Any) -> Iterator[LogLines]:
 _busy = threading.RLock()
 
 
+FAILURES = (RuntimeError, TypeError, ValueError)  # a null pointer, a failed call, a rank of -1
+
+
+class Refused(Exception):  # noqa: N818 - a result of a check, not an error
+    """TensorRT's reasons against a file or a build, and the error lines of its log."""
+
+    def __init__(self, reasons: tuple[Reason, ...], errors: Sequence[str] = ()) -> None:
+        super().__init__(reasons[0].text)
+        self.reasons, self.errors = reasons, errors
+
+
+def given(value: _T | None) -> _T:
+    """Return what TensorRT returned. Raises RuntimeError for None, by which it reports failure."""
+    if value is None:
+        raise RuntimeError(NO_REASON)
+    return value
+
+
+def reason_of(exc: Exception, lines: LogLines) -> Reason:
+    """Explain one of FAILURES, by the log where it says more."""
+    return build_refusal(lines.errors or [str(exc)])
+
+
 def start(nv: Any) -> trt.Builder:
     """Create a builder. Raises Unsupported where TensorRT cannot start, as without a driver."""
     with collect_log(nv) as lines:
         try:
-            builder: trt.Builder = nv.Builder(logger(nv))
+            builder: trt.Builder = given(nv.Builder(logger(nv)))
             return builder
-        except (TypeError, RuntimeError) as exc:  # pybind11: the factory returned nullptr
-            refusal = build_refusal(lines.errors or [str(exc)])
+        except FAILURES as exc:
+            reason = reason_of(exc, lines)
             raise Unsupported(
-                f"TensorRT {nv.__version__} cannot start: {refusal.text}", hint=refusal.hint
+                f"TensorRT {nv.__version__} cannot start: {reason.text}", hint=reason.hint
             ) from exc
 
 
-def maybe(value: _T) -> _T | None:
-    """`value`, typed as optional: TensorRT returns None on failure, which its signatures omit."""
-    return value
-
-
-def refusals(lines: LogLines, parser: trt.OnnxParser | None = None) -> tuple[Reason, ...]:
-    """Explain why TensorRT refused a parse (with its `parser`) or a build: one reason or more."""
+def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[Reason, ...]:
+    """Explain why `parser` refused a file: one reason or more, each once."""
     reasons = []
-    errors = [parser.get_error(n) for n in range(parser.num_errors)] if parser is not None else []
-    for error in errors:
+    for error in (parser.get_error(number) for number in range(parser.num_errors)):
         code, operator = str(error.code()).rpartition(".")[2], error.node_operator()
         name = error.node_name() or (f"#{error.node()}" if operator else "")
         reasons.append(parser_refusal(code, operator, name, error.desc(), lines.errors))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploykit.building.builder import Shapes
 from deploykit.building.tensorrt.module import version
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Layer
@@ -150,53 +151,42 @@ HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one build. `axes`: ranges of the dynamic axes other than the batch, by name.
+    """Options of one build: `shapes` as the user gave them, and its sizes as ranges.
 
-    `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: run
-    on later TensorRT of this major version, and 10's on 11. `hardware_compatible`: one of HARDWARE.
-    `dla`: the number of a DLA core; layers that it does not support run on the GPU. `plugins`:
-    libraries to load first. `tf32`: False multiplies float32 in float32. `flavour`: "tensorrt" or
-    "rtx". `free_bytes`: free GPU memory, to which the workspace is cut. `device`: the GPU's number.
+    `free_bytes`: free GPU memory, to which the workspace is cut.
     """
 
     profile: Profile
+    shapes: Shapes
     batch: AxisRange
-    axes: Mapping[str, AxisRange] = field(default_factory=dict)
-    timing_cache: Path | None = None
-    version_compatible: bool = False
-    hardware_compatible: str | None = None
-    dla: int | None = None
-    plugins: tuple[Path, ...] = ()
-    tf32: bool = True
-    flavour: str = "tensorrt"
+    axes: Mapping[str, AxisRange]  # of the other dynamic axes, by name
     free_bytes: int | None = None
-    device: int = 0
 
     def built_on(self) -> dict[str, object]:
         """Return the manifest's part that loading compares, and that building again needs."""
         return {
-            "flavour": self.flavour,
+            "flavour": "tensorrt",
             "profile": self.profile.name,
             "batch": self.batch,
             "axes": " ".join(f"{name}={axis}" for name, axis in sorted(self.axes.items())),
             "workspace_bytes": self.profile.workspace_bytes,
-            "hardware_compatible": self.hardware_compatible,
-            "dla": self.dla,
-            "tf32": None if self.tf32 else "no",
+            "hardware_compatible": self.shapes.hardware_compatible,
+            "dla": self.shapes.dla,
+            "tf32": None if self.shapes.tf32 else "no",
         }
 
 
 def check_options(options: Options) -> None:
     """Raise BadInput or Unsupported for options that the profile's target cannot have."""
-    profile, hardware = options.profile, options.hardware_compatible
+    profile, hardware = options.profile, options.shapes.hardware_compatible
     if hardware is not None and hardware not in HARDWARE:
         raise BadInput(
             f"`hardware_compatible`: unknown level '{hardware}'",
             hint="one of: " + ", ".join(HARDWARE),
         )
-    if options.device < 0:
-        raise BadInput(f"`device` must be the number of a GPU, got {options.device}")
-    for library in options.plugins:
+    if options.shapes.device < 0:
+        raise BadInput(f"`device` must be the number of a GPU, got {options.shapes.device}")
+    for library in map(Path, options.shapes.plugins):
         if not library.is_file():
             raise NotFound(f"{library}: no such plugin library")
     oldest = version_numbers(HARDWARE.get(hardware or "", ""))
@@ -215,10 +205,10 @@ def check_options(options: Options) -> None:
             "has no such engines",
             hint="build it on each board",
         )
-    if options.dla is not None and not 0 <= options.dla < profile.dla_cores:
+    if options.shapes.dla is not None and not 0 <= options.shapes.dla < profile.dla_cores:
         cores = profile.dla_cores
         raise Unsupported(
-            f"`dla` {options.dla}: profile {profile.name} has "
+            f"`dla` {options.shapes.dla}: profile {profile.name} has "
             + (f"{cores} DLA core{'s'[: cores > 1]}, counted from 0" if cores else "no DLA"),
             hint="leave out `dla` to run everything on the GPU",
         )
@@ -229,7 +219,7 @@ def check_target(nv: Any, options: Options) -> None:
     low, high = options.profile.tensorrt_min, options.profile.tensorrt_max
     before = low is not None and version(nv) < version_numbers(low)
     after = high is not None and version(nv) > version_numbers(high)
-    if options.flavour == "tensorrt" and (before or after):
+    if before or after:
         raise Unsupported(
             f"profile {options.profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
             f"the installed one is {nv.__version__}"
@@ -259,29 +249,30 @@ _ON_GPU = "leave out `dla` to run everything on the GPU"
 def check_dla(nv: Any, options: Options) -> None:
     """Raise Unsupported where the installed TensorRT has no DLA."""
     first, back = _ABSENT
-    if options.dla is not None and first <= version_numbers(str(nv.__version__)) < back:
+    core = options.shapes.dla
+    if core is not None and first <= version_numbers(str(nv.__version__)) < back:
         raise Unsupported(
-            f"`dla` {options.dla}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 "
-            "(JetPack 6) and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
+            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) "
+            "and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
             hint=_ON_GPU,
         )
 
 
 def check_graph(options: Options, model: Path) -> None:
     """Raise BadInput for sizes that vary and Unsupported for a precision that a DLA lacks."""
-    if options.dla is None:
+    if options.shapes.dla is None:
         return
     ranges = {"batch": options.batch, **{f"axis {name}": a for name, a in options.axes.items()}}
     for name, axis in ranges.items():
         if axis.minimum != axis.maximum:
             raise BadInput(
-                f"`dla` {options.dla}: a DLA takes no dynamic sizes, and {name} is {axis}",
+                f"`dla` {options.shapes.dla}: a DLA takes no dynamic sizes, and {name} is {axis}",
                 hint=f"build one size: `batch` {axis.optimum}" if name == "batch" else _ON_GPU,
             )
     found = narrowest(Graph.open(model).precision)
     if found not in _PRECISIONS:
         raise Unsupported(
-            f"{model}: `dla` {options.dla}: a DLA computes in FP16 and INT8 only, the graph "
+            f"{model}: `dla` {options.shapes.dla}: a DLA computes in FP16 and INT8 only, the graph "
             f"is {found}",
             hint="`precision` fp16",
         )
@@ -289,25 +280,24 @@ def check_graph(options: Options, model: Path) -> None:
 
 def weakly_typed(nv: Any, options: Options) -> bool:
     """Return whether a DLA takes its precision from the builder's flags: before TensorRT 11."""
-    return options.dla is not None and version_numbers(str(nv.__version__)) < (11,)
+    return options.shapes.dla is not None and version_numbers(str(nv.__version__)) < (11,)
 
 
 def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:
     """Return how many layers run on the DLA. Raises Unsupported where none does."""
-    if options.dla is None:
+    if options.shapes.dla is None:
         return ()
     if layers is None:
         return ("how many layers run on the DLA is not known: no layers could be read back",)
     count = sum(map(runs_on_dla, layers))
     if not count:
         raise Unsupported(
-            f"{where}: `dla` {options.dla}: none of its {len(layers)} layers runs on the DLA; "
+            f"{where}: none of its {len(layers)} layers runs on DLA core {options.shapes.dla}: "
             "TensorRT put all of them on the GPU",
             hint=_ON_GPU,
         )
-    return (
-        f"{count} of {len(layers)} layers run on DLA core {options.dla}, the others on the GPU",
-    )
+    core = f"DLA core {options.shapes.dla}"
+    return (f"{count} of {len(layers)} layers run on {core}, the others on the GPU",)
 
 
 def runs_on_dla(layer: Layer) -> bool:

@@ -15,7 +15,7 @@ from deploykit.core.subprocesses import INSIDE
 
 OnProgress = Callable[[str, float], None]
 _T = TypeVar("_T")
-_POLL_S = 0.2
+_POLL_S = 0.05
 
 
 @dataclass
@@ -91,17 +91,11 @@ def monitor(nv: Any, progress: BuildProgress) -> Any:
     base: Any = nv.IProgressMonitor
 
     class Monitor(base):  # type: ignore[misc]
+        phase_start, step_complete = progress.start, progress.step
+        phase_finish = progress.finish
+
         def __init__(self) -> None:
             base.__init__(self)
-
-        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            progress.start(name, parent, steps)
-
-        def step_complete(self, name: str, number: int) -> bool:
-            return progress.step(name, number)
-
-        def phase_finish(self, name: str) -> None:
-            progress.finish(name)
 
     return Monitor()
 

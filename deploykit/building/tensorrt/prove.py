@@ -12,7 +12,7 @@ from typing import Any
 from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
 from deploykit.building.tensorrt.build import BuildCheck
-from deploykit.building.tensorrt.options import AxisRange, Options, parse_axis, parse_batch
+from deploykit.building.tensorrt.options import Options, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
@@ -220,24 +220,11 @@ def check_model(
     model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
 ) -> BuildCheck:
     """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
-    flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
-    options = replace(options_of(target, shapes, model), flavour=flavour)
-    return plans.check(model.path, options, on_progress)
+    return plans.check(model.path, options_of(target, shapes, model), on_progress)
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
     """Return the builder's options. Raises BadInput for invalid sizes."""
     batched = any(spec.batched for spec in Graph.open(model.path).inputs)
-    text = shapes.batch or (DEFAULT_BATCH if batched else None)
-    return Options(
-        profile=target,
-        batch=parse_batch(text) if text else AxisRange(1, 1, 1),
-        axes=dict(parse_axis(each) for each in shapes.axes),
-        version_compatible=shapes.version_compatible,
-        hardware_compatible=shapes.hardware_compatible,
-        dla=shapes.dla,
-        plugins=tuple(map(Path, shapes.plugins)),
-        timing_cache=Path(shapes.timing_cache) if shapes.timing_cache else None,
-        tf32=shapes.tf32,
-        device=shapes.device,
-    )
+    batch = parse_batch(shapes.batch or (DEFAULT_BATCH if batched else "1"))
+    return Options(target, shapes, batch, dict(map(parse_axis, shapes.axes)))

@@ -163,8 +163,11 @@ class TensorRtEngine(Engine):
         )
         engine.error_recorder = self._log_errors.recorder
         self._engine: trt.ICudaEngine | None = engine
-        self.inputs, self.outputs = specs(engine, path, manifest)
-        self.profiles = optimisation_profiles(engine, path, self.inputs)
+        ask = self._log_errors.call
+        self.inputs, self.outputs = ask("tensors", specs, engine, path, manifest)
+        self.profiles: tuple[Ranges, ...] = ask(
+            "optimisation profiles", optimisation_profiles, engine, path, self.inputs
+        )
         batched = [spec.name for spec in self.inputs if spec.batched]
         if batched:
             self.max_batch = max(
@@ -306,8 +309,9 @@ class TensorRtEngine(Engine):
                 context.shapes({name: best for name, (_, best, _) in self.profiles[0].items()})
                 inspector = self._log_errors.call("inspector", engine.create_engine_inspector)
                 inspector.execution_context = context.handle
-                text: str = inspector.get_engine_information(self._nv.LayerInformationFormat.JSON)
-                return text
+                kind = self._nv.LayerInformationFormat.JSON
+                read = inspector.get_engine_information
+                return str(self._log_errors.call("layer information", read, kind))
         finally:
             self._driver.close_stream(stream)
 

@@ -21,7 +21,10 @@ def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
     Loading a library runs its code. Raises NotFound, or Unsupported if one does not load.
     """
     if hasattr(nv, "init_libnvinfer_plugins"):  # the lean runtime has none
-        nv.init_libnvinfer_plugins(logger(nv), "")
+        try:
+            nv.init_libnvinfer_plugins(logger(nv), "")
+        except (RuntimeError, TypeError, ValueError) as exc:
+            raise Unsupported(f"NVIDIA's own plugins do not load: {first_line(exc)}") from exc
     for library in libraries:
         path = library.resolve()
         if path in _loaded:

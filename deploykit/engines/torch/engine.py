@@ -17,10 +17,9 @@ from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.torch.files import RunsCode, module_errors, read
-from deploykit.engines.torch.loaded import Loaded
+from deploykit.engines.torch.loaded import Loaded, Undescribed
 from deploykit.engines.torch.open import load_module
 from deploykit.engines.torch.outputs import to_numpy
-from deploykit.engines.torch.presets import recognise
 
 torch = require("torch")
 
@@ -41,21 +40,15 @@ def open_engine(
     Raises BadInput for a file without enough information.
     """
     path = Path(source)
-    if arch is None and not inputs:
-        try:
-            content = read(path, allow_pickle=False)
-        except RunsCode as exc:
-            hint = f"export it first: deploykit export {path}"
-            raise RunsCode(exc.message, hint=hint) from exc
-        if content.source != "checkpoint":
-            known = recognise(content.value, path)
-            these = f"these are the weights of torchvision's {known}" if known else "weights alone"
-            arch = f" --arch {known}" if known else ", whose --arch builds the model"
-            raise BadInput(
-                f"{path}: does not say what the model is: {these}",
-                hint=f"export it first: deploykit export {path}{arch}",
+    try:
+        loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
+    except (RunsCode, Undescribed) as exc:
+        if arch is None and not inputs:
+            known = getattr(exc, "arch", "")
+            exc.hint = f"export it first: deploykit export {path}" + f" --arch {known}" * bool(
+                known
             )
-    loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
+        raise
     return TorchEngine(loaded, path.name, device, threads, bf16=bf16)
 
 

@@ -8,6 +8,7 @@ import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from deploykit.engines.torch.outputs import (
     to_numpy,
     wrapper_for,
 )
-from deploykit.engines.torch.presets import Preset, preset_of
+from deploykit.engines.torch.presets import Preset, preset_of, recognise
 
 torch = require("torch")
 
@@ -50,11 +51,14 @@ class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is
             values_C = values.to(torch.float32)
             self.register_buffer(f"byte_{name}", values_C.reshape(1, -1, 1, 1), persistent=False)
 
-    def forward(self, *inputs: Any) -> Any:
+    def normalise(self, image_NHWC: Any) -> Any:
+        """Convert bytes to the image that `module` takes."""
         # the cast comes first: TensorRT takes uint8 only there
-        image_NHWC = inputs[self.place].to(torch.float32)
-        image_NCHW = image_NHWC.permute(0, 3, 1, 2)
-        image_NCHW = image_NCHW * self.byte_scale + self.byte_shift
+        image_NCHW = image_NHWC.to(torch.float32).permute(0, 3, 1, 2)
+        return image_NCHW * self.byte_scale + self.byte_shift
+
+    def forward(self, *inputs: Any) -> Any:
+        image_NCHW = self.normalise(inputs[self.place])
         return self.module(*inputs[: self.place], image_NCHW, *inputs[self.place + 1 :])
 
 
@@ -108,8 +112,33 @@ class Loaded:
     example: Example = field(default_factory=Example)
 
 
-def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
-    """Return one error for all that `where` lacks: the architecture, the inputs or both."""
+class Undescribed(BadInput):
+    """A file, folder or module does not say what the model or its inputs are.
+
+    `arch`: of the library's model that has these weights; "" where that is not known.
+    """
+
+    arch = ""
+
+
+def undescribed(
+    where: object,
+    *,
+    arch: bool = False,
+    inputs: bool = False,
+    weights: Mapping[str, Any] | None = None,
+) -> Undescribed:
+    """Return one error for all that `where` lacks: the architecture, the inputs or both.
+
+    `weights`: those of the file, of which a library may have the model.
+    """
+    known = recognise(weights, Path(str(where))) if weights else None
+    if known is not None:
+        whose, name = known
+        message = f"{where}: does not say what the model is; these are the weights of {whose}"
+        error = Undescribed(message, hint=f"`arch` {name}")
+        error.arch = name
+        return error
     builds = (
         "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
         "pkg.mod:callable or ./file.py:callable"
@@ -117,7 +146,8 @@ def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> B
     describes = "`inputs` describes each input, for example 'x:float32[N,3,224,224]'"
     lacks = {"what the model is": builds} if arch else {}
     lacks |= {"what its inputs are": describes} if inputs else {}
-    return BadInput(f"{where}: does not say {' or '.join(lacks)}", hint="; ".join(lacks.values()))
+    message = f"{where}: does not say {' or '.join(lacks)}"
+    return Undescribed(message, hint="; ".join(lacks.values()))
 
 
 def describe_module(

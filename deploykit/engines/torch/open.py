@@ -6,18 +6,16 @@ with deploykit, and no other Python object.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, NotFound, first_line, users_code
+from deploykit.core.errors import BadInput, NotFound, users_code
 from deploykit.core.extras import require
-from deploykit.core.files import atomic_write, check_readable
+from deploykit.core.files import atomic_write
 from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
@@ -27,20 +25,19 @@ from deploykit.engines.torch.files import (
     Content,
     is_state_dict,
     module_errors,
-    quiet,
     read,
     with_torchvision,
 )
+from deploykit.engines.torch.folder import load_folder
 from deploykit.engines.torch.loaded import Loaded, before, by_position, describe_module, undescribed
 from deploykit.engines.torch.outputs import (
     adapt,
     binding,
     flatten_outputs,
     output_names,
-    parameter_names,
 )
-from deploykit.engines.torch.presets import Preset, preset_of, recognise
-from deploykit.engines.torch.weights import build_module, copy_weights, in_float32, list_names
+from deploykit.engines.torch.presets import Preset, preset_of
+from deploykit.engines.torch.weights import build_module, copy_weights, in_float32
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
 torch = require("torch")
@@ -233,13 +230,7 @@ def load_module(
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        if (known := recognise(content.value, path)) is None:
-            raise undescribed(path, arch=True, inputs=not inputs)
-        raise BadInput(
-            f"{path}: does not say what the model is; these are the weights of torchvision's "
-            f"{known}",
-            hint=f"`arch` {known}",
-        )
+        raise undescribed(path, arch=True, inputs=not inputs, weights=content.value)
     module, built_with = build_module(arch, content.arguments, content.value)
     copied = copy_weights(path, module, content.value, content.source)
     with module_errors(path):
@@ -388,128 +379,3 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
             hint="`arch` names that recipe again, as ./file.py or pkg.mod:RECIPE; its code runs",
         ) from None
     return load_recipe(name)
-
-
-# A folder's model is a class of the installed transformers; code in the folder never runs.
-
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-_USUAL_CHANNELS = 3
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's safetensors files. Raises BadInput if there are none."""
-    if not (folder / CONFIG).is_file():
-        raise BadInput(
-            f"{folder}: is a folder without {CONFIG}",
-            hint="name a file, or a folder that transformers' save_pretrained wrote",
-        )
-    index, whole = folder / INDEX, folder / "model.safetensors"
-    if whole.is_file() or not index.is_file():
-        if not whole.is_file():
-            raise BadInput(
-                f"{folder}: has no model.safetensors",
-                hint="save the model again with save_pretrained(folder), which writes one",
-            )
-        return [whole]
-    names = set(_read_json(index).get("weight_map", {}).values())
-    return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
-
-
-def load_folder(
-    folder: Path, arch: str | None, inputs: Sequence[TensorSpec], example: Example | None = None
-) -> Loaded:
-    """Load the model that config.json names under `architectures`, in float32.
-
-    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
-    MissingExtra.
-    """
-    if arch is not None:
-        raise BadInput(
-            f"{folder}: config.json names the model, so `arch` {arch} has nothing to build",
-            hint=f"leave `arch` out, or export {folder / 'model.safetensors'} with it",
-        )
-    weight_files(folder)
-    names = _read_json(folder / CONFIG).get("architectures") or []
-    transformers = require("transformers")
-    name = str(names[0]) if isinstance(names, list) and names else ""
-    with module_errors(folder):
-        found = with_torchvision(lambda: getattr(transformers, name, None))
-    if not hasattr(found, "from_pretrained"):
-        if not name:
-            raise undescribed(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)
-        raise BadInput(
-            f"{folder}: transformers {transformers.__version__} has no model '{name}'",
-            hint="export its model.safetensors with `arch` and `inputs`, or upgrade transformers",
-        )
-    module = _load(folder, found)
-    specs = tuple(inputs) or _inputs(folder, module)
-    with module_errors(folder):
-        loaded = describe_module(folder, module, specs, "Hugging Face", example=example)
-    return replace(loaded, model_class=f"transformers.{name}")
-
-
-def _load(folder: Path, found: Any) -> Any:
-    logging = require("transformers.utils.logging")
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"):
-            module, report = with_torchvision(
-                lambda: found.from_pretrained(
-                    folder,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    dtype=torch.float32,
-                    output_loading_info=True,
-                )
-            )
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    wrong = {
-        key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
-    }
-    if any(wrong.values()):  # transformers fills these with random numbers
-        reasons = [f"{key} {list_names(names, 2)}" for key, names in wrong.items() if names]
-        raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
-    return module
-
-
-def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
-    """Derive specs from the model's main input. Raises BadInput if there is no rule for it."""
-    main = str(getattr(module, "main_input_name", ""))
-    known = parameter_names(module)
-    if main == "input_ids" and "decoder_input_ids" not in known:
-        names = [name for name in ("input_ids", "attention_mask") if name in known]
-        return tuple(make_spec(name, "int64", ["N", "T"]) for name in names)
-    if main == "pixel_values":
-        parts = (module.config, getattr(module.config, "vision_config", None))
-        channels, size = (
-            next(
-                (found for part in parts if (found := getattr(part, name, None)) is not None), None
-            )
-            for name in ("num_channels", "image_size")
-        )
-        processor = folder / "preprocessor_config.json"
-        if size is None and processor.is_file():
-            settings = _read_json(processor)
-            size = settings.get("crop_size") or settings.get("size")
-        if isinstance(size, dict):
-            size = [size.get("height"), size.get("width")]
-        pair = [size, size] if isinstance(size, int) else size
-        if isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair):
-            return (make_spec(main, "float32", ["N", channels or _USUAL_CHANNELS, *pair]),)
-    if main == "input_values":
-        return (make_spec(main, "float32", ["N", "T"]),)
-    raise undescribed(f"{folder} ({type(module).__name__}, main input '{main}')", inputs=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(check_readable(path).read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not readable JSON: {first_line(exc)}") from exc
-    if not isinstance(found, dict):
-        raise BadInput(f"{path}: is not a JSON object")
-    return found

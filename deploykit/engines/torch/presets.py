@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ torch = require("torch")
 
 INPUT = "image"
 _FEWEST = 16  # tensors: those of AlexNet
+_SEARCH_S = 40.0
 _COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
 _PACKAGES = (
     "torchvision.models",
@@ -56,9 +58,9 @@ class Preset:
 
     `image`: names the uint8 input that `preprocess` gives the graph. `classes`: how many the model
     has, None if that is not known. `labels`: empty if the library's labels are not this model's.
-    `source`: the origin of these facts, for people. `unfit`: why it fits no task. A deploykit
-    checkpoint does not name its task (""), has the inputs of its recipe, and may lack `image` or
-    `preprocess`.
+    `source`: the origin of these facts, for people. `unfit`: why it fits no task. `transform`: the
+    library's own, from an image of Pillow to [C, H, W]. A deploykit checkpoint does not name its
+    task (""), has the inputs of its recipe, and may lack `image` or `preprocess`.
     """
 
     task: str
@@ -69,6 +71,7 @@ class Preset:
     classes: int | None = None
     source: str = ""
     unfit: str = ""
+    transform: Callable[[Any], Any] | None = None
 
 
 def torchvision_name(arch: str | None) -> str | None:
@@ -123,33 +126,52 @@ class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,na
         return func(*args, **given)
 
 
-def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
-    """Return the name of torchvision's model that has exactly these weights, by building each.
+def recognise(weights: Mapping[str, Any], file: Path) -> tuple[str, str] | None:
+    """Return whose weights these are, "timm's vit_tiny", and the `arch` of it, by building models.
 
     Models that the name of `file` mentions come first. Wrappers' prefixes do not count, nor does
-    the number of classes. None without torchvision.
+    the number of classes. None where no installed library has such a model, or none is found in
+    `_SEARCH_S` of CPU time.
     """
-    try:
-        library = _torchvision()
-    except MissingExtra:
-        return None
-    named: list[str] = [name for name in library.list_models() if not name.startswith("quantized_")]
-    named.sort(key=lambda name: (name not in file.name, not name.startswith("resnet"), len(name)))
     theirs, unlike = _sizes(weights), set[str]()
-    if len(theirs) < _FEWEST:
-        return None
-    for name in named:
-        family = library.get_model_builder(name).__module__
+    begun = time.process_time()
+    for family, name in () if len(theirs) < _FEWEST else _candidates(theirs, file):
         if family in unlike:
             continue
+        if time.process_time() - begun > _SEARCH_S:
+            break
+        arch = f"timm:{name}" if family.startswith("timm.") else name
         with contextlib.suppress(Exception), warnings.catch_warnings(), _WithoutMemory():
             warnings.simplefilter("ignore")
-            own = _sizes(build_named(name, weights).state_dict())
+            own = _sizes(build_named(arch, weights).state_dict())
             if own == theirs:
-                return name
+                return f"{family.partition('.')[0]}'s {name}", arch
             if not own.keys() & theirs.keys():
                 unlike.add(family)
     return None
+
+
+def _candidates(names: Collection[str], file: Path) -> Iterator[tuple[str, str]]:
+    """Yield families and names of models, the likely ones first, torchvision's before timm's."""
+    with contextlib.suppress(MissingExtra):
+        library = _torchvision()
+        named: list[str] = [each for each in library.list_models() if "quantized_" not in each]
+        named.sort(
+            key=lambda name: (name not in file.name, not name.startswith("resnet"), len(name))
+        )
+        yield from ((library.get_model_builder(name).__module__, name) for name in named)
+    with contextlib.suppress(MissingExtra):
+        timm = with_torchvision(lambda: require("timm"))
+        named = sorted((each for each in timm.list_models() if each in file.name), key=len)
+        yield from (("timm.", name) for name in reversed(named))
+        parts = {part for name in names for part in name.split(".") if not part.isdigit()}
+        texts = {
+            each: inspect.getsource(getattr(timm.models, each)) for each in timm.list_modules()
+        }
+        by_parts = sorted(texts, key=lambda each: -sum(part in texts[each] for part in parts))
+        for family in by_parts:
+            of_family = sorted(timm.list_models(module=family), key=len)
+            yield from ((f"timm.{family}", name) for name in of_family)
 
 
 def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,13 +262,14 @@ def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
     filtered = str(transforms.interpolation.value)
     if getattr(transforms, "crop_size", None):
         (size, *_), (edge, *_) = transforms.crop_size, transforms.resize_size
-        placed = ImageInput(INPUT, size, size, SHORTEST_EDGE, edge, filtered)
-        return Preset(CLASSIFY, _image(size), placed, normalise, labels, source=source)
-    if name in _torchvision().list_models(module=_torchvision().segmentation):
+        kind, placed = CLASSIFY, ImageInput(INPUT, size, size, SHORTEST_EDGE, edge, filtered)
+    elif name in _torchvision().list_models(module=_torchvision().segmentation):
         (size, *_) = transforms.resize_size
-        placed = ImageInput(INPUT, size, size, LETTERBOX, 0, filtered)
-        return Preset(SEGMENT, _image(size), placed, normalise, labels, source=source)
-    return None
+        kind, placed = SEGMENT, ImageInput(INPUT, size, size, LETTERBOX, 0, filtered)
+    else:
+        return None
+    facts = (_image(size), placed, normalise, labels)
+    return Preset(kind, *facts, source=source, transform=transforms)
 
 
 def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
@@ -313,7 +336,13 @@ def _of_timm(module: Any) -> Preset | None:
         Preprocess(name or "timm", mean, std),
         () if features else labels,
         source=f"timm's configuration of {name or type(module).__name__}",
+        transform=lambda image: _timm_transform(module)(image),
     )
+
+
+def _timm_transform(module: Any) -> Any:
+    data = require("timm.data")
+    return data.create_transform(**data.resolve_data_config({}, model=module))
 
 
 def _timm_labels(module: Any) -> tuple[str, ...]:

@@ -174,9 +174,13 @@ class _Behind(torch.nn.Module):  # type: ignore[misc, name-defined] # torch come
         return self.function(*(values[at] for at in self.places))
 
 
+def own_module(loaded: Loaded) -> Any:
+    """Return the user's module, without what deploykit put around it."""
+    parts = loaded.module.modules()
+    return next((x for x in parts if not type(x).__module__.startswith("deploykit.")), None)
+
+
 def _transformers_class(loaded: Loaded) -> str:
     """Return the class of a model of transformers, unless a module of the user's is around it."""
-    types = (type(part) for part in loaded.module.modules())
-    outside = (each for each in types if not each.__module__.startswith("deploykit."))
-    outermost = next(outside, object)
-    return outermost.__name__ if outermost.__module__.startswith("transformers.") else ""
+    kind = type(own_module(loaded))
+    return kind.__name__ if kind.__module__.startswith("transformers.") else ""

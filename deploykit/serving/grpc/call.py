@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
-_PIECE_BYTES = 1024  # smaller pieces are joined, as a Python object costs more than its bytes
 _SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
 _MESSAGES_PER_TURN = 64  # messages of a streaming call before other calls get their turn
@@ -68,53 +67,44 @@ class MessageReader:
     `have`: bytes received and not taken. `need`: bytes of the next message with its prefix.
     """
 
-    __slots__ = ("_data", "_later", "_start", "have", "need")
+    __slots__ = ("_at", "_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data = b""
-        self._start = 0  # where the next message starts in it
-        self._later: list[bytes | bytearray] = []  # the pieces after it
+        self._data: bytes | bytearray = b""  # a single piece as it came, several joined
+        self._at = 0  # where the next message starts in it
         self.have = 0
         self.need = 0  # 0 until the prefix has arrived
 
     def add(self, piece: bytes) -> None:
         if self.have:
-            later = self._later
-            if len(piece) >= _PIECE_BYTES:
-                later.append(piece)
-            elif later and type(later[-1]) is bytearray:
-                later[-1] += piece
-            else:
-                later.append(bytearray(piece))
+            data = self._data
+            if not isinstance(data, bytearray):
+                data = self._data = bytearray(data)
+            del data[: self._at]
+            data += piece
         else:
-            self._data, self._start = piece, 0
+            self._data = piece
+        self._at = 0
         self.have += len(piece)
-        if not self.need and self.have >= PREFIX_BYTES:
-            self._read_prefix()
+        self._read_prefix()
 
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        if self._later:
-            self._join()
-        data, start, end = self._data, self._start, self._start + self.need
+        data, start = self._data, self._at
+        self._at += self.need
         self.have -= self.need
+        found = data if type(data) is bytes else memoryview(data)
+        message = bytes(found[start : self._at])
         self.need = 0
         if self.have:
-            self._start = end
-            if self.have >= PREFIX_BYTES:
-                self._read_prefix()
+            self._read_prefix()
         else:
             self._data = b""
-        return data[start:end]
+        return message
 
     def _read_prefix(self) -> None:
-        if self._later:
-            self._join()
-        self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._start + 1)[0]
-
-    def _join(self) -> None:
-        self._data = b"".join((self._data[self._start :], *self._later))
-        self._start, self._later = 0, []
+        if not self.need and self.have >= PREFIX_BYTES:
+            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._at + 1)[0]
 
 
 @dataclass(frozen=True)
@@ -148,61 +138,52 @@ class CallHead:
     length: int | None = None
 
 
-class HeadParser:
-    """Parses a call's headers into a CallHead. `allows`: whether an authorization is valid."""
-
-    def __init__(
-        self,
-        methods: Mapping[str, Method],
-        allows: Callable[[bytes | None], bool],
-        max_headers: int,
-    ) -> None:
-        self._methods = methods
-        self._allows = allows
-        self._max_headers = max_headers
-
-    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            if keys.count(b"traceparent") > 1:
-                del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
-            if keys.count(b"authorization") > 1:
-                values[b"authorization"] = b""  # proxies disagree about which of them counts
-        content_type = values.get(b"content-type", b"")
-        speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
-        length = values.get(b"content-length")
-        path = values.get(b":path", b"").decode("latin-1")
-        method = self._methods.get(path)
-        trace = values.get(b"traceparent")
-        timeout = values.get(b"grpc-timeout")
-        match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
-        refusal: tuple[str, str] | None = None
-        if not speaks_grpc:
-            got = quote(content_type.decode("latin-1"))
-            text = f"send 'content-type: application/grpc', not {got}"
-            refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
-        elif values.get(b":method") != b"POST":
-            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
-        elif len(pairs) > self._max_headers:
-            refusal = ("RESOURCE_EXHAUSTED", f"there are more than {self._max_headers} headers")
-        elif not (method and method.public) and not self._allows(values.get(b"authorization")):
-            text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
-            refusal = ("UNAUTHENTICATED", text)
-        elif method is None:
-            refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
-        elif timeout is not None and match is None:
-            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
-        return CallHead(
-            path,
-            method,
-            None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
-            None if trace is None else trace.decode("latin-1"),
-            values.get(b"grpc-encoding", b"identity"),
-            refusal,
-            speaks_grpc,
-            None if length is None else int(length),
-        )
+def parse_head(
+    methods: Mapping[str, Method],
+    allows: Callable[[bytes | None], bool],
+    max_headers: int,
+    pairs: list[tuple[bytes, bytes]],
+) -> CallHead:
+    """Parse a call's headers. `allows`: whether an authorization is valid."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        keys = [key for key, _ in pairs]
+        if keys.count(b"traceparent") > 1:
+            del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
+        if keys.count(b"authorization") > 1:
+            values[b"authorization"] = b""  # proxies disagree about which of them counts
+    content_type = values.get(b"content-type", b"")
+    speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
+    path = values.get(b":path", b"").decode("latin-1")
+    method = methods.get(path)
+    trace, length = values.get(b"traceparent"), values.get(b"content-length")
+    timeout = values.get(b"grpc-timeout")
+    match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
+    refusal: tuple[str, str] | None = None
+    if not speaks_grpc:
+        text = f"send 'content-type: application/grpc', not {quote(content_type)}"
+        refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
+    elif values.get(b":method") != b"POST":
+        refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
+    elif len(pairs) > max_headers:
+        refusal = ("RESOURCE_EXHAUSTED", f"there are more than {max_headers} headers")
+    elif not (method and method.public) and not allows(values.get(b"authorization")):
+        text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
+        refusal = ("UNAUTHENTICATED", text)
+    elif method is None:
+        refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+    elif timeout is not None and match is None:
+        refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
+    return CallHead(
+        path,
+        method,
+        None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
+        None if trace is None else trace.decode("latin-1"),
+        values.get(b"grpc-encoding", b"identity"),
+        refusal,
+        speaks_grpc,
+        None if length is None else int(length),
+    )
 
 
 def error_block(status: str, message: str) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
 from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
-from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
+from deploykit.serving.grpc.call import GrpcCall, Method, fail_with, parse_head
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.grpc.reflection import REFLECTION, reflection_method
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
@@ -102,7 +102,7 @@ class GrpcPort(Http2Port):
         for name, handler in handlers.items():
             public = name in ("ServerLive", "ServerReady")
             methods[f"/{SERVICE}/{name}"] = _small(name, handler, public=public)
-        parse = HeadParser(methods, access.allows, limits.headers)
+        parse = partial(parse_head, methods, access.allows, limits.headers)
         large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
 

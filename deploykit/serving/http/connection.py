@@ -362,7 +362,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Process received data: the first `end` bytes of the shared buffer."""
         listener, data = self.listener, self.listener.read_into
         at = 0
-        while at < end and self._state < LAST and not self._paused:
+        for _ in range(self._limits.pipelined):
+            if at >= end or self._state >= LAST or self._paused:
+                break
             if self._state is CHUNKED:
                 at += self._read_chunks(cast("ChunkedBody", self._reader), at, end)
                 continue
@@ -373,12 +375,11 @@ class HttpConnection(asyncio.BufferedProtocol):
                 if head is not None:
                     at = self._begin(head, at + len(raw), end)
                     continue
-                if data.startswith(b"\r\n", at, end):
-                    at += 2  # some clients send an empty line after a body
-                    continue
                 self._enter(HEAD)
                 self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)
+        else:  # process the rest in the next turn, after other clients
+            self._pause()
         if at < end and self._state < LAST:
             self._keep(at, end)
         if self._paused:

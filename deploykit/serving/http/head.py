@@ -64,6 +64,10 @@ class HeadReader:
 
     def feed(self, data: bytes) -> tuple[int, Head | None]:
         """Return how many bytes belong to the head, and the Head once it is complete or refused."""
+        if not self.bytes and data[:1] in (b"\r", b"\n"):  # empty lines, as after a body
+            plain = data.lstrip(b"\r\n")
+            used, head = self.feed(plain) if plain else (0, None)
+            return len(data) - len(plain) + used, head
         seam = self._seam + data
         stop = seam.find(END)
         used = len(data) if stop < 0 else stop + len(END) - len(self._seam)
@@ -141,8 +145,9 @@ class HeadReader:
         authorization = headers.get(b"authorization")
         if host is None and not old:
             self._refuse(400, "the header Host is missing")
-        elif coding is not None and (old or coding.strip().lower() != b"chunked"):
-            self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, only chunked")
+        elif coding is not None and (old or coding.lower() != b"chunked"):
+            offered = "without HTTP/1.1" if old else "only chunked"
+            self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, {offered}")
         elif refusal := self._access.refusal(method, path, host, origin, authorization):
             self._refused = self._refused or refusal
         elif length is not None and length > self._max_body_bytes:

@@ -83,7 +83,7 @@ class ThreadOffload(Closing):
 
         def run() -> None:
             places = self._ahead[lane]
-            result: Result[T] = _expired
+            result: Result[T] = _expire
             ahead = places.acquire(timeout=_PATIENCE_S)
             for todo, _ in jobs[:]:
                 result = _result_of(todo)
@@ -109,7 +109,7 @@ class ThreadOffload(Closing):
         except RuntimeError as exc:  # the system has no more threads, or the shutdown has begun
             raise Overloaded("no thread can be started; try again later") from exc
         if limit_s is not None:
-            timer = self._loop.call_later(limit_s, finish, _expired)
+            timer = self._loop.call_later(limit_s, finish, _expire)
 
     def close(self) -> None:
         for threads in self._threads.values():
@@ -133,7 +133,7 @@ def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-def _expired() -> NoReturn:
+def _expire() -> NoReturn:
     raise Expired(
         "the request was not decoded, or its answer not encoded, within its time limit",
         hint="send smaller requests or fewer at once, or allow more time (`timeout_ms`)",

@@ -24,7 +24,7 @@ from deploykit.pipelines.live import Client, LivePipeline, Sent
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.description import describe_pipeline
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, duration, split_by
+from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, inference_stats, split_by
 from deploykit.serving.observe.prometheus import Histogram, Sample
 from deploykit.serving.oip.request import Request, Signature, signature
 from deploykit.serving.oip.response import Result, collect_results
@@ -82,27 +82,17 @@ class PipelineCounts:
     def waiting(self) -> int:
         return 0 if self._waiting is None else self._waiting()
 
-    @property
-    def total_us(self) -> int:
-        """Return the total duration of all successes."""
-        return self._seconds.total
-
     def statistics(self) -> dict[str, Any]:
         """Return statistics as for a model; the whole duration counts as compute time."""
-        outcomes, seconds = dict(self._outcomes), self._seconds
+        outcomes, us = dict(self._outcomes), self._seconds.total
         count = outcomes.pop("success")
-        none = duration(count, 0)
+        times_us = {"success": us, "compute_infer": us}
+        failures = sum(outcomes.values())
         return {
             "last_inference": int(self._last_s * 1000),
             "inference_count": count,
             "execution_count": count,
-            "inference_stats": {
-                "success": duration(count, seconds.total),
-                "fail": duration(sum(outcomes.values()), self._lost_us),
-                **dict.fromkeys(("queue", "compute_input", "compute_output"), none),
-                "compute_infer": duration(count, seconds.total),
-                **dict.fromkeys(("cache_hit", "cache_miss"), duration(0, 0)),
-            },
+            "inference_stats": inference_stats(count, times_us, failures, self._lost_us),
             "batch_stats": [],
         }
 
@@ -179,7 +169,7 @@ class ServedPipeline:
             requests.append(request._replace(feeds={}))
             return Sent(self._input_of(request), request.region_bytes, request.timeout_us)
 
-        def done(answer: bytes | Exception, _json: bool) -> None:
+        def finish(answer: bytes | Exception, _json: bool) -> None:
             client.cancel = None
             try:
                 if isinstance(answer, Exception):
@@ -192,7 +182,7 @@ class ServedPipeline:
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 fail(exc)
 
-        client.cancel = self.start(read, done, client, trace, timeout_us)
+        client.cancel = self.start(read, finish, client, trace, timeout_us)
 
     def _input_of(self, request: Request) -> bytes | np.ndarray:
         """Return the input. Raises BadInput for no pixels, TooLarge for JSON above its limit."""
@@ -231,7 +221,7 @@ class ServedPipeline:
 
     def counted(self) -> dict[str, Any]:
         """Return the counters for the dashboard, with the total time of each stage."""
-        stages_us = {name: each.total_us for name, each in self._stages.items()}
+        stages_us = {n: each.status()["request"]["us"] for n, each in self._stages.items()}
         return {**self._total.status(), "stages_us": stages_us}
 
     def status(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Trial:
 
 def main() -> None:
     """Read the task from standard input, try it, and write the result to standard output."""
-    out = os.dup(1)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to it
     path, check, limit_s = pickle.load(sys.stdin.buffer)  # noqa: S301 - our server wrote it
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -97,21 +97,15 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     problem: str | None = None
     try:
-        _write(out, external_files(path))
+        out.write(f"{json.dumps(external_files(path))}\n")
         sys.stdin.buffer.readline()  # waits until the server has looked at them
         check(path)
     except DeploykitError as exc:
         problem = exc.message
     except Exception as exc:  # noqa: BLE001 - whatever is wrong with the file
         problem = f"{type(exc).__name__}: {first_line(exc)}"
-    _write(out, problem)
+    out.write(f"{json.dumps(problem)}\n")
     os._exit(0)  # threads of libraries may still run
-
-
-def _write(out: int, value: object) -> None:
-    left = json.dumps(value).encode() + b"\n"
-    while left:
-        left = left[os.write(out, left) :]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,35 +41,24 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _RECENT = 256  # runs counted together
 
 
-@dataclass(slots=True)
-class _ComputeTimes:
-    """Time before, in and after the engine; each request counts its batch's full time."""
-
-    count: int = 0
-    input_us: int = 0
-    infer_us: int = 0
-    output_us: int = 0
-
-    def add(
-        self, input_us: np.ndarray, infer_us: np.ndarray, output_us: np.ndarray, times: np.ndarray
-    ) -> None:
-        """Count runs, each as often as in `times`; all arrays have the shape (runs,)."""
-        self.count += int(times.sum())
-        self.input_us += int(input_us @ times)
-        self.infer_us += int(infer_us @ times)
-        self.output_us += int(output_us @ times)
-
-    def to_dict(self) -> dict[str, dict[str, int]]:
-        return {
-            "compute_input": duration(self.count, self.input_us),
-            "compute_infer": duration(self.count, self.infer_us),
-            "compute_output": duration(self.count, self.output_us),
-        }
+_COMPUTE = ("compute_input", "compute_infer", "compute_output")
 
 
-def duration(count: int, us: int) -> dict[str, int]:
-    """Format a duration as in the statistics of the protocol."""
-    return {"count": count, "ns": us * 1000}
+def durations(count: int, times_us: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Format durations as in the statistics of the protocol, each a sum over `count` requests."""
+    return {name: {"count": count, "ns": int(us) * 1000} for name, us in times_us.items()}
+
+
+def inference_stats(
+    count: int, times_us: Mapping[str, int], failures: int, fail_us: int
+) -> dict[str, Any]:
+    """Return all members of `inference_stats`; those without a time are 0."""
+    names = ("success", "queue", *_COMPUTE)
+    return {
+        **durations(count, {name: times_us.get(name, 0) for name in names}),
+        **durations(failures, {"fail": fail_us}),
+        **durations(0, {"cache_hit": 0, "cache_miss": 0}),
+    }
 
 
 class ModelMetrics(Watcher):
@@ -79,8 +68,9 @@ class ModelMetrics(Watcher):
         self._lock = threading.Lock()
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._fail_us = 0
-        self._compute = _ComputeTimes()
-        self._by_rows: dict[int, _ComputeTimes] = {}
+        # µs before, in and after the engine, each request with its batch's full time; and requests
+        self._compute = np.zeros(4, np.int64)
+        self._by_rows: dict[int, np.ndarray] = {}  # the same, by the rows of a batch
         self._rows = 0
         self._runs = 0
         self._last_s = 0.0
@@ -138,11 +128,11 @@ class ModelMetrics(Watcher):
         ):
             stages[stage].add(us, count)
         input_us, output_us = join_us + copy_in_us, copy_out_us + split_us
-        self._compute.add(input_us, compute_us, output_us, requests)
+        columns = np.stack([input_us, compute_us, output_us, np.ones_like(rows)])
+        self._compute += columns @ requests
         self._compute_s.add(input_us + compute_us + output_us, requests)
         for size in set(rows.tolist()):
-            found = self._by_rows.setdefault(size, _ComputeTimes())
-            found.add(input_us, compute_us, output_us, rows == size)
+            self._by_rows[size] = self._by_rows.get(size, 0) + columns @ (rows == size)
         self._batch_rows.add(rows)
         self._rows += int(rows.sum())
         self._runs += len(rows)
@@ -168,33 +158,31 @@ class ModelMetrics(Watcher):
             self._outcomes[outcome] += 1
             self._fail_us += us
 
-    def _success_us(self) -> int:
-        done = self._compute
-        return self._stages["queue"].total + done.input_us + done.infer_us + done.output_us
+    def _times_us(self) -> dict[str, int]:
+        """Return the total times of all successes, as in the statistics of the protocol."""
+        *compute_us, _ = map(int, self._compute)
+        queue_us = self._stages["queue"].total
+        times = {"success": queue_us + sum(compute_us), "queue": queue_us}
+        return {**times, **dict(zip(_COMPUTE, compute_us, strict=True))}
 
     def statistics(self) -> dict[str, Any]:
         """Return one entry of `model_stats`: cumulative, with all members of `inference_stats`."""
         with self._lock:
             self._count_recent()
-            count = self._compute.count
             failures = sum(self._outcomes.values()) - self._outcomes["success"]
+            count = int(self._compute[3])
             return {
                 "name": self.name,
                 "version": self.version,
                 "last_inference": int(self._last_s * 1000),
                 "inference_count": self._rows,
                 "execution_count": self._runs,
-                "inference_stats": {
-                    "success": duration(count, self._success_us()),
-                    "fail": duration(failures, self._fail_us),
-                    "queue": duration(count, self._stages["queue"].total),
-                    **self._compute.to_dict(),
-                    "cache_hit": duration(0, 0),
-                    "cache_miss": duration(0, 0),
-                },
+                "inference_stats": inference_stats(
+                    count, self._times_us(), failures, self._fail_us
+                ),
                 "batch_stats": [
-                    {"batch_size": rows, **computed.to_dict()}
-                    for rows, computed in sorted(self._by_rows.items())
+                    {"batch_size": rows, **durations(int(n), dict(zip(_COMPUTE, us, strict=True)))}
+                    for rows, (*us, n) in sorted(self._by_rows.items())
                 ],
             }
 
@@ -210,7 +198,7 @@ class ModelMetrics(Watcher):
                 "last_ms": int(self._last_s * 1000),
                 "request": {"counts": list(self._request_s.counts), "us": self._request_s.total},
                 "stages_us": {stage: found.total for stage, found in self._stages.items()},
-                "batches": {str(rows): found.count for rows, found in self._by_rows.items()},
+                "batches": {str(rows): int(found[3]) for rows, found in self._by_rows.items()},
             }
 
     def samples(self, waiting: int, unanswered: int) -> list[Sample]:
@@ -218,7 +206,7 @@ class ModelMetrics(Watcher):
         labels = {"model": self.name, "version": self.version}
         with self._lock:
             self._count_recent()
-            counts = dict(self._outcomes)
+            counts, times_us = dict(self._outcomes), self._times_us()
             values: dict[str, float | BucketCounts] = {
                 "deploykit_queue_depth": waiting,
                 "deploykit_requests_in_flight": unanswered,
@@ -231,11 +219,8 @@ class ModelMetrics(Watcher):
                 "nv_inference_count": self._rows,
                 "nv_inference_exec_count": self._runs,
                 "nv_inference_pending_request_count": waiting,
-                "nv_inference_request_duration_us": self._success_us(),
-                "nv_inference_queue_duration_us": self._stages["queue"].total,
-                "nv_inference_compute_input_duration_us": self._compute.input_us,
-                "nv_inference_compute_infer_duration_us": self._compute.infer_us,
-                "nv_inference_compute_output_duration_us": self._compute.output_us,
+                "nv_inference_request_duration_us": times_us.pop("success"),
+                **{f"nv_inference_{name}_duration_us": us for name, us in times_us.items()},
             }
             stages = {stage: found.buckets for stage, found in self._stages.items()}
         failures = {
@@ -380,15 +365,17 @@ def _since_1970_s(since_boot_s: float) -> float:
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
 
 
-_GAUGES: Mapping[str, Callable[[GpuState], float | None]] = {
-    "nv_gpu_utilization": lambda gpu: gpu.utilization,
-    "nv_gpu_power_usage": lambda gpu: gpu.power_w,
-    "nv_gpu_power_limit": lambda gpu: gpu.power_limit_w,
-    "nv_energy_consumption": lambda gpu: gpu.energy_j,
-    "nv_gpu_memory_total_bytes": lambda gpu: gpu.memory_total_bytes,
-    "nv_gpu_memory_used_bytes": lambda gpu: gpu.memory_used_bytes,
-    "deploykit_gpu_temperature_celsius": lambda gpu: gpu.temperature_c,
-}
+_GAUGES: Sequence[tuple[str, Mapping[str, str], Callable[[GpuState], float | None]]] = (
+    ("nv_gpu_utilization", {}, lambda gpu: gpu.utilization),
+    ("nv_gpu_power_usage", {}, lambda gpu: gpu.power_w),
+    ("nv_gpu_power_limit", {}, lambda gpu: gpu.power_limit_w),
+    ("nv_energy_consumption", {}, lambda gpu: gpu.energy_j),
+    ("nv_gpu_memory_total_bytes", {}, lambda gpu: gpu.memory_total_bytes),
+    ("nv_gpu_memory_used_bytes", {}, lambda gpu: gpu.memory_used_bytes),
+    ("deploykit_gpu_temperature_celsius", {}, lambda gpu: gpu.temperature_c),
+    ("deploykit_gpu_clock_hertz", {"domain": "compute"}, lambda gpu: gpu.clock_hz),
+    ("deploykit_gpu_clock_hertz", {"domain": "memory"}, lambda gpu: gpu.memory_clock_hz),
+)
 
 
 def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
@@ -397,13 +384,10 @@ def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
     about = {"name": gpu.name, "index": str(gpu.index), "source": gpu.source}
     about |= {"power_mode": gpu.power_mode} if gpu.power_mode else {}
     yield Sample("deploykit_gpu_info", {**uuid, **about}, 1)
-    for name, read in _GAUGES.items():
+    for name, labels, read in _GAUGES:
         value = read(gpu)
         if value is not None:
-            yield Sample(name, uuid, value)
-    for domain, hertz in (("compute", gpu.clock_hz), ("memory", gpu.memory_clock_hz)):
-        if hertz is not None:
-            yield Sample("deploykit_gpu_clock_hertz", {**uuid, "domain": domain}, hertz)
+            yield Sample(name, {**uuid, **labels}, value)
     if gpu.throttled is not None:
         for reason in THROTTLES:
             value = int(reason in gpu.throttled)

@@ -21,17 +21,13 @@ def classify(array: np.ndarray, classes: int, *, batched: bool) -> np.ndarray:
     """
     rows = len(array) if batched else 1
     values = array.reshape(rows, math.prod(array.shape[1 if batched else 0 :]))
-    count = min(classes, values.shape[1])
-    strings = np.empty((len(values), count), object)
-    for row, numbers in enumerate(values):
-        order = len(numbers) - 1 - np.argsort(numbers[::-1], kind="stable")[::-1]
-        if numbers.dtype.kind == "f":  # numpy sorts NaN above every number
-            nans = np.isnan(numbers[order])
-            order = np.concatenate([order[~nans], order[nans]])
-        for place, index in enumerate(order[:count].tolist()):
-            value = numbers[index]
-            number = f"{value:.6f}" if value.dtype.kind == "f" else str(int(value))
-            strings[row, place] = f"{number}:{index}"
+    floats = values.dtype.kind == "f"
+    descending = -values if floats else ~values  # which cannot overflow
+    order = np.argsort(descending, axis=1, kind="stable")[:, :classes]
+    strings = np.empty(order.shape, object)
+    for place, index in np.ndenumerate(order):
+        value = values[place[0], index]
+        strings[place] = f"{value:.6f}:{index}" if floats else f"{int(value)}:{index}"
     return strings if batched else strings[0]
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import ssl
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from deploykit.core.artefact import file_stamp
@@ -23,8 +25,8 @@ from deploykit.serving.transport.call import Refusal
 
 log = logging.getLogger(__name__)
 
-_LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_ORIGIN = re.compile(r"https?://[^/\s@]+", re.IGNORECASE)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+", re.IGNORECASE)  # apps have their own schemes
+_PLACE = re.compile(rb"(\[[0-9a-f:.]+\]|[^:\[\]@\s]+)(?::(\d*))?")  # host and port
 _HOST = re.compile(
     r"\*|(\*?\.)?([A-Za-z0-9_-]+\.)*[A-Za-z0-9_-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?"
 )
@@ -108,11 +110,14 @@ class AccessControl:
 
     def _is_own(self, host: bytes) -> bool:
         """Return whether a host, with or without a port, is this machine's or an allowed one."""
-        host = host.lower()
-        if self._loopback and _LOCAL.fullmatch(host):
-            return True
-        names = host, re.sub(rb":\d+$", b"", host)
-        return any(name in self._hosts or name.endswith(self._domains) for name in names)
+        match = _PLACE.fullmatch(host.lower())
+        if match is None:
+            return False
+        name, port = match.groups()
+        bare = name.removesuffix(b".")  # as Kubernetes writes a whole name
+        names = (bare + b":" + port, bare) if port else (bare,)
+        known = any(each in self._hosts or each.endswith(self._domains) for each in names)
+        return known or (self._loopback and _is_local(name))
 
     def cors_headers(
         self, origin: bytes | None, host: bytes | None, headers: Mapping[bytes, bytes]
@@ -130,6 +135,17 @@ class AccessControl:
             found += b"Access-Control-Allow-Headers: " + asked + b"\r\n"
         private = b"access-control-request-private-network" in headers
         return found + b"Access-Control-Allow-Private-Network: true\r\n" * private
+
+
+def _is_local(name: bytes) -> bool:
+    """Return whether no DNS server decides where this host is: it is always this machine."""
+    if name == b"localhost" or name.endswith(b".localhost"):
+        return True
+    try:
+        address: Any = ipaddress.ip_address(name.strip(b"[]").decode("ascii"))
+    except ValueError:
+        return False
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
 PREFLIGHT = b"Access-Control-Allow-Methods: GET, HEAD, POST\r\nAccess-Control-Max-Age: 600\r\n"

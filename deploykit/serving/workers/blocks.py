@@ -12,7 +12,8 @@ import logging
 import math
 import struct
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from mmap import mmap
 from typing import Any, NamedTuple, cast
 
@@ -110,21 +111,19 @@ class TensorCodec:
         self._dtypes = dtypes
         self._strings = [s.name for s, dtype in zip(specs, dtypes, strict=True) if dtype is None]
         self._head = struct.Struct("<" + "".join(f"{1 + len(s.shape)}q" for s in specs))
-        self._layouts: dict[object, Layout] = {}
-        self._keys: dict[InputKey, InputKey] = {}
+        self._no_strings = (0,) * len(specs)
+        self._layout = lru_cache(_CACHED)(self._make)
+        self._parsed = lru_cache(_CACHED)(self._parse)
+        self._same: Callable[[InputKey], InputKey] = lru_cache(_CACHED)(lambda key: key)
 
     def encode(self, arrays: Arrays) -> tuple[Layout, dict[str, bytes]]:
         """Return the layout for these arrays, and the bytes of string arrays. Raises BadInput."""
-        shapes = [arrays[spec.name].shape for spec in self._specs]
+        shapes = tuple([arrays[spec.name].shape for spec in self._specs])
         if self._strings:
             strings = {name: json.dumps(arrays[name].tolist()).encode() for name in self._strings}
-            sizes = [len(strings.get(spec.name, b"")) for spec in self._specs]
+            sizes = tuple([len(strings.get(spec.name, b"")) for spec in self._specs])
             return self._make(shapes, sizes), strings
-        key = tuple(shapes)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._keep(key, self._make(shapes, [0] * len(shapes)))
-        return layout, {}
+        return self._layout(shapes, self._no_strings), {}
 
     def write(
         self, memory: mmap, at: int, layout: Layout, arrays: Arrays, strings: dict[str, bytes]
@@ -142,24 +141,24 @@ class TensorCodec:
 
     def parse(self, head: bytes, size: int) -> Layout:
         """Return the layout that `head` describes. Raises ValueError unless it fits `size`."""
-        layout = self._layouts.get(head)
-        if layout is None:
-            if len(head) != self._head.size:
-                raise ValueError("the tensors are described in another way")
-            numbers = iter(self._head.unpack(head))
-            lengths, shapes = [], []
-            for spec in self._specs:
-                lengths.append(next(numbers))
-                shapes.append(tuple([next(numbers) for _ in spec.shape]))
-            if not all(0 <= n < _MOST for each in (*shapes, lengths) for n in each):
-                raise ValueError("a size or an axis is out of range")
-            layout = self._make(shapes, lengths)
-            if layout.head != head:
-                raise ValueError("sizes and shapes do not fit")
-            if not self._strings:
-                self._keep(head, layout)
+        layout = (self._parse if self._strings else self._parsed)(head)
         if layout.size != size:
             raise ValueError("the block has another size")
+        return layout
+
+    def _parse(self, head: bytes) -> Layout:
+        if len(head) != self._head.size:
+            raise ValueError("the tensors are described in another way")
+        numbers = iter(self._head.unpack(head))
+        lengths, shapes = [], []
+        for spec in self._specs:
+            lengths.append(next(numbers))
+            shapes.append(tuple([next(numbers) for _ in spec.shape]))
+        if not all(0 <= n < _MOST for each in (*shapes, lengths) for n in each):
+            raise ValueError("a size or an axis is out of range")
+        layout = self._make(shapes, lengths)
+        if layout.head != head:
+            raise ValueError("sizes and shapes do not fit")
         return layout
 
     def read(self, memory: mmap, at: int, layout: Layout, *, copy: bool) -> dict[str, np.ndarray]:
@@ -188,17 +187,8 @@ class TensorCodec:
             numbers += [size, *shape]
             key.append((spec.name, PROTOCOL_NAMES[spec.dtype], shape[1:]))
             at += -(-size // _ALIGN) * _ALIGN
-        if len(self._keys) >= _CACHED:
-            self._keys.clear()
-        found = tuple(key)
         head = self._head.pack(*numbers) if at < _MOST else b""
-        return Layout(head, rounded(at), tuple(places), self._keys.setdefault(found, found))
-
-    def _keep(self, found_by: object, layout: Layout) -> Layout:
-        if len(self._layouts) >= _CACHED:
-            self._layouts.clear()
-        self._layouts[found_by] = layout
-        return layout
+        return Layout(head, rounded(at), tuple(places), self._same(tuple(key)))
 
 
 # Records between a front end and the engine process: requests, and their results.

@@ -202,6 +202,7 @@ class RemoteBatcher(Batcher):
     lost = False
     ended = True
     watchers = ()
+    policy = BatchPolicy()
 
     def __init__(self, model: FrontModel) -> None:
         self.index = model.index
@@ -210,11 +211,7 @@ class RemoteBatcher(Batcher):
         self.numbers: dict[Pending, int] = {}
         self._link = model.link
         self._metrics = model.metrics
-        self._policy = BatchPolicy(model.max_batch, queue=0)
-
-    @property
-    def policy(self) -> BatchPolicy:
-        return self._policy
+        self.policy = BatchPolicy(model.max_batch, queue=0)
 
     def take_most_waiting(self) -> int:
         return 0

@@ -7,24 +7,31 @@ import math
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from deploykit.core.errors import Expired
 from deploykit.serving import server as http
-from deploykit.serving.batching.batcher import GATHER_US, Batcher
+from deploykit.serving.batching import batcher as batching
+from deploykit.serving.batching.batcher import GATHER_US, PAUSE_US, SLOW_US, Batcher
 from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Watcher
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row, submit
+from tests.support.serving.loops import (
+    KEY,
+    Answers,
+    Clock,
+    Loop,
+    Threads,
+    asleep,
+    inline,
+    row,
+    submit,
+)
 from tests.support.serving.running import WAIT_S, GatedEngine, Running, infer_json
-
-
-@pytest.fixture
-def loop() -> Loop:
-    return Loop()
 
 
 @pytest.fixture
@@ -33,17 +40,9 @@ def engine() -> Threads:
 
 
 @pytest.fixture
-def answers() -> Answers:
-    return Answers()
-
-
-@pytest.fixture
 def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
     """Its clock stands still."""
-    policy = BatchPolicy(max_batch=4)
-    with Batcher([engine], policy, clock_us=Clock(), call_soon=loop.call_soon) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
+    with inline([engine], loop, Clock(), BatchPolicy(max_batch=4)) as batcher:
         yield batcher
 
 
@@ -108,9 +107,7 @@ def test_a_request_that_expires_before_its_inline_run_is_not_run(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     clock = Clock()
-    with Batcher([engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
+    with inline([engine], loop, clock) as batcher:
         late = submit(batcher, row(0), 1, KEY, answers.done, wait_us=10)
         kept = submit(batcher, row(1), 1, KEY, answers.done)
         clock.us = 11
@@ -180,12 +177,7 @@ def test_idle_time_includes_waiting_for_the_loop(
             self.runs.append(run)
 
     clock, notes = Clock(), Notes()
-    policy = BatchPolicy()
-    with Batcher(
-        [engine], policy, clock_us=clock, watchers=[notes], call_soon=loop.call_soon
-    ) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
+    with inline([engine], loop, clock, watchers=[notes]) as batcher:
         for begin_us in (100, 200):
             clock.us = begin_us
             submit(batcher, row(0), 1, KEY, answers.done)
@@ -239,11 +231,7 @@ def test_the_loop_spins_for_spin_us_after_a_batch(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     clock = Clock()
-    with Batcher(
-        [engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon, spin_us=100
-    ) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
+    with inline([engine], loop, clock, spin_us=100) as batcher:
         submit(batcher, row(0), 1, KEY, answers.done)
         loop.turn()
         clock.us = 99
@@ -271,12 +259,7 @@ def test_without_a_spare_core_the_loop_spins_only_while_requests_come_one_at_a_t
         return again
 
     clock = Clock()
-    with Batcher(
-        [engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon, spin_us=100,
-        spare_core=False,
-    ) as batcher:  # fmt: skip
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
+    with inline([engine], loop, clock, spin_us=100, spare_core=False) as batcher:
         assert [spins_after(1) for _ in range(9)] == [False] * 6 + [True] * 3
         assert not spins_after(2)
         assert not spins_after(1)
@@ -316,9 +299,7 @@ def test_requests_that_keep_coming_hold_up_a_batch_for_a_limited_time(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
     clock = Clock()
-    with Batcher([engine], BatchPolicy(), clock_us=clock, call_soon=loop.call_soon) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
+    with inline([engine], loop, clock) as batcher:
         for _ in range(2):
             submit(batcher, row(0), 1, KEY, answers.done)
         loop.turn()
@@ -328,3 +309,67 @@ def test_requests_that_keep_coming_hold_up_a_batch_for_a_limited_time(
             submit(batcher, row(0), 1, KEY, answers.done)
             loop.turn()
         assert engine.batches == [2, 3]
+
+
+# -- A slow batch keeps the event loop from running the next ones
+
+
+class Timed(Threads):
+    """Each run takes `us` of `clock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.us = clock, 100
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        self.clock.us += self.us
+        return super().__call__(feeds)
+
+
+def test_a_batch_that_other_programs_held_up_is_not_slow(
+    monkeypatch: pytest.MonkeyPatch, loop: Loop, answers: Answers
+) -> None:
+    clock, computed_ns = Clock(), iter(range(0, 10_000 * SLOW_US, 1000 * SLOW_US))
+    monkeypatch.setattr(batching, "thread_time_ns", lambda: next(computed_ns))
+    engine = Timed(clock)
+    engine.us = 100 * SLOW_US
+    with inline([engine], loop, clock) as batcher:
+        for number in range(3):
+            asleep(batcher)
+            submit(batcher, row(number), 1, KEY, answers.done)
+            loop.turn()
+            answers.wait(1)
+        assert set(engine.threads) == {threading.get_ident()}
+
+
+def test_after_a_slow_batch_the_engines_thread_runs_the_next_ones_for_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch, loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(batching, "thread_time_ns", lambda: 1000 * clock.us)
+    engine, here, sent = Timed(clock), threading.get_ident(), 0
+    with inline([engine], loop, clock) as batcher:
+
+        def is_inline(us: int) -> bool:
+            nonlocal sent
+            asleep(batcher)
+            engine.us = us
+            submit(batcher, row(sent), 1, KEY, answers.done)
+            loop.turn()
+            sent += 1
+            answers.wait(1)
+            return engine.threads[-1] == here
+
+        assert is_inline(SLOW_US)
+        assert is_inline(SLOW_US + 1)
+        assert not is_inline(100)
+        clock.us += PAUSE_US
+        assert is_inline(SLOW_US + 1)  # soon again: the pause is twice as long
+        clock.us += PAUSE_US
+        assert not is_inline(100)
+        clock.us += PAUSE_US
+        assert is_inline(100)
+        clock.us += 10 * PAUSE_US
+        assert is_inline(SLOW_US + 1)
+        clock.us += PAUSE_US
+        assert is_inline(100)

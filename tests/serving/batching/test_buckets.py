@@ -176,7 +176,7 @@ def test_a_model_whose_rows_affect_each_other_is_refused() -> None:
 def test_an_output_whose_padding_cannot_be_removed_is_refused() -> None:
     engine = Longer()
     engine.outputs = (TensorSpec("y", "float32", ("N", "M")),)  # as long as T, but not by name
-    with pytest.raises(BadInput, match=r"shape \[1, 4\] padded, \[1, 1\] unpadded"):
+    with pytest.raises(BadInput, match="changes by inf"):
         buckets(engine).check(engine, 8)
 
 

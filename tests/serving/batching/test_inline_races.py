@@ -31,6 +31,7 @@ from tests.support.serving.loops import (
     Loop,
     Threads,
     asleep,
+    inline,
     row,
     submit,
 )
@@ -292,13 +293,12 @@ def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() 
     assert sorted(answers.order) == [0, 1]
 
 
-def test_a_batch_that_is_still_delayed_is_left_to_the_engines_thread() -> None:
+def test_a_batch_that_is_still_delayed_is_left_to_the_engines_thread(
+    loop: Loop, answers: Answers
+) -> None:
     """Otherwise the loop would reschedule itself until the delay has passed."""
-    clock, loop, answers, engine = Clock(), Loop(), Answers(), Threads()
     policy = BatchPolicy(max_batch=4, max_delay_us=60_000_000)
-    with Batcher([engine], policy, clock_us=clock, call_soon=loop.call_soon) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
+    with inline([Threads()], loop, Clock(), policy) as batcher:
         submit(batcher, row(0), 1, KEY, answers.done)
         assert [loop.turn(), loop.turn()] == [1, 0]
     assert answers.order == [0]

@@ -156,8 +156,7 @@ def test_shared_memory_is_offered_only_with_the_option() -> None:
 
 
 def test_each_request_is_charged_the_whole_time_of_its_batch() -> None:
-    engine = GatedEngine()
-    engine.warm = True
+    engine = GatedEngine(warm=True)
     repository = ModelRepository({"m": engine}, ServeOptions())
     model = repository.find("m")
     model.submit(ask(), lambda _: None)

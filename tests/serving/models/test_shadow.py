@@ -114,8 +114,7 @@ def test_disagreements_are_counted_by_row_and_raise_an_alarm(
 
 
 def test_samples_are_dropped_when_the_reference_is_slow(eventually: Eventually) -> None:
-    engine = GatedEngine()
-    engine.warm = True
+    engine = GatedEngine(warm=True)
     with shadowed(engine) as shadow:
         x = rows(1)
         for _ in range(QUEUE + 20):
@@ -130,8 +129,7 @@ def test_queued_samples_are_limited_by_their_bytes(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shadow_module, "QUEUE_BYTES", 100)
-    engine = GatedEngine()
-    engine.warm = True
+    engine = GatedEngine(warm=True)
     x = rows(1)  # 32 bytes with its output
     with shadowed(engine) as shadow:
         for _ in range(6):
@@ -147,8 +145,7 @@ def test_queued_samples_are_limited_by_their_bytes(
 
 def test_long_strings_count_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow_module, "QUEUE_BYTES", 10_000)
-    engine = GatedEngine()
-    engine.warm = True
+    engine = GatedEngine(warm=True)
     texts = np.array([["x" * 3000]], object)
     with shadowed(engine) as shadow:
         for _ in range(9):
@@ -159,8 +156,7 @@ def test_long_strings_count_with_their_bytes(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_sample_is_a_copy(eventually: Eventually) -> None:
     """The request's buffers may be reused after its answer."""
-    engine = GatedEngine()
-    engine.warm = True
+    engine = GatedEngine(warm=True)
     with shadowed(engine) as shadow:
         x = rows(2)
         y = 2 * x + 1

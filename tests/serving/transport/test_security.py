@@ -138,7 +138,13 @@ def test_an_allowed_origin_may_call_a_server_on_any_address() -> None:
         assert own.status == 200
 
 
-@pytest.mark.parametrize("origin", ["app.example", "*", "https://a/b", "https://"])
+def test_an_app_whose_pages_have_a_scheme_of_their_own_may_be_allowed() -> None:
+    with running(origins=("tauri://localhost", "vscode-webview://0ab")) as server:
+        for origin, status in (("vscode-webview://0ab", 200), ("vscode-webview://1ab", 403)):
+            assert server.ask("POST", INFER, GOOD, Origin=origin).status == status
+
+
+@pytest.mark.parametrize("origin", ["app.example", "*", "https://a/b", "https://", "null"])
 def test_an_invalid_origin_is_refused_at_start(origin: str) -> None:
     with pytest.raises(BadInput, match="`origins`"):
         Server({"m": FakeEngine()}, ServeOptions(http_port=0, origins=(origin,)))
@@ -156,6 +162,36 @@ HOSTS = [  # allowed hosts, address, Host, status
     (("*.example.org:8443",), "127.0.0.1", "a.example.org:8443", 200),
     (("*.example.org:8443",), "127.0.0.1", "a.example.org:8444", 403),
     (("*",), "127.0.0.1", "anything", 200),
+    *(
+        ((), "127.0.0.1", host, 200)
+        for host in (
+            "LocalHost",
+            "localhost:",
+            "app.localhost:3000",
+            "127.1.2.3:80",
+            "[::1]:8000",
+            "[0:0:0:0:0:0:0:1]",
+            "[::ffff:127.0.0.1]:1",
+        )
+    ),
+    *(
+        ((), "127.0.0.1", host, 403)
+        for host in (
+            "localhost.",
+            "127.0.0.1.",
+            "localhost:a",
+            "a@localhost",
+            "notlocalhost",
+            "127.1",
+            "2130706433",
+            "::1",
+            "[::1",
+            "[::ffff:8.8.8.8]",
+            "8.8.8.8",
+            "[localhost]",
+        )
+    ),
+    (("dk",), "127.0.0.1", "dk.:", 200),
     ((), "0.0.0.0", "anything", 200),
     (("dk",), "0.0.0.0", "dk", 200),
     (("dk",), "0.0.0.0", "evil.example", 403),

@@ -16,6 +16,7 @@ from deploykit.building.tensorrt.build import BuildCheck, check
 from deploykit.building.tensorrt.options import AxisRange, Options
 from deploykit.core.profile import load_profile
 from tests.support.onnx_zoo import save
+from tests.support.runtimes import fake_tensorrt
 
 BATCH = AxisRange(1, 4, 8)
 ask = pytest.mark.nvidia
@@ -26,7 +27,8 @@ INT8 = TensorProto.INT8
 
 
 def options(workspace_bytes: int = 1 << 30, batch: AxisRange = BATCH, **more: Any) -> Options:
-    return Options(replace(load_profile("l4"), workspace_bytes=workspace_bytes), batch, **more)
+    l4 = replace(load_profile("l4"), workspace_bytes=workspace_bytes)
+    return fake_tensorrt.options(l4, batch, **more)
 
 
 def checked(model: onnx.ModelProto, tmp_path: Path, **more: Any) -> BuildCheck:

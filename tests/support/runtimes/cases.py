@@ -205,18 +205,16 @@ def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
 
 def plan_options(folder: Path, case: Case) -> Any:
     """Batches of 1 to `LARGEST_BATCH`, or the one that the case has."""
+    from deploykit.building.builder import Shapes
     from deploykit.building.tensorrt.options import AxisRange, Options
     from deploykit.core.profile import choose_profile
 
     dynamic = any("T" in spec.shape for spec in case.input_specs)
     first = case.input_specs[0].shape[0]
     batch = (first,) * 3 if isinstance(first, int) else (1, 8, LARGEST_BATCH)
-    return Options(
-        profile=choose_profile()[0],
-        batch=AxisRange(*batch),
-        axes={"T": AxisRange(1, 3, LARGEST_STEPS)} if dynamic else {},
-        timing_cache=folder / "timing.cache",
-    )
+    axes = {"T": AxisRange(1, 3, LARGEST_STEPS)} if dynamic else {}
+    shapes = Shapes(timing_cache=folder / "timing.cache")
+    return Options(choose_profile()[0], shapes, AxisRange(*batch), axes)
 
 
 @cache

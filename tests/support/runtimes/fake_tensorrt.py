@@ -25,7 +25,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deploykit.building.builder import Shapes
 from deploykit.building.tensorrt.options import AxisRange, Options
-from deploykit.core.profile import load_profile
+from deploykit.core.profile import Profile, load_profile
 
 if TYPE_CHECKING:
     from tests.support.runtimes.own_cuda import FakeCuda
@@ -115,8 +116,16 @@ def plan_bytes(tensors: Sequence[Any], profiles: Sequence[Any], **more: Any) -> 
     return MAGIC + json.dumps({"tensors": tensors, "profiles": profiles, **more}).encode()
 
 
-def options(profile: str = "l4", batch: AxisRange = BATCH, **more: Any) -> Options:
-    return Options(load_profile(profile), batch, **more)
+def options(
+    profile: Profile | str = "l4",
+    batch: AxisRange = BATCH,
+    *,
+    axes: Mapping[str, AxisRange] | None = None,
+    free_bytes: int | None = None,
+    **shapes: Any,
+) -> Options:
+    target = load_profile(profile) if isinstance(profile, str) else profile
+    return Options(target, Shapes(**shapes), batch, axes or {}, free_bytes)
 
 
 @dataclass

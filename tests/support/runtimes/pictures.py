@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from deploykit.core.task import ImageInput
 
 def photo(name: str = "china") -> bytes:
     """A JPEG of 640x427 that scikit-learn brings: "china" or "flower"."""
-    import sklearn.datasets
-
-    return (Path(sklearn.datasets.__file__).parent / "images" / f"{name}.jpg").read_bytes()
+    found = util.find_spec("sklearn")  # to import it takes a second
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "datasets/images" / f"{name}.jpg").read_bytes()
 
 
 def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:

@@ -179,11 +179,11 @@ def running(
 class GatedEngine(FakeEngine):
     """A FakeEngine that waits in each call until the gate is opened; it warms up freely."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, warm: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.gate = threading.Event()
         self.entered = threading.Semaphore(0)
-        self.warm = False
+        self.warm = warm
         self.fed: list[float] = []  # the first value of every row that reached it
 
     def __call__(self, feeds: Any) -> dict[str, np.ndarray]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
-from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method
+from deploykit.serving.grpc.call import GrpcCall, Method, parse_head
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
 from deploykit.serving.transport.call import MemoryBudget
 from tests.support.serving.grpc_cases import LIVE
@@ -89,7 +90,7 @@ class Wired:
     def __init__(self, limits: Http2Limits | None = None, max_bytes: int = 1 << 20) -> None:
         self.loop = asyncio.new_event_loop()
         limits = limits or Http2Limits()
-        parse = HeadParser(METHODS, lambda _: True, limits.headers)
+        parse = partial(parse_head, METHODS, lambda _: True, limits.headers)
         self.now_s = 0.0
         self.memory = MemoryBudget(1 << 30, max_bytes)
         self.shared = Http2Port(
