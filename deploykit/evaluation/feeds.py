@@ -140,8 +140,11 @@ def batch_limits(inputs: Sequence[TensorSpec], limits: AxisLimits) -> tuple[int,
     return max((low for low, _ in found), default=1), min((n for _, n in found if n), default=None)
 
 
-def small_batches(samples: Samples, feeds: Sequence[Feeds], least: int = 1) -> list[Feeds]:
-    """Return the two smallest batches of the samples that are smaller than those of `feeds`."""
+def small_batches(samples: Samples, feeds: Sequence[Feeds], engine: Engine) -> list[Feeds]:
+    """Return the two smallest batches of samples that `engine` takes, unless `feeds` are such."""
+    if not batch_axes(engine.inputs):
+        return []
+    least, _ = batch_limits(engine.inputs, engine.limits)
     axes = ((name, samples.axis(name)) for name in feeds[0])
     most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
     return [samples.rows(slice(count)) for count in (least, least + 1) if count < most]
