@@ -75,9 +75,7 @@ def test_small_integers_are_tried_where_larger_ones_do_not_run(tmp_path: Path, a
 def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, axis: str) -> None:
     path = write(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:1]}, 17)
     for run in (lambda: dk.compare(path, path), lambda: dk.quantize(path, "fp16")):
-        with pytest.raises(
-            dk.BadInput, match="no random inputs that were tried run"
-        ) as caught:
+        with pytest.raises(dk.BadInput, match="no random inputs that were tried run") as caught:
             run()
         assert "give real inputs, `data`" in caught.value.hint
     np.save(tmp_path / "x.npy", np.zeros(9, np.int64))
