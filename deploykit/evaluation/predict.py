@@ -282,7 +282,7 @@ def predict(
         (proven,) = open_proven(artefact, device, trust=trust)
         opened = stack.enter_context(proven)
         source = find_source(Path(data), opened.inputs, task=artefact.task)
-        places = {name: source.axes.get(own) for name, own in source.names.items()}
+        places = source.axes
         size = _samples_per_call(opened, source, places, batch, on_note)
         axes = SampleAxes(opened, places)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -154,7 +154,7 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
                     own = str(size) if named else axes.setdefault(str(size), str(axis))
                     if isinstance(axis, str) and (own != axis or isinstance(size, int)):
                         raise baked(spec, at, size, watch.place(job.sizes[axis]))
-            return _simplify(lambda: graph), watch.decisions(job.sizes)
+            return _simplify(graph), watch.decisions(job.sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
 
@@ -185,7 +185,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, .
                 verbose=False,
                 **job.names,
             )
-            graph = _simplify(lambda: onnxscript.ir.load(file))
+            graph = _simplify(onnxscript.ir.load(file))
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
     frozen = [
@@ -208,34 +208,19 @@ def is_scripted(module: Any) -> bool:
     return False
 
 
-def _simplify(load: Callable[[], Any]) -> Any:
-    """Return the graph that `load` gives with its constants folded.
-
-    With shape inference the optimizer may remove a constant that is still read: without it, then.
-    """
-    for infer in (True, False):
-        graph = load()
-        # torch writes the sizes of the first round into and after a loop, and the optimizer would
-        # keep them: a tensor that grows, as Mask R-CNN's masks do, would have one row
-        for node in graph.graph.all_nodes():
-            if node.op_type in ("Loop", "Scan"):
-                bodies = [x.as_graph() for x in node.attributes.values() if x.type == _GRAPH]
-                inner = [
-                    value for each in bodies for at in each.all_nodes() for value in at.outputs
-                ]
-                ends = [value for each in bodies for value in (*each.inputs, *each.outputs)]
-                for value in (*node.outputs, *inner, *ends):
-                    if value.shape is not None:
-                        value.shape = onnxscript.ir.Shape([None] * len(value.shape))
-        graph = optimizer.optimize(
-            graph, input_size_limit=_FOLDED_ELEMENTS, onnx_shape_inference=infer
-        )
-        graphs = (graph.graph, *graph.graph.subgraphs())
-        given = {id(x) for each in graphs for x in (*each.inputs, *each.initializers.values())}
-        read = (value for node in graph.graph.all_nodes() for value in node.inputs)
-        if all(x is None or x.producer() is not None or id(x) in given for x in read):
-            break
-    return graph
+def _simplify(graph: Any) -> Any:
+    """Return `graph` with its constants folded."""
+    # torch writes the sizes of the first round into and after a loop, and the optimizer would keep
+    # them: a tensor that grows, as Mask R-CNN's masks do, would have one row
+    for node in graph.graph.all_nodes():
+        if node.op_type in ("Loop", "Scan"):
+            bodies = [x.as_graph() for x in node.attributes.values() if x.type == _GRAPH]
+            inner = [value for each in bodies for at in each.all_nodes() for value in at.outputs]
+            ends = [value for each in bodies for value in (*each.inputs, *each.outputs)]
+            for value in (*node.outputs, *inner, *ends):
+                if value.shape is not None:
+                    value.shape = onnxscript.ir.Shape([None] * len(value.shape))
+    return optimizer.optimize(graph, input_size_limit=_FOLDED_ELEMENTS)
 
 
 def cutting_line(job: ExportJob) -> str:

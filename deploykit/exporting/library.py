@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 torch = require("torch")
 
 _LEVELS = 1.0  # mean difference of a pixel, of 255: other decoders round otherwise
-_SCORES = 1e-3
-_PIXELS = 1e-3  # share whose two best classes are equal but for rounding
+_ROUNDING = 1e-3  # of scores and embeddings; the share of pixels with two best classes
 _FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _TEXTS = ("The quick brown fox jumps over the lazy dog.", "Où est-il ? Nobody knows, 12 of 34.")
 _CURE = "`preprocess`: a TOML file that says how images are prepared"
@@ -161,18 +160,15 @@ def check_answers(job: Tasked, model: Any, folder: Path | None, *, pooled: bool)
     try:
         if folder is None:
             raise BadInput("a live module has no folder")
-        off, most = with_torchvision(lambda: compare(job, model, folder))
+        off = with_torchvision(lambda: compare(job, model, folder))
     except Exception as exc:  # noqa: BLE001 - a library of any version, or none
         return (f"not compared with {library}: {first_line(exc)}",)
-    if off > most:
+    if off > _ROUNDING:
         raise BadInput(
             f"`task` {task.kind}: its answers are not those of {library}: {off:.2g} off",
             hint="export it without `task`, and make the answers of its outputs in the client",
         )
     return ()
-
-
-_Answers = tuple[float, float]  # the largest difference, and the most that rounding makes
 
 
 def _ours(job: Tasked, folder: Path) -> np.ndarray:
@@ -189,22 +185,22 @@ def _ours(job: Tasked, folder: Path) -> np.ndarray:
     return np.stack(rows)
 
 
-def _by_sentence_transformers(job: Tasked, _: Any, folder: Path) -> _Answers:
+def _by_sentence_transformers(job: Tasked, _: Any, folder: Path) -> float:
     library = require("sentence_transformers").SentenceTransformer
     model = library(str(folder), device="cpu", local_files_only=True)
     theirs = model.encode(list(_TEXTS), normalize_embeddings=True)
-    return float(np.abs(_ours(job, folder) - theirs).max()), _SCORES
+    return float(np.abs(_ours(job, folder) - theirs).max())
 
 
-def _by_text_pipeline(job: Tasked, model: Any, folder: Path) -> _Answers:
+def _by_text_pipeline(job: Tasked, model: Any, folder: Path) -> float:
     library = require("transformers")
     tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     pipeline = library.TextClassificationPipeline(model=model, tokenizer=tokenizer, device="cpu")
     found = pipeline(list(_TEXTS), top_k=None)
-    return _scores_off(found, model, _ours(job, folder)), _SCORES
+    return _scores_off(found, model, _ours(job, folder))
 
 
-def _by_image_pipeline(job: Tasked, model: Any, folder: Path) -> _Answers:
+def _by_image_pipeline(job: Tasked, model: Any, folder: Path) -> float:
     processor = load_processor(folder, "AutoImageProcessor")
     kind = require("transformers").ImageClassificationPipeline
     pipeline = kind(model=model, image_processor=processor, device="cpu")
@@ -212,10 +208,10 @@ def _by_image_pipeline(job: Tasked, model: Any, folder: Path) -> _Answers:
     with torch.inference_mode():
         found = pipeline.postprocess(model(pixel_values=pixels), top_k=model.config.num_labels)
         ours = job.loaded.module(placed)[0].numpy()
-    return _scores_off([found], model, ours), _SCORES
+    return _scores_off([found], model, ours)
 
 
-def _by_segmentation(job: Tasked, model: Any, folder: Path) -> _Answers:
+def _by_segmentation(job: Tasked, model: Any, folder: Path) -> float:
     processor = load_processor(folder, "AutoImageProcessor")
     placed, pixels = _image_of(job.loaded)
     with torch.inference_mode():
@@ -223,7 +219,7 @@ def _by_segmentation(job: Tasked, model: Any, folder: Path) -> _Answers:
             model(pixel_values=pixels), target_sizes=[tuple(pixels.shape[2:])]
         )
         ours = job.loaded.module(placed)[0][0]
-    return float((ours != theirs).float().mean()), _PIXELS
+    return float((ours != theirs).float().mean())
 
 
 def _image_of(loaded: Loaded) -> tuple[Any, Any]:

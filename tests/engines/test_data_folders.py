@@ -69,7 +69,7 @@ def test_a_folder_that_unpacks_beyond_the_memory_is_refused(folder: Path) -> Non
     with zipfile.ZipFile(folder / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", content + bytes(4096))
         archive.filelist[0].file_size = len(content) + 12 * count
-    says = "data: contains 600000 GB of arrays"
+    says = "data: contains 300000 GB of arrays"
     with peak_memory_grows_by_at_most(64 << 20), pytest.raises(BadInput, match=says):
         read_samples(folder, (X,))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import struct
 import threading
 import warnings
@@ -23,7 +22,6 @@ import numpy as np
 from deploykit.core.errors import BadInput, TooLarge, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
-from deploykit.core.memory import check_memory
 from deploykit.core.tensors import Bytes, TensorSpec
 
 Image = require("PIL.Image")
@@ -172,7 +170,7 @@ class Images:
                 "takes uint8; or store its float inputs as .npz",
             )
         height, width, channels = spec.shape[1:]
-        self._where, self._wanted, self._mode = where, (height, width), _MODES[int(channels)]
+        self._wanted, self._mode = (height, width), _MODES[int(channels)]
         fixed = isinstance(height, int) and isinstance(width, int)
         self._owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
         high, wide, deep = self.decode(first).shape
@@ -192,14 +190,6 @@ class Images:
                 hint="deploykit does not resize images: resize them as for training",
             )
         return found.reshape(high, wide, -1)
-
-    def decode_all(self, files: Sequence[Path]) -> np.ndarray:
-        """Return shape (files, height, width, channels). Raises as `decode` does."""
-        check_memory(self._where, len(files) * math.prod(self.shape))
-        pixels = np.empty((len(files), *self.shape), np.uint8)
-        for number, file in enumerate(files):
-            pixels[number] = self.decode(file)
-        return pixels
 
 
 def read_orientation(image: Any) -> int:

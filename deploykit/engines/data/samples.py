@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -58,42 +58,31 @@ IMAGES, ARRAYS = (".png", ".jpg", ".jpeg", ".webp"), (".npz", ".npy")
 class DataSource:
     """Data that fit a model and are not read yet.
 
-    `names`: input name -> array name. `headers`: the header of each array, joined over all files;
-    `parts`: the headers of each file. `images` decodes the files if they are images, and `classes`
-    are the labels of images in class folders. `count`: samples. `unused`: other arrays. `axes`: by
-    array name, see `sample_axes`.
+    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `headers`: those of
+    the arrays, joined over all files; `parts`: those of each file. `images` decodes the files if
+    they are images, and `classes` are the labels of images in class folders. `count`: samples.
+    `unused`: other arrays.
     """
 
     where: str
     files: tuple[Path, ...]
     names: Mapping[str, str]
+    axes: Mapping[str, int | None]
     headers: Mapping[str, Header]
     parts: tuple[Mapping[str, Header], ...]
     images: Images | None
     classes: np.ndarray | None
     count: int
     unused: tuple[str, ...]
-    axes: Mapping[str, int | None]
 
     @property
     def labelled(self) -> bool:
         """Whether it has an array of labels, which is not an input of that name."""
         return LABELS in self.headers and LABELS not in self.names.values()
 
-    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read these arrays as a whole."""
-        read = [
-            read_arrays(file, {name: part[name] for name in names})
-            for file, part in zip(self.files, self.parts, strict=True)
-        ]
-        if len(read) == 1:
-            return read[0]
-        found = {name: [part.pop(name) for part in read] for name in names}
-        axes = {name: self.axes.get(name, 0) for name in names}
-        return {
-            name: parts[0] if (axis := axes[name]) is None else np.concatenate(parts, axis)
-            for name, parts in found.items()
-        }
+    def read_part(self, number: int, name: str) -> np.ndarray:
+        """Read the array `name` of one file."""
+        return read_arrays(self.files[number], {"": self.parts[number][name]})[""]
 
 
 def find_source(
@@ -109,7 +98,7 @@ def find_source(
         if task is not None and task.image is not None:
             from deploykit.engines.tasks.images import PlacedImages
 
-            images = PlacedImages(task.image, str(path))
+            images = PlacedImages(task.image)
         else:
             from deploykit.engines.data.images import Images
 
@@ -121,8 +110,9 @@ def find_source(
         headers = parts[0]
     names, unused, axes = _choose(path, inputs, headers)
     if parts and is_folder(path):
-        headers = _join_headers(files, parts, axes)
-    counts = {headers[n].shape[axis] for n, axis in axes.items() if axis is not None} or {1}
+        own = {names[name]: axis for name, axis in axes.items()}
+        headers = _join_headers(files, parts, own)
+    counts = {headers[names[n]].shape[axis] for n, axis in axes.items() if axis is not None} or {1}
     if len(counts) != 1 or 0 in counts:
         raise BadInput(
             f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0",
@@ -131,9 +121,8 @@ def find_source(
         )
     (count,) = counts
     numbers = np.array(classes, np.int64) if classes else None
-    found = DataSource(
-        str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused, axes
-    )
+    facts = (names, axes, headers, tuple(parts), images, numbers, count, unused)
+    found = DataSource(str(path), tuple(files), *facts)
     if found.labelled and headers[LABELS].shape[:1] != (count,):
         raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
     return found
@@ -222,7 +211,7 @@ def _choose(
             raise BadInput(f"{path}: {problem}", hint=cure)
     chosen = {spec.name: arrays[spec.name] for spec in inputs}
     unused = tuple(name for name in arrays if name not in chosen)
-    return chosen, unused, {arrays[name]: axis for name, axis in axes.items()}
+    return chosen, unused, axes
 
 
 def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
@@ -295,31 +284,31 @@ def is_folder(path: Path) -> bool:
 def _join_headers(
     files: Sequence[Path], parts: Sequence[Mapping[str, Header]], axes: Mapping[str, int | None]
 ) -> dict[str, Header]:
-    """Return the headers of the arrays in several files, joined along the axis of samples."""
+    """Return the headers of the arrays in several files, joined along the axis of samples.
 
-    def joined(name: str, header: Header, size: int | str) -> tuple[Any, ...]:
+    `axes`: by array name; 0 for others, such as labels.
+    """
+
+    def kind(name: str, header: Header) -> str:
         axis = axes.get(name, 0)
-        return tuple(size if place == axis else n for place, n in enumerate(header.shape))
+        sizes = (BATCH if place == axis else str(n) for place, n in enumerate(header.shape))
+        return f"{name}:{header.dtype}[{','.join(sizes)}]"
 
-    kinds = []
-    for part in parts:
-        shapes = {name: ",".join(map(str, joined(name, h, BATCH))) for name, h in part.items()}
-        kinds.append(", ".join(f"{n}:{part[n].dtype}[{shapes[n]}]" for n in sorted(part)))
-    for file, part, kind in zip(files, parts, kinds, strict=True):
-        if kind != kinds[0] or not all(h.shape or name in axes for name, h in part.items()):
+    kinds = [", ".join(kind(name, part[name]) for name in sorted(part)) for part in parts]
+    for file, part, own in zip(files, parts, kinds, strict=True):
+        if own != kinds[0] or not all(h.shape or name in axes for name, h in part.items()):
             raise BadInput(
-                f"{file}: has {kind}; {files[0].name} has {kinds[0]}",
+                f"{file}: has {own}; {files[0].name} has {kinds[0]}",
                 hint="files of one folder are joined: names, dtypes and all axes but that of the "
                 "samples must be equal",
             )
-    counts = {
-        name: sum(part[name].shape[axes.get(name, 0) or 0] for part in parts) if first.shape else 0
-        for name, first in parts[0].items()
-    }
-    return {
-        name: replace(first, shape=joined(name, first, counts[name]))
-        for name, first in parts[0].items()
-    }
+    joined = dict(parts[0])
+    for name, header in parts[0].items():
+        if (axis := axes.get(name, 0)) is not None:
+            shape = list(header.shape)
+            shape[axis] = sum(part[name].shape[axis] for part in parts)
+            joined[name] = replace(header, shape=tuple(shape))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -402,18 +391,12 @@ def read_samples(
     numbered, in the order of their names. `task`: places images of any size as the server does, and
     its labels may be the folders' names.
     """
-    source = find_source(path, inputs, task=task)
-    wanted = [*source.names.values(), *([LABELS] if source.labelled else [])]
-    if source.images is not None:
-        arrays = dict.fromkeys(source.names.values(), source.images.decode_all(source.files))
-    else:
-        needed = sum(source.headers[name].nbytes for name in wanted)
-        check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts + whole
-        arrays = source.read(wanted)
-    chosen = {name: _native(arrays[own]) for name, own in source.names.items()}
-    axes = {name: source.axes[own] for name, own in source.names.items()}
-    labels = arrays[LABELS] if source.labelled else source.classes
-    return Samples(chosen, labels, source.where, source.unused, axes)
+    with SampleStream(find_source(path, inputs, task=task)) as stream:
+        source = stream.source
+        check_memory(source.where, sum(each.nbytes for each in source.headers.values()))
+        (whole,) = stream.batches(source.count)
+        labels = stream.read_labels()
+    return Samples(whole.feeds, labels, source.where, source.unused, source.axes)
 
 
 def _native(array: np.ndarray) -> np.ndarray:
@@ -591,26 +574,21 @@ class SampleStream(Closing):
     def __init__(self, source: DataSource) -> None:
         self.source = source
         self.at = 0  # the number of samples read
-        self._stack = ExitStack()
         self._digests = {name: hashlib.sha256() for name in source.names}  # per input
-        with ExitStack() as stack:
-            self._shared: dict[str, np.ndarray] = {}  # inputs that all samples share
-            if source.images is None:
-                axes = {name: source.axes[own] for name, own in source.names.items()}
-                shared = [own for name, own in source.names.items() if axes[name] is None]
-                once = source.read(shared)
-                self._shared = {n: once[own] for n, own in source.names.items() if own in once}
-                for name, array in self._shared.items():
-                    self._digests[name].update(array.tobytes())
-                self._rows = {
-                    name: _Rows(source, own, axis, stack)
-                    for name, own in source.names.items()
-                    if (axis := axes[name]) is not None
-                }
-            else:
+        self._shared: dict[str, np.ndarray] = {}  # inputs that all samples share
+        self._rows: dict[str, _Rows] = {}
+        with ExitStack() as failing:
+            self._stack = failing.enter_context(ExitStack())
+            if source.images is not None:
                 workers = min(usable_cores(), _DECODERS)
-                self._decoders = stack.enter_context(ThreadPoolExecutor(workers))
-            self._stack = stack.pop_all()
+                self._decoders = self._stack.enter_context(ThreadPoolExecutor(workers))
+            for name, own in source.names.items() if source.images is None else ():
+                if (axis := source.axes[name]) is not None:
+                    self._rows[name] = _Rows(source, own, axis, self._stack)
+                else:
+                    self._shared[name] = _native(source.read_part(0, own))
+                    self._digests[name].update(self._shared[name].tobytes())
+            failing.pop_all()
 
     def close(self) -> None:
         self._stack.close()
@@ -636,24 +614,24 @@ class SampleStream(Closing):
 
     def read_labels(self) -> np.ndarray | None:
         """Read all labels at once, as they are small."""
-        if self.source.labelled:
-            return self.source.read([LABELS])[LABELS]
-        return self.source.classes
+        source = self.source
+        if not source.labelled:
+            return source.classes
+        return np.concatenate([source.read_part(n, LABELS) for n in range(len(source.files))])
 
     def _read(self, count: int, *, decode: bool = True) -> dict[str, np.ndarray]:
         begin, self.at = self.at, self.at + count
         images = self.source.images
         if images is None:
             rows = {n: each.read(count, self._digests[n]) for n, each in self._rows.items()}
-            return {
-                name: rows[name] if name in rows else self._shared[name] for name in self._digests
-            }
+            return {n: rows[n] if n in rows else self._shared[n] for n in self._digests}
         files, (name,) = self.source.files[begin : self.at], self._digests
         for file, content in zip(files, self._decoders.map(sha256, files), strict=True):
             self._digests[name].update(f"{file.parent.name}/{file.name} {content}\n".encode())
-        if not decode:
-            return {}
-        return {name: np.stack(list(self._decoders.map(images.decode, files)))}
+        pixels = np.empty((count if decode else 0, *images.shape), np.uint8)
+        for number, one in enumerate(self._decoders.map(images.decode, files[: len(pixels)])):
+            pixels[number] = one
+        return {name: pixels}
 
 
 class _Rows:

@@ -118,12 +118,12 @@ class PlacedImages(Images):
     gets the middle squares.
     """
 
-    def __init__(self, image: ImageInput, where: str) -> None:
+    def __init__(self, image: ImageInput) -> None:
         check_image_input(image)
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         if not image.height:  # one array needs one size
             image = replace(image, height=side, width=side, resize_to=side)
-        self._image, self._where, self.tensor = image, where, image.tensor
+        self._image, self.tensor = image, image.tensor
         self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
 
     def decode(self, file: Path) -> np.ndarray:

@@ -134,7 +134,7 @@ def recognise(weights: Mapping[str, Any], file: Path) -> tuple[str, str] | None:
     `_SEARCH_S` of CPU time.
     """
     theirs, unlike = _sizes(weights), set[str]()
-    begun = time.process_time()
+    names_alone, begun = dict.fromkeys(weights), time.process_time()
     for family, name in () if len(theirs) < _FEWEST else _candidates(theirs, file):
         if family in unlike:
             continue
@@ -143,7 +143,9 @@ def recognise(weights: Mapping[str, Any], file: Path) -> tuple[str, str] | None:
         arch = f"timm:{name}" if family.startswith("timm.") else name
         with contextlib.suppress(Exception), warnings.catch_warnings(), _WithoutMemory():
             warnings.simplefilter("ignore")
-            own = _sizes(build_named(arch, weights).state_dict())
+            own = _sizes(build_named(arch, names_alone).state_dict())
+            if own.keys() == theirs.keys():  # built again with their number of classes
+                own = _sizes(build_named(arch, weights).state_dict())
             if own == theirs:
                 return f"{family.partition('.')[0]}'s {name}", arch
             if not own.keys() & theirs.keys():
