@@ -120,7 +120,7 @@ def test_ctrl_c_while_training(place: Path) -> None:
     pytest.importorskip("sklearn")
     recipe = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
     words = ["train", recipe, "--epochs", "100000", "-o", "out.pt", "--force"]
-    code, said = interrupted(place, words, "'epoch 1/' in Path('stderr.txt').read_text()")
+    code, said = interrupted(place, words, "'epoch ' in Path('stderr.txt').read_text()")
     assert (code, "Traceback" in said) == (130, False), said
     assert (place / "out.pt").read_bytes() == BEFORE
     assert sorted(path.name for path in place.iterdir()) == ["data.npz", "model.onnx", "out.pt"]

@@ -247,3 +247,11 @@ def test_no_place_is_a_bug(run: Run, here: Path, taken: str, command: str, place
     assert done.returncode in (0, 1, 2, 3), done
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--cache=loop.onnx", "--cache=loop.onnx/cache"])
+def test_a_link_to_itself_is_named(run: Run, here: Path, taken: str, option: str) -> None:
+    assert run(*NEEDS["boot"]).code == 0
+    ran = run("boot", "bundle", "--http-port", taken, option)
+    assert ran.code == 2, ran.err
+    assert "loop.onnx" in ran.error()
