@@ -74,11 +74,11 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
         uses = (split, *(missing if split == _TRAIN else ()))
         for label, (kind, paths) in enumerate(kinds.items()):
             before, problem = len(labels), "PNG, JPEG and WebP are read"
-            for found in _decode(reader, paths):
-                if isinstance(found, BadInput):
-                    skipped.append(problem := found.message)
+            for decoded in _decode(reader, paths):
+                if isinstance(decoded, BadInput):
+                    skipped.append(problem := decoded.message)
                 else:
-                    pixels[len(labels)] = found
+                    pixels[len(labels)] = decoded
                     labels.append(label)
             read = len(labels) - before
             if read < len(uses):
