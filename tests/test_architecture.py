@@ -89,8 +89,8 @@ COMMAND = re.compile(r"\b(deploykit|docker|pip|git|python) \S")
 SERVING = [
     "options",
     "batching",
-    "oip",
     "shared_memory",
+    "oip",
     "observe",
     "models",
     "web",

@@ -28,10 +28,11 @@ def run(place: Path, *words: object) -> str:
 def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
     for module in ("torch", "onnxscript", "sklearn"):
         pytest.importorskip(module)
-    recipe = ROOT / "examples/own_recipe.py"
-    out = run(tmp_path, "-m", "deploykit", "train", recipe, "-o", "d.pt", "--epochs", "5", "--json")
-    assert json.loads(out)["accuracy"]["value"] > 0.85
-    assert dk.export(tmp_path / "d.pt", arch=str(recipe)).path == tmp_path / "d.onnx"
+    recipe = str(ROOT / "examples/own_recipe.py")
+    trained = dk.train(recipe, tmp_path / "d.pt", epochs=5, device="cpu").evidence.training
+    assert trained is not None
+    assert trained.score.value > 0.85
+    assert dk.export(tmp_path / "d.pt", arch=recipe).path == tmp_path / "d.onnx"
     with pytest.raises(dk.BadInput, match="does not come with deploykit") as raised:
         dk.export(tmp_path / "d.pt")
     assert "`arch`" in str(raised.value.hint)

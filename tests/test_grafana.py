@@ -90,7 +90,7 @@ def emitted() -> Iterator[dict[str, set[str]]]:
     for samples in (sampler.samples, watching.samples, reloading.samples, logs.samples):
         service.add_metrics(samples)
     service.add_metrics(lambda: [*held, *spans])
-    service.add_metrics(PipelineCounts({"pipeline": "p"}, None).samples)
+    service.add_metrics(PipelineCounts({"pipeline": "p"}).samples)
     service.add_metrics(PipelineCounts({"pipeline": "p", "stage": "s"}, lambda: 1).samples)
     while sampler.latest() is None:
         pass

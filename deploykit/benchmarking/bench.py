@@ -29,7 +29,7 @@ from deploykit.benchmarking.columns import (
     on_gpu_alone,
     open_entries,
 )
-from deploykit.benchmarking.cpu_search import best_cpu, choices_for, search_cpu
+from deploykit.benchmarking.cpu_search import best_cpu, choices, search_cpu
 from deploykit.benchmarking.layers import measure_layers
 from deploykit.benchmarking.limits import (
     EnergyLog,
@@ -39,14 +39,14 @@ from deploykit.benchmarking.limits import (
     measure_memory,
 )
 from deploykit.benchmarking.scenarios import check_scenarios, run_scenarios
-from deploykit.benchmarking.timing import FULL_S, Setup, Timing, sweep, sweep_apart
+from deploykit.benchmarking.timing import FULL_S, PROCESSES, Setup, Timing, sweep
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import Gate, Parity
 from deploykit.core.files import StrPath
 from deploykit.core.machine import default_threads, now, provenance, this_machine, usable_cores
-from deploykit.core.tensors import TensorSpec, batch_axes, steps_counted
+from deploykit.core.tensors import TensorSpec, batch_axes, dynamic_sizes, steps_counted
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
 from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
 from deploykit.engines.engine import Engine
@@ -230,8 +230,8 @@ class _Run:
         what = entry.label if entry.rival else entry.artefact.name
         self.progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
         window_s = min(_SEARCH_MAX_S, self.timing.seconds * _SEARCH_SHARE)
-        choices = choices_for(entry.runtime, sorted({default_threads(), usable_cores()}))
-        trials = search_cpu(choices, entry.open_on_cpu, self.inputs(batch), batch, window_s)
+        tried = choices(sorted({default_threads(), usable_cores()}), entry.runtime)
+        trials = search_cpu(tried, entry.open_on_cpu, self.inputs(batch), batch, window_s)
         return CpuSearch(entry.artefact.name, batch, trials, entry.runtime)
 
     def measure(self, scenarios: Sequence[str], slo_ms: float | None, layers: bool) -> list[Point]:
@@ -246,8 +246,10 @@ class _Run:
         with GpuWatch(only=(used,)) as gpu_watch:
             with EnergyMeter(devices=Devices()) as meter:
                 energy = EnergyLog(meter, progress)
-                timed = sweep_apart if apart else sweep
-                points = timed(setups, self.batches, timing, inputs, energy, watch=watch)
+                count = PROCESSES if apart else 1
+                points = sweep(
+                    setups, self.batches, timing, inputs, energy, processes=count, watch=watch
+                )
             right = [each for each in setups if self.proofs.is_right(each.entry)]
             ran = run_scenarios(scenarios, right, points, timing.seconds, slo_ms, inputs, progress)
         memory = measure_memory(setups, points, inputs, progress) if apart else ()
@@ -346,17 +348,15 @@ def choose_inputs(
     if samples is None and golden is not None:
         arrays = open_samples(golden, artefact.path, engine.inputs, engine.outputs)[1]
         source = GOLDEN
-    sizes = dict(axes)
-    for spec in specs if arrays is not None else ():
-        for at, name in enumerate(spec.shape):
-            sizes.setdefault(str(name), (arrays or {})[spec.name].shape[at])
+    shapes = {name: array.shape for name, array in (arrays or {}).items()}
+    sizes = {**dynamic_sizes(specs, shapes), **axes}
     unknown = [axis for axis in free if axis not in sizes]
     if unknown:
         raise BadInput(
             f"{artefact}: how large is the axis {', '.join(unknown)} of its inputs?",
             hint=f"`axis` {unknown[0]}=SIZE, or `data` of the usual size: time depends on it",
         )
-    if any(size == 0 for array in (arrays or {}).values() for size in array.shape):
+    if any(0 in shape for shape in shapes.values()):
         raise BadInput(f"{artefact}: an input of size 0 cannot be timed")
     inputs = BenchInputs(specs, {axis: sizes[axis] for axis in free}, source, arrays)
     if source == RANDOM:

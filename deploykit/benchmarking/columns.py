@@ -370,15 +370,12 @@ def find_rivals(
         gaps["INT8"] = "no INT8 file was given; `deploykit quantize --to int8` makes one"
     names = [f"{RUNTIMES[each.runtime].title} {each.precision}" for each in found]
     alike = Counter(names)
+    files = [e.artefact.path.stem if e.label == BASELINE else e.label for e in found]
     found = [
-        replace(each, label=name + f" of {_name(each)}" * (alike[name] > 1))
-        for each, name in zip(found, names, strict=True)
+        replace(each, label=name + f" of {of}" * (alike[name] > 1))
+        for each, name, of in zip(found, names, files, strict=True)
     ]
     return found, [NotMeasured(f"{what} on the CPU", why) for what, why in gaps.items()]
-
-
-def _name(entry: Entry) -> str:
-    return entry.artefact.path.stem if entry.label == BASELINE else entry.label
 
 
 def _rival(of: Entry, runtime: str, precision: str) -> Entry:

@@ -48,23 +48,18 @@ def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, 
     return tuple(found)
 
 
-def choices_for(runtime: str, cores: Collection[int]) -> list[CpuSettings]:
-    """Return the choices of a runtime: only ONNX Runtime spins, torch has one pool per process."""
-    found = choices(cores)
-    if runtime == "onnxruntime":
-        return found
-    apart = runtime == "torch"
-    return list(dict.fromkeys(replace(each, spinning=None, processes=apart) for each in found))
+def choices(cores: Collection[int], runtime: str = "onnxruntime") -> list[CpuSettings]:
+    """Return settings that fill each number of cores, and one session with fewer threads.
 
-
-def choices(cores: Collection[int]) -> list[CpuSettings]:
-    """Return settings that fill each number of cores, and one session with fewer threads."""
-    found: dict[CpuSettings, None] = {}
+    Only ONNX Runtime's threads may spin, and torch has one pool of them per process.
+    """
+    spins, found = runtime == "onnxruntime", dict[CpuSettings, None]()
     for total in cores:
         for size in (each for each in range(1, total + 1) if total % each == 0):
             for sessions, threads in ((1, size), (size, total // size)):
-                for spinning in (False, True)[: min(threads, 2)]:  # one thread never waits
-                    found[CpuSettings(sessions, threads, spinning)] = None
+                # one thread never waits
+                for spinning in (False, True)[: min(threads, 2)] if spins else (None,):
+                    found[CpuSettings(sessions, threads, spinning, runtime == "torch")] = None
     return list(found)
 
 

@@ -70,12 +70,11 @@ def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
     except DeploykitError as exc:
         gaps.append(NotMeasured("ceilings of the GPU", exc.message))
     profile, why = recognise(with_gpu(this_machine(), int(device.partition(":")[2] or 0)))
-    if profile is None or profile.device == "cpu":
-        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", why)))
-    target = target_of(profile, None)
-    if isinstance(target, str):
-        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", target)))
-    return GpuLimits(ceilings, target, tuple(gaps))
+    known = profile is not None and profile.device != "cpu"
+    target = target_of(profile, None) if profile is not None and known else why
+    if isinstance(target, Target):
+        return GpuLimits(ceilings, target, tuple(gaps))
+    return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", target)))
 
 
 def limits(
@@ -88,52 +87,39 @@ def limits(
     """Return the report's `predicted`, `roofline` and `gpu_roofline`; `found`: by CPU threads."""
     by_hash = {entry.artefact.sha256: entry for entry in entries}
     files = {setup.label: by_hash.get(setup.sha256) for setup in setups}
-    graphs: dict[str, Graph] = {}
-    predicted: list[PredictedPoint] = []
-    rooflines: dict[str, Any] = {}
-    both: tuple[tuple[str, list[CpuCalibration | GpuCeilings], list[Point]], ...] = (
-        ("roofline", [*found.values()], [p for p in points if p.device == "cpu"]),
-        (
-            "gpu_roofline",
-            [gpu.ceilings] if gpu.ceilings else [],
-            [p for p in points if p.device != "cpu"],
-        ),
-    )
-    for name, measured, here in both:
-        marks, used = list[dict[str, Any]](), {"fp32"}
-        for point in here:
-            entry, target = files.get(point.label), gpu.target
-            if point.device == "cpu":  # with the point's number of threads
-                probed = found.get(point.threads or default_threads())
-                cpu = target_of(load_profile("cpu"), probed)
-                target = cpu if isinstance(cpu, Target) else None
-            if entry is None or entry.artefact.format != "onnx" or not (measured or target):
-                continue
-            inferred = infer_point(graphs, entry, point)
-            if inferred is None:
-                continue
-            moved = sum(each.traffic_bytes for each in inferred.interpreted)
-            if measured and inferred.flops and moved:
-                calls_per_s = point.throughput_per_s.value / point.batch
-                marks.append(
-                    {
-                        "label": point.label,
-                        "batch": point.batch,
-                        "intensity": inferred.flops / moved,
-                        "gflops": inferred.flops * calls_per_s / 1e9,
-                    }
-                )
-                used.add(point.precision)
-            p50 = point.latency.p50_ms
-            on_ort = point.runtime.startswith("onnxruntime") and point.sessions == 1
-            if target is not None and on_ort and p50 is not None:
-                ms = predict_call(inferred, target, inferred.stored).latency_ms
-                error = ms / p50.value - 1
-                predicted.append(
-                    PredictedPoint(point.label, point.batch, ms, p50.value, error, target.basis)
-                )
-        if marks:
-            rooflines[name] = {"ceilings": _ceilings(marks, used, measured), "points": marks}
+    graphs, predicted = dict[str, Graph](), list[PredictedPoint]()
+    probes: dict[str, list[CpuCalibration | GpuCeilings]] = {"roofline": [*found.values()]}
+    probes["gpu_roofline"] = [gpu.ceilings] if gpu.ceilings else []
+    marks: dict[str, list[dict[str, Any]]] = {name: [] for name in probes}
+    used = {name: {"fp32"} for name in probes}
+    for point in points:
+        entry, target, name = files.get(point.label), gpu.target, "gpu_roofline"
+        if point.device == "cpu":  # with the point's number of threads
+            cpu = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
+            target, name = cpu if isinstance(cpu, Target) else None, "roofline"
+        if entry is None or entry.artefact.format != "onnx" or not (probes[name] or target):
+            continue
+        if (inferred := infer_point(graphs, entry, point)) is None:
+            continue
+        moved = sum(each.traffic_bytes for each in inferred.interpreted)
+        if probes[name] and inferred.flops and moved:
+            per_s = inferred.flops * point.throughput_per_s.value / point.batch
+            mark = {"label": point.label, "batch": point.batch}
+            marks[name].append(mark | {"intensity": inferred.flops / moved, "gflops": per_s / 1e9})
+            used[name].add(point.precision)
+        p50 = point.latency.p50_ms
+        on_ort = point.runtime.startswith("onnxruntime") and point.sessions == 1
+        if target is not None and on_ort and p50 is not None:
+            ms = predict_call(inferred, target, inferred.stored).latency_ms
+            error = ms / p50.value - 1
+            predicted.append(
+                PredictedPoint(point.label, point.batch, ms, p50.value, error, target.basis)
+            )
+    rooflines = {
+        name: {"ceilings": _ceilings(here, used[name], probes[name]), "points": here}
+        for name, here in marks.items()
+        if here
+    }
     return {"predicted": tuple(predicted), **rooflines}
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.subprocesses import run_apart
-from deploykit.core.tensors import batch_axes
+from deploykit.core.tensors import batch_places
 from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.evaluation.artefacts import Progress, no_progress, span
 from deploykit.evaluation.latency import CallHistogram, Latency
@@ -315,31 +315,12 @@ class Timing:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise BadInput(f"`seconds` must be above 0, got {self.seconds}")
-        if not (math.isfinite(self.warmup_s) and self.warmup_s >= 0):
-            raise BadInput(f"`warmup_s` must be 0 or more, got {self.warmup_s}")
-        if self.rounds < 2:
-            raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
 
     def rounds_for(self, longest_s: float) -> int:
         """Return how many rounds calls of up to `longest_s` need: 20 or more, else 5."""
         few = 2 * longest_s * FEWEST_DEPENDENT > self.seconds
         fit = max(FEWEST_DEPENDENT, int(self.seconds / max(2 * longest_s, _ROUND_S)))
         return min(self.rounds, _FEW_ROUNDS if few else fit)
-
-
-def sweep(
-    setups: Sequence[Setup],
-    batches: Sequence[int],
-    timing: Timing,
-    feeds: Callable[[int], Arrays],
-    on_progress: Progress = no_progress,
-    *,
-    clock: Clock = time.perf_counter_ns,
-    watch: Watch | None = None,
-) -> list[Point]:
-    """Time every setup at every batch size in this process; see `time_setups`."""
-    found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
-    return [make_point([each]) for each in found]
 
 
 def time_setups(
@@ -423,20 +404,14 @@ def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[Column]) -> Array
     for column in columns:
         label, inputs = column.setup.label, column.engines[0].inputs
         check_feeds(inputs, feeds, label)
-        axes = batch_axes(inputs)
-        if not axes and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
+        places = batch_places(inputs)
+        if not places and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
             raise BadInput(
                 f"{label}: cannot run batch {batch}: its input is fixed, {inputs[0]}",
                 hint=f"`batches` {inputs[0].shape[0]}, or export with a dynamic batch",
             )
-        rows = [
-            size
-            for spec in inputs
-            for axis, size in zip(spec.shape, feeds[spec.name].shape, strict=True)
-            if axis in axes
-        ]
-        if set(rows) - {batch}:
-            raise BadInput(f"the inputs made for batch {batch} hold {rows[0]} rows")
+        if wrong := {feeds[name].shape[place] for name, place in places.items()} - {batch}:
+            raise BadInput(f"the inputs made for batch {batch} hold {wrong.pop()} rows")
     return feeds
 
 
@@ -575,17 +550,24 @@ def make_point(parts: Sequence[Measured]) -> Point:
 # for its lifetime, which no number of rounds in one process shows.
 
 
-def sweep_apart(
+def sweep(
     setups: Sequence[Setup],
     batches: Sequence[int],
     timing: Timing,
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
     *,
-    processes: int = PROCESSES,
+    processes: int = 1,
+    clock: Clock = time.perf_counter_ns,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """Time like `sweep`, divided among fresh processes; `setups` and `feeds` are pickled."""
+    """Time every setup at every batch size, see `time_setups`: here, or divided among `processes`.
+
+    Fresh processes get `setups` and `feeds` pickled, and have a clock of their own.
+    """
+    if processes == 1:
+        found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
+        return [make_point([each]) for each in found]
     share = replace(
         timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
     )

@@ -58,14 +58,12 @@ class Shapes(Shown):
 class BuildResult(Record):
     """Facts about a built engine. `layers` is None where this machine cannot read them back.
 
-    `flags_used`: names of builder and network flags. `timing_cache_sha256`: of the cache after the
-    build, empty without a cache.
+    `flags_used`: names of builder and network flags.
     """
 
     built_on: Mapping[str, str]
     layers: tuple[Layer, ...] | None = None
     notes: tuple[str, ...] = ()
-    timing_cache_sha256: str = ""
     flags_used: tuple[str, ...] = ()
     plugins: Mapping[str, str] = field(default_factory=dict)  # path -> SHA-256
 

@@ -403,7 +403,7 @@ def _feeds(
     given_sizes(engine.inputs, None, usual, samples)
     feeds, notes = comparison_feeds(reference, engine, samples, graph.path, usual)
     if samples is not None:
-        return [*(small_batches(samples, feeds) if rows else ()), *feeds], notes
+        return [*small_batches(samples, feeds, engine), *feeds], notes
     ends = [
         {axis: getattr(sizes, end) for axis, sizes in ranges.items()}
         for end in ("minimum", "maximum")

@@ -246,7 +246,7 @@ class Boot:
         before = self.state
         if step.do == "start" and before.key == key.digest:  # it has never become ready
             self.state = self.state.begin(key.name, key.digest)
-        self.state = self.state.switch(step.slot)
+        self.state = replace(self.state, active=step.slot)
         if self.state != before:
             self._save(self.state)
         return engine
@@ -274,7 +274,7 @@ class Boot:
             with write_errors(self.cache.folder):
                 notes = self.run(str(model), *build, on_progress=on_progress, inherit=(lock,))
             self.cache.seal(step.slot, name, key)
-            self.cache.save(self.state.switch(step.slot))
+            self.cache.save(replace(self.state, active=step.slot))
         except DeploykitError as exc:
             if not isinstance(exc, GateFailed):  # keep one that failed its gate for inspection
                 self.cache.drop(step.slot)
@@ -287,7 +287,7 @@ class Boot:
             raise
         for note in notes:
             log.info("%s", note)
-        self.state = self.state.switch(step.slot)
+        self.state = replace(self.state, active=step.slot)
         self.booted = Booted("build", step.slot, step.why)
         return out
 

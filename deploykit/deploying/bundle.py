@@ -279,29 +279,31 @@ def _check_runs(source: Artefact, target: Profile, to: str, folder: Path) -> Non
     from deploykit.building.onnxruntime import build as optimise
 
     graph, known = Graph.open(source.path), source.manifest
+    pairs = any(node.op_type == "QuantizeLinear" for node in graph.model.graph.node)
+    built = known is not None and bool(known.built_on)
+    on_cpu = target.runtime == "onnxruntime"
+    placed = pairs and on_cpu and not built and "int8" in graph.precision
+    if to in STARTED:
+        if placed:
+            build(source, target.name, out=folder / "built.onnx")
+        return
     try:
-        if to not in STARTED:
-            load(source, "cpu").close()
+        load(source, "cpu").close()
     except BadInput as exc:
         raise BadInput(
             f"{exc.message}; with `to` {to} it is ONNX Runtime that serves it",
             hint=f"bundle an fp16 model, or `to` {' or '.join(STARTED)}, where TensorRT runs it",
         ) from exc
     except Unsupported:  # CUDA may have the kernels that its CPU lacks
-        if target.device == "cpu":
+        if on_cpu:
             raise
-    pairs = any(node.op_type == "QuantizeLinear" for node in graph.model.graph.node)
-    built = known is not None and bool(known.built_on)
-    if target.runtime != "onnxruntime" or not pairs or built or "int8" not in graph.precision:
-        return
-    build(source, target.name, out=folder / "built.onnx")
-    if to in STARTED:
-        return
-    optimise(source.path, folder / "optimised.onnx")
-    if few_integers(graph, run := Graph.open(folder / "optimised.onnx")):
-        raise BadInput(
-            f"{source}: ONNX Runtime on a CPU, which gets the file as it is, would run "
-            f"{run.precision.get('int8', 0)} of its {graph.precision['int8']} INT8 nodes in "
-            "integers",
-            hint=f"bundle what this writes: deploykit build {source} --profile {target.name}",
-        )
+    if placed:
+        optimise(source.path, folder / "optimised.onnx")
+        first = f"deploykit build {source} --profile {target.name}"
+        if few_integers(graph, run := Graph.open(folder / "optimised.onnx")):
+            raise BadInput(
+                f"{source}: ONNX Runtime on a CPU, which gets the file as it is, would run "
+                f"{run.precision.get('int8', 0)} of its {graph.precision['int8']} INT8 nodes in "
+                "integers",
+                hint=f"bundle what this writes: {first}",
+            )

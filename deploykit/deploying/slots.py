@@ -113,9 +113,6 @@ class CacheState(Record):
         """Take back the try, as the operator stopped the build."""
         return replace(self, tries=max(0, self.tries - 1))
 
-    def switch(self, slot: str) -> CacheState:
-        return replace(self, active=slot)
-
     def confirm(self) -> CacheState:
         """Clear the tries, as the active engine is ready."""
         return replace(self, key="", tries=0, why="")

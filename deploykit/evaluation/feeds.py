@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -140,8 +140,11 @@ def batch_limits(inputs: Sequence[TensorSpec], limits: AxisLimits) -> tuple[int,
     return max((low for low, _ in found), default=1), min((n for _, n in found if n), default=None)
 
 
-def small_batches(samples: Samples, feeds: Sequence[Feeds], least: int = 1) -> list[Feeds]:
-    """Return the two smallest batches of the samples that are smaller than those of `feeds`."""
+def small_batches(samples: Samples, feeds: Sequence[Feeds], engine: Engine) -> list[Feeds]:
+    """Return the two smallest batches of samples that `engine` takes, unless `feeds` are such."""
+    if not batch_axes(engine.inputs):
+        return []
+    least, _ = batch_limits(engine.inputs, engine.limits)
     axes = ((name, samples.axis(name)) for name in feeds[0])
     most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
     return [samples.rows(slice(count)) for count in (least, least + 1) if count < most]
@@ -181,94 +184,78 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
     of classes or rows of a small table may be; then axes are longer, those of states as large as
     the batch, and at last there are single rows. Raises BadInput with the engine's own reason.
     """
-    search = _Search(engine, given, limits or {})
-    chosen = _unique({**sizes, **given} for sizes in search.wanted)
-    good, notes = search.run(chosen), tuple[str, ...]()
-    if not good and any(spec.dtype in ("int32", "int64") for spec in engine.inputs):
-        search.make = partial(random_feeds, integers=2)
-        reason = first_line(search.problems[0])
-        if good := search.run(chosen):
-            notes = (f"compared on the integers 0 and 1: larger ones it does not take: {reason}",)
-        else:
-            search.make = random_feeds
-    good = good or search.others()
-    if not good:
-        names = " ".join(f"`axis` {axis}=SIZE" for axis in search.free) or "`batch` SIZE"
-        cure = f", or sizes that the model takes: {names}" if chosen != [{}] else ""
-        raise BadInput(
-            f"no random inputs that were tried run: {search.problems[0].message}",
-            hint=f"give real inputs, `data`{cure}",
-        ) from search.problems[0]
-    if good != chosen:
-        shown = [", ".join(f"{axis} = {size}" for axis, size in each.items()) for each in good]
-        text = f"compared at {'; '.join(shown)}; at other sizes it does not run: "
-        notes += (text + first_line(search.problems[-1 if notes else 0]),)
-    return RandomInputs(good, notes, search.make)
+    inputs, least = engine.inputs, {axis: low for axis, (low, _) in (limits or {}).items()}
+    batch, wanted = batch_axes(inputs), parity_sizes(inputs, limits)
+    free = [axis for axis in wanted[0] if axis not in (*given, *batch)]
+    problems: list[DeploykitError] = []
 
-
-class _Search:
-    """Tries sizes of the dynamic axes. `problems`: why an engine did not run, in order."""
-
-    def __init__(self, engine: Engine, given: Sizes, limits: AxisLimits) -> None:
-        self.engine, self.given, self.limits = engine, given, limits
-        self.make: MakeFeeds = random_feeds
-        self.batch = batch_axes(engine.inputs)
-        self.wanted = parity_sizes(engine.inputs, limits)
-        self.free = [axis for axis in self.wanted[0] if axis not in (*given, *self.batch)]
-        self.problems: list[DeploykitError] = []
-
-    def run(self, sizes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-        """Return those of the sizes at which two rows run."""
-        return [each for each in sizes if self._runs(each, 2, self.batch)]
-
-    def _runs(self, sizes: Sizes, rows: int, batch: Sequence[str]) -> bool:
-        """Run few rows. `batch`: the axes that have as many."""
-        few = {
-            axis: max(self.limits.get(axis, (1, None))[0], min(sizes.get(axis, rows), rows))
-            for axis in batch
-        }
+    def runs(
+        sizes: Sizes, rows: int = 2, axes: Sequence[str] = batch, make: MakeFeeds = random_feeds
+    ) -> bool:
+        """Run inputs of few rows. `axes`: those that have as many."""
+        few = {axis: max(least.get(axis, 1), min(sizes.get(axis, rows), rows)) for axis in axes}
         try:
-            self.engine(self.make(self.engine.inputs, {**sizes, **few, **self.given}))
+            engine(make(inputs, {**sizes, **few, **given}))
         except (BadInput, Unsupported) as exc:
-            self.problems.append(exc)
+            problems.append(exc)
             return False
         return True
 
-    def others(self) -> list[dict[str, int]]:
-        """Return the first other sizes that run, within the time limit."""
-        end = time.monotonic() + _SEARCH_S
-        # one free axis that is not the first, in an input without the batch: a state [2,?,128]
-        inputs = self.engine.inputs
-        named = [[axis for axis in spec.shape if isinstance(axis, str)] for spec in inputs]
-        states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in self.free}
-        states -= {spec.shape[0] for spec in inputs if spec.shape}
-        for rows, tied in product((2, 1), [[], sorted(states)] if states else [[]]):
-            free = [axis for axis in self.free if axis not in tied]
-            batch = (*self.batch, *tied)
-            base = [
-                {**each, **{axis: each[self.batch[0]] for axis in tied if self.batch}}
-                for each in self.wanted
-            ]
-            for sizes in self._lengths(free):
-                if time.monotonic() > end:
-                    break
-                if not self._runs({**base[-1], **sizes}, rows, batch):
-                    continue
+    chosen = _unique({**sizes, **given} for sizes in wanted)
+    good, make, notes = [each for each in chosen if runs(each)], random_feeds, tuple[str, ...]()
+    if not good and any(spec.dtype in ("int32", "int64") for spec in inputs):
+        few: MakeFeeds = partial(random_feeds, integers=2)
+        if good := [each for each in chosen if runs(each, make=few)]:
+            reason = first_line(problems[0])
+            make = few
+            notes = (f"compared on the integers 0 and 1: larger ones it does not take: {reason}",)
+    good = good or _other_sizes(inputs, wanted, given, runs)
+    if not good:
+        names = " ".join(f"`axis` {axis}=SIZE" for axis in free) or "`batch` SIZE"
+        cure = f", or sizes that the model takes: {names}" if chosen != [{}] else ""
+        raise BadInput(
+            f"no random inputs of any size that was tried run: {problems[0].message}",
+            hint=f"give real inputs, `data`{cure}",
+        ) from problems[0]
+    if good != chosen:
+        shown = [", ".join(f"{axis} = {size}" for axis, size in each.items()) for each in good]
+        text = f"compared at {'; '.join(shown)}; at other sizes it does not run: "
+        notes += (text + first_line(problems[-1 if notes else 0]),)
+    return RandomInputs(good, notes, make)
+
+
+def _other_sizes(
+    inputs: Sequence[TensorSpec],
+    wanted: Sequence[dict[str, int]],
+    given: Sizes,
+    runs: Callable[[Sizes, int, Sequence[str]], bool],
+) -> list[dict[str, int]]:
+    """Return the first other sizes that run, within the time limit."""
+    end, batch = time.monotonic() + _SEARCH_S, batch_axes(inputs)
+    every = [axis for axis in wanted[0] if axis not in (*given, *batch)]
+    # one free axis that is not the first, in an input without the batch: a state [2,?,128]
+    named = [[axis for axis in spec.shape if isinstance(axis, str)] for spec in inputs]
+    states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in every}
+    states -= {spec.shape[0] for spec in inputs if spec.shape}
+    for rows, tied in product((2, 1), [[], sorted(states)] if states else [[]]):
+        free, axes = [axis for axis in every if axis not in tied], (*batch, *tied)
+        base = [{**each, **{a: each[batch[0]] for a in tied if batch}} for each in wanted]
+        lengths = [{axis: sizes[axis] for axis in free} for sizes in wanted]
+        lengths += [dict.fromkeys(free, size) for size in _LONGER if free]
+        if len(free) in (2, 3):
+            several = product(_LONGER[:: 2 * len(free) - 1], repeat=len(free))
+            lengths += [dict(zip(free, each, strict=True)) for each in several]
+        for sizes in lengths:
+            if time.monotonic() > end:
+                break
+            if runs({**base[-1], **sizes}, rows, axes):
                 used = base if rows > 1 else base[:1]
-                found = [{**each, **sizes, **self.given} for each in used]
+                found = [{**each, **sizes, **given} for each in used]
                 longer = {axis: 2 * size for axis, size in sizes.items()}
-                if free and self._runs({**base[-1], **longer}, rows, batch):
+                if free and runs({**base[-1], **longer}, rows, axes):
                     found.append({**found[-1], **longer})
                 return _unique(found)
-        return []
-
-    def _lengths(self, free: Sequence[str]) -> Iterator[dict[str, int]]:
-        """Yield sizes of the `free` axes: the usual ones, all as long as each other, several."""
-        yield from ({axis: sizes[axis] for axis in free} for sizes in self.wanted)
-        yield from (dict.fromkeys(free, size) for size in _LONGER if free)
-        if len(free) in (2, 3):
-            for each in product(_LONGER[:: 2 * len(free) - 1], repeat=len(free)):
-                yield dict(zip(free, each, strict=True))
+    return []
 
 
 def given_sizes(

@@ -56,10 +56,7 @@ def spread(parts: Parts | None, scale: float = 1.0) -> str:
 
 def percent(parts: Parts, n: int) -> str:
     """Return a share and its interval in per cent, with the digits that `n` samples can carry."""
-    digits = 1 if n < 1000 else 2
-    value, low, high = (
-        _format_digits(parts[key] * 100, digits) for key in ("value", "low", "high")
-    )
+    value, low, high = _digits(parts, n)
     return f"{value}{SPACE}% [{low}, {high}]"
 
 
@@ -67,12 +64,11 @@ def points(parts: Parts | None, n: int) -> str:
     """Return a difference of shares in percentage points: "0.2 pp (−0.3 to 0.7)"."""
     if parts is None:
         return MISSING
-    digits = 1 if n < 1000 else 2
-    value, low, high = (
-        _format_digits(parts[key] * 100, digits) for key in ("value", "low", "high")
-    )
+    value, low, high = _digits(parts, n)
     return f"{value}{SPACE}pp ({low} to {high})"
 
 
-def _format_digits(value: float, digits: int) -> str:
-    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # + 0.0: no minus zero
+def _digits(parts: Parts, n: int) -> list[str]:
+    digits, values = 1 if n < 1000 else 2, (parts[key] * 100 for key in ("value", "low", "high"))
+    # + 0.0: no minus zero
+    return [f"{round(x, digits) + 0.0:.{digits}f}".replace("-", "−") for x in values]

@@ -81,15 +81,16 @@ def replay(
     counts = (array.shape[batched[name]] for name, array in feeds.items() if name in batched)
     (low, high), count = batch_limits(inputs, engine.limits), next(counts, 1)
     rows = min(max(count, low), high or count)
-    feeds, values = (
-        {
-            name: array.take(range(rows), axis=batched[name], mode="wrap")
-            if name in batched
-            else array
-            for name, array in arrays.items()
+
+    def fit(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Cut or repeat what has a row for each sample; an output may have others."""
+        cut = {n for n, a in arrays.items() if n in batched and a.shape[batched[n]] == count}
+        return {
+            n: a.take(range(rows), axis=batched[n], mode="wrap") if n in cut else a
+            for n, a in arrays.items()
         }
-        for arrays in (feeds, recorded(feeds))
-    )
+
+    feeds, values = fit(feeds), fit(recorded(feeds))
     reference = RecordedEngine(inputs, outputs, (feeds, values), golden.reference)
     return compare_engines(
         reference,

@@ -251,7 +251,7 @@ def t_quantile(freedom: int, tail: float = _TAIL) -> float:
 
 def _t_central(t: np.ndarray, freedom: int) -> np.ndarray:
     """P(-t < T < t), of each of `t`."""
-    return np.interp(np.arctan(t / math.sqrt(freedom)), *_t_table(freedom))
+    return np.asarray(np.interp(np.arctan(t / math.sqrt(freedom)), *_t_table(freedom)))
 
 
 @lru_cache(maxsize=16)

@@ -28,7 +28,6 @@ from deploykit.core.evidence import (
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
-from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.tensorrt import inspector
@@ -36,7 +35,7 @@ from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
 from deploykit.evaluation.batching import add_evidence, prove_batch
 from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
-from deploykit.evaluation.feeds import batch_limits, comparison_feeds, small_batches
+from deploykit.evaluation.feeds import comparison_feeds, small_batches
 from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
@@ -140,9 +139,8 @@ def prove_engine(
             bound, names = max_engine_error(manifest.precision), (graph.name, name)
             with load(graph, "cpu") as reference:
                 feeds, _ = comparison_feeds(reference, engine, samples, graph)
-                if samples is not None and batch_axes(engine.inputs):
-                    least, _ = batch_limits(engine.inputs, engine.limits)
-                    feeds = [*small_batches(samples, feeds, least), *feeds]
+                if samples is not None:
+                    feeds = [*small_batches(samples, feeds, engine), *feeds]
                 return compare_engines(
                     reference, engine, feeds, max_error=bound, names=names, random=samples is None
                 ), ""

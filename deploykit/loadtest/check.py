@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, carrier
 
 _MOST_KNOWN = 4096  # remembered beginnings of answers
 _MOST_KNOWN_BYTES = 1 << 16  # bytes of each
-_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 LENGTH_BYTES = 4  # length prefix of a BYTES element
 
 
@@ -41,19 +40,20 @@ class WrongAnswerError(Exception):
     """An answer of status 200 has no result or a wrong one."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The expected answers: outputs by request and name."""
-
-    answers: Sequence[Mapping[str, np.ndarray]]
-    max_error: float  # max |a-b| / max |a|, as in `compare`
-
-
 class AnswerCheck:
-    """Checks tensors. `outputs`: names that each answer must have; if empty, any output will do."""
+    """Checks tensors. `outputs`: names that each answer must have; if empty, any output will do.
 
-    def __init__(self, outputs: Iterable[str], expected: Expected | None = None) -> None:
-        self.outputs, self.expected = frozenset(outputs), expected
+    `expected`: the right outputs, if known, by request and name. `max_error`: max |a-b| / max |a|,
+    as in `compare`.
+    """
+
+    def __init__(
+        self,
+        outputs: Iterable[str],
+        expected: Sequence[Mapping[str, np.ndarray]] = (),
+        max_error: float = 0.0,
+    ) -> None:
+        self.outputs, self.expected, self.max_error = frozenset(outputs), expected, max_error
         # the beginning of a right answer over HTTP, and the answer's size in bytes
         self.usual: tuple[bytes, int] = (b"", -1)
         self._known: set[tuple[int, bytes, int]] = set()
@@ -76,7 +76,7 @@ class AnswerCheck:
         return None
 
     def _key(self, message: bytes, request: int) -> tuple[int, bytes, int]:
-        if self.expected is None:
+        if not self.expected:
             return 0, message[: self._head_bytes], len(message)
         return request, message, 0
 
@@ -91,8 +91,8 @@ class AnswerCheck:
             if expected not in (None, got := len(value) if is_raw else _count(value)):
                 unit = "bytes" if is_raw else "values"
                 raise WrongAnswerError(f"200 with {got} {unit} of {name}, a {datatype}{shape}")
-        if self.expected is not None:
-            _compare(self.expected, request, outputs)
+        if self.expected:
+            _compare(self.expected[request], outputs, self.max_error)
 
 
 class BodyCheck(AnswerCheck):
@@ -104,8 +104,8 @@ class BodyCheck(AnswerCheck):
     def __init__(
         self, is_json: bool, answers: Sequence[Any], max_error: float, *, grpc: bool = False
     ) -> None:
-        super().__init__(())
-        self._is_json, self._answers, self._max_error = is_json, answers, max_error
+        super().__init__((), (), max_error)
+        self._is_json, self._answers = is_json, answers
         self._grpc, self._right = grpc, dict[int, bytes]()  # last right answer, not parsed again
 
     def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
@@ -127,8 +127,8 @@ class BodyCheck(AnswerCheck):
                 value = json.loads(body)
             except (ValueError, RecursionError):
                 return "200 with a body that is not JSON"
-            if self._answers and not _same(self._answers[request], value, self._max_error):
-                return f"a wrong answer: it differs by more than {short_bound(self._max_error)}"
+            if self._answers and not _same(self._answers[request], value, self.max_error):
+                return f"a wrong answer: it differs by more than {short_bound(self.max_error)}"
         self._right[request] = message
         return None
 
@@ -191,21 +191,21 @@ def _count(value: Any) -> int:
 
 def _size_of(datatype: Any, shape: Any, *, in_bytes: bool) -> int | None:
     """Return a tensor's size in bytes or values; None if none is fixed or known."""
-    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), "")) if in_bytes else 1
+    size = DTYPE_BYTES.get(DTYPES.get(str(datatype), "")) if in_bytes else 1
     try:
         return None if size is None else size * math.prod(shape)
     except TypeError:
         return None
 
 
-def _compare(expected: Expected, request: int, outputs: Outputs) -> None:
+def _compare(expected: Mapping[str, np.ndarray], outputs: Outputs, max_error: float) -> None:
     """Raise WrongAnswerError if outputs differ from the expected ones."""
     by_name = {output.name: output for output in outputs}
-    for name, right in expected.answers[request].items():
+    for name, right in expected.items():
         if name not in by_name:
             raise WrongAnswerError(f"200 without the output {name}")
         _, datatype, shape, value = by_name[name]
-        dtype = _DTYPES.get(str(datatype), "")
+        dtype = DTYPES.get(str(datatype), "")
         if dtype not in DTYPE_BYTES or dtype == "bfloat16":
             raise WrongAnswerError(f"an answer whose {name}, a {datatype}, cannot be compared")
         if not isinstance(shape, list) or tuple(shape) != right.shape:
@@ -223,8 +223,8 @@ def _compare(expected: Expected, request: int, outputs: Outputs) -> None:
         a, b = right.astype(np.float64), got.astype(np.float64)
         largest = float(np.abs(a).max(initial=0.0)) or 1.0
         error = float(np.abs(a - b).max(initial=0.0)) / largest
-        if not (math.isfinite(error) and error <= expected.max_error):
-            bound = short_bound(expected.max_error)
+        if not (math.isfinite(error) and error <= max_error):
+            bound = short_bound(max_error)
             raise WrongAnswerError(f"a wrong answer: {name} differs by more than {bound}")
 
 

@@ -127,13 +127,11 @@ def wake_on_time() -> None:
 
 
 class _Connection:
-    __slots__ = (
-        *("connected", "place", "reused", "secure", "socket", "start_s", "unsent", "wire"),
-    )
+    __slots__ = ("connected", "place", "reused", "secure", "socket", "start_s", "unsent", "wire")
 
     def __init__(self, server: Server, wire: Wire) -> None:
         """Make a socket, not yet connected. Raises OSError."""
-        self.socket, self.place = server.socket()
+        self.socket, self.place = server.new_socket()
         # connecting a Unix socket takes no time, but would fail while the server's queue is full
         self.socket.settimeout(RETRY_S if server.unix else 0.0)
         with contextlib.suppress(OSError):  # a Unix socket has neither
@@ -293,7 +291,7 @@ class Client:
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 continue
             except OSError as exc:
-                self._lose(connection, f"the connection broke: {os_reason(exc)}", exc)
+                self._fail(connection, f"the connection broke: {os_reason(exc)}", exc)
                 continue
             start_s, (usual, size) = connection.start_s, check.usual
             if (
@@ -361,7 +359,7 @@ class Client:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             sent = 0
         except OSError as exc:
-            self._lose(connection, f"the connection broke: {os_reason(exc)}", exc)
+            self._fail(connection, f"the connection broke: {os_reason(exc)}", exc)
             return
         if sent < len(data):
             connection.unsent = memoryview(data)[sent:]
@@ -419,10 +417,10 @@ class Client:
             self._write(connection, control)
         if status is None:
             if not data:
-                self._lose(connection, "the server closed the connection before it answered")
+                self._fail(connection, "the server closed the connection before it answered")
             return
         if wire.unread:
-            self._lose(connection, str(wire.error), status=status)
+            self._fail(connection, str(wire.error))
             return
         start_s, connection.start_s, connection.reused = connection.start_s, None, True
         if start_s is None:  # for example a 408 before the server closes an idle connection
@@ -442,25 +440,14 @@ class Client:
         if error is not None and (error in record.errors or len(record.errors) < _MAX_ERRORS):
             record.errors[error] = record.errors.get(error, 0) + 1
 
-    def _lose(
-        self,
-        connection: _Connection,
-        error: str,
-        exc: OSError | None = None,
-        status: int = NO_ANSWER,
-    ) -> None:
-        """Send the request in flight on another connection if the server did not read it."""
-        if connection.start_s is not None and connection.unread(exc):
-            self._waiting.appendleft(connection.start_s)
-            connection.start_s = None
-            self.record.resent += 1
-        self._fail(connection, error, status)
-
-    def _fail(self, connection: _Connection, error: str, status: int = NO_ANSWER) -> None:
-        """Fail the request in flight, if any, and drop its connection."""
+    def _fail(self, connection: _Connection, error: str, exc: OSError | None = None) -> None:
+        """Drop a connection. Its request fails, or waits for another one if it was not read."""
         start_s, connection.start_s = connection.start_s, None
-        if start_s is not None:
-            self._record(start_s, self.now(), status, error)
+        if start_s is not None and connection.unread(exc):
+            self._waiting.appendleft(start_s)
+            self.record.resent += 1
+        elif start_s is not None:
+            self._record(start_s, self.now(), 503 if connection.wire.unread else NO_ANSWER, error)
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:

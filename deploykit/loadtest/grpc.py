@@ -305,27 +305,21 @@ def _typed(output: Message, count: int) -> list[Any]:
     return values
 
 
-METHODS = {
-    "index": "RepositoryIndex",
-    "about": "ServerMetadata",
-    "metadata": "ModelMetadata",
-    "config": "ModelConfig",
-}
-
-
-def question(what: str, model: str) -> bytes:
-    """Return the call that asks for the "index", "about", or a model's "metadata" or "config"."""
-    request = MESSAGES[f"{METHODS[what]}Request"](**({"name": model} if model else {}))
+def question(method: str, model: str) -> bytes:
+    """Return a call of `method`, about a model or not."""
+    request = MESSAGES[f"{method}Request"](**({"name": model} if model else {}))
     return call_of(request.SerializeToString())
 
 
-def answer_value(what: str, message: bytes) -> Any:
+def answer_value(method: str, message: bytes) -> Any:
     """Return the answer to a question as JSON value of the HTTP API; None if it is damaged."""
     try:
-        values = to_dict(MESSAGES[f"{METHODS[what]}Response"].FromString(message))
+        values = to_dict(MESSAGES[f"{method}Response"].FromString(message))
     except DecodeError:
         return None
-    return values.get({"index": "models", "config": "config"}.get(what, ""), values)
+    return values.get(
+        {"RepositoryIndex": "models", "ModelConfig": "config"}.get(method, ""), values
+    )
 
 
 def to_dict(message: Message) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def load_test(
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data, expect), force=force) if out is not None else None
     files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
-    paths = {name: file and os.fspath(file) for name, file in files.items()}
+    paths = {name: os.fspath(file) for name, file in files.items() if file is not None}
     remote = find_model(find_server(url, token=token, **paths), model)
     requests = make_requests(
         remote,

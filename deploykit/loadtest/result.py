@@ -191,7 +191,8 @@ class Condition:
             return f"{self.text}: {value:.2%}"
         if self.metric in _COUNTS:
             return f"{self.text}: {value:,.0f}"
-        return f"{self.text}: {number(value)}{' ms' if self.metric in _PERCENTILES else '/s'}"
+        text = number(value) if math.isfinite(value) else "inf"
+        return f"{self.text}: {text}{' ms' if self.metric in _PERCENTILES else '/s'}"
 
     def _value(self, result: LoadResult) -> float | None:
         """Return the value, None if unknown. Percentiles that no answer reached are infinite."""

@@ -31,6 +31,14 @@ _HINT = (
     "Unix socket as unix:FILE, or grpc://unix:FILE"
 )
 _UNIX = re.compile(r"(?:(https?|grpcs?)://)?unix:(?://)?(.*[^/])")
+_QUESTIONS: Mapping[str, tuple[str, str, str]] = {  # -> gRPC method, HTTP verb and path after /v2
+    "about": ("ServerMetadata", "GET", ""),
+    "about/": ("", "GET", "/"),
+    "index": ("RepositoryIndex", "POST", "/repository/index"),
+    "models": ("", "GET", "/models"),
+    "metadata": ("ModelMetadata", "GET", "/models/{}"),
+    "config": ("ModelConfig", "GET", "/models/{}/config"),
+}
 # status -> how to go on, where the server refuses whatever it is asked for
 _REDIRECTS = (301, 302, 303, 307, 308)
 _CURES: Mapping[int, str] = {
@@ -84,7 +92,7 @@ class Server:
             connection, server_hostname=name, do_handshake_on_connect=handshake
         )
 
-    def socket(self) -> tuple[socket.socket, Any]:
+    def new_socket(self) -> tuple[socket.socket, Any]:
         """Return a socket, not yet connected, and the address to connect it to."""
         if self.unix:
             return socket.socket(socket.AF_UNIX), self.address
@@ -103,7 +111,7 @@ class Server:
 
     def connect(self) -> socket.socket:
         """Return a connection. Raises OSError, of which TimeoutError and ssl.SSLError are kinds."""
-        connection, place = self.socket()
+        connection, place = self.new_socket()
         try:
             connection.settimeout(TIMEOUT_S)
             connection.connect(place)
@@ -154,20 +162,14 @@ class Server:
         raise TimeoutError
 
     def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
-        """Ask for "index", "about", "metadata" or "config"; return status, JSON value and error."""
+        """Ask one of the questions; return status, JSON value and error."""
+        method, verb, path = _QUESTIONS[what]
         if self.grpc:
             from deploykit.loadtest import grpc
 
-            wire = self.wire([grpc.question(what, model)], method=grpc.METHODS[what])
+            wire = self.wire([grpc.question(method, model)], method=method)
         else:
-            verb, path = {
-                "index": ("POST", "/repository/index"),
-                "models": ("GET", "/models"),
-                "about": ("GET", ""),
-                "about/": ("GET", "/"),
-                "metadata": ("GET", f"/models/{quote(model, safe='')}"),
-                "config": ("GET", f"/models/{quote(model, safe='')}/config"),
-            }[what]
+            path = path.format(quote(model, safe=""))
             wire = self.wire([self.request(verb, path, {"Connection": "close"})])
         try:
             status = self.exchange(wire)
@@ -186,7 +188,7 @@ class Server:
         if status != 200:
             return status, None, wire.error or ""
         if self.grpc:
-            return status, grpc.answer_value(what, wire.body), ""
+            return status, grpc.answer_value(method, wire.body), ""
         with suppress(ValueError, RecursionError):
             return status, json.loads(wire.body), ""
         return status, None, ""
@@ -237,21 +239,16 @@ def tls_context(
     ca_file: str | None, cert_file: str | None, key_file: str | None, protocol: str
 ) -> ssl.SSLContext:
     """Return the context of all connections of a process. Raises BadInput for its files."""
+    what, hint = f"`ca_file` {ca_file}: holds no certificates that can be read", None
     try:
         context = ssl.create_default_context(cafile=ca_file)
-    except OSError as exc:  # ssl.SSLError is one
-        raise BadInput(
-            f"`ca_file` {ca_file}: holds no certificates that can be read: {os_reason(exc)}"
-        ) from exc
-    try:
         if cert_file is not None:
+            files = f"`cert_file` {cert_file}" + f", `key_file` {key_file}" * (key_file is not None)
+            what = f"{files}: no certificate and its key can be read"
+            hint = "PEM files; the key without a password, in a file of its own or the same"
             context.load_cert_chain(cert_file, key_file, password=lambda: b"")
-    except OSError as exc:
-        files = f"`cert_file` {cert_file}" + f", `key_file` {key_file}" * (key_file is not None)
-        raise BadInput(
-            f"{files}: no certificate and its key can be read: {os_reason(exc)}",
-            hint="PEM files; the key without a password, in a file of its own or the same",
-        ) from exc
+    except OSError as exc:  # ssl.SSLError is one
+        raise BadInput(f"{what}: {os_reason(exc)}", hint=hint) from exc
     context.set_alpn_protocols([protocol])
     return context
 
@@ -268,7 +265,7 @@ def tls_reason(exc: OSError) -> str:
 def parse_url(url: str) -> Server:
     """Return the server that a URL names; its `address` is still a name. Raises BadInput."""
     shown = without_secrets(url)
-    if unix := _UNIX.fullmatch(url):
+    if url.isprintable() and (unix := _UNIX.fullmatch(url)):
         scheme = unix[1] or ("grpc" if url.endswith(".grpc") else "http")
         path = Path(unix[2]).absolute().as_posix()
         tls = scheme in ("https", "grpcs")

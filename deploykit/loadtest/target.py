@@ -17,19 +17,17 @@ from deploykit.core.files import check_readable
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
-from deploykit.loadtest.check import AnswerCheck, BodyCheck, Expected, one_line
+from deploykit.loadtest.check import DTYPES, AnswerCheck, BodyCheck, one_line
 from deploykit.loadtest.http import NotHttpError, Tensor
 from deploykit.loadtest.server import TIMEOUT_S, Server
 from deploykit.pipelines.file import input_files, read_answers
 
-THROTTLED = 429  # does not mean that the request is wrong
 _OTHER_FORM = (400, 415, 422, 500, 501)  # statuses of servers that do not take a form of tensors
 _SENT = "tensors are sent as {}, as the server {}"
 OUTPUTS = "outputs/"  # prefix of names in golden samples
 VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
 MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
 MOST_BODIES = 256  # distinct requests without tensors
-_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 _TYPES = {
     **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
     ".png": "image/png",
@@ -114,6 +112,8 @@ def find_model(server: Server, model: str | None) -> RemoteModel:
     if status == 404 or (status != 200 and names and model not in names):
         hint = f"the models are: {listed}" if listed else None
         raise NotFound(f"{url}: no model '{model}': {error}", hint=hint)
+    if status != 200:
+        raise server.refused(status, f"metadata: {error}")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
         raise server.not_oip(f"metadata: {error or 'no inputs'}")
     config: Any = None
@@ -185,12 +185,12 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
         sizes = [int(size) for size in item["shape"]]  # type: ignore[index]
     except (KeyError, TypeError, ValueError):
         raise server.not_oip("an input of its metadata has no name, type or shape") from None
-    if datatype not in _DTYPES:
+    if datatype not in DTYPES:
         raise BadInput(
             f"{server.url}: {model}: no random values can be made for {name}, {datatype}"
         )
     axes = name_axes(name, [size if size >= 0 else None for size in sizes])
-    return TensorSpec(name, _DTYPES[datatype], axes)
+    return TensorSpec(name, DTYPES[datatype], axes)
 
 
 class Body(NamedTuple):
@@ -236,9 +236,9 @@ def make_requests(
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
         bodies, answers = _read_bodies(text, data, expect)
         is_json, grpc = remote.about.get("gives") != "bytes", remote.server.grpc
-        check = BodyCheck(is_json, answers, max_error, grpc=grpc)
+        body_check = BodyCheck(is_json, answers, max_error, grpc=grpc)
         messages = [_body_request(remote, body) for body in bodies]
-        return Requests(messages, check, sends=_describe(bodies))
+        return Requests(messages, body_check, sends=_describe(bodies))
     if remote.pipeline:
         why = "is a pipeline: its requests are not made up"
         raise BadInput(f"{remote} {why}", hint="`data` FILE or DIR, or `text`")
@@ -249,7 +249,7 @@ def make_requests(
             f"{remote}: the server names no inputs of the model",
             hint="its settings do, as MLServer's model-settings.json: inputs",
         )
-    samples, expected = None, None
+    samples, expected = None, list[Mapping[str, np.ndarray]]()
     if (file := expect or data) is not None:
         if axes:
             raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
@@ -257,7 +257,7 @@ def make_requests(
         samples = read_samples(file, remote.inputs if some else name_batch(remote.inputs, {}))
     rows, feeds = make_feeds(remote, batch, seed, samples, axes)
     if expect is not None and samples is not None:
-        expected = Expected(read_outputs(expect, remote, len(samples), rows), max_error)
+        expected = read_outputs(expect, remote, len(samples), rows)
     calls = [
         [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
@@ -265,8 +265,8 @@ def make_requests(
     messages = [remote.infer_request(tensors, binary=remote.binary) for tensors in calls]
     note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
-    answers_check = AnswerCheck(remote.outputs, expected)
-    return Requests(messages, answers_check, shapes, note=note, calls=calls, batch=rows)
+    check = AnswerCheck(remote.outputs, expected, max_error)
+    return Requests(messages, check, shapes, note=note, calls=calls, batch=rows)
 
 
 def probe(remote: RemoteModel, requests: Requests) -> Requests:
@@ -281,7 +281,7 @@ def probe(remote: RemoteModel, requests: Requests) -> Requests:
                 mine, other = forms if remote.binary else forms[::-1]
                 note = _SENT.format(other, f"does not take {mine} ({error})")
                 return replace(requests, messages=messages, note=note)
-    if 300 <= status < 500 and status != THROTTLED:
+    if 300 <= status < 500 and status != 429:  # which does not mean that the request is wrong
         raise remote.server.refused(status, f"{remote.name}: answered {error}")
     return requests
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from deploykit.evaluation.outputs import ANSWERS, claim
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.connect import StageGraph, connect_engines
 from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
-from deploykit.pipelines.live import Host, LivePipeline
 from deploykit.pipelines.stages import WiredStage, failure_reason, named
 
 log = logging.getLogger(__name__)
@@ -217,15 +215,15 @@ class ServedPipelines:
                     hint="give the pipeline another: NAME=FILE",
                 )
 
-    def live(
+    def graphs(
         self, models: Mapping[str, Sequence[Engine]]
-    ) -> dict[str, Callable[[Host], LivePipeline]]:
-        """Check the pipelines with the opened `models` and return their constructors."""
-        found: dict[str, Callable[[Host], LivePipeline]] = {}
+    ) -> dict[str, tuple[StageGraph, Mapping[str, str]]]:
+        """Check the pipelines with the opened `models`; also return the models' names by stage."""
+        found: dict[str, tuple[StageGraph, Mapping[str, str]]] = {}
         for name, definition in self._definitions.items():
             stages = self._stages[name]
             engines = {stage: models[model][0] for stage, model in stages.items()}
-            found[name] = partial(LivePipeline, name, connect_engines(definition, engines), stages)
+            found[name] = connect_engines(definition, engines), stages
         return found
 
 

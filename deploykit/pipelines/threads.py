@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from ipaddress import IPv6Address, ip_address
 from itertools import count, pairwise
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from deploykit.engines.engine import Closing
 
-Job = Callable[[], None]
+Job = Callable[..., None]
 _HOST_BITS = 64  # of an IPv6 address: a client may have all addresses of its network
 _numbers = count()
 
@@ -110,6 +111,71 @@ class _Share:
             heappush(self.turns, (part.spent_s, part.running, next(_numbers), part))
 
 
+class FairQueue:
+    """Jobs of clients, in the order in which they should run. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._all = _Share()
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of jobs that have not begun."""
+        return self._all.waiting
+
+    def add(self, job: Job, peer: Peer) -> None:
+        share = self._all
+        for key in peer:
+            share = share.part(key)
+        share.jobs.append(job)
+        self._all.waiting += 1
+
+    def take(self) -> tuple[Job, Callable[[float], None]]:
+        """Begin the job that is next; also return the function that ends it, given its cost."""
+        path = [self._all]
+        while not path[-1].jobs:
+            path.append(path[-1].next_part())
+        self._all.waiting -= 1
+        self._all.running += 1
+        return path[-1].jobs.popleft(), partial(self._end, path)
+
+    def _end(self, path: Sequence[_Share], cost: float) -> None:
+        for share, part in pairwise(path):
+            share.end(part, cost)
+        self._all.running -= 1
+        if not (self._all.waiting or self._all.running):
+            self._all = _Share()
+
+
+class FairGate:
+    """Begins up to `most` jobs at a time on one thread; each calls its argument at its end."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._queue = FairQueue()
+        self._entering = False
+
+    def enter(self, begin: Callable[[Job], None], peer: Peer) -> None:
+        self._queue.add(begin, peer)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._entering:  # called by a job that has ended at once
+            return
+        self._entering = True
+        try:
+            while self._free and self._queue.waiting:
+                self._free -= 1
+                begin, end = self._queue.take()
+                begin(partial(self._leave, end))
+        finally:
+            self._entering = False
+
+    def _leave(self, end: Callable[[float], None]) -> None:
+        self._free += 1
+        end(1.0)
+        self._begin_next()
+
+
 class FairThreads(Closing):
     """Up to `most` daemon threads, started on demand: one that hangs does not keep the process."""
 
@@ -120,7 +186,7 @@ class FairThreads(Closing):
         self._name = name
         self._clock_s = clock_s
         self._changed = threading.Condition()
-        self._all = _Share()
+        self._queue = FairQueue()
         self._idle = self._started = 0
         self._since_s: dict[int, float] = {}  # thread -> when its job began
         self._closed = False
@@ -130,20 +196,16 @@ class FairThreads(Closing):
         with self._changed:
             if self._closed:
                 raise RuntimeError("it is closed")
-            if self._idle <= self._all.waiting and self._started < self._most:
+            if self._idle <= self.waiting and self._started < self._most:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
                 self._started += 1
-            share = self._all
-            for key in peer:
-                share = share.part(key)
-            share.jobs.append(job)
-            self._all.waiting += 1
+            self._queue.add(job, peer)
             self._changed.notify()
 
     @property
     def waiting(self) -> int:
         """Return the number of jobs without a thread."""
-        return self._all.waiting
+        return self._queue.waiting
 
     def hanging(self, limit_s: float) -> bool:
         """Return whether every thread has run one job for longer than `limit_s`."""
@@ -154,7 +216,7 @@ class FairThreads(Closing):
         """Start no more jobs, and wait for none."""
         with self._changed:
             self._closed = True
-            self._all = _Share()
+            self._queue = FairQueue()
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -166,24 +228,16 @@ class FairThreads(Closing):
         me = threading.get_ident()
         with self._changed:
             self._idle += 1
-            self._changed.wait_for(lambda: self._all.waiting or self._closed)
+            self._changed.wait_for(lambda: self.waiting or self._closed)
             self._idle -= 1
             if self._closed:
                 return False
-            path = [self._all]
-            while not path[-1].jobs:
-                path.append(path[-1].next_part())
-            job = path[-1].jobs.popleft()
-            self._all.waiting -= 1
+            job, end = self._queue.take()
             began_s, self._since_s[me] = self._clock_s(), time.monotonic()
         try:
             job()
         finally:
             with self._changed:
                 del self._since_s[me]
-                took_s = self._clock_s() - began_s
-                for share, part in pairwise(path):
-                    share.end(part, took_s)
-                if not (self._all.waiting or self._since_s):
-                    self._all = _Share()
+                end(self._clock_s() - began_s)
         return True

@@ -80,9 +80,9 @@ class Capacity(Record):
 
     rate_per_s: float
     bound_ms: float
-    replicas: int | None
-    rate_each_per_s: float | None
-    p99_ms: float | None
+    replicas: int | None = None
+    rate_each_per_s: float | None = None
+    p99_ms: float | None = None
     why: str = ""
     max_batch: int = 1
     server_busy: float = 0.0
@@ -106,9 +106,9 @@ def capacity(
     least = min(service_s)
     in_time = {size: each for size, each in service_s.items() if each <= bound_s or size == least}
     whole = ReplicaModel(by_batch(in_time), request_s, overlaps)
+    nothing = Capacity(rate_per_s, bound_s * 1e3)
     if whole.alone_s > bound_s:
-        why = f"a request alone takes {whole.alone_s * 1e3:.3g} ms"
-        return Capacity(rate_per_s, bound_s * 1e3, None, None, None, why)
+        return replace(nothing, why=f"a request alone takes {whole.alone_s * 1e3:.3g} ms")
     best, most = whole, 0.0
     for size in sorted({min(each, _LARGEST_BATCH) for each in in_time}, reverse=True):
         tried = whole.largest(size)
@@ -116,16 +116,13 @@ def capacity(
         if not most or (more < tried.most_per_s and p99_s(more, tried) <= bound_s):
             best, most = tried, _most_within(bound_s, tried)
     if not most:
-        why = "a second request that waits for the first is late"
-        return Capacity(rate_per_s, bound_s * 1e3, None, None, None, why)
+        return replace(nothing, why="a second request that waits for the first is late")
     replicas = max(1, math.ceil(rate_per_s / most))
-    p99_ms = p99_s(max(rate_per_s / replicas, most * _QUIETEST), best) * 1e3
-    return Capacity(
-        rate_per_s,
-        bound_s * 1e3,
-        replicas,
-        most,
-        p99_ms,
+    return replace(
+        nothing,
+        replicas=replicas,
+        rate_each_per_s=most,
+        p99_ms=p99_s(max(rate_per_s / replicas, most * _QUIETEST), best) * 1e3,
         max_batch=len(best.service_s),
         server_busy=most * request_s,
     )

@@ -192,7 +192,7 @@ def plan(
             infer(graph, 1, sizes | dict.fromkeys(batch, 1)) if batch else first
         )
     calibration = None
-    if any(profile.device == "cpu" for profile in chosen):
+    if any((each.device, each.runtime) == ("cpu", "onnxruntime") for each in chosen):
         calibration, probe_notes = cpu_calibration(on_progress=on_progress)
         notes += probe_notes
     targets = []
@@ -342,8 +342,7 @@ def _replicas(
     """Return the replicas that carry the rate, in the best precision, else in the fastest."""
     fitting = [p for p in predictions if p.fits is not False]
     if not fitting:
-        why = "it does not fit into the memory"
-        return Capacity(rate_per_s, slo_ms, None, None, None, why)
+        return Capacity(rate_per_s, slo_ms, why="it does not fit into the memory")
     precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
     joined = [p for p in fitting if p.precision == precision and single.batch == 1]
     service_s = {p.batch: served_s(p.latency_ms / 1e3) for p in joined}

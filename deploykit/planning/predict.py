@@ -130,14 +130,8 @@ def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | 
             return "its ceilings are not measured: onnxruntime is not installed"
         basis = "one probe of this machine's CPU" + ", next to other work" * bool(calibration.doubt)
         return Target(profile, calibration, basis, checked=True)
-    lacks = [
-        name
-        for name, value in (
-            ("peak_ops_per_s.fp32", profile.peak_ops_per_s.get("fp32")),
-            ("bandwidth_bytes_per_s", profile.bandwidth_bytes_per_s),
-        )
-        if not value
-    ]
+    lacks = ["peak_ops_per_s.fp32"] * (not profile.peak_ops_per_s.get("fp32"))
+    lacks += ["bandwidth_bytes_per_s"] * (not profile.bandwidth_bytes_per_s)
     if lacks:
         return f"the profile has no {' and no '.join(lacks)}"
     return Target(profile, None, "the vendor's figures; not yet checked on this GPU", checked=False)

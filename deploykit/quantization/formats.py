@@ -220,11 +220,9 @@ def weight_scale(values: np.ndarray, axis: int | None, name: str, steps: float =
 
 def int8_steps(values: np.ndarray, scale: np.ndarray, axis: int | None) -> np.ndarray:
     """`values` in steps of `scale`, rounded to even, in -127..127; the shape of `values`."""
-    shape = [1] * values.ndim
     if axis is not None:
-        shape[axis] = -1
-    at = np.broadcast_to(scale.reshape(shape if axis is not None else ()), values.shape)
-    found = np.empty(values.shape, np.int8)
+        scale = scale.reshape([-1 if place == axis else 1 for place in range(values.ndim)])
+    at, found = np.broadcast_to(scale, values.shape), np.empty(values.shape, np.int8)
     for part in _rows(values):
         found[part] = np.clip(np.rint(values[part] / at[part]), -127, 127)
     return found

@@ -257,14 +257,9 @@ def _masked(graph: onnx.GraphProto, stored: set[str], held: set[str]) -> set[str
 
 # operator -> the input of which a value of 0 gives infinity or NaN
 _NEEDS_SMALL = {"Log": 0, "Reciprocal": 0, "Sqrt": 0, "Pow": 0, "Div": 1}
-_PASSES = frozenset(
-    word
-    for line in (
-        "Reshape Flatten Squeeze Unsqueeze Transpose Expand Tile Slice Gather Concat Split Cast",
-        "Identity Neg Abs Mul Div Where Clip Max Min ReduceSum ReduceMean ReduceMax ReduceMin",
-    )
-    for word in line.split()
-)
+_MOVED = "Reshape Flatten Squeeze Unsqueeze Transpose Expand Tile Slice Gather Concat Split Cast"
+_COMPUTED = "Identity Neg Abs Mul Div Where Clip Max Min ReduceSum ReduceMean ReduceMax ReduceMin"
+_PASSES = frozenset([*_MOVED.split(), *_COMPUTED.split()])
 _PASSES_LARGE = _PASSES - _BOUNDS | {"Add", "Sub", "ScatterND", "ScatterElements"}
 _SHARES = frozenset(("Softmax", "Sigmoid"))  # a Log needs their small values
 
@@ -373,8 +368,11 @@ _PAIR = ("QuantizeLinear", "DequantizeLinear")
 PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
 _SCALE_ERROR = 1 / 254
-# Sums over a whole axis, and coordinates in pixels: 11 bits are too few whatever the range.
-_FLOAT32_OPERATORS = frozenset(("CumSum", "RoiAlign", "GridSample"))
+# Sums over a whole axis, coordinates in pixels and edges in Hertz: 11 bits are too few whatever the
+# range. MeanVarianceNormalization is defined by other operators, with constants of float32.
+_FLOAT32_OPERATORS = frozenset(
+    ("CumSum", "RoiAlign", "GridSample", "MelWeightMatrix", "MeanVarianceNormalization")
+)
 
 
 @dataclass(frozen=True)
@@ -472,6 +470,7 @@ def to_half(
     else:
         types |= dict.fromkeys(clamp_to(editor, types, half.largest), int(_FLOAT))
     stay |= guarded | index_nodes(editor, types, half.rounded) | box_nodes(editor.graph)
+    stay |= _integer_sums(editor.graph)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
     writer = _Writer(editor, types, half, ranges)
     for node in editor.graph.node:
@@ -609,6 +608,25 @@ def _half_places(
     found = places(node.input, schema.inputs), places(node.output, schema.outputs)
     generates = not found[0] and node.op_type not in ("Cast", "Constant")
     return nothing if generates else found  # the type of what is generated has its own defaults
+
+
+def _integer_sums(graph: onnx.GraphProto) -> set[str]:
+    """Names of the nodes that cast and scale sums of products of integers.
+
+    The sums reach millions, and their scales, the product of two, are as small as 1e-8.
+    """
+    sums, casts = set[str](), list[onnx.NodeProto]()
+    for node in graph.node:
+        if node.op_type.endswith("Integer") or sums.intersection(node.input):
+            if node.op_type == "Cast":
+                casts.append(node)
+            else:  # a bias may be added
+                sums.update(node.output)
+    made = {node.output[0] for node in casts}
+    scale = [node for node in graph.node if made.intersection(node.input)]
+    factors = {name for node in scale for name in node.input} - made
+    by = (n for n in graph.node if n.op_type == "Mul" and factors.intersection(n.output))
+    return {node.name for node in (*casts, *scale, *by)}
 
 
 def _constant_peaks(editor: Editor, types: Mapping[str, int]) -> dict[str, float]:

@@ -27,7 +27,6 @@ from deploykit.core.evidence import (
 from deploykit.core.files import sha256
 from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS
 from deploykit.core.profile import Profile
-from deploykit.core.tensors import BATCH
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
@@ -38,6 +37,7 @@ from deploykit.evaluation.feeds import (
     MOST_SAMPLES,
     Feeds,
     axis_sizes,
+    batch_limits,
     batch_that_fits,
     comparison_feeds,
     given_sizes,
@@ -364,16 +364,12 @@ def evaluate_engine(
     samples = read_samples(request.data, engine.inputs, task=task)
     if samples.labels is None:
         return None
-    low, high = engine.limits.get(BATCH, (1, None))
-    low = max(low, 1)
+    low, high = batch_limits(engine.inputs, engine.limits)
     size = min(32, high or 32) // low * low or low
-    if low > 1:
-        if len(samples) < low:
-            raise BadInput(
-                f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
-            )
-        samples = samples.first(len(samples) // low * low)
-    elif high != 1:
+    if low > len(samples):
+        raise BadInput(f"{request.data}: {len(samples)} samples, the engine needs {low} or more")
+    samples = samples.first(len(samples) // low * low)
+    if low == 1 != high:
         size, _ = rows_that_run(reference, samples, size)
     return evaluate(
         reference,

@@ -67,14 +67,8 @@ _QUANTIZED = frozenset(
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ACTIVATIONS = frozenset(("Relu", "Clip"))
 # ONNX Runtime runs these on INT8: they move values and keep their scale ...
-MOVES = frozenset(
-    word
-    for line in (
-        "MaxPool Flatten Reshape Transpose Squeeze Unsqueeze",
-        "Slice Split Resize Gather DepthToSpace Expand Tile",
-    )
-    for word in line.split()
-)
+_MOVES = "MaxPool Flatten Reshape Transpose Squeeze Unsqueeze Slice Split Resize Gather"
+MOVES = frozenset([*_MOVES.split(), "DepthToSpace", "Expand", "Tile"])
 # ... and these compute new ones; Sigmoid and Mul are SiLU.
 _COMPUTES = frozenset(
     ("Add", "Mul", "Sigmoid", "LeakyRelu", "GlobalAveragePool", "AveragePool", "Concat")

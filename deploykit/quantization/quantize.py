@@ -175,12 +175,11 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
     graph, evidence = write_graph(job, tmp, place.name, on_progress)
     to = BY_NAME.get(job.request.to)
     if to is not None and to.writer == CAST and to.dtype not in graph.precision:
+        kinds = ", ".join([*graph.summary.operators][:5])
+        why = f"it has {kinds}; 8-bit nodes, bodies of If and Loop and indices stay as they are"
+        kept = (note for note in evidence.notes if note.startswith("kept in float32"))
         raise BadInput(
-            f"{job.model}: no node of it would compute in {to.dtype}",
-            hint=next(
-                (note for note in evidence.notes if note.startswith("kept in float32")),
-                "8-bit nodes, bodies of If and Loop and index arithmetic stay as they are",
-            ),
+            f"{job.model}: no node of it would compute in {to.dtype}", hint=next(kept, why)
         )
     on_progress("measuring accuracy", 0.5)
     with open_both(job, graph) as (reference, candidate):

@@ -18,8 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from dataclasses import astuple, dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from deploykit.core.evidence import Evaluation, Evidence, SearchRecord, SearchSt
 from deploykit.core.precision import DYNAMIC, PAIRS, auto_levels
 from deploykit.core.profile import load_profile, precisions_everywhere
 from deploykit.core.runtime import RUNTIMES
-from deploykit.engines.engine import load
+from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.feeds import axis_sizes
 from deploykit.evaluation.simulate import open_graph
@@ -108,7 +108,7 @@ def search(
         on_step: called after each evaluation. Ctrl-C (KeyboardInterrupt out of any callback) ends
             the search and keeps the best so far; other errors pass through.
     """
-    found = Search(evaluate, float32_cost_s, budget, on_step)
+    found = Search(evaluate, float32_cost_s, budget, on_step, candidate_began=budget.clock())
     try:
         found.run(levels)
     except _OutOfTimeError:
@@ -153,31 +153,25 @@ class _OutOfTimeError(Exception):
     """One more candidate would end after the budget."""
 
 
+@dataclass
 class Search:
     """A search: what was tried, and the best so far, `model` with its step; None keeps float32.
 
     `stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best` is then
-    the cheapest model that had passed.
+    the cheapest model that had passed. `longest_s`: of the slowest candidate.
     """
 
-    def __init__(
-        self,
-        evaluate: Callable[[Any], Verdict],
-        float32_cost_s: float,
-        budget: Budget,
-        on_step: Callable[[SearchStep], object],
-    ) -> None:
-        self.evaluate = evaluate
-        self.float32_cost_s = float32_cost_s
-        self.budget = budget
-        self.on_step = on_step
-        self.best: SearchStep | None = None
-        self.model: Any = None
-        self.steps: list[SearchStep] = []
-        self.notes: list[str] = []
-        self.stopped = ""
-        self.candidate_began = budget.clock()
-        self.longest_s = 0.0  # the slowest candidate's
+    evaluate: Callable[[Any], Verdict]
+    float32_cost_s: float
+    budget: Budget
+    on_step: Callable[[SearchStep], object]
+    candidate_began: float
+    longest_s: float = 0.0
+    best: SearchStep | None = None
+    model: Any = None
+    steps: list[SearchStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    stopped: str = ""
 
     @property
     def record(self) -> SearchRecord:
@@ -296,35 +290,21 @@ class Search:
         try:
             model = level.make(frozenset(kept))
         except (BadInput, Unsupported) as exc:
-            self._note_step(level, kept, Verdict(False, math.inf, exc.message), math.inf)
-            return math.inf, False
-        cost_s = level.cost_s(model)
-        if not worth(cost_s):
-            return cost_s, False
-        verdict = self.evaluate(model)
-        if verdict.passed:
-            self.model = model
-        self._note_step(level, kept, verdict, cost_s)
-        return cost_s, verdict.passed
-
-    def _note_step(
-        self, level: Level, kept: Sequence[str], verdict: Verdict, cost_s: float
-    ) -> None:
-        now = self.budget.clock()
+            model, cost_s, verdict = None, math.inf, Verdict(False, math.inf, exc.message)
+        else:
+            cost_s = level.cost_s(model)
+            if not worth(cost_s):
+                return cost_s, False
+            verdict = self.evaluate(model)
+        now, (passed, drop, why) = self.budget.clock(), astuple(verdict)
         self.longest_s = max(self.longest_s, now - self.candidate_began)
-        step = SearchStep(
-            level.precision,
-            tuple(kept),
-            verdict.passed,
-            verdict.drop,
-            verdict.why,
-            cost_s,
-            elapsed_s=now - self.budget.began,
-        )
+        elapsed_s = now - self.budget.began
+        step = SearchStep(level.precision, tuple(kept), passed, drop, why, cost_s, elapsed_s)
         self.steps.append(step)
-        if verdict.passed:
-            self.best = step
+        if passed:
+            self.model, self.best = model, step
         self.on_step(step)
+        return cost_s, passed
 
     def _check_time(self) -> None:
         self.candidate_began = self.budget.clock()
@@ -335,19 +315,15 @@ class Search:
 class MeasuredCost(float):
     """Seconds of a call, with their ratio to those of float32 in each round of both."""
 
-    rounds: tuple[float, ...]
-
-    def __new__(cls, float32_s: float, rounds: Sequence[float]) -> MeasuredCost:
-        cost = super().__new__(cls, float32_s * statistics.median(rounds))
-        cost.rounds = tuple(rounds)
-        return cost
+    rounds: Sequence[float] = ()
 
 
 def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
     """Give the figures that speak against `narrow_s`; "" if it gains LEAST_GAIN, beyond chance."""
     saves, chance = narrow_s <= (1 - LEAST_GAIN) * wider_s, False
     if isinstance(narrow_s, MeasuredCost) and isinstance(wider_s, MeasuredCost):
-        chance = ratio(wider_s.rounds, narrow_s.rounds).low <= 1
+        times = ratio(wider_s.rounds, narrow_s.rounds)
+        saves, chance = times.value * (1 - LEAST_GAIN) >= 1, times.low <= 1
     if saves and not chance:
         return ""
     figures = f"{narrow_s * 1e3:.3g} ms against {wider_s * 1e3:.3g} ms in {wider.upper()}"
@@ -420,6 +396,12 @@ def search_precision(
         path.replace(out)
         notes += best.notes
         return Graph.open(out), job.evidence(scales, notes, candidates.passed[path], record)
+
+
+def _seconds(engine: Engine, feeds: Arrays) -> float:
+    began = time.perf_counter()
+    engine(feeds)
+    return time.perf_counter() - began
 
 
 class _Candidates:
@@ -524,30 +506,16 @@ class _Candidates:
         """Return seconds per call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
         if not self.measured:
             return cost.predicted_s(self._costs(graph), self.ceilings)
-        if graph is self.job.source:
-            return MeasuredCost(self._float32_s, [1.0] * _ROUNDS)
-        pairs = zip(*self._time(graph, self.job.source), strict=True)
-        return MeasuredCost(self._float32_s, [ours_s / float32_s for ours_s, float32_s in pairs])
-
-    @cached_property
-    def _float32_s(self) -> float:
-        (times_s,) = self._time(self.job.source)
-        return statistics.median(times_s)
-
-    def _time(self, *graphs: Graph) -> list[list[float]]:
-        """Return the seconds of one call of each graph in each round; they take turns."""
-        feeds, times_s = self._feeds(COST_BATCH), [list[float]() for _ in graphs]
+        feeds, rounds = self._feeds(COST_BATCH), list[tuple[float, float]]()
+        opened = (open_graph(self.runtime, each, self.folder) for each in (graph, self.job.source))
         with ExitStack() as stack:
-            opened = (open_graph(self.runtime, each, self.folder) for each in graphs)
-            engines = [stack.enter_context(each) for each in opened]
-            for engine in engines:
-                engine(feeds)
-            for _ in range(_ROUNDS):
-                for engine, times in zip(engines, times_s, strict=True):
-                    began = time.perf_counter()
-                    engine(feeds)
-                    times.append(time.perf_counter() - began)
-        return times_s
+            ours, float32 = (stack.enter_context(engine) for engine in opened)
+            _seconds(ours, feeds), _seconds(float32, feeds)
+            for _ in range(_ROUNDS):  # they take turns
+                rounds.append((_seconds(ours, feeds), _seconds(float32, feeds)))
+        measured = MeasuredCost(statistics.median(ours_s for ours_s, _ in rounds))
+        measured.rounds = [ours_s / float32_s for ours_s, float32_s in rounds]
+        return measured
 
     def evaluate(self, candidate: _Candidate) -> Verdict:
         path = candidate.graph.path

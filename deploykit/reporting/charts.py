@@ -54,22 +54,14 @@ def make_axis(
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    digits = next(n for n in range(20) if n == 19 or _is_whole(step * 10**n))
-    found = [(i * step, _tick(i * step, digits)) for i in range(first, last + 1)]
+    found = [(i * step, _tick(i * step)) for i in range(first, last + 1)]
     return Axis(first * step, last * step, False, ticks or found)
 
 
-def _tick(value: float, digits: int | None = None) -> str:
-    """Return a round number as text: 0.3, 10, 12 500; with `digits` decimals if given."""
-    if digits is None and abs(value) < 1000:
-        text = f"{value:.12f}".rstrip("0").rstrip(".")
-    else:
-        text = f"{value:,.{digits or 0}f}".replace(",", SPACE)
+def _tick(value: float) -> str:
+    """Return a round number as text: 0.3, 10, 12 500."""
+    text = f"{value:,.12f}".rstrip("0").rstrip(".").replace(",", SPACE)
     return text.replace("-", "−")
-
-
-def _is_whole(value: float) -> bool:
-    return value > 0.5 and abs(value - round(value)) < 1e-9 * value
 
 
 def _log_axis(low: float, high: float, ticks: Ticks) -> Axis:
@@ -141,20 +133,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar for each of `bars`: a name and the lengths of its parts, drawn end to end.
-
-    `parts`: the names of the parts, whose looks begin at `look`; a bar has a value for each.
-    `looks`: looks of the bars' setups, whose markers precede the names.
-    """
+    """A bar for each of `bars`: its name and its length; `look`: of all. Otherwise as `Chart`."""
 
     name: str
     title: str
     finding: str
     x_label: str
-    parts: Row
-    bars: tuple[tuple[str, tuple[float, ...]], ...]
+    bars: tuple[tuple[str, float], ...]
     look: int = 1
-    looks: tuple[int, ...] = ()
     columns: Row = ()
     rows: tuple[Row, ...] = ()
 
@@ -334,29 +320,14 @@ def _px(value: float) -> str:
 
 
 def _draw_bars(chart: Bars) -> str:
-    """Return each bar under its name and the figures of its parts."""
-    if not chart.bars:
-        return ""
-    most = max(sum(values) for _, values in chart.bars) or 1.0
+    """Return each bar under its name and its figure."""
+    most = max((value for _, value in chart.bars), default=0.0) or 1.0
     rows = []
-    for row, (name, values) in enumerate(chart.bars):
-        start, rects, figures = 0.0, [], []
-        for look, (part, value) in enumerate(zip(chart.parts, values, strict=True), chart.look):
-            if value > 0:
-                width = 100 * value / most
-                rect = f'<rect x="{_px(start)}%" width="{_px(width)}%" height="18"/>'
-                rects.append(group(look, rect))
-                figures += [f"{part} {number(value)}"] * bool(part)
-                start += width
-        looks = chart.looks[row : row + 1]
-        own = "".join(_at((50, 50), group(look, marker(look))) for look in looks)
-        own = f'<svg class="key one" aria-hidden="true">{own}</svg>' if own else ""
-        whole = " + ".join(figures) + " = " * bool(figures) + number(sum(values))
+    for name, value in chart.bars:
+        rect = f'<rect width="{_px(100 * value / most)}%" height="18"/>' * (value > 0)
         rows.append(
-            f'<p class="bar-name">{own}{escape(name)} <span>{escape(whole)}</span></p>'
-            f'<svg class="bar" role="img" aria-label="{escape(name)}">{"".join(rects)}</svg>'
+            f'<p class="bar-name">{escape(name)} <span>{number(value)}</span></p><svg class="bar" '
+            f'role="img" aria-label="{escape(name)}">{group(chart.look, rect)}</svg>'
         )
-    named = [(look, part) for look, part in enumerate(chart.parts, chart.look) if part]
-    keys = [_key(group(look, '<rect width="34" height="12"/>'), part) for look, part in named]
-    legend = f'<ul class="legend">{"".join(keys)}</ul>' if keys else ""
-    return f'{legend}{"".join(rows)}<p class="axis-name below">{escape(chart.x_label)}</p>'
+    label = f'<p class="axis-name below">{escape(chart.x_label)}</p>' * bool(rows)
+    return "".join([*rows, label])

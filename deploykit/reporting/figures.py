@@ -182,31 +182,6 @@ def _ticks(series: Sequence[Series]) -> tuple[tuple[float, str], ...]:
     return tuple(tick for tick in _TICKS if tick[0] <= max(most, 100.0))
 
 
-def waterfall(document: Json) -> Bars | None:
-    """Draw the parts of a call at the smallest batch, if compute was timed alone."""
-    bars = []
-    for label, (point, *_) in by_label(at_smallest(document["points"])).items():
-        whole = value(point["latency"]["p50_ms"])
-        compute = value((point.get("compute") or {}).get("p50_ms"))
-        if whole is not None and compute is not None:
-            bars.append((label, (compute, max(whole - compute, 0.0))))
-    if not bars:
-        return None
-    look = looks(document)
-    label, (compute, rest) = max(bars, key=lambda bar: bar[1][1])
-    return Bars(
-        name="waterfall",
-        title="Where the time of a call goes",
-        finding=f"{label} spends {_part(rest, compute + rest)} of a call outside of its kernels: "
-        "copies to and from the GPU, launches, and the call itself. Medians at the smallest batch.",
-        x_label="time of one call (ms)",
-        parts=("compute", "copies and launches"),
-        bars=tuple(bars),
-        look=after_setups(document),
-        looks=tuple(look[name] for name, _ in bars),
-    )
-
-
 def roofline(document: Json, name: str = "roofline") -> Chart | None:
     """Draw the performance of each setup under the machine's roofline (Williams et al., 2009)."""
     found = document.get(name) or {}
@@ -313,7 +288,6 @@ def served_chart(document: Json) -> Chart | None:
 
 _MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # chart -> sentence if it has no data
     calls_chart: "The latency of calls by percentile is not drawn: no calls were kept.",
-    waterfall: "Where the time of a call goes is not drawn: compute alone was not timed.",
     roofline: "The roofline is not drawn: the limits of the machine were not measured.",
     _accuracy: "Accuracy against latency is not drawn: one of the two was not measured.",
     served_chart: "The latency of requests was not measured.",
@@ -391,10 +365,8 @@ def layers_chart(document: Json) -> list[Bars]:
             f"{_part(found['layers'][0]['ms'], found['sum_ms'])} of the time of all layers. "
             + layer_note(found),
             x_label="time in one call (ms)",
-            parts=("",),
             bars=tuple(
-                (f"{each['name']} · {each['op']}", (each["ms"],))
-                for each in found["layers"][:_DRAWN]
+                (f"{each['name']} · {each['op']}", each["ms"]) for each in found["layers"][:_DRAWN]
             ),
             look=after_setups(document),
             columns=COLUMNS,

@@ -7,7 +7,7 @@ As in other tools, `HOST_PROC` and `HOST_SYS` name other folders, such as a host
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -239,7 +239,7 @@ def join(windows: Sequence[Window]) -> Window:
         length_s = sum(each.seconds for each, _ in known)
         return sum(value * each.seconds for each, value in known) / length_s if length_s else None
 
-    used_s: dict[str, float] = Counter()
+    used_s: dict[str, float] = defaultdict(float)
     for each in windows:
         used_s[each.busiest] += (each.busiest_cores or 0.0) * each.seconds
     used_s.pop("", None)

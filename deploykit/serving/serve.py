@@ -210,8 +210,8 @@ class _Service:
                     check_reference(models[name][0], reference)
                     shadows[name] = stack.enter_context(Shadow(name, reference))
             self._check_pad(models)
-            live = {} if group.runs_engines else steps.live(models)
-            server = http.Server(models, settings, group=group, pipelines=live)
+            graphs = {} if group.runs_engines else steps.graphs(models)
+            server = http.Server(models, settings, group=group, pipelines=graphs)
             self._watch(server, sources, shadows, group, stack)
             if on_serve is not None:
                 on_serve(server)

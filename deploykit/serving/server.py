@@ -29,7 +29,7 @@ from deploykit.serving.http.connection import Listener
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
-from deploykit.serving.models.pipelines import MakePipeline
+from deploykit.serving.models.pipelines import PipelineGraph
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions, read_token
@@ -100,7 +100,7 @@ class Server:
         options: ServeOptions,
         limits: HttpLimits | None = None,
         group: ServerGroup | None = None,
-        pipelines: Mapping[str, MakePipeline] | None = None,
+        pipelines: Mapping[str, PipelineGraph] | None = None,
         grpc_limits: Http2Limits | None = None,
     ) -> None:
         """Bind the ports. Raises BadInput for one that is taken, and for a wrong certificate."""
@@ -220,9 +220,7 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             # not the loop's handlers: at its end they restore the default, which ends the process
             self._signals.handle(self._group.signals)
-        elsewhere = partial(setattr, self.repository, "elsewhere")
-        hooks = Hooks(self.repository, self._begin_drain, self._abort, elsewhere)
-        await self._group.join(hooks)
+        await self._group.join(Hooks(self.repository, self._begin_drain, self._abort))
         if not self._group.runs_engines:
             for acceptor in self._acceptors:
                 acceptor.open()

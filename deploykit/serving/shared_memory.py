@@ -21,7 +21,6 @@ import numpy as np
 from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge, os_reason, quote
 from deploykit.core.tensors import Bytes
 from deploykit.engines.engine import Closing
-from deploykit.serving.oip.request import Region
 
 FOLDER = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX shared memory
 MAX_REGIONS = 256  # each keeps a file descriptor open
@@ -30,6 +29,15 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 # prefixes of semaphores and of servers' own objects: never a client's tensor
 _INTERNAL = ("deploykit", "triton_python_backend", "sem.")
 _CREATE_HINT = "create it before registering it, and give its key as in shm_open: /NAME"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A span of a shared-memory region that the client has registered."""
+
+    name: str
+    offset: int
+    byte_size: int
 
 
 @dataclass(frozen=True)

@@ -250,8 +250,8 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Iterator
             times.append(now_s())
             run.stepper(inputs, labels)
             times.append(now_s())
-        if run.stepper.parts > 1:
-            raise Unsupported(f"too little memory: fits in {run.stepper.parts} parts only")
+        if run.state.parts > 1:
+            raise Unsupported(f"too little memory: fits in {run.state.parts} parts only")
         yield times[1] - times[0], times[2] - times[1]
 
 

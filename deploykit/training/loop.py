@@ -10,11 +10,11 @@ import contextlib
 import copy
 import logging
 import math
+import platform
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 
 from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
-from deploykit.core.files import check_readable
+from deploykit.core.files import check_readable, make_folder, write_errors
 from deploykit.core.json_value import json_value
 from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
@@ -49,12 +49,29 @@ from deploykit.training.options import (
 # loss is a mean over samples and no layer mixes them, as BatchNorm does.
 
 
+@dataclass
+class State:
+    """What a checkpoint keeps of a run next to its weights and random numbers.
+
+    `history`: one entry per epoch. `best`: score, epoch and weights. `parts`: how many parts a
+    batch is computed in. `skipped`: of the steps `tried`, those whose float16 gradients overflowed,
+    so that loss scaling left the weights as they were. `amp`: whether precision is mixed.
+    """
+
+    history: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    best: tuple[float, int, dict[str, Any]] | None = None
+    seconds: float = 0.0
+    parts: int = 1
+    tried: int = 0
+    skipped: int = 0
+    amp: bool = False
+
+
 class Stepper:
     """Updates the weights of `run`, a module on the device, with one batch per call.
 
-    `parts`: how many parts a batch is computed in. `skipped`: steps whose float16 gradients
-    overflowed, so that loss scaling left the weights as they were. `slowly`: the weights that
-    learn at the share `unfreeze` of the rate.
+    `slowly`: the weights that learn at the share `unfreeze` of the rate.
     """
 
     def __init__(
@@ -67,6 +84,7 @@ class Stepper:
         *,
         alone: bool = True,
     ) -> None:
+        self.state = State()
         self.alone = alone  # else the other processes would wait for the parts of a batch
         self.run, self.loss, self.clip_norm = run, recipe.loss, recipe.clip_norm
         self.device, slower = settings.device, settings.options.unfreeze or 1.0
@@ -89,12 +107,11 @@ class Stepper:
             "one-cycle": lambda: kinds.OneCycleLR(self.optimiser, highest, steps + 1),
             "constant": lambda: kinds.ConstantLR(self.optimiser, 1.0, 1),
         }[recipe.schedule]()
-        self.parts, self.tried, self.skipped = 1, 0, 0
         self.use(settings.amp_dtype)
 
     def use(self, amp_dtype: torch.dtype | None) -> None:
         """Compute in this type from now on; None is float32."""
-        self.amp_dtype = amp_dtype
+        self.amp_dtype, self.state.amp = amp_dtype, amp_dtype is not None
         half = amp_dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
 
@@ -123,21 +140,21 @@ class Stepper:
                     raise
                 del cause
             # outside of `except`: its traceback would keep the tensors
-            if self.parts >= len(labels) or not self.alone:
+            if self.state.parts >= len(labels) or not self.alone:
                 what = "a single sample" if self.alone else "a process's part of a batch"
                 raise does_not_fit(f"{self.device}: training on {what}", reason)
-            self.parts *= 2
+            self.state.parts *= 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
             torch.nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
-        self.tried += 1
+        self.state.tried += 1
         before = self.scaler.get_scale()
         self.scaler.step(self.optimiser)
         self.scaler.update()
         if self.scaler.get_scale() < before:  # the gradients overflowed: no step was made
-            self.skipped += 1
+            self.state.skipped += 1
         else:
             self.schedule.step()
         return loss
@@ -147,37 +164,30 @@ class Stepper:
     ) -> torch.Tensor:
         """Compute the gradients, leave the weights, and return the mean loss."""
         self.optimiser.zero_grad(set_to_none=True)
-        total, size = torch.zeros((), device=self.device), -(-len(labels) // self.parts)
+        total, size = torch.zeros((), device=self.device), -(-len(labels) // self.state.parts)
         for start in range(0, len(labels), size):
             part = slice(start, start + size)
             share = len(labels[part]) / len(labels)
-            half = self.amp_dtype is not None
-            with torch.autocast(self.device.type, self.amp_dtype) if half else nullcontext():
+            with torch.autocast(self.device.type, self.amp_dtype, enabled=self.state.amp):
                 loss = self.loss(self.run(*(each[part] for each in inputs)), labels[part])
             scaled: Any = self.scaler.scale(loss * (share * weight))
             scaled.backward()
             total += loss.detach() * share
         return total
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "optimiser": self.optimiser.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "amp": self.amp_dtype is not None,
-            "counts": [self.parts, self.tried, self.skipped],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        if not state["amp"]:  # mixed precision was given up
-            self.use(None)
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.parts, self.tried, self.skipped = state["counts"]
-
 
 _SAMPLES = 256  # at once
+
+
+def run_batches(
+    run: Any, split: Split, device: torch.device, size: int
+) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
+    """Yield the rows of each batch of `split`, and the outputs of `run` for them."""
+    inputs, _ = tensors(split, torch.device("cpu"))
+    for start in range(0, len(split.labels), size):
+        rows = slice(start, start + size)
+        values = run(*(each[rows].to(device) for each in inputs))
+        yield rows, values if isinstance(values, tuple) else (values,)
 
 
 def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.ndarray:
@@ -186,18 +196,14 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
     run = before(module, recipe.inputs, recipe.preprocess).to(device)
     training = module.training
     run.eval()
-    inputs, _ = tensors(split, torch.device("cpu"))
     scores = []
     with torch.inference_mode(), memory_errors(f"{device}: scoring {_SAMPLES} samples at once"):
-        for start in range(0, len(split.labels), _SAMPLES):
-            part = slice(start, start + _SAMPLES)
-            values = run(*(each[part].to(device) for each in inputs))
-            values = values if isinstance(values, tuple) else (values,)
+        for rows, values in run_batches(run, split, device, _SAMPLES):
             named = {
                 spec.name: value.float().cpu().numpy()
                 for spec, value in zip(recipe.outputs, values, strict=True)
             }
-            scores.append(score_samples(recipe, named, split.labels[part]))
+            scores.append(score_samples(recipe, named, split.labels[rows]))
     run.train(training)
     return np.concatenate(scores) if scores else np.zeros(0)
 
@@ -206,7 +212,7 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
 # after each epoch: a run that is killed while it writes leaves the state of the epoch before. It
 # holds tensors, numbers and strings; opening it runs no code.
 
-VERSION = 2
+VERSION = 3
 KEY = "deploykit_training_state"
 
 
@@ -233,7 +239,11 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     hint = "repeat that run's options, or name another `checkpoint`"
     for name, value in run.items():
         before = state["run"].get(name)
-        if name == "epochs" and run["schedule"] == "constant" and len(state["history"]) <= value:
+        if (
+            name == "epochs"
+            and run["schedule"] == "constant"
+            and len(state["state"]["history"]) <= value
+        ):
             continue  # each epoch is what it would be in a run of any length
         if before != value:
             if name == "epochs" and before < value:
@@ -320,16 +330,13 @@ def freeze(
     )
     started, found = time.perf_counter(), list[np.ndarray]()
     for split in (train, calibration):
-        inputs, _ = tensors(split, torch.device("cpu"))
-        parts, features = range(0, len(split.labels), _BATCH), np.empty((0, 1), np.float32)
+        features = np.empty((0, 1), np.float32)
         with torch.inference_mode(), users_code(f"the recipe's backbone, {names[0]}, failed"):
-            for start in parts:
-                part = [each[start : start + _BATCH].to(device) for each in inputs]
-                values = run(*part).float().cpu().numpy()
-                if start == 0:
+            for rows, (values, *_) in run_batches(run, split, device, _BATCH):
+                if rows.start == 0:
                     shape = (len(split.labels), *values.shape[1:])
                     features = large_array("the backbone's features", shape, np.float32)
-                features[start : start + _BATCH] = values
+                features[rows] = values.float().cpu().numpy()
         found.append(features)
     seconds = time.perf_counter() - started
     inputs, _ = tensors(train, torch.device("cpu"))
@@ -373,6 +380,26 @@ def _standardise(
             array -= mean.astype(np.float32)
             array /= deviation.astype(np.float32)
     return mean, deviation
+
+
+def append_events(path: Path, entry: Mapping[str, Any]) -> None:
+    """Write an epoch's figures for TensorBoard; its own writer loses an error in a thread."""
+    summary: Any = require("tensorboard.compat.proto.summary_pb2").Summary
+    figures = {name: value for name, value in entry.items() if name != "epoch"}
+    event = require("tensorboard.compat.proto.event_pb2").Event(
+        wall_time=time.time(),
+        step=entry["epoch"],
+        summary=summary(
+            value=[
+                summary.Value(tag=name, simple_value=value)
+                for name, value in figures.items()
+                if value is not None
+            ]
+        ),
+    )
+    with path.open("ab") as file:
+        writer = require("tensorboard.summary.writer.record_writer").RecordWriter(file)
+        writer.write(event.SerializeToString())
 
 
 _REPORT_S = 0.5  # between two reports of progress within an epoch
@@ -501,9 +528,9 @@ class Run:
         steps = settings.epochs * len(self.batches)
         slowly = self.backbone.parameters() if self.backbone is not None else ()
         self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
-        self.history: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.unsaved = ""
+        self.state = self.stepper.state
+        self.notes, self.history = self.state.notes, self.state.history
+        self.unsaved = dict[Path, str]()
         if settings.amp_dtype == torch.float16 and device.type == "cpu":
             self.notes.append("fp16 is much slower on a CPU than float32 or bf16")
         if group.size > 1 and device.type == "cpu" and self._has_batch_norm():
@@ -511,8 +538,6 @@ class Run:
                 "BatchNorm in several processes on CPUs: each normalises its part of a batch by "
                 "itself, so the gradients are not those of one process (on GPUs they are)"
             )
-        self.best: tuple[float, int, dict[str, Any]] | None = None  # score, epoch, weights
-        self.seconds = 0.0
         labels, checksum = splits.train.labels, 0
         for array in (labels, *splits.train.inputs.values()):
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -545,14 +570,11 @@ class Run:
 
     def train(self, on_progress: Progress) -> None:
         """Run the epochs that are left."""
-        options = self.settings.options
-        first = self.group.first
-        events: Any = None
-        if options.tensorboard and first:
+        options, events = self.settings.options, None
+        if options.tensorboard is not None:
             require("tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            events = SummaryWriter(str(options.tensorboard))
+            name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}"
+            events = make_folder(options.tensorboard) / name
         if options.checkpoint is not None:
             state = load_state(options.checkpoint, self.described)
             if state is not None:
@@ -560,37 +582,32 @@ class Run:
                 self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
         if self.batches.note:
             on_progress(self.batches.note, 0.0)
-        try:
-            while len(self.history) < self.settings.epochs and not self._stalled():
-                self._train_epoch(on_progress)
-                if events is not None:
-                    entry = self.history[-1]
-                    for name, value in entry.items():
-                        if name != "epoch" and value is not None:
-                            events.add_scalar(name, value, entry["epoch"])
-                if options.checkpoint is not None:
-                    state = self._state()
-                    if first:
-                        self._save({KEY: VERSION, "run": self.described, **state})
-        finally:
-            if events is not None:
-                events.close()
+        while len(self.history) < self.settings.epochs and not self._stalled():
+            self._train_epoch(on_progress)
+            state = self._save_state() if options.checkpoint is not None else {}
+            if options.checkpoint is not None and self.group.first:
+                with self._goes_on(options.checkpoint):
+                    save_whole({KEY: VERSION, "run": self.described, **state}, options.checkpoint)
+            if events is not None and self.group.first:
+                with self._goes_on(events), write_errors(events):
+                    append_events(events, self.history[-1])
         self._conclude()
 
-    def _save(self, state: dict[str, Any]) -> None:
-        """Replace the checkpoint; where that fails, as on a full disk, the run goes on."""
-        path, self.unsaved = self.settings.options.checkpoint, ""
+    @contextlib.contextmanager
+    def _goes_on(self, path: Path) -> Iterator[None]:
+        """Let the run go on where `path` cannot be written, as on a full disk, and remember it."""
+        self.unsaved.pop(path, None)
         try:
-            save_whole(state, path)
+            yield
         except (BadInput, Unsupported) as exc:
-            self.unsaved = f"epoch {len(self.history)} is not in the checkpoint: {exc.message}"
-            _log.warning(self.unsaved)
+            self.unsaved[path] = f"epoch {len(self.history)} is not saved: {exc.message}"
+            _log.warning(self.unsaved[path])
 
     def _train_epoch(self, on_progress: Progress) -> None:
         """Run one epoch, again in float32 if mixed precision gave a loss that is not finite."""
-        again = self.stepper.amp_dtype is not None and not self.settings.options.fsdp
-        start = self._state() if again else None
-        skipped = self.stepper.skipped
+        again = self.state.amp and not self.settings.options.fsdp
+        start = self._save_state() if again else None
+        skipped = self.state.skipped
         loss, seconds, waited_s = self._run_epoch(on_progress)
         if start is not None and not math.isfinite(loss):
             self._restore(start)
@@ -609,7 +626,7 @@ class Run:
                 hint="lower `learning_rate`, limit the gradients (the recipe's clip_norm), or look "
                 "for NaN in the labels and the loss",
             )
-        self.seconds += seconds
+        self.state.seconds += seconds
         module, recipe, part = self.module, self.recipe, self.splits.calibration
         if self.frozen is not None:
             module, recipe, part = self.frozen.head, self.frozen.recipe, self.frozen.calibration
@@ -624,7 +641,7 @@ class Run:
                 "learning_rate": self.stepper.schedule.get_last_lr()[0],
                 "samples_per_s": round(len(self.batches.labels) / max(seconds, 1e-9), 1),
                 "loader_share": round(waited_s / max(seconds, 1e-9), 4),
-                "skipped_steps": self.stepper.skipped - skipped,
+                "skipped_steps": self.state.skipped - skipped,
             }
         )
         text = f"epoch {len(self.history)}/{self.settings.epochs}, loss {loss:.4f}"
@@ -634,7 +651,7 @@ class Run:
     def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
         """Return the mean loss of the epoch, its seconds, and those spent waiting for batches."""
         count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
-        parts, waited_s = self.stepper.parts, self.batches.waited.seconds
+        parts, waited_s = self.state.parts, self.batches.waited.seconds
         self.module.train()
         if self.backbone is not None:
             self.backbone.eval()  # its statistics stay those of the weights it came with
@@ -655,7 +672,7 @@ class Run:
                     (done + number / count) / epochs,
                 )
         loss = sum(self.group.gather(float(total))) / samples
-        if self.stepper.parts > parts:
+        if self.state.parts > parts:
             gradients = "with the gradients of the whole, where its loss is a mean over samples"
             if self._has_batch_norm():
                 gradients = (
@@ -663,7 +680,7 @@ class Run:
                 )
             self.notes.append(
                 f"too little memory for a batch of {self.settings.batch_size}: each is computed "
-                f"in {self.stepper.parts} parts, {gradients}"
+                f"in {self.state.parts} parts, {gradients}"
             )
         seconds = time.perf_counter() - started
         return loss, seconds, self.batches.waited.seconds - waited_s
@@ -674,9 +691,10 @@ class Run:
         if patience is None or not self.history or self.history[-1]["score"] is None:
             return False
         score, epoch = self.history[-1]["score"], self.history[-1]["epoch"]
-        if self.best is None or score > self.best[0]:
-            self.best = (score, epoch, copy.deepcopy(self.module.state_dict()))
-        return bool(epoch - self.best[1] >= patience)
+        best = self.state.best
+        if best is None or score > best[0]:
+            best = self.state.best = score, epoch, copy.deepcopy(self.module.state_dict())
+        return bool(epoch - best[1] >= patience)
 
     def _conclude(self) -> None:
         if self._stalled():
@@ -684,15 +702,16 @@ class Run:
                 f"stopped after epoch {len(self.history)}: no better score on the validation data "
                 f"for {self.settings.options.patience} epochs"
             )
-        if self.best is not None:
-            self.module.load_state_dict(self.best[2])
-            self.notes.append(f"the weights are those of epoch {self.best[1]}, the best one")
-        if self.stepper.skipped:
+        state = self.state
+        if state.best is not None:
+            self.module.load_state_dict(state.best[2])
+            self.notes.append(f"the weights are those of epoch {state.best[1]}, the best one")
+        if state.skipped:
             self.notes.append(
-                f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
+                f"loss scaling skipped {state.skipped} of {state.tried} steps, whose "
                 "float16 gradients overflowed"
             )
-        self.notes += [self.unsaved] if self.unsaved else []
+        self.notes += self.unsaved.values()
         self.notes += self.batches.conclude(self.loader_share())
 
     def loader_share(self) -> float:
@@ -701,32 +720,31 @@ class Run:
         waited = (e["loader_share"] * s for e, s in zip(self.history, seconds, strict=True))
         return float(sum(waited) / max(sum(seconds), 1e-9))
 
-    def _state(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, Any]:
+        """Return what has weights or numbers of its own, as torch saves them."""
+        own = {"module": self.module, "optimiser": self.stepper.optimiser}
+        return {**own, "schedule": self.stepper.schedule, "scaler": self.stepper.scaler}
+
+    def _save_state(self) -> dict[str, Any]:
         random = {"shuffle": self.batches.shuffle.get_state(), "torch": torch.get_rng_state()}
         if self.settings.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.settings.device)
-        return copy.deepcopy(
-            {
-                "module": self.module.state_dict(),
-                "stepper": self.stepper.state(),
-                "random": self.group.gather(random),
-                "history": self.history,
-                "notes": self.notes,
-                "best": self.best,
-                "seconds": self.seconds,
-            }
-        )
+        parts = {name: each.state_dict() for name, each in self._parts().items()}
+        known = {"parts": parts, "random": self.group.gather(random), "state": vars(self.state)}
+        return copy.deepcopy(known)
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state["module"])
-        self.stepper.restore(state["stepper"])
-        random = state["random"][self.group.rank]
+    def _restore(self, saved: dict[str, Any]) -> None:
+        vars(self.state).update(saved["state"])
+        self.history, self.notes = self.state.history, self.state.notes
+        if not self.state.amp:  # mixed precision was given up
+            self.stepper.use(None)
+        for name, each in self._parts().items():
+            each.load_state_dict(saved["parts"][name])
+        random = saved["random"][self.group.rank]
         self.batches.shuffle.set_state(random["shuffle"])
         torch.set_rng_state(random["torch"])
         if "cuda" in random and self.settings.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.settings.device)
-        self.history, self.notes = list(state["history"]), list(state["notes"])
-        self.best, self.seconds = state["best"], state["seconds"]
 
     def measure_scaling(self) -> dict[str, Any]:
         """Return what the other processes cost; measured after the weights were copied."""
@@ -748,35 +766,28 @@ class Run:
 
     def figures(self) -> dict[str, Any]:
         """Return how it was trained, and each epoch, for the manifest."""
-        settings = self.settings
+        settings, state, epochs = self.settings, self.state, len(self.history)
         samples = len(self.batches.labels)
+        shared = ("batch_size", "precision", "schedule", "clip_norm", "learning_rate", "seed")
+        images = ("classes", "image", "preprocess")
         return {
-            "epochs": len(self.history),
-            "batch_size": settings.batch_size,
+            "epochs": epochs,
+            **{key: self.described[key] for key in shared},
             "device": str(settings.device),
             "threads": torch.get_num_threads(),
-            "precision": settings.precision,
-            "amp": self.stepper.amp_dtype is not None,
+            "amp": state.amp,
             "tf32": settings.tf32,
             "compile": settings.options.compile,
             "channels_last": settings.channels_last,
-            "schedule": self.recipe.schedule,
-            "clip_norm": self.recipe.clip_norm,
-            "learning_rate": self.recipe.learning_rate,
-            "seed": settings.options.seed,
             "train_samples": samples,
-            "train_seconds": round(self.seconds, 3),
-            "samples_per_s": round(samples * len(self.history) / max(self.seconds, 1e-9), 1),
-            "skipped_steps": self.stepper.skipped,
+            "train_seconds": round(state.seconds, 3),
+            "samples_per_s": round(samples * epochs / max(state.seconds, 1e-9), 1),
+            "skipped_steps": state.skipped,
             "loader_share": round(self.loader_share(), 4),
             **self.batches.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
-            **{
-                key: self.described[key]
-                for key in ("classes", "image", "preprocess")
-                if self.described[key]
-            },
+            **{key: self.described[key] for key in images if self.described[key]},
             **({"feature_seconds": round(self.frozen.seconds, 3)} if self.frozen else {}),
             "history": list(self.history),
         }

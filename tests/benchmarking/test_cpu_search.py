@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deploykit.benchmarking.cpu_search import choices, choices_for, search_cpu
+from deploykit.benchmarking.cpu_search import choices, search_cpu
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
@@ -133,13 +133,13 @@ def test_an_engine_that_refuses_the_inputs_ends_the_search() -> None:
 
 def test_each_runtime_has_the_settings_that_it_can_choose() -> None:
     """Torch keeps one pool of threads for a process; ONNX Runtime alone lets threads spin."""
-    assert choices_for("onnxruntime", [2]) == choices([2])
-    assert {str(each) for each in choices_for("openvino", [2])} == {
+    assert choices([2], "onnxruntime") == choices([2])
+    assert {str(each) for each in choices([2], "openvino")} == {
         "1 session of 1 thread",
         "1 session of 2 threads",
         "2 sessions of 1 thread",
     }
-    assert {str(each) for each in choices_for("torch", [2])} == {
+    assert {str(each) for each in choices([2], "torch")} == {
         "1 process of 1 thread",
         "1 process of 2 threads",
         "2 processes of 1 thread",
@@ -148,6 +148,6 @@ def test_each_runtime_has_the_settings_that_it_can_choose() -> None:
 
 def test_settings_that_are_processes_already_are_raced_once() -> None:
     machine = Machine(lambda each: 0.01 * each.sessions * (0.5 if each.threads == 2 else 1))
-    found = machine.search(choices_for("torch", [2]))
+    found = machine.search(choices([2], "torch"))
     assert len({trial.settings for trial in found.trials}) == len(found.trials) == 3
     assert str(found.fastest) == "1 process of 2 threads"

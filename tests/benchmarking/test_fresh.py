@@ -14,7 +14,7 @@ from deploykit.benchmarking.timing import (
     Timing,
     Warmth,
     make_point,
-    sweep_apart,
+    sweep,
 )
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.engines.data.samples import random_feeds
@@ -55,9 +55,7 @@ def refusing() -> FakeEngine:
 def test_each_process_is_fresh_and_every_second_begins_at_the_other_end(tmp_path: Path) -> None:
     setups = [Setup(label, partial(Noting, label, tmp_path)) for label in "AB"]
     steps: list[tuple[str, float]] = []
-    points = sweep_apart(
-        setups, [1, 2], SHORT, feeds, lambda *step: steps.append(step), processes=2
-    )
+    points = sweep(setups, [1, 2], SHORT, feeds, lambda *step: steps.append(step), processes=2)
     journal = [line.split() for line in (tmp_path / "journal").read_text().splitlines()]
     assert [label for label, _ in journal] == ["A", "B", "B", "A"]
     assert len({pid for _, pid in journal}) == 2
@@ -88,7 +86,7 @@ def test_what_goes_wrong_there_is_one_error_here(
     engines: object, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        sweep_apart([Setup("A", engines)], [1], SHORT, feeds, processes=2)  # type: ignore[arg-type]
+        sweep([Setup("A", engines)], [1], SHORT, feeds, processes=2)  # type: ignore[arg-type]
 
 
 def simulated(

@@ -27,7 +27,9 @@ def test_a_killed_capacity_test_leaves_neither_server_nor_folder(tmp_path: Path)
     )
     end = time.monotonic() + 60
     try:
-        while not list(tmp_path.glob("*/*.json")) and time.monotonic() < end:  # the server's times
+        while not list(tmp_path.glob("*/*.json")):  # the server's times
+            assert run.poll() is None
+            assert time.monotonic() < end
             time.sleep(0.05)
         (folder,) = tmp_path.iterdir()
         assert marked(str(folder))

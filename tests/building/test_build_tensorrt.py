@@ -361,7 +361,7 @@ def test_the_parser_gets_a_name_for_each_axis_that_the_file_calls_unknown(
         ("Context", "execute_async_v3", False),
     ],
 )
-def test_a_member_that_fails_as_nvidias_bindings_fail_is_no_bug_of_ours(
+def test_a_member_that_fails_as_nvidias_bindings_fail_is_a_refusal(
     machine: Machine,
     affine_onnx: Path,
     monkeypatch: pytest.MonkeyPatch,

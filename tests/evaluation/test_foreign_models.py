@@ -75,7 +75,9 @@ def test_small_integers_are_tried_where_larger_ones_do_not_run(tmp_path: Path, a
 def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, axis: str) -> None:
     path = write(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:1]}, 17)
     for run in (lambda: dk.compare(path, path), lambda: dk.quantize(path, "fp16")):
-        with pytest.raises(dk.BadInput, match="no random inputs that were tried run") as caught:
+        with pytest.raises(
+            dk.BadInput, match="no random inputs of any size that was tried run"
+        ) as caught:
             run()
         assert "give real inputs, `data`" in caught.value.hint
     np.save(tmp_path / "x.npy", np.zeros(9, np.int64))
@@ -140,6 +142,23 @@ def test_a_model_of_another_domain_has_nothing_to_cast(tmp_path: Path) -> None:
         dk.quantize(path, "fp16")
 
 
+def test_an_operator_that_others_define_in_float32_stays_in_it(tmp_path: Path) -> None:
+    body = "r = Relu(x) y = MeanVarianceNormalization(r)"
+    head = "(float[N,3,4,4] x) => (float[N,3,4,4] y)"
+    made = dk.quantize(write(tmp_path, head, body, {}, 11), "fp16")
+    assert made.manifest.precision == {"float16": 1, "float32": 1}
+    dk.load(made.path).close()
+
+
+def test_sums_of_integers_are_scaled_in_float32(tmp_path: Path) -> None:
+    """As ONNX Runtime's dynamic quantizer leaves them; as float16 they would be infinite."""
+    weights = RNG.standard_normal((512, 4)).astype(np.float32)
+    head = "(float[N,512] x) => (float[N,4] y)"
+    path = write(tmp_path, head, "q = MatMul(x, W) y = Relu(q)", {"W": weights}, 17)
+    integers = dk.quantize(path, "int8-dynamic").path
+    assert dk.quantize(integers, "fp16").evaluation.sqnr_db > 40
+
+
 def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None:
     body = "q = MatMul(x, W) y = Softmax(q) w = Identity(words)"
     head = "(float[N,4] x, string[N] words) => (float[N,4] y, string[N] w)"
@@ -161,3 +180,12 @@ def test_a_division_by_zero_that_a_where_leaves_out_is_calibrated(tmp_path: Path
     for to in ("int8", "fp16"):
         made = dk.quantize(path, to, tmp_path / f"{to}.onnx", calib=tmp_path / "c.npy")
         assert made.evaluation.sqnr_db > 20
+
+
+def test_an_output_whose_rows_are_no_samples_is_replayed_whole(tmp_path: Path) -> None:
+    """As of the speech models that declare an answer for each row, and give two for one."""
+    head = "(float[N,4] x) => (float[N,4] y)"
+    path = write(tmp_path, head, "q = MatMul(x, W) y = Concat<axis = 0>(q, q)", {"W": W}, 17)
+    np.save(tmp_path / "c.npy", RNG.standard_normal((60, 4)).astype(np.float32))
+    made = dk.quantize(path, "int8", calib=tmp_path / "c.npy", batch=1)
+    assert dk.compare(made.path).parity.passed

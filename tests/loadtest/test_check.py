@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from deploykit.loadtest.check import AnswerCheck, Expected
+from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.http import Http1, NotHttpError
 from deploykit.loadtest.schedule import WRONG
 from tests.support.stand_in import ANSWER, reply
@@ -108,7 +108,7 @@ def test_an_answer_that_begins_as_a_right_one_is_still_looked_at() -> None:
     ],
 )
 def test_answers_are_compared_with_those_expected(got: np.ndarray, why: str | None) -> None:
-    check = AnswerCheck(["y"], Expected([{"y": Y}], 1e-3))
+    check = AnswerCheck(["y"], [{"y": Y}], 1e-3)
     for _ in range(2):
         assert read(binary(got), check).error == why
     data = {"name": "y", "datatype": "FP32", "shape": list(got.shape)}
@@ -117,7 +117,7 @@ def test_answers_are_compared_with_those_expected(got: np.ndarray, why: str | No
 
 
 def test_each_request_has_its_own_expected_answer() -> None:
-    check = AnswerCheck([], Expected([{"y": Y}, {"y": Y * 2}], 1e-3))
+    check = AnswerCheck([], [{"y": Y}, {"y": Y * 2}], 1e-3)
     wire = Http1([b"first", b"second"], check)
     for number, right in ((0, True), (1, False), (0, True)):
         wire.request(number)

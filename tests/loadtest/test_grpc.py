@@ -14,7 +14,7 @@ import pytest
 
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.engines.oip.protobuf import message_from
-from deploykit.loadtest.check import AnswerCheck, Expected
+from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.http import NotHttpError
 from deploykit.loadtest.load import load_test
@@ -56,6 +56,7 @@ def serving(
     infer: Callable[[bytes, Any], bytes] = lambda _request, _context: answer(),
     index: Callable[[bytes, Any], bytes] = lambda _request, _context: INDEX,
     about: bytes = b"",
+    options: Sequence[tuple[str, int]] = (),
 ) -> Iterator[str]:
     """A server of grpcio's with the methods that a load test calls; yields its URL."""
 
@@ -75,7 +76,11 @@ def serving(
     handlers = {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
     server = grpc.server(
         ThreadPoolExecutor(4),
-        options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+        options=[
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            *options,
+        ],
     )
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers)]
@@ -102,6 +107,13 @@ def test_grpc_is_loaded_as_http_is(options: dict[str, float]) -> None:
     assert result.sent == result.ok == len(seen) - 1 >= 3  # one more was the probe
     assert result.server == {"server": "native", "version": "7", "platform": "native"}
     assert len(set(seen)) > 1
+
+
+def test_a_server_that_ends_old_connections_loses_no_call() -> None:
+    age = [("grpc.max_connection_age_ms", 60), ("grpc.max_connection_age_grace_ms", 5000)]
+    with serving(options=age) as url:
+        result = load(url, enough=at_least(20), concurrency=3, warmup_s=0.0, duration_s=0.6)
+    assert result.ok == result.sent >= 20, result.errors
 
 
 def test_requests_are_the_protocol_s_for_its_own_client() -> None:
@@ -317,6 +329,7 @@ def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None
     wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
     wire.request(0)
     assert (wire.feed(data), wire.error) == (status, error)
+    assert wire.unread is (status == 503)  # another connection may have it
 
 
 @pytest.mark.parametrize(
@@ -356,7 +369,7 @@ def test_a_call_waits_for_the_server_s_windows() -> None:
 
 
 def test_answers_over_grpc_are_compared_with_those_expected() -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck([], Expected([{"y": Y}], 1e-3)), b"")
+    wire = Grpc([call_of(b"x")], AnswerCheck([], [{"y": Y}], 1e-3), b"")
     for stream, got, right in ((1, Y, True), (3, Y * 2, False), (5, Y, True)):
         wire.request(0)
         assert wire.feed(whole(answer(got), stream=stream)) == (200 if right else WRONG)

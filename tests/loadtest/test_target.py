@@ -17,8 +17,15 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.tensors import TensorSpec
 from deploykit.loadtest.check import error_text
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.server import Server
-from deploykit.loadtest.target import RemoteModel, make_feeds, model_options
+from deploykit.loadtest.server import Server, find_server
+from deploykit.loadtest.target import (
+    RemoteModel,
+    Requests,
+    find_model,
+    make_feeds,
+    make_requests,
+    model_options,
+)
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn, reply
 
@@ -132,6 +139,8 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
         "http://127.0.0.1\n",
         "unix:",
         "ftp://unix:/tmp/s",
+        "unix:/tmp/a\0b",
+        "unix:/tmp/a\nb",
         "",
     ],
 )
@@ -197,10 +206,15 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
     assert len(sent) > 1
 
 
-def test_several_requests_share_a_bound_on_memory() -> None:
+def requests_for(url: str, **options: Any) -> Requests:
+    return make_requests(find_model(find_server(url), None), **options)
+
+
+def test_several_requests_share_a_bound_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploykit.loadtest.target.MOST_BYTES", 1000)
     server = Server("u", "h", "127.0.0.1", 80)
     small = RemoteModel(server, "m", (TensorSpec("x", "float32", ("N", 4)),))
-    large = RemoteModel(server, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
+    large = RemoteModel(server, "m", (TensorSpec("x", "uint8", ("N", 16)),))
     assert len(make_feeds(small, 1, 0)[1]) == 8
     assert len(make_feeds(large, 40, 0)[1]) == 1
 
@@ -225,7 +239,7 @@ IDS = [{"name": n, "datatype": "INT64", "shape": [-1, -1]} for n in ("ids", "mas
 @pytest.mark.parametrize("axes", [{"T": 5}, {"axis1": 5}], ids=str)
 def test_axes_of_any_length_get_the_size_that_is_asked_for(axes: dict[str, int]) -> None:
     with StandIn(inputs=IDS).running() as url:
-        result = load_test(url, batch=2, axes=axes, **QUICK)
+        result = requests_for(url, batch=2, axes=axes)
     assert result.shapes == {"ids": (2, 5), "mask": (2, 5)}
 
 
@@ -242,7 +256,7 @@ STATE = [
 )
 def test_the_batch_is_the_dynamic_axis_of_a_state(axes: dict[str, int], state: int) -> None:
     with StandIn(inputs=STATE).running() as url:
-        result = load_test(url, batch=3, axes=axes, **QUICK)
+        result = requests_for(url, batch=3, axes=axes)
     assert result.shapes == {"x": (3, 5, 4), "h": (2, state, 8)}
 
 
@@ -264,8 +278,7 @@ def test_a_request_has_the_rows_of_its_batch_wherever_that_is(
     shape: list[int], options: dict[str, Any], rows: int
 ) -> None:
     with StandIn(inputs=[{"name": "x", "datatype": "FP32", "shape": shape}]).running() as url:
-        result = load_test(url, **options, **QUICK)
-    assert result.batch == rows
+        assert requests_for(url, **options).batch == rows
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5])

@@ -119,7 +119,7 @@ def test_two_replicas_behind_a_random_spread_hold_the_bound_at_twice_the_rate() 
     assert found.rate_each_per_s is not None
     replica = ReplicaModel(GROWING[: found.max_batch], 1e-3)
     for share, holds in ((0.9, True), (1.1, False)):
-        arrivals_s = poisson(2 * share * found.rate_each_per_s, 40_000)
+        arrivals_s = poisson(2 * share * found.rate_each_per_s, 20_000)
         to = np.random.default_rng(2).integers(2, size=len(arrivals_s)).tolist()
         taken_s = Event(replica, 2).run(arrivals_s, to)
         assert (float(np.quantile(taken_s, 0.99)) <= bound_s) is holds
@@ -164,15 +164,15 @@ def test_batches_carry_more_than_single_requests() -> None:
     assert (single.max_batch, batched.max_batch) == (1, 8)
 
 
-@pytest.mark.parametrize("rate", [10.0, 1000.0, 123456.0])
+@pytest.mark.parametrize("rate", [5e-324, 10.0, 123456.0, 1e12])
 def test_as_many_replicas_as_the_rate_needs_and_no_more(rate: float) -> None:
     found = capacity(rate, 0.05, {1: SERVICE_S})
     assert found.replicas is not None
     assert found.rate_each_per_s is not None
-    assert (found.replicas - 1) * found.rate_each_per_s < rate
+    assert found.replicas == 1 or (found.replicas - 1) * found.rate_each_per_s < rate
     assert rate <= found.replicas * found.rate_each_per_s
     assert found.p99_ms is not None
-    assert found.p99_ms <= 50
+    assert SERVICE_S * 1e3 <= found.p99_ms <= 50
 
 
 def test_a_bound_below_the_service_time_is_met_by_no_number_of_replicas() -> None:
@@ -217,12 +217,3 @@ def test_the_server_s_own_time_bounds_a_fast_engine() -> None:
     assert rates[True] == pytest.approx(1e4, rel=0.05)
     late = capacity(1, 0.01, {1: 0.00995}, request_s=1e-4)
     assert (late.replicas, late.why) == (None, "a request alone takes 10.1 ms")
-
-
-@pytest.mark.parametrize("rate", [5e-324, 1e-9, 1e12])
-def test_rates_of_any_size_have_an_answer(rate: float) -> None:
-    found = capacity(rate, 0.05, {1: SERVICE_S})
-    assert found.replicas is not None
-    assert found.replicas >= 1
-    assert found.p99_ms is not None
-    assert SERVICE_S * 1e3 <= found.p99_ms <= 50

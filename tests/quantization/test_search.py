@@ -96,9 +96,10 @@ class Network:
 )
 def test_a_measured_gain_counts_if_it_is_more_than_chance(rounds: list[float], note: str) -> None:
     network = Network(10, {"int8": {}})
-    level = replace(network.level("int8"), cost_s=lambda _: MeasuredCost(0.1, rounds))
-    float32 = MeasuredCost(0.1, [1.0] * len(rounds))
-    outcome = search([level], network.evaluate, float32_cost_s=float32, budget=Budget(0.0))
+    costs = [MeasuredCost(0.1), MeasuredCost(0.1)]
+    costs[0].rounds, costs[1].rounds = rounds, [1.0] * len(rounds)
+    level = replace(network.level("int8"), cost_s=lambda _: costs[0])
+    outcome = search([level], network.evaluate, float32_cost_s=costs[1], budget=Budget(0.0))
     assert (outcome.best is not None) == (not note)
     assert note in "".join(outcome.notes)
 

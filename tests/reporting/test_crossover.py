@@ -14,12 +14,10 @@ from deploykit.reporting.report import Report
 from tests.support.measure.simulated import bare_point
 
 
-@pytest.mark.parametrize(
-    "values", [(1.0, 0.0, 5), (-1.0, 1.0, 5), (1.0, float("nan"), 5), (1.0, 1.0, 1)], ids=str
-)
-def test_timing_that_makes_no_sense_is_refused(values: tuple[float, float, int]) -> None:
-    with pytest.raises(BadInput):
-        Timing(*values)
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_timing_that_makes_no_sense_is_refused(seconds: float) -> None:
+    with pytest.raises(BadInput, match="`seconds` must be above 0"):
+        Timing(1.0, seconds)
 
 
 def points(**rates: tuple[float, float]) -> list[Point]:
@@ -71,11 +69,9 @@ def test_ahead_is_more_than_processes_differ_where_only_one_timed_both(
     assert crossover(*ten) == in_ten
 
 
-def test_crossover_needs_a_common_batch_once_each() -> None:
+def test_crossover_needs_a_common_batch() -> None:
     with pytest.raises(BadInput, match="no batch size was measured on both"):
         crossover(points(b3=(1, 2)), CPU)
-    with pytest.raises(BadInput, match="a batch is there twice"):
-        crossover(CPU + CPU, CPU)
 
 
 def test_best_by_throughput_is_the_highest_and_by_p50_the_lowest() -> None:
@@ -90,11 +86,6 @@ def test_best_by_p50_skips_points_without_one() -> None:
     assert best([unknown, second], by="p50").batch == 2
     with pytest.raises(BadInput, match="no point has a p50 figure"):
         best([unknown], by="p50")
-
-
-def test_points_compare_by_a_known_figure_only() -> None:
-    with pytest.raises(BadInput, match="by 'speed'"):
-        best(CPU, by="speed")
 
 
 def test_the_best_of_the_cpu_is_right_on_the_cpu_and_in_the_closed_loop(report: Report) -> None:

@@ -177,7 +177,7 @@ def test_no_request_is_lost_while_servers_behind_a_proxy_are_restarted(
         for number, pair in enumerate(pairs):
             assert servers[number].stop() == 0
             servers[number] = start(*pair)
-            threading.Event().wait(2)  # until the proxy tries it again
+            threading.Event().wait(1.5)  # until the proxy tries it again
         stopped.set()
         for client in clients:
             client.join(WAIT_S)

@@ -2,7 +2,8 @@
 
 Its registry of ONNX functions is a constant of the installed packages and of the opset. An export
 still gets one of its own, with lists of its own, as it may add functions to it. Its set of
-composite operators changes only where somebody registers an operator.
+composite operators changes only where somebody registers an operator; each of them is replaced for
+a score of devices, most of which no test has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 REGISTRY = "torch.onnx._internal.exporter._registration"
 OPERATORS = "_collect_all_valid_cia_ops"
+KEYS = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
 
 
 def share_the_constants() -> None:
@@ -39,6 +41,9 @@ def _share_the_operators() -> None:
     from torch._export import utils
     from torch.export import decomp_utils, exported_program
 
+    for name in KEYS:
+        keys = getattr(exported_program, name, [])
+        keys[:] = [key for key in keys if key.name.endswith(("CPU", "CUDA", "Meta"))]
     collect = getattr(utils, OPERATORS, None)
     if collect is None:
         return

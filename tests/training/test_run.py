@@ -106,8 +106,10 @@ def full_disk() -> Iterator[Callable[[int], None]]:
 def test_a_run_goes_on_where_the_disk_is_full_and_keeps_the_state_before(
     tmp_path: Path, full_disk: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "run.ckpt"
+    pytest.importorskip("tensorboard")
+    path, events = tmp_path / "run.ckpt", tmp_path / "events"
     options, before = replace(CPU, checkpoint=path), b""
+    events.mkdir()
 
     def fill(text: str, _share: float) -> None:
         nonlocal before
@@ -115,12 +117,14 @@ def test_a_run_goes_on_where_the_disk_is_full_and_keeps_the_state_before(
             before = path.read_bytes()
             full_disk(100)
 
-    trained = run_training(LINE, SPLITS, options, on_progress=fill)
-    note = f"epoch 4 is not in the checkpoint: {path}: cannot be written: File too large"
-    assert note in trained.notes
-    assert note in caplog.messages
-    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("run.ckpt", before)]
+    trained = run_training(LINE, SPLITS, replace(options, tensorboard=events), on_progress=fill)
     full_disk(-1)
+    for file in (path, *events.iterdir()):
+        note = f"epoch 4 is not saved: {file}: cannot be written: File too large"
+        assert note in trained.notes
+        assert note in caplog.messages
+    assert {each.name for each in tmp_path.iterdir()} == {"run.ckpt", "events"}
+    assert path.read_bytes() == before
     resumed = run_training(LINE, SPLITS, options)
     assert "went on after epoch 2" in resumed.notes[0]
     assert losses(resumed) == losses(trained) == losses(run_training(LINE, SPLITS, CPU))

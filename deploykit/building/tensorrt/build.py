@@ -124,21 +124,14 @@ def mib(size: int) -> str:
 _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if each.tensorrt_type}
 
 
-def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
-    """Return the network's inputs, without types, with the graph's names of axes."""
-    named = {each.name: each.shape for each in Graph.open(model).inputs}
-    found: list[TensorSpec] = []
-    for number in range(network.num_inputs):
-        tensor = network.get_input(number)
+def check_inputs(network: trt.INetworkDefinition, model: Path) -> None:
+    """Raise Unsupported for an input whose values TensorRT needs while it builds."""
+    for tensor in map(network.get_input, range(network.num_inputs)):
         if tensor.is_shape_tensor:
             raise Unsupported(
                 f"{model}: input '{tensor.name}' determines a shape inside the graph by its values",
                 hint="export the model again with that value as a constant",
             )
-        axes = zip(_shape(tensor), named[tensor.name], strict=False)  # () for an unknown rank
-        shape = tuple(size if size >= 0 else name for size, name in axes)
-        found.append(TensorSpec(tensor.name, "", shape))
-    return found
 
 
 @contextlib.contextmanager
@@ -386,7 +379,6 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
         _built_on(nv, model, options, here, plan),
         layers,
         plan.notes + notes,
-        plan.timing_sha256,
         plan.flags,
         {str(each.resolve()): sha256(each) for each in map(Path, options.shapes.plugins)},
     )
@@ -508,7 +500,8 @@ class _Job:
             if not parser.parse_from_file(str(model)):
                 raise Refused(parser_reasons(parser, lines), lines.errors)
         pin_linear(nv, network)
-        inputs = inputs_of(network, self.model)
+        check_inputs(network, self.model)
+        inputs = Graph.open(self.model).inputs
         sizes = ranges(inputs, options.batch, options.axes)
         config = given(self.builder.create_builder_config())
         flags, notes = self._configure(config)

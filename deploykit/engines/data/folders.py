@@ -37,7 +37,8 @@ _SPLITS = {
     "test": _TEST,
 }
 _SHARES = {_TEST: 0.2, _CALIBRATION: 0.1}  # of each class, for a split without a folder
-_AT_ONCE = 256  # images
+_AT_ONCE = 256  # images, most of them placed, in memory
+_DECODERS = 8  # each may hold a whole photograph
 _SMALL_BYTES = 1 << 27  # always in memory
 _DISK = "/var/tmp"  # noqa: S108 - a file without a name, which nobody else can open
 _Classes: TypeAlias = dict[Path, list[Path]]  # the ordered files of each class folder
@@ -160,7 +161,7 @@ def _classes(folders: Sequence[Path]) -> _Classes:
 
 
 def _decode(reader: PlacedImages, paths: Sequence[Path]) -> Iterator[np.ndarray | BadInput]:
-    """Yield each image's pixels, or why it cannot be read, in order; each core decodes."""
+    """Yield each image's pixels, or why it cannot be read, in order; several threads decode."""
 
     def decode(path: Path) -> np.ndarray | BadInput:
         try:
@@ -168,9 +169,12 @@ def _decode(reader: PlacedImages, paths: Sequence[Path]) -> Iterator[np.ndarray 
         except BadInput as exc:
             return exc
 
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for start in range(0, len(paths), _AT_ONCE):  # so few are in memory
+    pool = ThreadPoolExecutor(min(usable_cores(), _DECODERS))
+    try:
+        for start in range(0, len(paths), _AT_ONCE):
             yield from pool.map(decode, paths[start : start + _AT_ONCE])
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _reorder(pixels: np.ndarray, order: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from deploykit.serving.http2.connection import (
     frame,
     literal,
 )
-from deploykit.serving.models.inference import Receiver
+from deploykit.serving.models.pipelines import Receiver
 from deploykit.serving.transport.call import BUG, About, decompress, message_of, refusal_of
 from deploykit.serving.transport.listener import extend
 
@@ -196,8 +196,8 @@ class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_read_by_s", "_reader",
-        "_received_bytes", "_received_one", "_sizes", "_unread", "about", "cancel", "deadline_s",
+        "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_reader",
+        "_received_bytes", "_received_one", "_sizes", "about", "cancel", "deadline_s",
         "head", "held_bytes", "opened", "slots", "unreplied"
     )  # fmt: skip
 
@@ -207,8 +207,6 @@ class GrpcCall(Stream):
         self.head = head
         self.held_bytes = 0  # bytes of messages counted in the server's memory budget
         self._answer_bytes = 0  # bytes of answers that the client has not read, counted there too
-        self._read_by_s: float | None = None  # when the client must have read more of them
-        self._unread = 0  # bytes of them at the last check
         self.unreplied = 0  # messages delivered and not answered
         self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
@@ -441,10 +439,6 @@ class GrpcCall(Stream):
         shared = self.link.shared
         self._answer_bytes += size
         self.link.answer_bytes += size
-        if self._read_by_s is None:
-            self._read_by_s = shared.clock_s() + shared.limits.stall_s
-            self._unread = 0
-        self._unread += size
         if shared.memory.add(size, self.held_bytes + self._answer_bytes):
             return True
         self.fail("UNAVAILABLE", shared.memory.message)
@@ -454,7 +448,6 @@ class GrpcCall(Stream):
         self.link.shared.memory.bytes -= self._answer_bytes
         self.link.answers_read(self._answer_bytes)
         self._answer_bytes = 0
-        self._read_by_s = None
 
     # -- replies ---------------------------------------------------------------------------------
 
@@ -541,19 +534,10 @@ class GrpcCall(Stream):
     def check(self, now_s: float) -> None:
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
-        elif self._read_by_s is not None and not self._reads(now_s):
-            self.link.abort()  # the client reads its answers too slowly
         elif not self.ended and now_s > self._by_s and not self.requested_bytes:
             method = self.head.method  # a client may pause between the messages of a stream
             if self._reader.have or (method is not None and method.ended is None):
                 self.fail("DEADLINE_EXCEEDED", "the message stalled, or came too slowly")
-
-    def _reads(self, now_s: float) -> bool:
-        """Return whether the client reads the answers that exceed its windows fast enough."""
-        left, stall_s = sum(map(len, self.unsent)), self.link.shared.limits.stall_s
-        self._read_by_s = extend(self._read_by_s or 0.0, self._unread - left, now_s, stall_s)
-        self._unread = left
-        return now_s <= self._read_by_s
 
     def finish(self) -> None:
         """End the call; drop its requests that still wait for an engine."""

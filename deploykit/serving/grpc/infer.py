@@ -18,10 +18,11 @@ from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Binary, Region, Request, Signature, fill
+from deploykit.serving.oip.request import Binary, Request, Signature, fill
 from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
+from deploykit.serving.shared_memory import Region
 from deploykit.serving.transport.call import About
 
 log = logging.getLogger(__name__)

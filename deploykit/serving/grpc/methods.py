@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
-from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
+from deploykit.engines.oip.protobuf import message_from
 from deploykit.serving.grpc.call import GrpcCall, Method, fail_with, parse_head
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.grpc.reflection import REFLECTION, reflection_method
@@ -35,6 +35,7 @@ _WATCHES_EACH = 16  # the same, per connection
 _SERVICE_BYTES = 256  # the longest service name in those calls
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
+Make = Callable[[Any], Mapping[str, Any]]  # makes the reply to a request, as for JSON
 Then = Callable[[Result], None]  # takes a function that returns the reply or raises
 Handler = Callable[[Any, Then], None]  # takes the request, and the function to call with the result
 
@@ -58,37 +59,24 @@ class GrpcPort(Http2Port):
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # calls by the name of the service
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Http2Connection] = Counter()
-        handlers: dict[str, Handler] = {
-            "ServerLive": _at_once(lambda _: _message("ServerLiveResponse", live=True)),
-            "ServerReady": _at_once(
-                lambda _: _message("ServerReadyResponse", ready=not repository.why_not_ready())
-            ),
-            "ServerMetadata": _at_once(
-                lambda _: message_from("ServerMetadataResponse", repository.metadata())
-            ),
-            "ModelReady": _at_once(self._model_ready),
-            "ModelMetadata": _at_once(
-                lambda r: message_from("ModelMetadataResponse", self._find(r).metadata())
-            ),
-            "ModelConfig": _at_once(
-                lambda r: message_from("ModelConfigResponse", {"config": self._find(r).config()})
-            ),
-            "RepositoryIndex": _at_once(self._index),
-            "ModelStatistics": self._statistics,
+        at_once: dict[str, Make] = {
+            "ServerLive": lambda _: {"live": True},
+            "ServerReady": lambda _: {"ready": not repository.why_not_ready()},
+            "ServerMetadata": lambda _: repository.metadata(),
+            "ModelReady": self._model_ready,
+            "ModelMetadata": lambda request: self._find(request).metadata(),
+            "ModelConfig": lambda request: {"config": self._find(request).config()},
+            "RepositoryIndex": self._index,
         }
-        if (memory_regions := repository.memory) is not None:
-
-            def regions(request: Any) -> Message:
-                found = {each["name"]: each for each in memory_regions.status(request.name or None)}
-                return message_from("SystemSharedMemoryStatusResponse", {"regions": found})
-
-            handlers["SystemSharedMemoryStatus"] = _at_once(regions)
-            handlers["SystemSharedMemoryRegister"] = partial(self._change, "Register")
-            handlers["SystemSharedMemoryUnregister"] = partial(self._change, "Unregister")
-            # NVIDIA's examples call it first
-            handlers["CudaSharedMemoryUnregister"] = _at_once(
-                lambda _: _message("CudaSharedMemoryUnregisterResponse")
-            )
+        handlers: dict[str, Handler] = {"ModelStatistics": self._statistics}
+        if (regions := repository.memory) is not None:
+            at_once["SystemSharedMemoryStatus"] = lambda request: {
+                "regions": {each["name"]: each for each in regions.status(request.name or None)}
+            }
+            at_once["CudaSharedMemoryUnregister"] = lambda _: {}  # NVIDIA's examples call it first
+            for action in ("Register", "Unregister"):
+                handlers[f"SystemSharedMemory{action}"] = partial(self._change, action)
+        handlers |= {name: _at_once(make) for name, make in at_once.items()}
         methods = {
             f"/{SERVICE}/ModelInfer": Method(inference.infer),
             f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
@@ -118,18 +106,17 @@ class GrpcPort(Http2Port):
 
     # -- unary methods ---------------------------------------------------------------------------
 
-    def _model_ready(self, request: Any) -> Message:
+    def _model_ready(self, request: Any) -> Mapping[str, Any]:
         try:
-            ready = self._repository.why_not_ready(self._find(request)) is None
+            return {"ready": self._repository.why_not_ready(self._find(request)) is None}
         except NotFound:
-            ready = False
-        return _message("ModelReadyResponse", ready=ready)
+            return {"ready": False}
 
-    def _index(self, request: Any) -> Message:
+    def _index(self, request: Any) -> Mapping[str, Any]:
         models = self._repository.index()
         if request.ready:
             models = [model for model in models if model["state"] == "READY"]
-        return message_from("RepositoryIndexResponse", {"models": models})
+        return {"models": models}
 
     def _find(self, request: Any) -> Served:
         return self._repository.find_any(request.name, request.version or VERSION)
@@ -138,25 +125,13 @@ class GrpcPort(Http2Port):
 
     def _statistics(self, request: Any, then: Then) -> None:
         name = self._find(request).name if request.name else None
-
-        def answer(result: Result) -> None:
-            then(lambda: message_from("ModelStatisticsResponse", of_model(name, result())))
-
-        self._group.collect("statistics", answer)
+        self._group.collect("statistics", lambda result: then(lambda: of_model(name, result())))
 
     def _change(self, action: str, request: Any, then: Then) -> None:
         arguments: tuple[Any, ...] = (request.name or None,)
         if action == "Register":
             arguments = request.name, request.key, request.offset, request.byte_size
-
-        def answer(result: Result) -> None:
-            def message() -> Message:
-                result()  # raises the error, if there is one
-                return _message(f"SystemSharedMemory{action}Response")
-
-            then(message)
-
-        self._group.change(action.lower(), arguments, answer)
+        self._group.change(action.lower(), arguments, lambda done: then(lambda: done() or {}))
 
     # -- health ----------------------------------------------------------------------------------
 
@@ -169,11 +144,11 @@ class GrpcPort(Http2Port):
             return _UNKNOWN
         return _NOT_SERVING if self._repository.why_not_ready(model) else _SERVING
 
-    def _check(self, request: Any) -> Message:
+    def _check(self, request: Any) -> Mapping[str, Any]:
         status = self._health(request.service)
         if status == _UNKNOWN:
             raise NotFound(f"there is no service {quote(request.service)}")
-        return _message("HealthCheckResponse", status=status)
+        return {"status": status}
 
     def _watch(self, call: GrpcCall, data: bytes, at: int) -> None:
         try:
@@ -206,15 +181,11 @@ class GrpcPort(Http2Port):
 
 
 def _send_health(call: GrpcCall, status: int) -> None:
-    call.send_message([_message("HealthCheckResponse", status=status).SerializeToString()])
+    message = message_from("HealthCheckResponse", {"status": status})
+    call.send_message([message.SerializeToString()])
 
 
-def _message(name: str, **values: Any) -> Message:
-    message: Message = MESSAGES[name](**values)
-    return message
-
-
-def _at_once(make: Callable[[Any], Message]) -> Handler:
+def _at_once(make: Make) -> Handler:
     return lambda request, then: then(partial(make, request))
 
 
@@ -224,7 +195,7 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
     def message(call: GrpcCall, data: bytes, at: int) -> None:
         def then(result: Result) -> None:
             try:
-                reply = result().SerializeToString()
+                reply = message_from(f"{name}Response", result()).SerializeToString()
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 fail_with(call, exc)
             else:

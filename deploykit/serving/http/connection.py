@@ -28,7 +28,7 @@ from deploykit.serving.transport.call import (
     reply_error,
 )
 from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
-from deploykit.serving.transport.listener import Port, extend
+from deploykit.serving.transport.listener import Port, extend, unread_bytes
 from deploykit.serving.transport.security import HEALTH, AccessControl
 from deploykit.serving.transport.turns import BUSY_BYTES
 
@@ -297,10 +297,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         return True
 
     def pause_writing(self) -> None:
-        self._unread = self._transport.get_write_buffer_size()
+        self._unread = unread_bytes(self._transport)
         self._by_s = self.listener.now_s + self._limits.stall_s
         self._pause()
-        more = self._unread - self._unsent_bytes
+        more = self._transport.get_write_buffer_size() - self._unsent_bytes
         if more > 0:  # small replies, which count only if the client does not read them
             self._unsent_bytes += more
             self.listener.memory.add(more, 0)
@@ -361,10 +361,15 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _read(self, end: int) -> None:
         """Process received data: the first `end` bytes of the shared buffer."""
         listener, data = self.listener, self.listener.read_into
-        at = 0
-        for _ in range(self._limits.pipelined):
-            if at >= end or self._state >= LAST or self._paused:
-                break
+        at = steps = 0
+        while at < end and self._state < LAST and not self._paused:
+            if at:
+                steps += 1
+                if (
+                    steps == self._limits.pipelined
+                ):  # the rest in the next turn, after other clients
+                    self._pause()
+                    break
             if self._state is CHUNKED:
                 at += self._read_chunks(cast("ChunkedBody", self._reader), at, end)
                 continue
@@ -378,8 +383,6 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._enter(HEAD)
                 self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
             at = self._read_head(cast("HeadReader", self._reader), at, end)
-        else:  # process the rest in the next turn, after other clients
-            self._pause()
         if at < end and self._state < LAST:
             self._keep(at, end)
         if self._paused:
@@ -557,7 +560,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         waited_s, state = now_s - self._since_s, self._state
         self.release_sent()
         if self._unread is not None:
-            size = self._transport.get_write_buffer_size()
+            size = unread_bytes(self._transport)
             self._by_s = extend(self._by_s, self._unread - size, now_s, self._limits.stall_s)
             self._unread = size
             if now_s > self._by_s:

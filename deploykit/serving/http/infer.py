@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import cast
 
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import from_base64
-from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Lane
-from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.pipelines import ServedPipeline, over_budget
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
@@ -32,6 +32,9 @@ LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is off
 _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
 
 
+header_length = lru_cache(256)(json.header_length)  # clients repeat theirs
+
+
 class InferRoute(ModelRoute):
     """Answers the inference requests of one model."""
 
@@ -39,11 +42,11 @@ class InferRoute(ModelRoute):
         """Answer a request. Raises BadInput for a wrong header."""
         head, body = call.head, call.body
         try:
-            json_bytes = json.header_length(head.json_bytes)
+            json_bytes = header_length(head.json_bytes)
         except BadInput:
             self.model.metrics.count("bad_request")
             raise
-        if head.content_type is not None and json_bytes is None and head.encoding is None:
+        if json_bytes is None and head.content_type is not None and head.encoding is None:
             body = compression.to_utf8(body, head.content_type)
         if self.model.task.ready and _sends_bytes(head, body, json_bytes):
             large = len(body) > LARGE_BYTES or head.encoding is not None

@@ -36,9 +36,11 @@ from deploykit.serving.transport.call import (
     Call,
     choose_encoding,
     compress,
+    decompress,
     reply_error,
     reply_exception,
     reply_with,
+    to_utf8,
 )
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
@@ -289,7 +291,8 @@ def _document(call: Call) -> dict[str, Any]:
         raise TooLarge(
             f"the body is above {_DOCUMENT_BYTES} bytes, which this route has no use for"
         )
-    return parse_json(bytes(call.body))
+    body = decompress(call.body, call.head.encoding, _DOCUMENT_BYTES)
+    return parse_json(bytes(to_utf8(body, call.head.content_type or b"")))
 
 
 def _value(make: Callable[[], object]) -> Route:

@@ -24,7 +24,7 @@ from hpack import HPACKError
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Port, extend
+from deploykit.serving.transport.listener import Port, extend, unread_bytes
 from deploykit.serving.transport.turns import BUSY_BYTES
 
 log = logging.getLogger(__name__)
@@ -306,11 +306,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._parked: dict[Stream, None] = {}  # their requests wait until answers are read
         self._writes: list[bytes] = []
         self._write_bytes = 0
-        self._flushed = 0  # bytes given to the transport
-        self._buffered = 0  # bytes of them not yet sent; counted in the memory budget
-        self._read_by_s: float | None = None  # when the client must have read more of them
-        self._stalled_s: float | None = None  # when the client stopped reading
-        self._blocked_s: float | None = None  # when its windows began to block a reply
+        self._sent_bytes = 0  # bytes of DATA since the last check
+        self._buffered = 0  # bytes that the transport has not sent; counted in the memory budget
+        self._unread = 0  # bytes that the client had not received then
+        self._read_by_s: float | None = None  # when the client must have read more
+        self._stalled = False  # the transport takes no more
 
     @property
     def address(self) -> object:
@@ -358,11 +358,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.data_received(bytes(self.shared.view[:nbytes]))
 
     def pause_writing(self) -> None:
-        self._stalled_s = self.shared.now_s
+        self._stalled = True
         self.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._stalled_s = None
+        self._stalled = False
         if self.queued:
             self.shared.turns.wait(self._continue_reading)
         else:
@@ -412,7 +412,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def _can_read(self) -> bool:
-        return self._stalled_s is None and self.phase is not CLOSED
+        return not self._stalled and self.phase is not CLOSED
 
     def _frames(self, data: bytes) -> int:
         """Process the complete frames that this turn allows; return the index after them."""
@@ -698,11 +698,14 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def sendable(self, stream: Stream) -> int:
         """Return how many bytes of DATA may be sent on this stream now."""
-        return 0 if self._stalled_s is not None else min(self.send_window, stream.send_window)
+        free = 0 if self._stalled else min(self.send_window, stream.send_window)
+        if free <= 0 and self._read_by_s is None:
+            self._read_by_s = self.shared.now_s + self.shared.limits.stall_s
+        return free
 
     def take_window(self, stream: Stream, size: int) -> bool:
         """Count `size` bytes of DATA as sent, if this stream may send them in one frame."""
-        free = self._stalled_s is None and size <= self.frame_bytes
+        free = not self._stalled and size <= self.frame_bytes
         if not free or size > self.send_window or size > stream.send_window:
             return False
         self.count_sent(stream, size)
@@ -711,7 +714,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def count_sent(self, stream: Stream, size: int) -> None:
         self.send_window -= size
         stream.send_window -= size
-        self._blocked_s = None
+        self._sent_bytes += size
         self.empty_frames -= 2  # the client may acknowledge it with window updates
 
     def park(self, stream: Stream) -> None:
@@ -754,7 +757,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         writes = self._writes
         if writes and not self.transport.is_closing():
             self.transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
-            self._flushed += self._write_bytes
         writes.clear()
         self._write_bytes = 0
 
@@ -790,13 +792,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.empty_frames = max(0, self.empty_frames - allowed)
         for stream in list(self.streams.values()):
             stream.check(now_s)
-        if not any(stream.unsent for stream in self.streams.values()):
-            self._blocked_s = None
-        elif self._blocked_s is None:
-            self._blocked_s = now_s
-        reads = self._count_buffered(now_s)
-        since_s = self._stalled_s if self._stalled_s is not None else self._blocked_s
-        late = not reads or (since_s is not None and now_s - since_s > limits.stall_s)
+        late = not self._reads(now_s)
         if self.phase is CLOSED:
             late = late or waited_s > limits.linger_s
         elif self.phase is not OPEN:
@@ -808,20 +804,21 @@ class Http2Connection(asyncio.BufferedProtocol):
         elif now_s > self._retire_at_s:
             self.retire()
 
-    def _count_buffered(self, now_s: float) -> bool:
-        """Count what the transport has not sent; return whether the client reads fast enough."""
-        size = self.transport.get_write_buffer_size()
-        if size == self._buffered == 0:
-            return True
-        sent, self._flushed = self._flushed - (size - self._buffered), 0
+    def _reads(self, now_s: float) -> bool:
+        """Return whether the client reads fast enough: any of its answers, in any order."""
+        size, stall_s = self.transport.get_write_buffer_size(), self.shared.limits.stall_s
         self.shared.memory.release(self._buffered - size)
-        self._buffered = size
-        stall_s = self.shared.limits.stall_s
-        if size == 0 or self._read_by_s is None:
-            self._read_by_s = now_s + stall_s if size else None
+        sent_bytes, self._sent_bytes, self._buffered = self._sent_bytes, 0, size
+        if not size and not any(stream.unsent for stream in self.streams.values()):
+            self._read_by_s = None
             return True
-        self._read_by_s = extend(self._read_by_s, sent, now_s, stall_s)
-        return now_s <= self._read_by_s
+        unread = unread_bytes(self.transport)
+        read_bytes, self._unread = sent_bytes + self._unread - unread, unread
+        by_s = self._read_by_s
+        self._read_by_s = by_s = (
+            now_s + stall_s if by_s is None else extend(by_s, read_bytes, now_s, stall_s)
+        )
+        return now_s <= by_s
 
     def retire(self) -> None:
         """Ask the client to open no more streams here; close once those it has opened have ended.

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
-from deploykit.pipelines.live import Client
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import HUGE_BYTES, Lane, Offload, Result
+from deploykit.serving.models.pipelines import Receiver, over_budget
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.oip.tensors import array_bytes
@@ -26,21 +25,6 @@ _LEAST_ENCODE_S = 0.1  # the least time for outputs that were computed just in t
 _FEW_STRINGS = 32 << 10  # few enough to add up their sizes; each may be long
 _SLOW_BYTES = {"BYTES": 32 << 10, "BF16": 1 << 20}
 _REGION_SPEED = 16  # shared memory is written this many times as fast as JSON
-
-
-class Receiver(Client, Protocol):
-    """A receiver of the reply: a call, or one message of a streaming call."""
-
-    cancel: Callable[[], object] | None  # called if the client disconnects
-    about: tuple[str | None, int] | None  # the id and the rows, once the model has the request
-
-    @property
-    def gone(self) -> bool:
-        """Return whether no reply can be sent any more."""
-
-    @property
-    def reply(self) -> Callable[..., None]:
-        """Return the function that takes the values of `Inference.encode`."""
 
 
 class ModelRoute:
@@ -64,11 +48,6 @@ class ModelRoute:
         # bytes of tensors from which their decoding is slow; other numbers are read in place
         kinds = [slot.datatype for slot in model.signature.inputs.values()]
         self.slow_bytes = min(_SLOW_BYTES.get(kind, math.inf) for kind in kinds)
-
-
-def over_budget() -> Overloaded:
-    """Return the error for a request or an answer above the memory budget."""
-    return Overloaded("the server holds too many bytes of requests and answers already")
 
 
 class Inference:

@@ -17,6 +17,7 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
+from deploykit.pipelines.threads import FairGate
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
@@ -63,6 +64,7 @@ def _list_specs(specs: Sequence[TensorSpec]) -> str:
 log = logging.getLogger(__name__)
 
 SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
+_LEAST_ITEMS, _MOST_ITEMS, _ITEMS_US = 64, 512, 200_000
 _ALONE = "requests are served one at a time: {}"
 
 
@@ -92,6 +94,8 @@ class ServedModel:
         # the reason, but only where the names of the axes make users expect a batch
         self._dependent = self.not_batched if looks_batched(engines[0]) else ""
         self._set_batch()
+        self._times_us: Mapping[int, int] = {}  # by rows
+        self.items = FairGate(self._most_items())
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
         self._watchers: list[Watcher] = [self.metrics]
@@ -128,6 +132,7 @@ class ServedModel:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
         notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
         self._warm_notes, self.batcher.inline_max_rows = notes, inline_max_rows
+        self.items = FairGate(self._most_items())
         self.warm_up_s = time.monotonic() - begun_s
 
     def replace(self, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True) -> None:
@@ -363,6 +368,16 @@ class ServedModel:
         self.batcher = self._new_batcher(self.engines, self._steering)
         before.close()
 
+    def _most_items(self) -> int:
+        """Return the most images or sentences under way: what the engines answer in 0.2 s.
+
+        They are two batches at least, so that no engine waits; more would keep the engines, and the
+        event loop, from other clients.
+        """
+        rows = max(self._times_us, default=0)
+        soon = _ITEMS_US * rows // max(1, self._times_us[rows]) if rows else 0
+        return max(_LEAST_ITEMS, 2 * self.max_batch, min(soon, _MOST_ITEMS)) * len(self.engines)
+
     def _policy(self) -> BatchPolicy:
         options = self._options
         return BatchPolicy(self.max_batch, options.max_delay_us, options.queue)
@@ -416,6 +431,7 @@ class ServedModel:
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
             times, notes = warm_up.run(again_us=again_us)
             inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
+            self._times_us = times
             if steering is not None:
                 for rows, taken_us in times.items():
                     steering.record_time(rows, taken_us, self._clock_us())

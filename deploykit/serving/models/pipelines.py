@@ -1,4 +1,4 @@
-"""Pipelines as the server sees them: their descriptions, their counters, and their host.
+"""Pipelines as the server runs them: stages with threads, limits and counters.
 
 A pipeline's models are served models; its requests join the same batches as direct ones.
 """
@@ -6,21 +6,28 @@ A pipeline's models are served models; its requests join the same batches as dir
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
 
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import BadInput, DeploykitError, Expired, Overloaded, StageFailed
 from deploykit.core.json_value import check_json_size
+from deploykit.core.machine import usable_cores
+from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Arrays
-from deploykit.pipelines.live import Client, LivePipeline, Sent
+from deploykit.engines.engine import Closing
+from deploykit.pipelines.connect import StageGraph, input_bytes
+from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
+from deploykit.pipelines.threads import FairThreads, Peer
+from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.description import describe_pipeline
 from deploykit.serving.models.model import ServedModel
@@ -31,13 +38,16 @@ from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 16  # per stage; a function mostly holds the GIL
 _STEP = 1 << 16
 NOT_JSON = (
     "send less at once, or not as JSON: a pipeline whose input is annotated as str takes text, as "
     "numpy.ndarray an image, and as bytes anything, such as an .npy file"
 )
 
-Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
+PipelineGraph = tuple[StageGraph, Mapping[str, str]]  # with the names of its models, by stage
 
 
 class Models(Protocol):
@@ -51,13 +61,51 @@ class Models(Protocol):
     def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None: ...
 
 
+class Receiver(Protocol):
+    """A receiver of the reply: a call, or one message of a streaming call."""
+
+    cancel: Callable[[], object] | None  # called if the client disconnects
+    about: tuple[str | None, int] | None  # the id and the rows, once the model has the request
+
+    @property
+    def peer(self) -> Peer:
+        """Return the connection, with whose other work this request waits."""
+
+    @property
+    def gone(self) -> bool:
+        """Return whether no reply can be sent any more."""
+
+    @property
+    def reply(self) -> Callable[..., None]:
+        """Return the function that takes the values of `Inference.encode`."""
+
+    def reserve(self, size: int) -> bool:
+        """Count `size` bytes in the memory budget until the reply; return whether they fit."""
+
+
+def over_budget() -> Overloaded:
+    """Return the error for a request or an answer above the memory budget."""
+    return Overloaded("the server holds too many bytes of requests and answers already")
+
+
+class Sent(NamedTuple):
+    """A request's input: its bytes, text or pixels.
+
+    `held_bytes`: memory that it takes besides them; `timeout_us`: the request's own time limit.
+    """
+
+    value: bytes | str | np.ndarray
+    held_bytes: int = 0
+    timeout_us: int | None = None
+
+
 class PipelineCounts:
     """Counts outcomes and durations of a pipeline, or of one of its stages. Thread-safe.
 
     `waiting` returns how many requests wait for a thread of the stage.
     """
 
-    def __init__(self, labels: Mapping[str, str], waiting: Callable[[], int] | None) -> None:
+    def __init__(self, labels: Mapping[str, str], waiting: Callable[[], int] | None = None) -> None:
         self._prefix = f"deploykit_pipeline{'_stage' if 'stage' in labels else ''}"
         self._labels = labels
         self._waiting = waiting
@@ -79,8 +127,9 @@ class PipelineCounts:
             self._seconds.add_one(us)
 
     @property
-    def waiting(self) -> int:
-        return 0 if self._waiting is None else self._waiting()
+    def total_us(self) -> int:
+        """Return the total duration of all successes."""
+        return self._seconds.total
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics as for a model; the whole duration counts as compute time."""
@@ -110,7 +159,7 @@ class PipelineCounts:
     def samples(self) -> list[Sample]:
         outcomes, seconds = dict(self._outcomes), self._seconds
         name, labels = self._prefix, self._labels
-        more = [] if self._waiting is None else [("waiting", self.waiting)]
+        more = [] if self._waiting is None else [("waiting", self._waiting())]
         return [
             *split_by(f"{name}_requests_total", labels, "outcome", outcomes),
             Sample(f"{name}_seconds", labels, seconds.buckets),
@@ -119,27 +168,99 @@ class PipelineCounts:
         ]
 
 
-class ServedPipeline:
-    """A pipeline under its name. `counts`: for the whole pipeline, under "", and for each stage."""
+class PipelineStage:
+    """One stage, with `limit` concurrent requests of at most `timeout_ms` each.
+
+    `model`: the name of the served model; "" for a function.
+    """
+
+    def __init__(self, name: str, model: str, pipeline: ServedPipeline, processes: int) -> None:
+        self.name = name
+        self.model = model
+        about = pipeline.graph.definition
+        self.timeout_ms = about.timeout_ms.get(name)
+        own = about.in_flight.get(name)
+        self.limit = pipeline.options.queue if own is None else math.ceil(own / processes)
+        most = min(MOST_THREADS, max(2, usable_cores()), self.limit)
+        self.threads = FairThreads(most, f"stage {name}")
+        labels = {"pipeline": pipeline.name, "stage": name}
+        self.counts = PipelineCounts(labels, lambda: self.threads.waiting)
+
+    def enter(self) -> None:
+        """Count a request that enters. Raises Overloaded at the limit."""
+        if self.counts.in_flight >= self.limit:
+            self.counts.record("rejected")
+            raise Overloaded(
+                f"stage '{self.name}' has {self.limit} requests in flight, its limit",
+                hint="try again later",
+            )
+        self.counts.in_flight += 1
+
+
+class ServedPipeline(Closing):
+    """A checked graph under its name. `models`: the served models, by stage.
+
+    `processes`: how many servers share the limits of its stages.
+    """
 
     def __init__(
-        self, runs: LivePipeline, counts: Mapping[str, PipelineCounts], models: Models
+        self,
+        name: str,
+        graph: StageGraph,
+        models: Mapping[str, str],
+        repository: Models,
+        loop: asyncio.AbstractEventLoop,
+        processes: int,
     ) -> None:
-        self.name: str = runs.metadata["name"]
-        self.takes: str = runs.metadata["parameters"]["takes"]  # image, text, json or bytes
-        self.input: str = runs.metadata["inputs"][0]["name"]
-        self.output: str = runs.metadata["outputs"][0]["name"]
-        self.options, self.memory = models.options, models.memory
-        self.start = runs.start
-        self.why_not_ready = runs.why_not_ready
-        self.close = runs.close
-        self._runs = runs
-        self._total, self._stages = counts[""], {n: each for n, each in counts.items() if n}
+        self.name = name
+        self.graph = graph
+        self.takes, self.input, self.output = graph.kind, graph.input, graph.answer
+        self.options, self.memory = repository.options, repository.memory
+        self.repository = repository
+        self.loop = loop
+        self.counts = PipelineCounts({"pipeline": name})
+        self.stages = {
+            stage: PipelineStage(stage, models.get(stage, ""), self, processes)
+            for stage in (*graph.stages, graph.input)
+        }
+        for counts in (self.counts, *(each.counts for each in self.stages.values())):
+            repository.add_metrics(counts.samples)
+        self._about = {"name": name, **graph.metadata}
         self._since_s = time.time()
         self.signature = self._signature("string", (1,))
         # an image may be sent as a tensor
         image = self.takes == "image"
         self.tensors = self._signature("uint8", ("H", "W", 3)) if image else self.signature
+
+    def close(self) -> None:
+        for stage in self.stages.values():
+            stage.threads.close()
+
+    def why_not_ready(self) -> str | None:
+        """Return the reason in one sentence; None if no stage hangs."""
+        for stage in self.stages.values():
+            if stage.threads.hanging(2 * self.options.timeout_ms / 1000):
+                return f"pipeline '{self.name}': stage '{stage.name}' does not return"
+        return None
+
+    def start(
+        self,
+        read: Callable[[], Sent],
+        done: Callable[[Any, bool], None],
+        client: Receiver,
+        trace: str | None,
+        timeout_us: int | None = None,
+    ) -> Callable[[], None]:
+        """Answer one request; return a function to cancel it. Call it on the event loop's thread.
+
+        `read` returns the input; it runs on another thread. `done` gets the answer or the error,
+        and whether it is JSON. `timeout_us`: the call's time limit, if less than the server's.
+        Raises Overloaded during a shutdown.
+        """
+        if self.repository.draining:
+            self.counts.record("rejected")
+            raise Overloaded("the server is shutting down", hint="send the request elsewhere")
+        return PipelineRun(self, read, done, client, trace, timeout_us).cancel
 
     def _signature(self, dtype: str, shape: tuple[int | str, ...]) -> Signature:
         takes = TensorSpec(self.input, dtype, shape)
@@ -153,7 +274,7 @@ class ServedPipeline:
         decode: Callable[[], Request],
         reply: Callable[[Request, list[Result]], None],
         fail: Callable[[Exception], None],
-        client: Client,
+        client: Receiver,
         trace: str | None,
         timeout_us: int | None = None,
     ) -> None:
@@ -198,35 +319,37 @@ class ServedPipeline:
 
     def metadata(self) -> dict[str, Any]:
         """Return the protocol's model metadata."""
-        return dict(self._runs.metadata)
+        return dict(self._about)
 
     def config(self) -> dict[str, Any]:
         """Return Triton's ModelConfig."""
-        return describe_pipeline(self._runs.metadata)
+        return describe_pipeline(self._about)
 
     def statistics(self) -> dict[str, Any]:
         """Return one entry of `model_stats`; `response_stats` has the times of the stages."""
-        times = {name: each.statistics()["inference_stats"] for name, each in self._stages.items()}
+        times = {
+            name: each.counts.statistics()["inference_stats"] for name, each in self.stages.items()
+        }
         stages = {
             name: {key: stats[key] for key in ("compute_infer", "success", "fail")}
             for name, stats in times.items()
         }
         about = {"name": self.name, "version": VERSION}
-        return {**about, **self._total.statistics(), "response_stats": stages}
+        return {**about, **self.counts.statistics(), "response_stats": stages}
 
     @property
     def waiting(self) -> int:
         """Return the number of requests that wait for a thread of a stage."""
-        return sum(each.waiting for each in self._stages.values())
+        return sum(each.threads.waiting for each in self.stages.values())
 
     def counted(self) -> dict[str, Any]:
         """Return the counters for the dashboard, with the total time of each stage."""
-        stages_us = {n: each.status()["request"]["us"] for n, each in self._stages.items()}
-        return {**self._total.status(), "stages_us": stages_us}
+        stages_us = {n: each.counts.total_us for n, each in self.stages.items()}
+        return {**self.counts.status(), "stages_us": stages_us}
 
     def status(self) -> dict[str, Any]:
         """Return the pipeline's figures for the dashboard, in the form of a model's."""
-        about = self._runs.metadata
+        about = self._about
         return {
             "name": self.name,
             "platform": about["platform"],
@@ -242,58 +365,268 @@ class ServedPipeline:
             "inputs": about["inputs"],
             "outputs": about["outputs"],
             "waiting": self.waiting,
-            "in_flight": self._total.in_flight,
+            "in_flight": self.counts.in_flight,
             **self.counted(),
         }
 
 
-class PipelineHost:
-    """The server as a pipeline uses it; see `deploykit.pipelines.live.Host`."""
+_OUTCOMES = {Expired: "expired", Overloaded: "rejected", BadInput: "bad_request"}  # for metrics
+Work = Callable[[PipelineStage], Any]
+Then = Callable[[PipelineStage, Any], None]
 
-    def __init__(self, repository: Models, loop: asyncio.AbstractEventLoop, processes: int) -> None:
-        self.loop = loop
-        self.timeout_ms: float = repository.options.timeout_ms
-        self.limit = repository.options.queue
-        self.processes = processes
-        self._repository = repository
-        self._counts: dict[str, dict[str, PipelineCounts]] = {}
 
-    def serve(self, name: str, make: MakePipeline) -> ServedPipeline:
-        """Start the pipeline `name`."""
-        runs = make(self)
-        return ServedPipeline(runs, self._counts[name], self._repository)
+class PipelineRun:
+    """One request on its way through a pipeline: each stage begins once it has its arguments.
 
-    @property
-    def draining(self) -> bool:
-        return self._repository.draining
+    Functions run on the threads of their stage, models in batches, everything else on the event
+    loop's thread. Calls `done` once with the answer or the error, unless cancelled.
+    """
 
-    def counts(
-        self, labels: Mapping[str, str], waiting: Callable[[], int] | None = None
-    ) -> PipelineCounts:
-        found = PipelineCounts(labels, waiting)
-        self._counts.setdefault(labels["pipeline"], {})[labels.get("stage", "")] = found
-        self._repository.add_metrics(found.samples)
-        return found
+    def __init__(
+        self,
+        pipeline: ServedPipeline,
+        read: Callable[[], Sent],
+        done: Callable[[bytes | Exception, bool], None],
+        client: Receiver,
+        trace: str | None,
+        timeout_us: int | None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._read_input: Callable[[], Sent] | None = read
+        self._client, self._peer = client, client.peer
+        self._stages, self._graph = pipeline.stages, pipeline.graph.stages
+        self._answer = pipeline.graph.answer
+        self._done = done
+        self._trace = trace
+        self._values: dict[str, Any] = {}
+        self._began_us: dict[str, int] = {}  # start of each running stage
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        # calls of the models that run, by stage
+        self._calls: dict[PipelineStage, list[Callable[[], object]]] = {}
+        self._left = {
+            name: {s.stage for s in each.arguments.values() if s.stage in self._stages}
+            for name, each in self._graph.items()
+        }
+        self.over = False
+        pipeline.counts.in_flight += 1
+        self._started_us = monotonic_us()
+        limit_us = round(pipeline.options.timeout_ms * 1000)
+        self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
+        self._timer = self._start_timer()
+        self._begin(pipeline.graph.input)
 
-    def max_rows(self, model: str) -> int:
-        return self._repository.find(model).max_batch
+    def _start_timer(self) -> asyncio.TimerHandle:
+        left_us = self._started_us + self._limit_us - monotonic_us()
+        return self._pipeline.loop.call_later(max(0, left_us) / 1e6, self._expire, None)
 
-    def submit(
-        self, model: str, feeds: Arrays, rows: int, left_us: int, trace: str | None, ran: Ran
-    ) -> Callable[[], object]:
-        served = self._repository.find(model)
-        slots, rows = served.signature.inputs, rows if served.max_batch else 1
-        key = tuple((n, slots[n].datatype, array.shape[1:]) for n, array in feeds.items())
-        request = Request(dict(feeds), rows, key, (), timeout_us=left_us)
+    def cancel(self) -> None:
+        """End the run because the client disconnected; no further stage begins."""
+        if not self.over:
+            self._end("cancelled")
 
-        def pass_on(pending: Pending) -> None:
-            ran(pending.outputs, pending.error)
+    def _read(self, _stage: PipelineStage) -> tuple[Any, int, int | None]:
+        """Return the input, its size in memory in bytes, and the request's time limit."""
+        read, self._read_input = self._read_input, None
+        assert read is not None
+        value, held_bytes, timeout_us = read()
+        graph, data = self._pipeline.graph, None
+        if isinstance(value, bytes):
+            data = value if graph.kind == "json" else None
+            value = graph.read(value)
+        return value, held_bytes + input_bytes(value, data), timeout_us
 
-        pending = served.submit(request, pass_on, trace=trace, admitted=True)
-        return partial(served.cancel, pending)
+    def _admit(self, stage: PipelineStage, read: tuple[Any, int, int | None]) -> None:
+        """Continue with the input if its memory fits into the server's budget."""
+        value, size, timeout_us = read
+        if timeout_us is not None and timeout_us < self._limit_us:
+            self._timer.cancel()
+            self._limit_us = timeout_us
+            self._timer = self._start_timer()
+        if self._client.reserve(size):
+            self._finish(stage, value)
+            return
+        self._leave(stage)
+        self._fail(over_budget(), stage)
 
-    def encode(self, answer: Any) -> bytes:
-        return b"".join(_json_parts(answer))
+    def _begin(self, name: str) -> None:
+        stage = self._stages[name]
+        try:
+            stage.enter()
+        except Overloaded as exc:  # `enter` has counted it
+            self._fail(exc, stage)
+            return
+        self._began_us[name] = monotonic_us()
+        if stage.timeout_ms is not None:
+            later = self._pipeline.loop.call_later
+            self._timers[name] = later(stage.timeout_ms / 1000, self._expire, name)
+        if name == self._pipeline.graph.input:
+            self._offload(stage, self._read, self._admit)
+        elif stage.model:
+            self._offload(stage, self._prepare, self._submit)
+        else:
+            self._offload(stage, self._run_function, self._finish)
+
+    def _offload(self, stage: PipelineStage, work: Work, then: Then) -> None:
+        """Run `work` on a thread of the stage, then `then` on the loop unless the run is over."""
+
+        def job() -> None:
+            error: BaseException | None = None
+            value = None
+            if not self.over:
+                try:
+                    with INSIDE:
+                        value = work(stage)
+                except BaseException as exc:  # noqa: BLE001 - every error is a reply
+                    error = exc
+            try:
+                self._pipeline.loop.call_soon_threadsafe(self._back, stage, then, value, error)
+            except RuntimeError:  # the event loop is closed
+                log.info("stage '%s' ended after the shutdown", stage.name)
+            finally:  # else error, traceback, frame and request form a cycle
+                del value, error
+
+        try:
+            stage.threads.submit(job, self._peer)
+        except RuntimeError as exc:
+            self._leave(stage)
+            log.warning("stage '%s': no thread can be started: %s", stage.name, exc)
+            self._fail(Overloaded("no thread can be started; try again later"), stage)
+
+    def _back(self, stage: PipelineStage, then: Then, value: Any, error: Any) -> None:
+        if self.over:  # the run ended while this job waited or ran
+            self._leave(stage)
+        elif error is not None:
+            self._leave(stage)
+            self._fail(error, stage)
+        else:
+            then(stage, value)
+
+    def _leave(self, stage: PipelineStage) -> None:
+        stage.counts.in_flight -= 1
+        timer = self._timers.pop(stage.name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _run_function(self, stage: PipelineStage) -> Any:
+        value = self._graph[stage.name].run(self._values)
+        return self._encode(value) if stage.name == self._answer else value
+
+    def _encode(self, value: Any) -> tuple[bytes, bool]:
+        if isinstance(value, (bytes, bytearray)):
+            return bytes(value), False
+        pipeline = self._pipeline
+        return b"".join(_json_parts(pipeline.graph.answer_json(value))), True
+
+    def _finish(self, stage: PipelineStage, value: Any) -> None:
+        """Store the stage's value, and begin the stages that waited for it."""
+        name = stage.name
+        self._leave(stage)
+        stage.counts.record("success", monotonic_us() - self._began_us.pop(name))
+        if name == self._answer:
+            self._end("success")
+            self._done(*value)
+            return
+        self._values[name] = value
+        for before in self._left.values():
+            before.discard(name)
+        for each in [n for n, before in self._left.items() if not before]:
+            if not self.over:
+                del self._left[each]
+                self._begin(each)
+
+    def _prepare(self, stage: PipelineStage) -> ModelCalls:
+        max_rows = self._pipeline.repository.find(stage.model).max_batch
+        return self._graph[stage.name].prepare([self._values], max_rows)
+
+    def _submit(self, stage: PipelineStage, calls: ModelCalls) -> None:
+        """Queue every call of the model; the last to end continues the run."""
+        outputs: list[Any] = [None] * len(calls.calls)
+        left = len(outputs)
+
+        def go_on() -> None:
+            del self._calls[stage]
+            self._offload(stage, partial(self._collect, calls, outputs), self._finish)
+
+        def ran(at: int, pending: Pending) -> None:
+            nonlocal left
+            if self.over:
+                return
+            if pending.error is not None:
+                self._fail(pending.error, stage)
+                return
+            outputs[at] = pending.outputs
+            left -= 1
+            if not left:
+                go_on()
+
+        model, waiting = (
+            self._pipeline.repository.find(stage.model),
+            self._calls.setdefault(stage, []),
+        )
+        left_us = max(1, self._started_us + self._limit_us - monotonic_us())
+        slots = model.signature.inputs
+        try:
+            for at, call in enumerate(calls.calls):
+                key = tuple(
+                    (n, slots[n].datatype, array.shape[1:]) for n, array in call.feeds.items()
+                )
+                rows = call.rows if model.max_batch else 1
+                request = Request(dict(call.feeds), rows, key, (), timeout_us=left_us)
+                pending = model.submit(request, partial(ran, at), trace=self._trace, admitted=True)
+                waiting.append(partial(model.cancel, pending))
+        except DeploykitError as exc:
+            self._fail(exc, stage)
+            return
+        if not outputs:
+            go_on()
+
+    def _collect(self, calls: ModelCalls, outputs: list[Any], stage: PipelineStage) -> Any:
+        found = self._graph[stage.name].collect(calls, outputs)
+        value = found if self._graph[stage.name].each else found[0]
+        return self._encode(value) if stage.name == self._answer else value
+
+    def _expire(self, name: str | None) -> None:
+        """Fail the run because a stage or, with `name` None, the request timed out."""
+        stage = self._stages[name or next(iter(self._began_us))]
+        limit_ms = self._limit_us / 1000 if name is None else stage.timeout_ms
+        of = "the request's" if name is None else "its"
+        error = Expired(
+            f"not ended within {of} time limit of {limit_ms:g} ms",
+            hint="send fewer requests at once, or allow more time (`timeout_ms`)",
+        )
+        self._fail(error, stage)
+
+    def _fail(self, error: BaseException, stage: PipelineStage) -> None:
+        """End the run with an error of this stage."""
+        failed = stage_error(error, stage.name)
+        if isinstance(failed, StageFailed):
+            debug = logging.getLogger().isEnabledFor(logging.DEBUG)
+            trace = failed.__cause__ if debug else None
+            why = failure_reason(failed)
+            log.error("pipeline '%s': %s", self._pipeline.name, why, exc_info=trace)
+        known = (name for kind, name in _OUTCOMES.items() if isinstance(failed, kind))
+        outcome = next(known, "failed")
+        if self._began_us.pop(stage.name, None) is not None:
+            stage.counts.record(outcome)
+        failed.__traceback__ = failed.__cause__ = failed.__context__ = None  # free the request
+        self._end(outcome)
+        self._done(failed, True)
+
+    def _end(self, outcome: str) -> None:
+        pipeline, self.over = self._pipeline, True
+        pipeline.counts.in_flight -= 1
+        pipeline.counts.record(outcome, monotonic_us() - self._started_us)
+        self._timer.cancel()
+        for name in self._began_us:
+            self._stages[name].counts.record("cancelled")
+        for timer in self._timers.values():
+            timer.cancel()
+        running, self._calls = self._calls, {}
+        for stage, waiting in running.items():
+            self._leave(stage)
+            for cancel in waiting:
+                cancel()
+        self._values, self._read_input = {}, None
 
 
 def _json_parts(value: Any) -> Iterator[bytes]:
@@ -316,6 +649,3 @@ def _json_parts(value: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield orjson.dumps(value)
-
-
-MakePipeline = Callable[[PipelineHost], LivePipeline]

@@ -13,7 +13,7 @@ from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import CallSoon, countdown, deliver_inline, monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.pipelines import MakePipeline, PipelineHost, ServedPipeline
+from deploykit.serving.models.pipelines import PipelineGraph, ServedPipeline
 from deploykit.serving.observe.metrics import Sampler
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION, ServeOptions
@@ -95,13 +95,12 @@ class ModelRepository:
             raise
 
     def add_pipelines(
-        self, made: Mapping[str, MakePipeline], loop: asyncio.AbstractEventLoop, processes: int
+        self, graphs: Mapping[str, PipelineGraph], loop: asyncio.AbstractEventLoop, processes: int
     ) -> None:
         """Serve pipelines of these models by name. Raises BadInput for an invalid name."""
-        host = PipelineHost(self, loop, processes)
-        for name, make in made.items():
+        for name, graph in graphs.items():
             _check_name(name)
-            self.pipelines[name] = host.serve(name, make)
+            self.pipelines[name] = ServedPipeline(name, *graph, self, loop, processes)
 
     def warm_up(self) -> None:
         """Run each engine at every expected shape, before the first request.

@@ -6,6 +6,7 @@ batched, counted and limited as all others are.
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,14 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from deploykit.core.errors import BadInput, Overloaded, TooLarge
+from deploykit.core.errors import BadInput, Expired, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.batching.batcher import monotonic_us
-from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Lane, Result
+from deploykit.serving.models.pipelines import Receiver, over_budget
 from deploykit.serving.oip.request import Request, Signature
 from deploykit.serving.oip.response import Result as Output
 from deploykit.serving.oip.response import collect_results
@@ -33,9 +35,6 @@ MOST_ITEMS = 256  # the most items of one request
 # the largest images of each lane, in pixels times scans: about 10 and 100 ms of decoding
 _LANE_PIXELS = {Lane.SMALL: 1 << 20, Lane.LARGE: 1 << 22, Lane.HUGE: None}
 _SMALL_TEXT = 16 << 10  # characters or bytes
-# items of a request that are decoded, queued or run: twice a usual batch, so that both are busy.
-# More would keep the event loop, and memory, from other clients.
-_AT_ONCE = 64
 
 
 class Items(NamedTuple):
@@ -85,6 +84,7 @@ class TaskCall:
         self._answers: list[bytes] = []
         self._slots: set[_Slot] = set()  # the items that have begun and are not answered
         self._left = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     @abstractmethod
     def reply(self, answers: Sequence[bytes]) -> None:
@@ -119,7 +119,7 @@ class TaskCall:
             self.fail(exc)
 
     def start(self, found: Items) -> None:
-        """Begin the first items; each that is answered begins the next one."""
+        """Begin each item once the engine is about to have time for it."""
         count = len(found.items)
         if not 0 < count <= MOST_ITEMS:
             self.fail(too_many(count) if count else BadInput("the request has no items"))
@@ -129,16 +129,32 @@ class TaskCall:
         self.client.cancel = self._abandon
         self._items = enumerate(found.items)
         self._answers, self._left = [b""] * count, count
-        for _ in range(min(count, _AT_ONCE)):
-            self._begin_next()
+        peer, limit_us = self.client.peer, self.route.limit_us
+        for _ in range(count):
+            self.route.model.items.enter(self._begin_next, peer)
+        if self._left > len(self._slots) and not self.done:
+            left_us = self.started_us + min(self.request.timeout_us or limit_us, limit_us)
+            left_s = max(0, left_us - monotonic_us()) / 1e6
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
 
-    def _begin_next(self) -> None:
-        number, item = next(self._items, (0, None))
-        if item is None or self.done:
+    def _expire(self) -> None:
+        waiting = sum(1 for _ in self._items)
+        self.fail(
+            Expired(
+                f"{waiting} of {len(self._answers)} {self.kind}s waited for others past the "
+                "time limit",
+                hint="send fewer at once, or allow more time ('timeout', `timeout_ms`)",
+            )
+        )
+
+    def _begin_next(self, leave: Callable[[], None]) -> None:
+        if self.done:
+            leave()
             return
+        number, item = next(self._items)
         count = len(self._answers)
         where = f"{self.kind} {number + 1} of {count}" if count > 1 else f"the {self.kind}"
-        slot = _Slot(self, number)
+        slot = _Slot(self, number, leave)
         self._slots.add(slot)
         _ItemInference(self.route, slot, (item, where), self.trace).begin()
 
@@ -147,10 +163,10 @@ class TaskCall:
         self._slots.discard(slot)
         self._answers[slot.number] = answer
         self._left -= 1
+        slot.leave()
         if self._left or self.done:
-            self._begin_next()
             return
-        self.done = True
+        self._end()
         self.client.cancel = None
         try:
             self.reply(self._answers)
@@ -165,11 +181,17 @@ class TaskCall:
             self.refuse(error)
 
     def _abandon(self) -> None:
-        self.done, self._items = True, iter(())
+        self._end()
         slots, self._slots = self._slots, set()
         for slot in slots:
             if slot.cancel is not None:
                 slot.cancel()
+            slot.leave()
+
+    def _end(self) -> None:
+        self.done, self._items = True, iter(())
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _discard(self) -> None:
         self._source = None
@@ -198,10 +220,11 @@ class TaskCall:
 class _Slot:
     """The place of one item's answer."""
 
-    __slots__ = ("about", "call", "cancel", "number")
+    __slots__ = ("about", "call", "cancel", "leave", "number")
 
-    def __init__(self, call: TaskCall, number: int) -> None:
+    def __init__(self, call: TaskCall, number: int, leave: Callable[[], None]) -> None:
         self.call = call
+        self.leave = leave  # lets the next item begin
         self.cancel: Callable[[], object] | None = None
         self.about: tuple[str | None, int] | None = None
         self.number = number

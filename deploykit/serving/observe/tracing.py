@@ -29,33 +29,26 @@ EXPORT_REQUESTS = 128  # requests in one message, with some thousand spans
 PAUSE_S = 0.5  # between polls of an empty queue
 EXPORT_S = 5.0  # time limit for sending one message, retries included
 CLOSE_S = 3.0
-_STAGES = ("join", "copy_in", "compute", "copy_out", "split")
+_STAGES = ("decode", "queue", "join", "copy_in", "compute", "copy_out", "split")
 
 
 class _Timing(NamedTuple):
-    """The times of one request for its spans."""
+    """The times of one request for its spans; `stages_us`: in the order of _STAGES."""
 
     model: str
     traceparent: str | None
     request_id: str | None
     rows: int
-    arrived_us: int
-    decode_us: int
-    ended_us: int
     batch_requests: int
-    started_us: int
-    stages_us: tuple[int, ...]  # in the order of _STAGES; empty for a failed request
+    begun_us: int
+    ended_us: int
+    stages_us: tuple[int, ...]
     error: str | None
-
-    @property
-    def begun_us(self) -> int:
-        return self.arrived_us - self.decode_us
 
     def stages(self) -> Iterator[tuple[str, int, int]]:
         """Yield the name, start and end in µs of each stage with a duration."""
         at_us = self.begun_us
-        durations_us = (self.decode_us, self.started_us - self.arrived_us, *self.stages_us)
-        for name, took_us in zip(("decode", "queue", *_STAGES), durations_us, strict=False):
+        for name, took_us in zip(_STAGES, self.stages_us, strict=False):  # fewer where it failed
             if took_us > 0:
                 yield name, at_us, at_us + took_us
             at_us += took_us
@@ -100,7 +93,7 @@ class Tracer(Closing):
     def add_failure(self, asked: str, status: str, begun_s: float, trace: str | None) -> None:
         """Add a span for a request that failed before a model had it. `begun_s`: monotonic."""
         begun_us, now_us = int(begun_s * 1e6), self.clock_us()
-        self.add([_Timing(asked, trace, None, 0, begun_us, 0, now_us, 0, begun_us, (), status)])
+        self.add([_Timing(asked, trace, None, 0, 0, begun_us, now_us, (), status)])
 
     def samples(self) -> list[Sample]:
         """Return the number of dropped spans for Prometheus."""
@@ -199,7 +192,7 @@ class _ModelWatcher(Watcher):
 
     def record_run(self, run: BatchRun) -> None:
         stages_us = (run.stack_us, run.copy_in_us, run.engine_us, run.copy_out_us, run.split_us)
-        self._add(run.requests, run.started_us + run.busy_us, run.started_us, stages_us)
+        self._add(run.requests, run.started_us + run.busy_us, run.started_us, *stages_us)
 
     def record_failure(self, request: Pending, now_us: int) -> None:
         self._add([request], now_us, now_us)
@@ -208,17 +201,14 @@ class _ModelWatcher(Watcher):
         self.record_failure(request, self._tracer.clock_us())
 
     def _add(
-        self,
-        requests: Sequence[Pending],
-        ended_us: int,
-        started_us: int,
-        stages_us: tuple[int, ...] = (),
+        self, requests: Sequence[Pending], ended_us: int, started_us: int, *stages_us: int
     ) -> None:
         self._tracer.add(
             [
                 _Timing(
-                    self._model, each.trace, each.id, each.rows, each.arrived_us, each.decode_us,
-                    ended_us, len(requests), started_us, stages_us,
+                    self._model, each.trace, each.id, each.rows, len(requests),
+                    each.arrived_us - each.decode_us, ended_us,
+                    (each.decode_us, started_us - each.arrived_us, *stages_us),
                     each.error.message if each.error else None,
                 )
                 for each in requests

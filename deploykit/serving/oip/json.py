@@ -20,7 +20,6 @@ from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import (
     Binary,
     InputData,
-    Memory,
     Plan,
     Request,
     RequestedOutput,
@@ -32,6 +31,7 @@ from deploykit.serving.oip.request import (
 )
 from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.oip.tensors import to_bytes, to_json
+from deploykit.serving.shared_memory import SharedMemory
 
 MAX_NESTING = 100
 _PART = 1 << 16  # values converted at once, which takes about 2 ms
@@ -49,7 +49,7 @@ def header_length(text: bytes | None) -> int | None:
 
 
 def decode(
-    body: Bytes, json_bytes: int | None, model: Signature, memory: Memory | None = None
+    body: Bytes, json_bytes: int | None, model: Signature, memory: SharedMemory | None = None
 ) -> Request:
     """Decode a request. `json_bytes`: size of the JSON part, None for all of `body`, 0 for none.
 
@@ -181,7 +181,7 @@ def encode(
     request: Request,
     outputs: Mapping[str, np.ndarray],
     model: Signature,
-    memory: Memory | None = None,
+    memory: SharedMemory | None = None,
 ) -> tuple[list[Bytes], int | None]:
     """Return the JSON part and the binary tails, and the JSON part's length if binary data follow.
 

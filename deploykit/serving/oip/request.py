@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from deploykit.serving.oip.tensors import (
     from_list,
     make_slot,
 )
+from deploykit.serving.shared_memory import Region, SharedMemory
 
 _MAX_ID_BYTES = 1024
 MAX_CLASSES = 10_000
@@ -51,25 +52,6 @@ def signature(
 ) -> Signature:
     takes, gives = ({spec.name: make_slot(spec) for spec in specs} for specs in (inputs, outputs))
     return Signature(takes, gives, max_batch, max_bytes)
-
-
-@dataclass(frozen=True)
-class Region:
-    """A span of a shared-memory region that the client has registered."""
-
-    name: str
-    offset: int
-    byte_size: int
-
-
-class Memory(Protocol):
-    """The registered regions. `read` copies, so that the client cannot change checked data.
-
-    Both raise BadInput for an unknown region and for data that do not fit into it.
-    """
-
-    def read(self, region: Region) -> memoryview: ...
-    def write(self, region: Region, data: Bytes) -> None: ...
 
 
 class Binary(NamedTuple):
@@ -167,7 +149,9 @@ def plan(
     return Plan(parts, fields, regions)
 
 
-def fill(plan: Plan, body: Bytes = b"", start: int = 0, memory: Memory | None = None) -> Request:
+def fill(
+    plan: Plan, body: Bytes = b"", start: int = 0, memory: SharedMemory | None = None
+) -> Request:
     """Read the tensors; those without their own body are in `body` from `start` on.
 
     The caller has checked that `body` is long enough. Raises BadInput.

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.oip.request import Memory, Request, RequestedOutput, Signature
+from deploykit.serving.oip.request import Request, RequestedOutput, Signature
 from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.shared_memory import SharedMemory
 
 
 def classify(array: np.ndarray, classes: int, *, batched: bool) -> np.ndarray:
@@ -49,7 +50,7 @@ def collect_results(
     request: Request,
     outputs: Mapping[str, np.ndarray],
     model: Signature,
-    memory: Memory | None = None,
+    memory: SharedMemory | None = None,
 ) -> list[Result]:
     """Return the requested outputs in the order of the request.
 

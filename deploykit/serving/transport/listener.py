@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import heapq
 import logging
 import math
 import socket
 import ssl
+import sys
+import termios
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -45,6 +48,18 @@ _HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond 
 def extend(by_s: float, size: int, now_s: float, stall_s: float) -> float:
     """Return by when a client, which has moved `size` bytes until now, must move more."""
     return min(now_s + stall_s, by_s + max(0, size) / LEAST_BYTES_S)
+
+
+def unread_bytes(transport: asyncio.Transport) -> int:
+    """Return how many written bytes the client has not received, in the system's buffer too.
+
+    A third of that, often a megabyte, has to be free before the system takes more.
+    """
+    size, sending = transport.get_write_buffer_size(), transport.get_extra_info("socket")
+    if sending is not None and sending.fileno() >= 0:
+        queued = fcntl.ioctl(sending.fileno(), termios.TIOCOUTQ, bytes(4))
+        size += int.from_bytes(queued, sys.byteorder)
+    return size
 
 
 class Client(Protocol):

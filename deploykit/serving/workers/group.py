@@ -88,12 +88,11 @@ ENGINE = 0  # the number of the process that runs the engines of all others
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that the parent calls. `set_elsewhere` takes why another one is not ready."""
+    """What the parent changes in a server."""
 
     repository: ModelRepository
     drain: Callable[[], None]
     abort: Callable[[], None]
-    set_elsewhere: Callable[[str | None], None]
 
 
 class ServerGroup:
@@ -350,7 +349,7 @@ class Member(ServerGroup):
                 if self._engine is not None and not self._engine.describe(engines):
                     self._hooks.drain()  # other models are served now: the successor knows them
             case "elsewhere", reason:
-                self._hooks.set_elsewhere(reason)
+                self._hooks.repository.elsewhere = reason
             case "open", changes:
                 for what, arguments in changes:
                     self._do(what, arguments)

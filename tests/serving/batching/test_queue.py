@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import InputKey
-from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, RequestQueue, due
 
 A: InputKey = (("x", "FP32", (4,)),)
 B: InputKey = (("x", "FP32", (5,)),)
@@ -149,3 +149,33 @@ def test_add_wakes_an_engine_only_when_a_batch_can_be_due() -> None:
     assert [at_once.add(pending(n)) for n in range(3)] == [True] * 3
     delayed = RequestQueue(BatchPolicy(4, 100))
     assert [delayed.add(pending(n)) for n in range(4)] == [True, False, False, True]
+
+
+DUE = {  # rows and arrival of each request, the delay, the time, and how many are taken
+    "the queue is empty": ([], 0, 0, 0),
+    "an idle engine takes one at once": ([(1, 0)], 0, 0, 1),
+    "the delay has not passed": ([(1, 0)], 100, 99, 0),
+    "the delay has passed": ([(1, 0)], 100, 100, 1),
+    "the delay counts from the oldest": ([(1, 0), (1, 90)], 100, 100, 2),
+    "a full request does not wait": ([(8, 0)], 100, 0, 1),
+    "rows fill the batch exactly": ([(5, 0), (3, 0), (1, 0)], 100, 0, 2),
+    "the next would overfill it": ([(5, 0), (4, 0)], 100, 0, 1),
+    "no rows at all": ([(0, 0), (0, 0)], 0, 0, 2),
+    "more rows than a batch may have run alone": ([(9, 0), (1, 0)], 100, 0, 1),
+}
+
+
+@pytest.mark.parametrize(("queue", "max_delay_us", "now_us", "take"), DUE.values(), ids=DUE)
+def test_a_batch_is_due_when_full_or_when_its_delay_has_passed(
+    queue: list[tuple[int, int]], max_delay_us: int, now_us: int, take: int
+) -> None:
+    requests = [pending(0, rows=rows, us=us) for rows, us in queue]
+    assert due(requests, BatchPolicy(8, max_delay_us), now_us) == take
+
+
+def test_a_model_without_batching_runs_one_request_at_a_time() -> None:
+    assert due([pending(0), pending(1)], BatchPolicy(0), 0) == 1
+
+
+def test_the_busy_time_of_a_run_is_the_sum_of_its_stages() -> None:
+    assert BatchRun([], 0, 1, 2, 4, 8, 16).busy_us == 31

@@ -175,6 +175,22 @@ def test_routes_that_take_little_take_no_large_documents(server: Running) -> Non
     assert "65536 bytes" in reply.json["error"]
 
 
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (gzip.compress(b'{"ready":true}'), {"Content_Encoding": "gzip"}, 200),
+        ('{"ready":true}'.encode("utf-16"), {"Content_Type": "a/json; charset=utf-16"}, 200),
+        (b'{"ready":true}', {"Content_Encoding": "br"}, 415),
+        (gzip.compress(bytes(1 << 20)), {"Content_Encoding": "gzip"}, 413),
+    ],
+)
+def test_every_body_is_read_as_its_headers_say(
+    server: Running, body: bytes, headers: dict[str, str], status: int
+) -> None:
+    """Only inference was unpacked."""
+    assert server.ask("POST", "/v2/repository/index", body, **headers).status == status
+
+
 TOKEN = "0123456789abcdef"
 
 

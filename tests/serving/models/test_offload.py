@@ -18,8 +18,8 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.engines.tasks.engine import TaskSteps
-from deploykit.pipelines.threads import FairThreads, Peer, _Share
-from deploykit.serving.models.offload import Lane, ThreadOffload
+from deploykit.pipelines.threads import FairGate, FairThreads, Peer, _Share
+from deploykit.serving.models.offload import ThreadOffload
 from tests.support.installed import needs
 from tests.support.serving.faults import until
 from tests.support.serving.running import WAIT_S, running
@@ -241,18 +241,59 @@ def test_the_images_of_one_request_do_not_hold_up_those_of_another_connection(
     many = {"Content_Type": "multipart/form-data; boundary=BB"}
     target = "/v2/models/m/predict"
     with running({"m": engine}) as server, ThreadPoolExecutor(2) as pool:
+        model = server.server.repository.find("m")
+        model.items = FairGate(64)
         greedy = pool.submit(server.ask, "POST", target, form([LIGHT] * 200), **many)
         for _ in range(2):  # both threads are busy with its first images
             assert entered.acquire(timeout=WAIT_S)
         other = pool.submit(server.ask, "POST", target, DARK, Content_Type="image/png")
-        # 64 of its images at a time, so that the event loop has little to do for it in one turn
-        until(lambda: server.server._offload._threads[Lane.SMALL].waiting == 63)
-        gate.release(2)
+        until(lambda: model.items._queue.waiting == 137)
+        while not other.done():
+            gate.release()
+            until(lambda: gate._value == 0 or other.done())
         assert other.result(WAIT_S).json["label"] == "dark"
         assert not greedy.done()
-        gate.release(198)
+        gate.release(200)
         answers = greedy.result(WAIT_S).json
         assert [each["label"] for each in answers] == ["light"] * 200
+
+
+def test_many_images_of_one_client_do_not_fill_the_queue_of_the_engine(tmp_path: Path) -> None:
+    """Else another client's image waits for all of them, or is refused."""
+    engine = open_proven(write_task_model(tmp_path, "classify"), threads=1)[0]
+    real, gate, rows = type(engine).__call__, threading.Semaphore(0), list[int]()
+
+    def slow(self: Any, feeds: Any) -> Any:
+        rows.append(len(feeds["image"]))
+        assert gate.acquire(timeout=WAIT_S)
+        return real(self, feeds)
+
+    many = {"Content_Type": "multipart/form-data; boundary=BB"}
+    target = "/v2/models/m/predict"
+    with (
+        running({"m": engine}, max_batch=8) as server,
+        ThreadPoolExecutor(9) as pool,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(type(engine), "__call__", slow)
+        model = server.server.repository.find("m")
+        model.batcher.inline_max_rows = 0
+        most = model.items._free
+        assert 64 <= most <= 512  # as many as take 0.2 s
+        greedy = [
+            pool.submit(server.ask, "POST", target, form([LIGHT] * 100), **many) for _ in range(8)
+        ]
+        until(lambda: model.unanswered == most)
+        other = pool.submit(server.ask, "POST", target, DARK, Content_Type="image/png")
+        until(lambda: model.items._queue.waiting == 8 * 100 - most + 1)
+        begun = len(rows)
+        while not other.done():
+            gate.release()
+            until(lambda: gate._value == 0 or other.done())
+        assert other.result().json["label"] == "dark"
+        assert len(rows) - begun <= most // 8 + 8  # of 100 batches
+        gate.release(1000)
+        assert {each.result(WAIT_S).status for each in greedy} == {200}
 
 
 @pytest.mark.parametrize(("side", "scans", "taken"), [(500, 100, True), (3000, 60, False)])

@@ -11,8 +11,9 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.oip import messages as infer
-from deploykit.serving.oip.request import Region, Request, RequestedOutput, fill, signature
+from deploykit.serving.oip.request import Request, RequestedOutput, fill, signature
 from deploykit.serving.oip.response import Result
+from deploykit.serving.shared_memory import Region
 from tests.support.campaign import rounds
 
 TWO = signature(

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge
-from deploykit.serving.oip.request import Region
-from deploykit.serving.shared_memory import MAX_REGIONS, SharedMemory
+from deploykit.serving.shared_memory import MAX_REGIONS, Region, SharedMemory
 
 FOLDER = Path("/dev/shm")
 

@@ -5,16 +5,22 @@ A download at 150 kB/s was cut after 30 s as a truncated 200, and an upload answ
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from deploykit.serving.http.connection import HttpConnection
+from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http2.connection import DATA, HEADERS, PREFACE, SETTINGS, frame
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport.listener import LEAST_BYTES_S
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.grpc_cases import Frames, infer_bytes
+from tests.support.serving.running import binary_request, running
 from tests.support.serving.wired import Wire, Wired, block
 
 SIZE = 4 << 20
@@ -99,7 +105,32 @@ class GrpcUpload(Link):
         return b"came too slowly" in self.wired.wire.out
 
 
-@pytest.fixture(params=["upload", "chunks", "download", "gRPC upload"])
+class GrpcDownload(Link):
+    """Two answers: the second one has to wait for the first."""
+
+    def __init__(self) -> None:
+        self.wired = Wired(max_bytes=SIZE)
+        self.left = SIZE
+        self.wired.wire.get_write_buffer_size = lambda: self.left  # type: ignore[method-assign]
+        self.wired.feed(PREFACE + frame(SETTINGS, 0, 0))
+        message = b"\0" + (100_000).to_bytes(4, "big") + bytes(100_000)
+        for number in (1, 3):
+            self.wired.feed(frame(HEADERS, 4, number, block(path="/echo")))
+            for at in range(0, len(message), 1 << 14):
+                piece = message[at : at + (1 << 14)]
+                self.wired.feed(frame(DATA, len(piece) < 1 << 14, number, piece))
+        self.wired.connection.pause_writing()
+
+    def move(self, size: int) -> None:
+        self.left -= size
+        self.wired.tick(STEP_S)
+
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        return self.wired.wire.closed
+
+
+@pytest.fixture(params=["upload", "chunks", "download", "gRPC upload", "gRPC download"])
 def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
     server = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
     sized = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SIZE}\r\n\r\n".encode()
@@ -110,6 +141,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
         "chunks": lambda: Chunks(server, chunked),
         "download": lambda: Download(server),
         "gRPC upload": GrpcUpload,
+        "gRPC download": GrpcDownload,
     }
 
     def make() -> Link:
@@ -118,7 +150,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
 
     yield make
     for each in opened:
-        if isinstance(each, GrpcUpload):
+        if isinstance(each, (GrpcUpload, GrpcDownload)):
             each.wired.close()
     server.repository.close(drain=False)
     server._offload.close()
@@ -139,6 +171,33 @@ def test_a_steady_link_is_not_cut_and_one_that_pauses_or_drips_is(link: Callable
     for _ in range(5):
         dripping.move(int(SLOW * STEP_S))
     assert dripping.ended
+
+
+@pytest.mark.parametrize("protocol", ["HTTP", "gRPC"])
+def test_what_the_system_holds_counts_as_unread(protocol: str) -> None:
+    """It takes more only once a third of its buffer is free: 870 kB, for longer than a pause."""
+    width, stall_s, bytes_s = 1_500_000, 1.5, 400_000
+    with running(
+        {"m": FakeEngine(width=width)}, HttpLimits(stall_s=stall_s), grpc_port=0, stall_s=stall_s
+    ) as server:
+        if protocol == "HTTP":
+            client = server.connect(receive_buffer=32 << 10).socket
+            client.sendall(binary_request(np.zeros((1, width), np.float32)))
+        else:
+            frames = Frames(server.server.grpc_port or 0)
+            client = frames.socket
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
+            frames.open_windows()
+            frames.start(1, infer_bytes(width=width))
+        seen, end_s = 0, time.monotonic() + 2 * stall_s
+        while time.monotonic() < end_s:
+            time.sleep(0.05)
+            seen += len(client.recv(bytes_s // 20, socket.MSG_WAITALL))
+        while seen < 4 * width:
+            piece = client.recv(1 << 20)
+            assert piece, f"cut after {seen} bytes"
+            seen += len(piece)
+        client.close()
 
 
 def test_the_pause_is_an_option() -> None:

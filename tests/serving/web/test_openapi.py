@@ -89,7 +89,7 @@ def fuzz(server: Running, folder: Path, *more: str) -> None:
         "run",
         f"http://127.0.0.1:{server.port}/openapi.json",
         "--seed=1",
-        f"--max-examples={rounds(8, 200)}",
+        f"--max-examples={rounds(3, 200)}",
         "--phases=examples,coverage,fuzzing",
         "--no-color",
         *more,

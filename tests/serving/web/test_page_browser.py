@@ -12,18 +12,12 @@ import pytest
 from deploykit import __version__
 from deploykit.engines.engine import load
 from tests.support.serving.actions import box, choose_model, choose_way, open_page, run, values
-from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
+from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab
 from tests.support.serving.page_models import HOSTILE, bands, colours, sums
 from tests.support.serving.running import Running, running
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")

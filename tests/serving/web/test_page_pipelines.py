@@ -13,7 +13,7 @@ from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.tiles import page, png
 from tests.support.serving.actions import choose_model, choose_way, open_page, run
-from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
+from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab
 
 needs("PIL", "onnxruntime")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
@@ -45,7 +45,7 @@ def answer(data: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def served(
-    tmp_path_factory: pytest.TempPathFactory,
+    browser: Tab, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Tab, dk.RunningServer, Path]]:
     folder = tmp_path_factory.mktemp("pages")
     model = save(linear(), folder / "linear.onnx")
@@ -53,12 +53,9 @@ def served(
     for name, text in STEPS.items():
         (folder / f"{name}.py").write_text(text)
     files = {name: folder / f"{name}.py" for name in STEPS}
-    with (
-        dk.serve(model, pipelines=files, device="cpu", grpc_port=None) as server,
-        chromium(tmp_path_factory.mktemp("chromium")) as tab,
-    ):
+    with dk.serve(model, pipelines=files, device="cpu", grpc_port=None) as server:
         server.port = int(server.url.rpartition(":")[2])  # type: ignore[attr-defined]
-        yield tab, server, folder / "page.png"
+        yield browser, server, folder / "page.png"
 
 
 def test_boxes_of_an_answer_are_drawn_over_the_image(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.installed import needs
 from tests.support.serving.actions import choose_model, choose_way, open_page, run
-from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
+from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab
 from tests.support.serving.running import Running, running
 
 needs("PIL", "tokenizers", "sklearn")
@@ -35,7 +35,9 @@ REMEMBER = """(() => {
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tab, Running, Path]]:
+def page(
+    browser: Tab, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Tab, Running, Path]]:
     folder = tmp_path_factory.mktemp("tasks")
     file = folder / "china.jpg"
     file.write_bytes(photo())
@@ -44,9 +46,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tab, Runnin
         for kind in ("classify", "detect", "segment", "embed", "text-classify"):
             (engine,) = open_proven(write_task_model(folder, kind), threads=1)
             models[kind] = stack.enter_context(engine)
-        server = stack.enter_context(running(models))
-        tab = stack.enter_context(chromium(tmp_path_factory.mktemp("chromium")))
-        yield tab, server, file
+        yield browser, stack.enter_context(running(models)), file
 
 
 def answer(page: tuple[Tab, Running, Path], kind: str) -> tuple[Tab, str]:

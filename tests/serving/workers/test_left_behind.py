@@ -67,7 +67,7 @@ def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
         ends = [socket.socketpair() for _ in range(2)]
         member = Member(1, 1, ends[0][0], ends[1][0], ends[0][0], None, 0)
         drained = asyncio.Event()
-        hooks = Hooks(cast("Any", None), drained.set, drained.set, lambda _: None)
+        hooks = Hooks(cast("Any", None), drained.set, drained.set)
         joining = asyncio.ensure_future(member.join(hooks))
         member._parent = os.getppid()  # one that still runs
         ends[0][1].close()

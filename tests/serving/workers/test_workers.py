@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -240,7 +241,8 @@ def test_an_engine_that_hangs_in_one_worker_makes_the_server_not_ready(tmp_path:
 
 
 def test_a_worker_that_hangs_is_replaced_and_the_others_report_meanwhile(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, env={"FAULT_MISSED": "3"}) as server, connections(server) as found:
+    env = {"FAULT_MISSED": "3", "FAULT_EVERY_US": "300000"}
+    with Process(tmp_path, *TWO, env=env) as server, connections(server) as found:
         assert {ask(client, "GET", "/v2/health/live")[0] for client in found} == {200}
         stopped, other = workers(server)
         os.kill(stopped, signal.SIGSTOP)
@@ -384,3 +386,37 @@ def test_workers_that_all_die_and_cannot_start_again_end_the_server(tmp_path: Pa
         assert server.wait() == 2
         assert "error: m.onnx: cannot be opened once more" in server.log_lines()
         assert any("no worker is left" in line for line in server.log_lines())
+
+
+# -- A model's file that is replaced under several workers: in use in all, or in none and reported
+
+
+def test_a_wrong_file_is_reported_once_and_the_next_right_one_is_in_use_everywhere(
+    tmp_path: Path,
+) -> None:
+    path = model(tmp_path / "m.onnx", 1.0)
+
+    def facts(client: HTTPConnection) -> tuple[str, str]:
+        found = ask(client, "GET", "/v2/models/m")[1]["parameters"]
+        return found["notes"].partition(" of one engine")[0], found["generation"]
+
+    def answer(client: HTTPConnection) -> float:
+        status, found = ask(client, "POST", "/v2/models/m/infer", request(1.0))
+        assert status == 200, found
+        return found["outputs"][0]["data"][0]
+
+    with (
+        Process(tmp_path, "--workers", "2", command=REAL, engine=f"m={path}") as server,
+        connections(server) as clients,
+    ):
+        replace(model(tmp_path / "new.onnx", 1.0, width=5), path)
+        until(lambda: {facts(each) for each in clients} == {("the inputs", "1")})
+        assert {answer(each) for each in clients} == {2.0}
+        replace(model(tmp_path / "new.onnx", 2.0), path)
+        until(lambda: {facts(each) for each in clients} == {("", "2")})
+        assert {answer(each) for each in clients} == {3.0}
+        server.popen.terminate()
+        assert server.wait() == 0
+    stages = ("was rejected, the previous engine stays in use", "was replaced and is in use")
+    for stage in stages:
+        assert len([line for line in server.log_lines() if stage in line]) == 1

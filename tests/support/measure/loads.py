@@ -7,7 +7,7 @@ from typing import Any
 
 from deploykit.loadtest.client import Client, SendPlan
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.schedule import Load
+from deploykit.loadtest.schedule import Load, RunRecord
 from deploykit.loadtest.server import find_server
 from deploykit.loadtest.target import find_model, make_requests
 from deploykit.reporting.load_result import LoadResult
@@ -45,9 +45,19 @@ def client_of(
     due_s: Sequence[float] | None,
     end_s: float,
     drain_s: float = 10.0,
+    **options: Any,
 ) -> Client:
-    """What carries out a plan in this process."""
+    """What carries out a plan in this process; `options` of `make_requests`."""
     remote = find_model(find_server(url), None)
     load = Load(None, connections, 0.0, end_s, drain_s)
-    requests = make_requests(remote)
+    requests = make_requests(remote, **options)
     return Client(SendPlan(remote.server, requests.messages, requests.check, load, due_s))
+
+
+def run_here(url: str, **options: Any) -> RunRecord:
+    """Send for 0.1 s or longer, until something was answered, without a process of its own."""
+    for _ in range(TRIES):
+        record = client_of(url, 1, None, 0.1, **options).run()
+        if record.statuses:
+            break
+    return record

@@ -7,6 +7,7 @@ from tests.support.serving.running import Running
 
 
 def open_page(tab: Tab, server: Running) -> Tab:
+    tab.open("about:blank")  # the page before it may still ask a server that has ended
     tab.problems.clear()
     tab.requests.clear()
     tab.look()

@@ -14,8 +14,9 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
-from deploykit.serving.oip.request import InputData, Memory, Region, Request, Signature, fill, plan
+from deploykit.serving.oip.request import InputData, Request, Signature, fill, plan
 from deploykit.serving.oip.request import signature as signature_of
+from deploykit.serving.shared_memory import Region
 
 DTYPES = list(PROTOCOL_NAMES)
 JSON_DTYPES = [name for name in DTYPES if name not in ("float16", "bfloat16")]
@@ -112,7 +113,7 @@ def build(
     parameters: Mapping[str, Any],
     name: object,
     model: Signature,
-    memory: Memory | None = None,
+    memory: Any = None,
     *,
     binary: bool = False,
 ) -> Request:

@@ -87,6 +87,7 @@ if __name__ == "__main__":
     serve.check_readable = lambda file: file
     serve_processes._why_shared = lambda *_: ""
     hub.MOST_MISSED = int(os.environ.get("FAULT_MISSED", hub.MOST_MISSED))
+    hub.EVERY_US = int(os.environ.get("FAULT_EVERY_US", hub.EVERY_US))
     parent.SHARE_BYTES = int(os.environ.get("FAULT_SHARE_BYTES", parent.SHARE_BYTES))
     signals.ECHO_S = float(os.environ.get("FAULT_ECHO_S", signals.ECHO_S))
     group.CONNECT_S = float(os.environ.get("FAULT_CONNECT_S", group.CONNECT_S))
