@@ -58,7 +58,7 @@ _DETECTOR_HINT = (
     "backbone and head, and select the boxes outside the model"
 )
 _LINES = {  # of the user's code -> what to write instead
-    r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|\bfor .* in ": "a graph cannot hold a number of "
+    r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|`for .* in ": "a graph cannot hold a number of "
     "pieces, or rounds of a loop, that follows a size or the data: pad x to whole pieces and make "
     "these an axis, as x.unflatten(dim, (-1, length)) does, and compute along it; or give the axis "
     "a fixed size",
