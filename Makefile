@@ -15,10 +15,10 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 # where it is set, each of the tests' many processes would compile the package and pytest's tests anew
 unexport PYTHONDONTWRITEBYTECODE
-# a file's tests share a worker and its fixtures; tests/conftest.py puts the slow files first, and
-# all that export on one worker. One
-# worker more than cores: many tests wait for a server or a time limit. A worker that dies ends the
-# run, and is named: pytest-xdist may wait for ever for the last test of one that it replaced
+# a file's tests share a worker and its fixtures; tests/conftest.py begins with all that export, on
+# one worker, and the slow files. One worker more than cores: many tests wait for a server or a
+# limit. A worker that dies ends the run, and is named: pytest-xdist may wait for ever for the last
+# test of one that it replaced
 WORKERS = -n $$(( 1 + $$(nproc) )) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SETUP := $(PYTHON) scripts/setup_venv.py --torch-index "$(TORCH_INDEX)"
 
@@ -47,7 +47,7 @@ lint: venv-lint
 	$(BIN)/mypy
 
 # side by side, so that no core waits; each part prints when it is done, and each can fail the whole
-# DK_ZOO: the files that the tests of the zoo make, and that NVIDIA's part asks its builder about
+# DK_ZOO: the files of the zoo and of the README that the tests make and NVIDIA's builder is asked about
 test:
 	@zoo=$$(mktemp -d) && trap 'rm -rf "$$zoo"' EXIT && DK_ZOO=$$zoo \
 		$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target tests lint nvidia

@@ -15,6 +15,7 @@ so it is off.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,10 +24,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.recipe import Recipe, Splits
 from deploykit.core.task import SHORTEST_EDGE, ImageInput, Preprocess
 from deploykit.core.tensors import TensorSpec
-from deploykit.training.data import top1_per_sample
+from deploykit.training.data import cut_splits, top1_per_sample
 
 SIDE = 128
 IMAGE = ImageInput("image", SIDE, SIDE, SHORTEST_EDGE, SIDE)  # the middle square
@@ -64,12 +65,8 @@ def data(path: Path | None) -> Splits:
 def drawn_splits(*counts: int) -> Splits:
     """Drawn images, as many as `counts` to train, to calibrate and to test."""
     random = np.random.RandomState(0)  # its stream never changes
-    images, labels = draw(sum(counts), random)
-    first, second = counts[0], counts[0] + counts[1]
-    return Splits(
-        train=Split({"image": images[:first]}, labels[:first]),
-        calibration=Split({"image": images[first:second]}, labels[first:second]),
-        test=Split({"image": images[second:]}, labels[second:]),
+    return replace(
+        cut_splits(*draw(sum(counts), random), *counts[:2]),
         source="procedurally drawn shapes, round against cornered (no photographs)",
         classes=("round", "cornered"),
     )

@@ -15,6 +15,7 @@ test.
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
-from deploykit.training.data import enlarged_digits, top1_per_sample
+from deploykit.training.data import cut_splits, enlarged_digits, top1_per_sample
 
 SIDE = 28
 DIGITS_TRAIN, DIGITS_CALIBRATION = 1077, 180  # the other 540 test
@@ -60,12 +61,8 @@ def data(path: Path | None) -> Splits:
 def _digits() -> Splits:
     """scikit-learn's digits: the same permutation, so the same splits, on every machine."""
     pixels, labels = enlarged_digits(SIDE)
-    images = pixels[:, None]
-    first, second = DIGITS_TRAIN, DIGITS_TRAIN + DIGITS_CALIBRATION
-    return Splits(
-        train=_split(images[:first], labels[:first]),
-        calibration=_split(images[first:second], labels[first:second]),
-        test=_split(images[second:], labels[second:]),
+    return replace(
+        cut_splits(pixels[:, None], labels, DIGITS_TRAIN, DIGITS_CALIBRATION),
         source="scikit-learn digits, 8x8 resized to 28x28",
         classes=DIGITS,
     )

@@ -80,10 +80,10 @@ def affine_onnx(tmp_path: Path) -> Path:
 @pytest.fixture
 def onnxruntime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench` has the columns that a test asks for, in one session; other tests search."""
-    from deploykit.benchmarking import cpu_search
+    from deploykit.benchmarking import bench
+    from deploykit.reporting.points import CpuSettings
 
-    one = [cpu_search.CpuSettings(1, 1)]
-    monkeypatch.setattr(cpu_search, "choices_for", lambda _runtime, _cores: one)
+    monkeypatch.setattr(bench, "choices", lambda *_: [CpuSettings(1, 1)])
     monkeypatch.setattr("deploykit.benchmarking.columns.installed", lambda _: False)
 
 

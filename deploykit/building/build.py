@@ -16,7 +16,6 @@ from deploykit.building.tensorrt.options import (
     check_samples,
     parse_axis,
     parse_batch,
-    ranges,
 )
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
@@ -91,15 +90,15 @@ def build(
         metric=metric,
         max_drop=max_drop,
     )
-    axes = {name: each.optimum for name, each in map(parse_axis, shapes.axes)}
-    if target.runtime != "tensorrt" and (axes or shapes.batch):
-        batch = parse_batch(shapes.batch).optimum if shapes.batch else None
-        request = replace(request, batch=batch, axis=axes)
-    if target.runtime == "tensorrt":
+    plans = target.runtime == "tensorrt"
+    if plans:
         check_options(build_tensorrt.options_of(target, shapes, source))
         build_tensorrt.check_here(target, source, shapes.device)
     else:
         shapes.refuse(target)
+        axes = {name: each.optimum for name, each in map(parse_axis, shapes.axes)}
+        batch = parse_batch(shapes.batch).optimum if shapes.batch else None
+        request = replace(request, batch=batch, axis=axes)
     if request.to not in ("fp32", *TARGETS):
         raise BadInput(
             f"`precision` {request.to} is unknown", hint="one of: fp32, " + ", ".join(TARGETS)
@@ -117,9 +116,11 @@ def build(
         force=force,
     )
     with stage(place) as tmp:
-        job = BuildJob(source, target, request, shapes, tmp, place, max_error)
-        carry_out = _build_plan if target.runtime == "tensorrt" else build_for_runtime
-        made = carry_out(job, on_progress)
+        samples, given = None, request.data or request.calib
+        if given and (plans or request.to == "fp32"):  # else a quantization reads them
+            samples = read_samples(given, Graph.open(source.path).inputs, task=source.task)
+        job = BuildJob(source, target, request, shapes, tmp, place, max_error, samples)
+        made = (_build_plan if plans else build_for_runtime)(job, on_progress)
     chosen = (f"profile auto: {target.name} ({why})",) if why else ()
     return replace(made, notes=(*chosen, *made.notes))
 
@@ -127,12 +128,9 @@ def build(
 def _build_plan(job: BuildJob, on_progress: Progress) -> Made:
     """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
     source, request, graph_file, notes = job.source, job.request, job.source, list[str]()
-    inputs, given = Graph.open(source.path).inputs, request.data or request.calib
-    samples = read_samples(given, inputs, task=source.task) if given else None
-    if samples is not None:
+    if job.samples is not None:
         options = build_tensorrt.options_of(job.target, job.shapes, source)
-        check_samples(inputs, samples, ranges(inputs, options.batch, options.axes))
-    job = replace(job, samples=samples)
+        check_samples(Graph.open(source.path).inputs, job.samples, options)
     if job.quantizes:
         step, typed = span(on_progress, 0.0, 0.6), job.tmp.with_name("typed.onnx")
         plain = prepare(source, request, step)

@@ -344,9 +344,7 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             reference = stack.enter_context(open_rounded(graph, tmp.parent))
         else:
             reference = stack.enter_context(load(graph.path, "cpu"))
-        data, given = quantize.samples if quantize else None, request.data or request.calib
-        if given is not None and data is None:
-            data = read_samples(given, engine.inputs, task=source.task)
+        data = quantize.samples if quantize else job.samples
         feeds, fewer = _feeds(reference, engine, data, graph, job.shapes)
         notes, most = [*placed.notes, *fewer], rows_that_fit(feeds, graph.path)
         title = f"{source.name} in {request.to}" if quantize else source.name

@@ -27,7 +27,7 @@ from deploykit.core.errors import (
     did_you_mean,
     os_error,
 )
-from deploykit.core.memory import does_not_fit
+from deploykit.core.memory import does_not_fit, lacks_memory
 
 app = typer.Typer(
     name="deploykit",
@@ -160,7 +160,7 @@ def _exit(code: int) -> NoReturn:
 
 def _exit_with(exc: Exception) -> NoReturn:
     """Exit with the code of our error, of typer's usage error (`format_message`), or of a bug."""
-    if isinstance(exc, MemoryError):
+    if not isinstance(exc, DeploykitError) and lacks_memory(exc):
         exc = does_not_fit("", str(exc))
     if isinstance(exc, OSError):  # not a file of the user's: a full disk, TMPDIR
         exc = os_error(exc)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -195,21 +196,16 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Read nvidia-smi's name, memory.total (MiB), driver_version, compute_cap: CSV, no units."""
-    gpus = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != 4:
-            continue
-        name, memory, driver, capability = cells
-        gpus.append(
-            Gpu(
-                name,
-                None if (mib := natural_number(memory)) is None else mib * 1024 * 1024,
-                driver,
-                capability if re.fullmatch(r"\d+\.\d+", capability) else None,
-            )
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return tuple(
+        Gpu(
+            name,
+            None if (mib := natural_number(memory)) is None else mib << 20,
+            driver,
+            capability if re.fullmatch(r"\d+\.\d+", capability) else None,
         )
-    return tuple(gpus)
+        for name, memory, driver, capability in (row for row in rows if len(row) == 4)
+    )
 
 
 def power_mode(root: Path) -> str | None:
@@ -316,13 +312,10 @@ def _clocks(root: Path) -> dict[str, Any]:
 def _affinity() -> str:
     """Return the usable CPUs as "0-2,5", the notation of taskset and cgroups."""
     own = hasattr(os, "sched_getaffinity")
-    parts: list[list[int]] = []
-    for number in sorted(os.sched_getaffinity(0)) if own else range(os.cpu_count() or 0):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
+    numbers = sorted(os.sched_getaffinity(0)) if own else range(os.cpu_count() or 0)
+    runs = groupby(enumerate(numbers), lambda each: each[1] - each[0])  # equal within a run
+    parts = [[number for _, number in run] for _, run in runs]
+    return ",".join("-".join(map(str, dict.fromkeys((part[0], part[-1])))) for part in parts)
 
 
 def now() -> str:

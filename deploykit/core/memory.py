@@ -19,7 +19,7 @@ USE_LESS = (
 # messages about missing memory: of C++, ONNX Runtime, PyTorch, and of starting a thread
 _NO_MEMORY = re.compile(
     "bad_alloc|[Ff]ailed to allocate memory|not enough memory|can't allocate memory"
-    "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable"
+    "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable|can't start new thread"
 )
 _LARGE_BYTES = 1 << 28  # smaller arrays are not compared with the free memory
 # Where CPU and GPU share memory, the parser, the builder and the plan each hold the weights, and
@@ -99,7 +99,7 @@ def check_fits(what: str, nbytes: int) -> None:
         raise does_not_fit(f"{what} of {nbytes / 2**20:,.0f} MiB")
 
 
-def lacks_memory(exc: Exception) -> bool:
+def lacks_memory(exc: BaseException) -> bool:
     """Return whether `exc` is a MemoryError, or what a library raises in its place."""
     return isinstance(exc, MemoryError) or bool(_NO_MEMORY.search(str(exc)))
 

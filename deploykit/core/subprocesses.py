@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from deploykit.core.errors import DeploykitError, OutOfMemory
-from deploykit.core.memory import does_not_fit
+from deploykit.core.memory import does_not_fit, lacks_memory
 
 # Without -P, Python 3.13 imports `linecache` from the current folder before the first line runs.
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
@@ -186,10 +186,12 @@ def main() -> None:
             except (EOFError, pickle.UnpicklingError):  # the parent has ended
                 raise SystemExit(1) from None
             function(pipe, *arguments)
-        except MemoryError as exc:
-            failure = does_not_fit("", str(exc))
         except (DeploykitError, OSError, KeyboardInterrupt, SystemExit) as exc:
             failure = exc
+        except Exception as exc:
+            if not lacks_memory(exc):
+                raise
+            failure = does_not_fit("", str(exc))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # on `send` the parent interrupts
         with contextlib.suppress(OSError):
             if failure is not None:

@@ -189,16 +189,14 @@ def bundle(
 
 def _on_gpu_without_tensorrt(to: str, contents: Contents) -> Iterator[str]:
     """Yield what is slow or missing where ONNX Runtime alone runs the model on a GPU."""
-    target, used = contents.profile, names_of(contents.manifest.precision)
-    low = sorted(used & set(CALIBRATED))
-    if target.device == "cpu" or not (to == "ray" or (to == "triton" and "fp8" in low)):
-        return
-    if low:
+    target, low = contents.profile, names_of(contents.manifest.precision) & set(CALIBRATED)
+    if low and target.device != "cpu" and (to == "ray" or (to == "triton" and "fp8" in low)):
+        kinds = " and ".join(sorted(low)).upper()
         yield (
-            f"{to.capitalize()} serves the file with ONNX Runtime, which computes "
-            f"{' and '.join(low).upper()} nodes on a GPU in float32: an fp16 model is faster there"
+            f"{to.capitalize()} serves the file with ONNX Runtime, which computes {kinds} nodes on "
+            "a GPU in float32: an fp16 model is faster there"
         )
-    if target.boards:
+    if to == "ray" and target.boards:
         yield "PyPI's onnxruntime-gpu has no kernels for a Jetson: install NVIDIA's own there"
 
 
@@ -301,6 +299,7 @@ def _check_runs(source: Artefact, target: Profile, to: str, folder: Path) -> Non
         optimise(source.path, folder / "optimised.onnx")
         first = f"deploykit build {source} --profile {target.name}"
         if few_integers(graph, run := Graph.open(folder / "optimised.onnx")):
+            build(source, target.name, out=folder / "built.onnx")  # or it has another cure
             raise BadInput(
                 f"{source}: ONNX Runtime on a CPU, which gets the file as it is, would run "
                 f"{run.precision.get('int8', 0)} of its {graph.precision['int8']} INT8 nodes in "

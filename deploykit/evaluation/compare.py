@@ -111,18 +111,18 @@ def compare(
         left, right = _open_both((first, second), device, arch, allow_pickle, trust, stack)
         task = first.task or second.task
         samples = read_samples(Path(data), left.inputs, task=task) if data else None
-        unfit = [each for each in (first, second) if not data and _calibrated(each)]
-        recorded = _recorded(unfit, left)
-        path = next((each.path for each in (first, second) if each.format == "onnx"), None)
         sizes = given_sizes(left.inputs, batch, axis, samples)
-        feeds, notes = comparison_feeds(left, right, samples, path, sizes)
-        why = ""
-        if unfit:
-            why = f"random inputs are not what {unfit[0].name} was calibrated for: give `data`"
+        unfit = [each for each in (first, second) if not data and _calibrated(each)]
+        recorded, why = None if sizes else _recorded(unfit, left), ""
         if recorded is not None:
             name, feeds, stored = recorded
-            why, notes = "", (f"the inputs are the golden samples of {name}",)
+            notes: tuple[str, ...] = (f"the inputs are the golden samples of {name}",)
             bound = stored if max_error is None else max_error
+        else:
+            path = next((each.path for each in (first, second) if each.format == "onnx"), None)
+            feeds, notes = comparison_feeds(left, right, samples, path, sizes)
+            if unfit:
+                why = f"random inputs are not what {unfit[0].name} was calibrated for: give `data`"
         names, random = (first.name, second.name), samples is None
         parity = compare_engines(left, right, feeds, max_error=bound, names=names, random=random)
         if samples and any(row.floating and row.problem for row in parity.rows):

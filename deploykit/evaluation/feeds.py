@@ -214,7 +214,7 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
         names = " ".join(f"`axis` {axis}=SIZE" for axis in free) or "`batch` SIZE"
         cure = f", or sizes that the model takes: {names}" if chosen != [{}] else ""
         raise BadInput(
-            f"no random inputs of any size that was tried run: {problems[0].message}",
+            f"no random inputs that were tried run: {problems[0].message}",
             hint=f"give real inputs, `data`{cure}",
         ) from problems[0]
     if good != chosen:

@@ -249,11 +249,6 @@ def t_quantile(freedom: int, tail: float = _TAIL) -> float:
     return math.sqrt(freedom) * math.tan(np.interp(1 - 2 * tail, inside, angles))
 
 
-def _t_central(t: np.ndarray, freedom: int) -> np.ndarray:
-    """P(-t < T < t), of each of `t`."""
-    return np.asarray(np.interp(np.arctan(t / math.sqrt(freedom)), *_t_table(freedom)))
-
-
 @lru_cache(maxsize=16)
 def _t_table(freedom: int) -> tuple[np.ndarray, np.ndarray]:
     """Return angles a from 0, and P(|T| < sqrt(freedom) tan a): the integral of a cosine's power.
@@ -335,7 +330,8 @@ def half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
     low, high = 0.0, float(errors.max()) * t_quantile(n - 1, tail)
     for _ in range(40):
         middle = (low + high) / 2
-        inside = weight @ _t_central(middle / errors, n - 1)
+        angles = np.arctan(middle / errors / math.sqrt(n - 1))
+        inside = weight @ np.interp(angles, *_t_table(n - 1))
         low, high = (middle, high) if inside < 1 - 2 * tail else (low, middle)
     return high
 

@@ -98,10 +98,13 @@ class StageGraph:
             raise BadInput(f"the input is a JSON {describe_value(value)}, {wanted} is needed")
         return value
 
-    def answer_json(self, value: Any) -> Any:
-        """Return the answer as JSON values; NaN and infinity are null. Raises StageFailed."""
+    def answer_json(self, value: Any, *, keep_arrays: bool = False) -> Any:
+        """Return the answer as JSON values; NaN and infinity are null. Raises StageFailed.
+
+        `keep_arrays`: leave large arrays of numbers to a writer that takes them in parts.
+        """
         try:
-            return _json(value)
+            return _json(value, keep_arrays)
         except RecursionError:
             raise StageFailed(f"stage '{self.answer}': its answer is too deep for JSON") from None
         except TypeError as exc:
@@ -116,27 +119,32 @@ def input_bytes(value: Any, data: bytes | None) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else len(value)
 
 
-def _json(value: Any) -> Any:
+def _json(value: Any, keep: bool) -> Any:
     if isinstance(value, np.ndarray):
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
+        floats = value.dtype.kind == "f"
+        if keep and value.size > _STEP and (floats or value.dtype.kind in "iub"):
+            return np.ascontiguousarray(
+                value, np.float64 if floats else value.dtype.newbyteorder("=")
+            )
+        if floats and not np.isfinite(value).all():
             finite, value = np.isfinite(value), value.astype(object)
             value[~finite] = None
         if value.dtype == object or not value.ndim:
-            return _json(value.tolist())
+            return _json(value.tolist(), keep)
         step = max(1, _STEP * len(value) // max(1, value.size))  # in rows
         parts = (value[at : at + step].tolist() for at in range(0, len(value), step))
         return list(chain.from_iterable(parts))
     if isinstance(value, np.generic):
-        return _json(value.item())
+        return _json(value.item(), keep)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _json(each) for key, each in value.items()}
+        return {str(key): _json(each, keep) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_asdict"):
         plain = set(map(type, value)) <= _PLAIN
-        return list(value) if plain else [_json(each) for each in value]
+        return list(value) if plain else [_json(each, keep) for each in value]
     if hasattr(value, "__dataclass_fields__") and not hasattr(value, "to_dict"):
-        return {name: _json(getattr(value, name)) for name in value.__dataclass_fields__}
+        return {name: _json(getattr(value, name), keep) for name in value.__dataclass_fields__}
     return json_value(value)
 
 

@@ -64,10 +64,6 @@ class ReplicaModel:
             return min(rate, 1 / self.request_s) if self.request_s else rate
         return max(size / (seconds + size * self.request_s) for size, seconds in calls)
 
-    def largest(self, batch: int) -> ReplicaModel:
-        """Return a replica with batches of up to `batch`."""
-        return replace(self, service_s=self.service_s[:batch])
-
 
 @dataclass(frozen=True)
 class Capacity(Record):
@@ -111,7 +107,7 @@ def capacity(
         return replace(nothing, why=f"a request alone takes {whole.alone_s * 1e3:.3g} ms")
     best, most = whole, 0.0
     for size in sorted({min(each, _LARGEST_BATCH) for each in in_time}, reverse=True):
-        tried = whole.largest(size)
+        tried = replace(whole, service_s=whole.service_s[:size])
         more = most * _BETTER
         if not most or (more < tried.most_per_s and p99_s(more, tried) <= bound_s):
             best, most = tried, _most_within(bound_s, tried)

@@ -250,20 +250,18 @@ def sizes_of_axes(
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         sides = [axis for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)]
         known_sizes = dict.fromkeys(sides, side) | known_sizes
-    notes = []
-    golden = find_samples(where.path, where.manifest) if where.manifest else None
+    golden = find_samples(where.path, where.manifest) if where.manifest and not data else None
     samples = read_samples(Path(data), graph.inputs, task=where.task) if data else None
-    if samples is not None:
-        known_sizes = axis_sizes(samples, graph.inputs, 1) | known_sizes
-    elif golden is not None:
+    if golden is not None:
         feeds = open_samples(golden, where.path, graph.inputs, graph.outputs)[1]
-        found = axis_sizes(Samples(feeds, None, golden.file), graph.inputs, 1)
-        notes = [
-            f"axis {name} is taken as {found[name]}, as in the golden samples"
-            for name in others
-            if name not in known_sizes and name in found
-        ]
-        known_sizes = found | known_sizes
+        samples = Samples(feeds, None, golden.file)
+    found = axis_sizes(samples, graph.inputs, 1) if samples else {}
+    notes = [
+        f"axis {name} is taken as {found[name]}, as in the golden samples"
+        for name in others
+        if golden and name in found and name not in known_sizes
+    ]
+    known_sizes = found | known_sizes
     missing = [name for name in others if name not in known_sizes]
     runs_at = _first_size(where, graph, {n: known_sizes[n] for n in others if n not in missing})
     for name in missing:

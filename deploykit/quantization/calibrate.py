@@ -33,7 +33,7 @@ ort = require("onnxruntime")
 
 
 Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
-METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first is the default
+METHODS = ("mixed", "percentile", "mse", "minmax")  # the first is the default
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # limit of one batch's activations, and of kept outputs
 Stored: TypeAlias = tuple[np.ndarray, np.ndarray]  # a weight: its scale, its numbers
@@ -98,7 +98,7 @@ def calibrate(
             a histogram of each tensor that `qdq` may give a scale; all come from one pass, see
             `Calibration.using`. "percentile": the middle 99.999 % of the values. "mse": INT8 makes
             the least squared error at the MatMuls and Convs. "mixed": "mse" for the tensors where
-            it makes much less, else "percentile". "entropy": INT8 loses the least information.
+            it makes much less, else "percentile".
         batch_size: smaller where a batch would need more than 256 MiB of activations.
         places: batches of samples, by their numbers, whose outputs are kept up to 256 MiB.
 
@@ -291,6 +291,6 @@ def _cut(seen: Range, counts: TensorHistogram, method: str) -> Range:
     if method == "percentile":
         low, high = counts.percentile()
     else:
-        high = counts.least_error() if method == "mse" else counts.least_divergence()
+        high = counts.least_error()
         low = -high
     return Range(max(seen.low, low), min(seen.high, high))

@@ -23,8 +23,6 @@ TINY = 1e-30  # a tensor below it is dead: any scale stores its zeros
 _SIDE = 4096  # bins on either side of zero
 _CHUNK = 1 << 16  # values at a time: what fits into a core's cache
 _LEVELS = 128  # levels of an INT8 magnitude
-_COARSE = 2048  # bins that the search for the least divergence looks at, and its stride
-_STRIDE = 8
 _CUTS = np.geomspace(1, 0.01, 64)  # shares of the peak that the search for the least error tries
 
 
@@ -89,20 +87,6 @@ class TensorHistogram:
         high = 2 * _SIDE - int(np.argmax(np.cumsum(self.counts[::-1]) > tail))
         return min(float(edges[low]), 0.0), max(float(edges[high]), 0.0)
 
-    def least_divergence(self) -> float:
-        """Return the peak at which INT8's steps keep most of the distribution's information.
-
-        The threshold whose 128 levels have the least Kullback-Leibler divergence from the clipped
-        distribution: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
-        """
-        magnitudes = self.counts[_SIDE:] + self.counts[_SIDE - 1 :: -1]
-        bins = magnitudes.reshape(_COARSE, -1).sum(axis=1).astype(np.float64)
-        bins[0] = bins[1]  # zeros, of Relu or padding, are exact at any scale
-        last = int(np.flatnonzero(bins).max(initial=0)) + 1
-        cuts = np.arange(_LEVELS, last + _STRIDE, _STRIDE)
-        best = int(cuts[np.argmin(_divergences(bins, cuts))]) if cuts.size else _LEVELS
-        return self.limit * min(best, last) / _COARSE
-
     def least_error(self) -> float:
         """Return the peak at which INT8's rounding and clipping add up to the least squared error.
 
@@ -157,29 +141,6 @@ def _count_values(places: np.ndarray, weights: np.ndarray | None = None) -> np.n
     found: np.ndarray = np.bincount(places, weights, 2 * _SIDE + 1)
     found[-2] += found[-1]
     return found[:-1]
-
-
-def _divergences(bins: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Return the KL divergence of 128 levels from the bins clipped at each of `cuts`."""
-    parts = (bins, bins > 0, _x_log_x(bins))
-    sums, there, information = (np.cumsum([0, *each]) for each in parts)
-    edges = cuts[:, None] * np.arange(_LEVELS + 1) // _LEVELS
-    total, inside = sums[-1], sums[cuts]
-    clipped, top = total - inside, bins[cuts - 1]
-    held, filled = np.diff(sums[edges]), np.diff(there[edges])
-    filled[:, -1] += (top == 0) & (clipped > 0)
-    # Values clipped into an empty level count as if a tenth of a value had been there.
-    share = held / np.maximum(filled, 1) / np.maximum(inside, 1)[:, None]
-    share = np.maximum(share, 0.1 / total)
-    held[:, -1] += clipped
-    wanted = information[cuts - 1] + _x_log_x(top + clipped)
-    found = (wanted - (held * np.log(share)).sum(axis=1)) / total - np.log(total)
-    return np.where(inside > 0, found, np.inf)
-
-
-def _x_log_x(values: np.ndarray) -> np.ndarray:
-    found: np.ndarray = values * np.log(np.maximum(values, 1))  # counts: 0 or at least 1
-    return found
 
 
 FP8, INT4 = map(helper.tensor_dtype_to_np_dtype, (TensorProto.FLOAT8E4M3FN, TensorProto.INT4))

@@ -623,10 +623,10 @@ def _integer_sums(graph: onnx.GraphProto) -> set[str]:
             else:  # a bias may be added
                 sums.update(node.output)
     made = {node.output[0] for node in casts}
-    scale = [node for node in graph.node if made.intersection(node.input)]
-    factors = {name for node in scale for name in node.input} - made
-    by = (n for n in graph.node if n.op_type == "Mul" and factors.intersection(n.output))
-    return {node.name for node in (*casts, *scale, *by)}
+    scaled = [node for node in graph.node if made.intersection(node.input)]
+    scales = {name for node in scaled for name in node.input}
+    by = (n for n in graph.node if n.op_type == "Mul" and scales.intersection(n.output))
+    return {node.name for node in (*casts, *scaled, *by)}
 
 
 def _constant_peaks(editor: Editor, types: Mapping[str, int]) -> dict[str, float]:

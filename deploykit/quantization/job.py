@@ -400,33 +400,24 @@ def golden_samples(
     return golden.loosen(found, path, candidate) if found else None
 
 
-def label_doubts(evaluation: Evaluation, labels: np.ndarray) -> list[str]:
-    """Note a float32 model that is no better than the most frequent label: it can lose nothing."""
-    drop = evaluation.drop
-    if drop is None or drop.metric != TOP1:
-        return []
-    _, counts = np.unique(labels, axis=0, return_counts=True)
-    share = float(counts.max()) / len(labels)
-    if drop.reference.value > share:
-        return []
-    found, most = (f"{value * 100:.1f} %" for value in (drop.reference.value, share))
-    text = f"the float32 model answers {found} right, no more than the most frequent label alone"
-    return [f"{text}, {most}: check how the labels are numbered, and give all classes"]
-
-
 def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:
-    """Notes on what an evaluation without labels cannot show."""
+    """Notes on what an evaluation cannot show."""
+    drop, agreement = evaluation.drop, evaluation.agreement
     if job.metric is not None:
         labels = job.test.labels if job.test else None
-        return [] if labels is None else label_doubts(evaluation, labels)
+        if drop is None or labels is None or drop.metric != TOP1:
+            return []
+        most = float(np.unique(labels, axis=0, return_counts=True)[1].max()) / len(labels)
+        found, share = (f"{value * 100:.1f} %" for value in (drop.reference.value, most))
+        text = f"the float32 model answers {found} right, no more than the most frequent label"
+        note = f"{text} alone, {share}: check how the labels are numbered, and give all classes"
+        return [note] if drop.reference.value <= most else []
     on = job.samples.where if job.samples else "random inputs"
     notes = [f"accuracy not measured: no labelled data (`data`); agreement and SQNR are of {on}"]
     if NOTHING_FOUND in evaluation.why:
         notes.append(f"{evaluation.why}: give inputs on which the model finds something")
-    agreement = evaluation.agreement
     if agreement is not None and agreement.value < _FEW_AGREE:
-        notes.append(
-            f"{(1 - agreement.value) * 100:.1f} % of the samples change their answer: measure on "
-            "labelled data before you rely on it"
-        )
+        share = f"{(1 - agreement.value) * 100:.1f} %"
+        text = f"{share} of the samples change their answer: measure on labelled data before you"
+        notes.append(f"{text} rely on it")
     return notes

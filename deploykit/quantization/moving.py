@@ -36,10 +36,8 @@ def move_pairs(source: Graph, runtime: str) -> Graph | None:
     Nodes in float32 stay in float32.
     """
     ranges = _read_ranges(source)
-    if ranges is None or not _float32_around(source):
-        return None
-    plain = _without_pairs(source, runtime)
-    if plain is None:
+    plain = _without_pairs(source, runtime) if ranges is not None else None
+    if ranges is None or plain is None:
         return None
     calibration = Calibration(ranges, ranges, 0, "recorded")
     return to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
@@ -66,8 +64,6 @@ def move_foreign_pairs(
     A tensor whose range does not follow from the scales of the graph gets the one that `measure`
     finds in the graph without pairs; without `measure` it stays float.
     """
-    if not _float32_around(source):
-        return None
     plain = _without_pairs(source, runtime)
     if plain is None or not plain.seen:
         return None
@@ -94,10 +90,6 @@ def _read_ranges(source: Graph) -> dict[str, Range] | None:
         return None
 
 
-def _float32_around(source: Graph) -> bool:
-    return not set(source.precision) - {"int8", "float32"}
-
-
 @dataclass(frozen=True)
 class _Plain:
     """A graph in float32, its weights as INT8 had rounded them.
@@ -111,7 +103,9 @@ class _Plain:
 
 
 def _without_pairs(source: Graph, runtime: str) -> _Plain | None:
-    """Remove pairs; None if another node reads integers, or a scale is computed or not float32."""
+    """Remove pairs; None if other types are there, or a scale is computed or not float32."""
+    if set(source.precision) - {"int8", "float32"}:
+        return None
     editor = Editor(source)
     fold(editor)
     quantized = {

@@ -17,7 +17,6 @@ from onnx import helper
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, DeploykitError, first_line
-from deploykit.core.evidence import ParityRow
 from deploykit.core.precision import BY_NAME, CAST, PAIRS, WEIGHTS
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples
@@ -77,7 +76,13 @@ def with_opset(
                         names=(model.name, f"opset {least}"),
                         random=samples is None,
                     )
-                why = "" if all(map(_same, parity.rows)) else parity.why
+                # NaN and infinity at the same places are the same answer
+                same = all(
+                    x.error <= _MAX_ERROR
+                    or (x.floating and x.places_match and x.max_abs <= _MAX_ERROR * (x.scale or 0))
+                    for x in parity.rows
+                )
+                why = "" if same else parity.why
             except DeploykitError as exc:
                 why = exc.message.replace(f"{folder}/", "")
     if why:
@@ -86,12 +91,6 @@ def with_opset(
             hint=f"export it again with opset {least}",
         )
     return converted, (f"{what}: {parity.why if parity.passed else 'equal, NaN included'}",)
-
-
-def _same(row: ParityRow) -> bool:
-    """Return whether both answer the same, NaN and infinity at the same places included."""
-    finite = row.max_abs <= _MAX_ERROR * (row.scale or 0.0)
-    return row.error <= _MAX_ERROR or (row.floating and row.places_match and finite)
 
 
 def convert_opset(source: Graph, least: int) -> Graph:

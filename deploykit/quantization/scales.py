@@ -35,8 +35,6 @@ from deploykit.quantization.smoothquant import smooth
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
 # A calibrator must gain a quarter of a decibel on the first few samples, or it is dropped.
 FEW, WORTH = 8, 0.06
-# A calibrator that cuts more, or less, than one that was dropped is not tried.
-_FURTHER = {"entropy": "mse", "minmax": "percentile"}
 OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
@@ -159,12 +157,11 @@ class _Trials:
                 noise[method] = np.concatenate([noise.get(method, found[:0]), found])
 
         few = math.ceil(FEW / max(self.batches[0][0], 1))
-        run([first, *(each for each in others if each not in _FURTHER)], self.batches[:few])
+        run([first, *(each for each in others if each != "minmax")], self.batches[:few])
+        near = noise.get(twins["percentile"])  # which cuts more: where it lost, minmax loses more
         works = math.isfinite(noise[first].mean())
-        for each in (each for each in others if each in _FURTHER):
-            near = noise.get(twins[_FURTHER[each]])
-            if near is None or not works or _gains(noise[first], near):
-                run([each], self.batches[:few])
+        if "minmax" in others and (near is None or not works or _gains(noise[first], near)):
+            run(["minmax"], self.batches[:few])
         left = [each for each in noise if each != first and _gains(noise[first], noise[each])]
         if self.batches[few:] and left:
             run([first, *left], self.batches[few:])

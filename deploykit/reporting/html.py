@@ -137,7 +137,8 @@ def printable(value: Any) -> Any:
 
 def report_html(document: Mapping[str, Any]) -> str:
     """Return the verdict, the short table and the charts of a report for a notebook."""
-    verdict = "".join(f"<p>{safe(sentence)}</p>" for sentence in document["verdict"])
+    sentences = document["verdict"][: 1 + CONCLUSIONS]
+    verdict = "".join(f"<p>{safe(sentence)}</p>" for sentence in sentences)
     shown = f"<h3>{safe(document['title'])}</h3>{verdict}{html_table(summary(document))}"
     return shown + _frame(charts(document)[0])
 

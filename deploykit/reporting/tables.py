@@ -149,10 +149,11 @@ def summary(document: Json) -> Table:
             )
         )
     sizes = "".join(f"Inputs of the smallest batch: {s}. " for s in map(_sizes, smallest[:1]) if s)
+    base = document["baseline"] or "baseline"
     figures = (f"p50 at batch {batch} (ms)", f"p99 at batch {batch} (ms)")
     rates = (
         "best throughput (inferences/s)",
-        f"× {document['baseline'] or 'baseline'}, same batch",
+        f"× {base if len(base) < 40 else 'baseline'}, same batch",
     )
     columns = ("setup", "device", "accuracy", *figures, *rates)
     note = f"{sizes}Brackets hold 95 % intervals."

@@ -62,7 +62,7 @@ class ModelClient(Shown):
         self._timeout_s = timeout_s
         self._ca = ca
         connection, self._base = connect(url, timeout_s, ca=ca)
-        # by process: a forked one leaves the connections of its parent alone; removed by `close`
+        # by process, as a forked one must not use those of its parent; removed by `close`
         self._idle: dict[int, list[http.client.HTTPConnection]] = {os.getpid(): [connection]}
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
         if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
@@ -181,6 +181,8 @@ class ModelClient(Shown):
     ) -> tuple[int, bytes]:
         """Return the reply's status and body; its connection is out of the list until then."""
         process = os.getpid()
+        for other in self._idle.keys() - {process}:  # copies of the parent's connections
+            _close_all(self._idle.pop(other, []))
         idle = self._idle.setdefault(process, [])
         try:
             connection = idle.pop()

@@ -70,7 +70,7 @@ class ServeOptions:
     max_pixels: int = bounded(25_000_000, 1, 178_000_000)
     max_held_bytes: int | None = bounded(None, 1, 1 << 50)
     instances: int = 1
-    threads: int | None = None
+    threads: int | None = bounded(None, 1, 4096)
     workers: int | str = 1
     cpu_fallback: bool = False
     reload: bool = True

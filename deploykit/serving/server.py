@@ -41,7 +41,7 @@ from deploykit.serving.transport.listener import (
     Port,
     address_of,
     is_loopback,
-    release,
+    remove_path,
 )
 from deploykit.serving.transport.security import AccessControl, Watched, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
@@ -335,7 +335,9 @@ class Server:
 
     def _release(self) -> None:
         for listening in self._sockets:
-            release(listening, owned=not self._group.ends_process)
+            if not self._group.ends_process:
+                remove_path(listening)
+            listening.close()
         self._signals.restore(self._group.ends_process)
         self._loop.close()
 

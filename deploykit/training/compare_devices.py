@@ -42,6 +42,7 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("float32", "bf16"),
     "cuda": ("float32", "tf32", "bf16", "fp16"),
 }
+_NAMES = {"cpu": "CPU", "cuda": "GPU"}
 AUGMENTED = "augmented batches"  # in place of a precision
 NO_GPU = "no NVIDIA GPU on this machine"
 _FEWEST, _STEPS = 3, 20  # steps of a row at least, and as many as _LIMIT_S allows
@@ -379,7 +380,7 @@ def conclude(table: Any) -> list[str]:
     else:
         best = max(rows, key=lambda row: row.samples_per_s.low)
         rate = best.samples_per_s
-        first = f"The {_name(best.device)} ({best.threads} threads) trains {table.recipe} at most "
+        first = f"The {_NAMES[best.device]} ({best.threads} threads) trains {table.recipe} at most "
         first += f"at {rate.value:,.4g} samples/s ({rate.low:,.4g} to {rate.high:,.4g}), in "
         first += f"{best.precision} at batch {best.batch}: {work} {best.run_s.value:.3g} s. {gpu}"
     found = [first.rstrip()]
@@ -408,10 +409,6 @@ def _from_batch(crossover: Mapping[str, Any]) -> str:
 def _no_gpu(rows: Sequence[DeviceRow]) -> str:
     absent = next((row.absent for row in reversed(rows) if row.absent), "")
     return f"GPU: not measured, {absent}." if absent else ""
-
-
-def _name(device: str) -> str:
-    return "CPU" if device == "cpu" else "GPU"
 
 
 # The report of `train --compare-devices` as HTML and Markdown.
@@ -517,16 +514,16 @@ def _chart(table: DeviceTable) -> Chart:
 
 
 def _setup(row: DeviceRow) -> tuple[str, str]:
-    return f"{_name(row.device)} {row.precision}", count(row.batch)
+    return f"{_NAMES[row.device]} {row.precision}", count(row.batch)
 
 
 def _spread(interval: Interval | None) -> str:
-    return spread(interval and interval.to_dict())
+    return spread(interval.to_dict() if interval else None)
 
 
 def _times(row: DeviceRow | None, cpu: DeviceRow | None) -> str:
     """Return a row's rate over that of the CPU; the ends of the interval are the most and least."""
-    x, y = (each and each.samples_per_s for each in (row, cpu))
+    x, y = (each.samples_per_s if each else None for each in (row, cpu))
     if x is None or y is None or row is cpu:
         return MISSING
     high = x.high / y.low if y.low > 0 else math.inf

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from itertools import islice
+from dataclasses import dataclass, fields, replace
+from itertools import islice, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,27 +35,23 @@ def prefetch(make: Callable[[Part], Made], parts: Sequence[Part], workers: int) 
     if workers < 1:
         yield from map(make, parts)
         return
-    threads, started, go = torch.get_num_threads(), threading.Semaphore(0), threading.Event()
+    threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
 
     def begin() -> None:
         torch.set_num_threads(1)  # affects this thread, and MKL in all threads
-        started.release()
-        go.wait()
+        started.wait()
 
     pool = ThreadPoolExecutor(workers, "batches", begin)
     try:
         pending: deque[Future[Made]] = deque(pool.submit(make, each) for each in parts[:workers])
-        for _ in pending:
-            started.acquire()
+        started.wait()
         torch.set_num_threads(threads)
-        go.set()
         for number in range(len(parts)):
             made = pending.popleft().result()
             if number + workers < len(parts):
                 pending.append(pool.submit(make, parts[number + workers]))
             yield made
     finally:
-        go.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -67,32 +63,28 @@ class WaitClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds, self._started = 0.0, 0.0
-        self._events: list[Any] = []
+        self._on_gpu, self._seconds = device.type == "cuda", 0.0
+        self._times: list[Any] = []  # the start and the end of each wait
 
     def __enter__(self) -> None:
-        self._started = time.perf_counter()
-        self._record()
-
-    def __exit__(self, *_: object) -> None:
-        self._record()
-        self._seconds += 0.0 if self._on_gpu else time.perf_counter() - self._started
-
-    def _record(self) -> None:
         if self._on_gpu:
             make_event: Any = torch.cuda.Event
-            event = make_event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+            self._times.append(make_event(enable_timing=True))
+            self._times[-1].record()
+        else:
+            self._times.append(time.perf_counter())
+
+    def __exit__(self, *_: object) -> None:
+        self.__enter__()
 
     @property
     def seconds(self) -> float:
         """Return the total so far; a GPU must have come to the last batch first."""
-        pairs, self._events = zip(self._events[::2], self._events[1::2], strict=True), []
-        for step_end, arrival in pairs:
-            arrival.synchronize()
-            self._seconds += step_end.elapsed_time(arrival) / 1e3
+        pairs, self._times = zip(self._times[::2], self._times[1::2], strict=True), []
+        for start, end in pairs:
+            if self._on_gpu:
+                end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
         return self._seconds
 
 
@@ -507,12 +499,16 @@ def digit_splits(side: int, train: int, calibration: int, test: int) -> Splits:
     pixels, labels = enlarged_digits(side, train + calibration + test)
     grey = np.round(pixels * 255).astype(np.uint8)[..., None]
     colour = np.repeat(grey, 3, axis=3)
-    first, second = train, train + calibration
-    return Splits(
-        train=Split({"image": colour[:first]}, labels[:first]),
-        calibration=Split({"image": colour[first:second]}, labels[first:second]),
-        test=Split({"image": colour[second:]}, labels[second:]),
+    return replace(
+        cut_splits(colour, labels, train, calibration),
         source=f"scikit-learn digits, 8x8 enlarged to {side}x{side}",
         classes=tuple(map(str, range(10))),
         build_with={"classes": 10},
     )
+
+
+def cut_splits(images: np.ndarray, labels: np.ndarray, train: int, calibration: int) -> Splits:
+    """Cut `train` samples, then `calibration` ones, and leave the others to test."""
+    ends = (0, train, train + calibration, len(labels))
+    first, second, last = (Split({"image": images[a:b]}, labels[a:b]) for a, b in pairwise(ends))
+    return Splits(first, second, last, source="")

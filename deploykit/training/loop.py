@@ -226,15 +226,13 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
         state, reason = None, first_line(exc).rstrip(".")
-    if not isinstance(state, dict) or KEY not in state:
+    version = state.get(KEY) if isinstance(state, dict) else None
+    if version != VERSION:
+        if version is not None:
+            reason = f"it is one of version {version}, this deploykit reads {VERSION}"
         raise BadInput(
             f"{path}: is not the state of a training run: {reason}",
             hint="name a file that does not exist yet as `checkpoint`",
-        )
-    if state[KEY] != VERSION:
-        raise BadInput(
-            f"{path}: is a state of version {state[KEY]}, this deploykit reads {VERSION}",
-            hint="name another `checkpoint`",
         )
     hint = "repeat that run's options, or name another `checkpoint`"
     for name, value in run.items():
@@ -384,18 +382,11 @@ def _standardise(
 
 def append_events(path: Path, entry: Mapping[str, Any]) -> None:
     """Write an epoch's figures for TensorBoard; its own writer loses an error in a thread."""
-    summary: Any = require("tensorboard.compat.proto.summary_pb2").Summary
-    figures = {name: value for name, value in entry.items() if name != "epoch"}
+    figures = {name: value for name, value in entry.items() if value is not None}
+    epoch = figures.pop("epoch")
+    values = [{"tag": name, "simple_value": value} for name, value in figures.items()]
     event = require("tensorboard.compat.proto.event_pb2").Event(
-        wall_time=time.time(),
-        step=entry["epoch"],
-        summary=summary(
-            value=[
-                summary.Value(tag=name, simple_value=value)
-                for name, value in figures.items()
-                if value is not None
-            ]
-        ),
+        wall_time=time.time(), step=epoch, summary={"value": values}
     )
     with path.open("ab") as file:
         writer = require("tensorboard.summary.writer.record_writer").RecordWriter(file)

@@ -4,7 +4,7 @@
     python3 scripts/gpu/carry.py unpack OUT/ort-1 DEST  # there, for each part; --site DEST/site
 
 What a bundle holds is in `BUNDLES`: wheels for CPython 3.12 on x86-64. A part is complete or
-refused by its SHA-256; with the last one the bundle is unpacked. Standard library, pip and tar only.
+refused by its SHA-256; with the last one the bundle is unpacked. Standard library, pip and tar.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def unpack(sent: Path, dest: Path) -> str:
                 shutil.copyfileobj(file, whole)
             (parts / part).unlink()
         whole.seek(0)
-        # tarfile has no safe way to extract before Python 3.10.12 and 3.11.4: tar keeps within `dest`
+        # before 3.10.12 and 3.11.4, tarfile may write outside `dest`; tar does not
         command = ["tar", "-xz", "--no-same-owner", "--no-same-permissions", "-C", str(dest)]
         subprocess.run(command, stdin=whole, check=True)
     return f"{name}: unpacked to {dest / 'site'}"

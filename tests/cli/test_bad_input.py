@@ -157,6 +157,7 @@ OPTIONS = {
     "negative seconds": (("bench", "MODEL", "--seconds", "-1", "-o", "REPORT"), "-1"),
     "max error nan": (("compare", "MODEL", "MODEL", "--max-error", "nan"), "nan"),
     "serve: a name twice": (("serve", "--engine", "a=MODEL", "--engine", "a=MODEL"), "'a'"),
+    "serve: threads": (("serve", "--engine", "MODEL", "--threads", "9" * 30), "--threads must be"),
     "serve: port": (("serve", "--engine", "MODEL", "--http-port", "99999"), "99999"),
     "load: rate and concurrency": (
         ("load", "http://127.0.0.1:1", "--rate", "1", "--concurrency", "1"),

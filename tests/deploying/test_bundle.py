@@ -73,6 +73,9 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         out = folder / f"{runtime}.onnx"
         dk.quantize(folder / "m.onnx", "int8", runtime=runtime, max_drop=0.9, out=out, **data)
         found[runtime] = out
+    found["half"] = folder / "half.onnx"
+    options = {"other_nodes": "fp16", "max_drop": 0.9, "out": found["half"]}
+    dk.quantize(folder / "m.onnx", "int8", **options, **data)
     with pytest.raises(GateFailed):
         dk.quantize(folder / "m.onnx", "int8", max_drop=1e-9, out=folder / "no.onnx", **data)
     return found | {"rejected": folder / "no.rejected.onnx"}
@@ -95,6 +98,15 @@ def test_a_model_that_did_not_pass_its_gate_is_not_bundled(
     with pytest.raises(GateFailed, match="did not pass its gate"):
         dk.bundle(int8["rejected"], "l4", out=tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", WRITERS)
+def test_int8_pairs_that_no_device_can_place_are_refused_before_its_first_start(
+    int8: dict[str, Path], tmp_path: Path, to: str
+) -> None:
+    with pytest.raises(BadInput, match="it computes in float16 between") as caught:
+        dk.bundle(int8["half"], "cpu", out=tmp_path / "out", to=to)
+    assert "m.onnx --profile cpu --precision int8" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("foreign", [False, True])

@@ -99,10 +99,10 @@ def test_plan_without_manifest_needs_trust_and_comes_with_a_warning(plan: Path) 
     ("manifest", "says"),
     [
         (described(b"another"), "SHA-256 differs"),
-        (replace(described(), sha256=""), r"m\.trt\.json has no SHA-256"),
-        (replace(described(), format="onnx"), "describes a file of the format onnx"),
+        (replace(described(), sha256=""), r"m\.trt\.json does not describe an engine"),
+        (replace(described(), format="onnx"), r"m\.trt\.json does not describe an engine"),
         *(
-            (replace(described(), evidence=Evidence(weights=WeightsFile(file, "00"))), "weights")
+            (replace(described(), evidence=Evidence(weights=WeightsFile(file, "00"))), "an engine")
             for file in ["../secret", "/etc/passwd", "a/../../b", "m.trt.data"]
         ),
     ],

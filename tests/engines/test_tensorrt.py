@@ -103,7 +103,7 @@ def test_an_engine_may_have_no_input() -> None:
         (tensor("x", "INPUT", [-1, 4], "FP8"), "tensor 'x' is FP8"),
         (tensor("x", "INPUT", [-1, 4], location="HOST"), "'x' is a shape tensor"),
         (tensor("x", "INPUT", [-1, 4], shape_io=True), "'x' is a shape tensor"),
-        (tensor("x", "INPUT", [-1, 4], format="CHW4"), "'x' has a vectorised memory format"),
+        (tensor("x", "INPUT", [-1, 4], format="CHW4"), "'x' has no linear memory format"),
     ],
 )
 def test_tensor_that_numpy_cannot_carry_is_unsupported(item: Any, says: str) -> None:

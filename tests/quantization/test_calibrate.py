@@ -101,7 +101,7 @@ def test_ranges_hold_every_value_whatever_the_method(tmp_path: Path, method: str
 
 def test_only_tensors_that_get_a_scale_are_clipped(tmp_path: Path) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
-    found = calibrate(path, samples(mnist_like(), 64), method="entropy")
+    found = calibrate(path, samples(mnist_like(), 64), method="mse")
     cut = {name for name, seen in found.clipped.items() if seen != found.ranges[name]}
     assert {"image", "p1"} <= cut  # p1 has a scale of its own for TensorRT only
     assert cut <= {"image", "r1", "p1", "r2", "flat"}  # not what lies before a Relu, nor logits

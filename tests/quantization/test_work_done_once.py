@@ -30,8 +30,8 @@ from tests.support.onnx_zoo import mnist_like, save
 # as long in it for each batch, and opening one takes 0.2 s.
 MOST = {"parse": 1, "skeleton": 2, "editor": 3, "session": 3, "weights": 3}
 # Each calibrator of "auto" is written and run, those with the same ranges once: on so few values
-# all have one but entropy, which is not tried where mse gains nothing. The model ran where it was
-# calibrated. On more than FEW samples, those that gain are run once more.
+# all have one. The model ran where it was calibrated. On more than FEW samples, those that gain are
+# run once more.
 DISTINCT = 1
 TRIALS = {
     "parse": 0,

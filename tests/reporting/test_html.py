@@ -16,6 +16,7 @@ import pytest
 from deploykit.core.evidence import Gate
 from deploykit.evaluation.formatting import spread
 from deploykit.reporting.html import CSS, report_page
+from deploykit.reporting.markdown import markdown
 from deploykit.reporting.report import NotMeasured, Report, write
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.browser import CHROMIUM, loaded
@@ -188,6 +189,10 @@ def test_a_summary_has_six_conclusions_and_the_rest_is_below(report: Report) -> 
     summary = text.split('id="conclusions"')[1].split("</section>")[0]
     assert re.findall(r"<li>Sentence (\d+)", summary) == ["1", "2", "3", "4", "5", "6"]
     assert "<li>Sentence 11." in text.split("Further conclusions")[1]
+    shown, _, later = markdown(many.to_dict()).partition("## Everything")
+    assert re.findall(r"^Sentence (\d+)", shown, re.MULTILINE) == [*"0123456"]
+    assert "- Sentence 11." in later
+    assert re.findall(r"<p>Sentence (\d+)", many._repr_html_()) == [*"0123456"]
     assert f"× {report.baseline}, same batch" in text  # which baseline the ratios are of
 
 

@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +40,11 @@ from deploykit.building.tensorrt.module import (
 from deploykit.building.tensorrt.options import (
     Options,
     ShapeRange,
-    check_dla,
     check_graph,
     check_options,
     check_target,
-    hardware_level,
     note_dla,
     ranges,
-    weakly_typed,
 )
 from deploykit.building.tensorrt.progress import BuildProgress, OnProgress, interruptible, monitor
 from deploykit.core.artefact import sniff
@@ -318,18 +315,6 @@ class BuildCheck(Record):
             raise GateFailed(f"{self.path}: refused: {self.problems[0]}{more}", result=self)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A plan in memory, the layers of its network, and how it was built."""
-
-    content: bytes
-    layers: int
-    notes: tuple[str, ...]
-    flags: tuple[str, ...]
-    timing_read_sha256: str
-    timing_sha256: str
-
-
 def build(
     model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
 ) -> BuildResult:
@@ -358,28 +343,27 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
     here = with_gpu(this_machine(), options.shapes.device)
     nv = module()
     check_target(nv, options)
-    check_dla(nv, options)
     progress = BuildProgress(on_progress)
     try:
-        plan = _build_plan(nv, model, options, progress, here, checking=False)
+        made = _build_plan(nv, model, options, progress, here, checking=False)
     except Refused as exc:
         raise error_of(str(model), exc.reasons) from exc
-    if flavour_of(plan.content) == "rtx":
+    if flavour_of(made.plan) == "rtx":
         raise Unsupported(
             f"{out}: not written: the installed library is TensorRT for RTX, whose plans the "
             f"TensorRT of profile {options.profile.name} cannot load",
             hint="build on the target; on this machine use `check`",
         )
-    layers, notes = read_back(nv, plan.content, options)
+    layers, notes = read_back(nv, made.plan, options)
     notes += note_dla(layers, options, str(model))
     progress.complete("built")
     with atomic_write(out) as tmp:
-        tmp.write_bytes(plan.content)
+        tmp.write_bytes(made.plan)
     return BuildResult(
-        _built_on(nv, model, options, here, plan),
+        made.built_on(),
         layers,
-        plan.notes + notes,
-        plan.flags,
+        (*made.notes, *notes),
+        tuple(made.flags),
         {str(each.resolve()): sha256(each) for each in map(Path, options.shapes.plugins)},
     )
 
@@ -391,23 +375,23 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
 
 def _check(model: Path, options: Options, on_progress: OnProgress) -> BuildCheck:
     nv, here = module(rtx=True), with_gpu(this_machine(), options.shapes.device)
-    started, plan, refused = time.perf_counter(), None, tuple[Reason, ...]()
+    started, made, refused = time.perf_counter(), None, tuple[Reason, ...]()
     try:
-        plan = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
+        made = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
     except Refused as exc:
         refused = exc.reasons
         if any(reason.damaged for reason in refused):
             raise error_of(str(model), refused) from exc
-    content = plan.content if plan else b""
+    plan = made.plan if made else b""
     return BuildCheck(
         path=model,
         profile=options.profile.name,
-        accepted=plan is not None,
+        accepted=made is not None,
         problems=tuple(reason.text for reason in refused),
-        notes=(*plan.notes, _NOT_PROVEN[flavour_of(content)]) if plan else (),
-        flavour=flavour_of(content),
-        layers=plan.layers if plan else 0,
-        plan_bytes=len(content),
+        notes=(*made.notes, _NOT_PROVEN[flavour_of(plan)]) if made else (),
+        flavour=flavour_of(plan),
+        layers=made.layers if made else 0,
+        plan_bytes=len(plan),
         build_s=time.perf_counter() - started,
     )
 
@@ -440,7 +424,7 @@ def flavour_of(plan: bytes) -> str:
 
 def _build_plan(
     nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
-) -> _Plan:
+) -> _Attempt:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
     kind = sniff(model)
     if kind != "onnx":
@@ -451,29 +435,32 @@ def _build_plan(
     check_graph(options, model)
     progress.report("parsing")
     progress.raise_failure()
-    job = _Job(nv, start(nv), model, options, progress, here, checking)
+    attempt = partial(_Attempt, nv, start(nv), model, options, progress, here, checking)
     load_plugins(nv, map(Path, options.shapes.plugins))
-    if weakly_typed(nv, options):
-        return job.run(strong=False)
+    if options.shapes.dla is not None and version(nv) < (11,):  # its precision is a flag
+        return attempt().run(strong=False)
     try:
-        return job.run(strong=True)
+        return attempt().run(strong=True)
     except Refused as exc:
         first, last = _WEAK_ALLOWED
         if not first <= version(nv) <= last or not refuses_strong_typing(exc.errors):
             raise
         with contextlib.suppress(Refused):
-            weak = job.run(strong=False)
-            note = (
+            weak = attempt().run(strong=False)
+            weak.notes.insert(
+                0,
                 f"TensorRT {nv.__version__} refused the strongly typed network "
                 f"({exc.reasons[0].text}): built with {', '.join(weak.flags) or 'no'} flags "
-                "instead, so a layer may run in a higher precision than the file's"
+                "instead, so a layer may run in a higher precision than the file's",
             )
-            return replace(weak, notes=(note, *weak.notes))
+            return weak
         raise
 
 
-@dataclass(frozen=True)
-class _Job:
+@dataclass
+class _Attempt:
+    """One build: its `plan`, the `flags` set, `notes`, and SHA-256 of its `timings`."""
+
     nv: Any
     builder: trt.Builder
     model: Path
@@ -481,17 +468,23 @@ class _Job:
     progress: BuildProgress
     here: Machine
     checking: bool
+    plan: bytes = b""
+    layers: int = 0
+    flags: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    timings: dict[str, str] = field(default_factory=dict)
 
-    def run(self, strong: bool) -> _Plan:
-        """Build once. Raises Refused with TensorRT's reasons."""
+    def run(self, strong: bool) -> _Attempt:
+        """Build. Raises Refused with TensorRT's reasons."""
         with collect_log(self.nv) as lines:
             try:
-                return self._run(strong, lines)
+                self._run(strong, lines)
             except FAILURES as exc:
                 self.progress.raise_failure()
                 raise Refused((reason_of(exc, lines),), lines.errors) from exc
+        return self
 
-    def _run(self, strong: bool, lines: LogLines) -> _Plan:
+    def _run(self, strong: bool, lines: LogLines) -> None:
         nv, options = self.nv, self.options
         typed = 1 << int(getattr(nv.NetworkDefinitionCreationFlag, STRONG)) if strong else 0
         network = given(self.builder.create_network(typed))
@@ -499,41 +492,36 @@ class _Job:
         with _with_own_axes(self.model) as model:
             if not parser.parse_from_file(str(model)):
                 raise Refused(parser_reasons(parser, lines), lines.errors)
+        self.layers = int(network.num_layers)
         pin_linear(nv, network)
         check_inputs(network, self.model)
         inputs = Graph.open(self.model).inputs
         sizes = ranges(inputs, options.batch, options.axes)
         config = given(self.builder.create_builder_config())
-        flags, notes = self._configure(config)
-        notes = [*self._limit_workspace(config, network), *notes]
-        precision = () if strong else precision_flags(element_types(network))
-        for name in precision:
-            config.set_flag(getattr(nv.BuilderFlag, name))
-        flags = [STRONG, *flags] if strong else [*precision, *flags]
+        self._limit_workspace(config, network)
+        self.flags += [STRONG] if strong else precision_flags(element_types(network))
+        self._configure(config)
         named = options.shapes.timing_cache
         cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
-        keep, read, more = use_cache(nv, config, cache) if cache else (False, "", ())
-        notes += more
+        keep = False
+        if cache:
+            keep, self.timings["timing_cache_read_sha256"], notes = use_cache(nv, config, cache)
+            self.notes += notes
         add_profile(self.builder, config, inputs, sizes)
         watch = monitor(nv, self.progress)  # the config does not keep it alive
         config.progress_monitor = watch
-        plan = given(self.builder.build_serialized_network(network, config))
+        self.plan = bytes(memoryview(given(self.builder.build_serialized_network(network, config))))
         self.progress.raise_failure()
-        notes += build_warnings(lines.warnings)
-        digest = ""
+        self.notes += build_warnings(lines.warnings)
         if cache and keep and not self.checking:
-            digest, more = keep_cache(config, cache)
-            notes += more
-        content, layers = bytes(memoryview(plan)), int(network.num_layers)
-        return _Plan(content, layers, tuple(notes), tuple(flags), read, digest)
+            self.timings["timing_cache_sha256"], notes = keep_cache(config, cache)
+            self.notes += notes
 
-    def _limit_workspace(
-        self, config: trt.IBuilderConfig, network: trt.INetworkDefinition
-    ) -> tuple[str, ...]:
+    def _limit_workspace(self, config: trt.IBuilderConfig, network: trt.INetworkDefinition) -> None:
         """Set the profile's workspace, or less with a note if memory is short."""
         options, asked = self.options, self.options.profile.workspace_bytes
         if asked is None:
-            return ()
+            return
         others = max((axis.maximum for axis in options.axes.values()), default=1)
         shapes = map(_shape, _tensors(network))
         activations = activation_bytes(shapes, options.batch.maximum, others)
@@ -541,60 +529,54 @@ class _Job:
         need = BuildMemory(weight_bytes(self.model), asked, activations, shared)
         space = workspace_that_fits(need, options.free_bytes, str(self.model))
         config.set_memory_pool_limit(self.nv.MemoryPoolType.WORKSPACE, space)
-        if space == asked:
-            return ()
-        return (f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short",)
+        if space != asked:
+            text = f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short"
+            self.notes.append(text)
 
-    def _configure(self, config: trt.IBuilderConfig) -> tuple[list[str], list[str]]:
-        """Set the options on `config`; returns the names of the flags set, and notes."""
-        nv, options = self.nv, self.options
-        names = []
+    def _configure(self, config: trt.IBuilderConfig) -> None:
+        """Set the options and flags on `config`."""
+        nv, shapes = self.nv, self.options.shapes
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
-        if not options.shapes.tf32:
+        if not shapes.tf32:
             config.clear_flag(nv.BuilderFlag.TF32)  # set by default
-        if options.shapes.version_compatible:
-            names.append("VERSION_COMPATIBLE")
-        if options.shapes.hardware_compatible:
-            level = hardware_level(nv, options.shapes.hardware_compatible)
-            config.hardware_compatibility_level = level
-        on_dla, notes = self._dla(config)
-        names += on_dla
-        for name in names:
-            config.set_flag(getattr(nv.BuilderFlag, name))
-        return names, notes
+        if level := shapes.hardware_compatible:
+            member = level.upper().replace("-", "_")
+            if not hasattr(nv.HardwareCompatibilityLevel, member):
+                needs = f"needs a newer TensorRT, with {member}"
+                raise Unsupported(f"`hardware_compatible` {level}: {needs}")
+            config.hardware_compatibility_level = getattr(nv.HardwareCompatibilityLevel, member)
+        self.flags += ["VERSION_COMPATIBLE"] * shapes.version_compatible
+        cores = int(self.builder.num_DLA_cores)
+        if shapes.dla is not None and 0 <= shapes.dla < cores:
+            config.default_device_type = nv.DeviceType.DLA
+            config.DLA_core = shapes.dla
+            self.flags.append("GPU_FALLBACK")
+        elif shapes.dla is not None:
+            text = f"`dla` {shapes.dla}: TensorRT finds {cores} DLA cores on this machine"
+            if not self.checking:
+                raise Unsupported(text)
+            self.notes.append(f"{text}: checked for the GPU alone")
+        for name in self.flags:
+            if name != STRONG:
+                config.set_flag(getattr(nv.BuilderFlag, name))
 
-    def _dla(self, config: trt.IBuilderConfig) -> tuple[list[str], list[str]]:
-        wanted, cores = self.options.shapes.dla, int(self.builder.num_DLA_cores)
-        if wanted is None:
-            return [], []
-        if 0 <= wanted < cores:
-            config.default_device_type = self.nv.DeviceType.DLA
-            config.DLA_core = wanted
-            return ["GPU_FALLBACK"], []
-        text = f"`dla` {wanted}: TensorRT finds {cores} DLA cores on this machine"
-        if self.checking:
-            return [], [f"{text}: checked for the GPU alone"]
-        raise Unsupported(text)
+    def built_on(self) -> dict[str, str]:
+        """Return the manifest's `built_on`.
 
-
-def _built_on(nv: Any, model: Path, options: Options, here: Machine, plan: _Plan) -> dict[str, str]:
-    """Return the manifest's `built_on`.
-
-    Where `timing_cache_read_sha256` (before the build) equals `timing_cache_sha256` (after it),
-    every kernel was chosen by timings that were already in the cache.
-    """
-    gpu = here.gpus[0] if here.gpus else None
-    facts: dict[str, object] = {
-        "tensorrt": nv.__version__,
-        "gpu": gpu.name if gpu else None,
-        "compute_capability": gpu.compute_capability if gpu else None,
-        "driver": gpu.driver if gpu else None,
-        "power_mode": here.power_mode,
-        "model": model.name,
-        "onnx_sha256": sha256(model),
-        **options.built_on(),
-        "typing": "strong" if STRONG in plan.flags else "weak",
-        "timing_cache_read_sha256": plan.timing_read_sha256,
-        "timing_cache_sha256": plan.timing_sha256,
-    }
-    return {key: str(value) for key, value in facts.items() if value not in (None, "")}
+        Where `timing_cache_read_sha256` (before the build) equals `timing_cache_sha256` (after it),
+        every kernel was chosen by timings that were already in the cache.
+        """
+        gpu = self.here.gpus[0] if self.here.gpus else None
+        facts: dict[str, object] = {
+            "tensorrt": self.nv.__version__,
+            "gpu": gpu and gpu.name,
+            "compute_capability": gpu and gpu.compute_capability,
+            "driver": gpu and gpu.driver,
+            "power_mode": self.here.power_mode,
+            "model": self.model.name,
+            "onnx_sha256": sha256(self.model),
+            **self.options.built_on(),
+            "typing": "strong" if STRONG in self.flags else "weak",
+            **self.timings,
+        }
+        return {key: str(value) for key, value in facts.items() if value not in (None, "")}

@@ -99,10 +99,9 @@ def ranges(
     return {spec.name: _shapes(spec, sizes) for spec in inputs}
 
 
-def check_samples(
-    inputs: Sequence[TensorSpec], samples: Samples, spans: Mapping[str, ShapeRange]
-) -> None:
-    """Raise BadInput for samples of sizes that an engine of these `ranges` does not take."""
+def check_samples(inputs: Sequence[TensorSpec], samples: Samples, options: Options) -> None:
+    """Raise BadInput for samples of sizes that an engine of these options does not take."""
+    spans = ranges(inputs, options.batch, options.axes)
     for spec in inputs:
         low, _, high = spans[spec.name]
         found, own = samples.inputs[spec.name].shape, samples.axis(spec.name)
@@ -215,47 +214,30 @@ def check_options(options: Options) -> None:
 
 
 def check_target(nv: Any, options: Options) -> None:
-    """Raise Unsupported when the profile's target does not run this TensorRT."""
-    low, high = options.profile.tensorrt_min, options.profile.tensorrt_max
+    """Raise Unsupported when the profile's target, or its DLA, does not run this TensorRT."""
+    profile, core, numbers = options.profile, options.shapes.dla, version_numbers(nv.__version__)
+    low, high = profile.tensorrt_min, profile.tensorrt_max
     before = low is not None and version(nv) < version_numbers(low)
-    after = high is not None and version(nv) > version_numbers(high)
-    if before or after:
+    if before or (high is not None and version(nv) > version_numbers(high)):
         raise Unsupported(
-            f"profile {options.profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
+            f"profile {profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
             f"the installed one is {nv.__version__}"
         )
-
-
-def hardware_level(nv: Any, name: str) -> Any:
-    """TensorRT's enum member for one of HARDWARE. Raises Unsupported where it lacks that."""
-    member = name.upper().replace("-", "_")
-    try:
-        return getattr(nv.HardwareCompatibilityLevel, member)
-    except AttributeError as exc:
+    if core is not None and _NO_DLA[0] <= numbers < _NO_DLA[1]:
         raise Unsupported(
-            f"`hardware_compatible` {name}: needs a newer TensorRT, with {member}"
-        ) from exc
+            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) "
+            "and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
+            hint=_ON_GPU,
+        )
 
 
 # Source of the checks for a Jetson's deep learning accelerator (DLA): NVIDIA's TensorRT
 # documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed Networks for DLA". Not yet run
 # on a DLA.
 
-_ABSENT = ((10, 8), (11, 4, 1))  # from the first to before the second
+_NO_DLA = ((10, 8), (11, 4, 1))  # from the first to before the second
 _PRECISIONS = ("fp16", "int8")
 _ON_GPU = "leave out `dla` to run everything on the GPU"
-
-
-def check_dla(nv: Any, options: Options) -> None:
-    """Raise Unsupported where the installed TensorRT has no DLA."""
-    first, back = _ABSENT
-    core = options.shapes.dla
-    if core is not None and first <= version_numbers(str(nv.__version__)) < back:
-        raise Unsupported(
-            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) "
-            "and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
-            hint=_ON_GPU,
-        )
 
 
 def check_graph(options: Options, model: Path) -> None:
@@ -276,11 +258,6 @@ def check_graph(options: Options, model: Path) -> None:
             f"is {found}",
             hint="`precision` fp16",
         )
-
-
-def weakly_typed(nv: Any, options: Options) -> bool:
-    """Return whether a DLA takes its precision from the builder's flags: before TensorRT 11."""
-    return options.shapes.dla is not None and version_numbers(str(nv.__version__)) < (11,)
 
 
 def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ class Device:
     integrated: bool
     driver: str  # "580.65.06"; empty if the kernel does not report it
     cuda: str  # the newest CUDA that the driver runs, "13.0"
+
+
+def _passing(call: str) -> Callable[..., None]:
+    """Return a method that passes its arguments on to `call`."""
+
+    def method(self: CudaDevice, *arguments: int) -> None:
+        _call(self.device, call, *arguments)
+
+    return method
 
 
 class CudaDevice:
@@ -97,14 +107,16 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> int:
         return self._memory("cuMemAlloc", nbytes)
 
-    def free(self, address: int) -> None:
-        self._all("cuMemFree", address)
-
     def pin(self, nbytes: int) -> int:
         return self._memory("cuMemHostAlloc", nbytes, self._host_flags)
 
-    def unpin(self, address: int) -> None:
-        self._all("cuMemFreeHost", address)
+    # of a handle, an address or, to copy, (to, from, bytes, stream)
+    free, unpin = _passing("cuMemFree"), _passing("cuMemFreeHost")
+    close_stream, wait_stream = _passing("cuStreamDestroy"), _passing("cuStreamSynchronize")
+    close_event, wait = _passing("cuEventDestroy"), _passing("cuEventSynchronize")
+    record, launch = _passing("cuEventRecord"), _passing("cuGraphLaunch")  # and a stream
+    copy_in, copy_out = _passing("cuMemcpyHtoDAsync"), _passing("cuMemcpyDtoHAsync")
+    drop_graph = _passing("cuGraphExecDestroy")
 
     def device_address(self, address: int) -> int:
         return int(self._of("cuMemHostGetDevicePointer", address, 0))
@@ -115,29 +127,8 @@ class CudaDevice:
     def open_stream(self) -> int:
         return int(self._of("cuStreamCreate", _NON_BLOCKING))
 
-    def close_stream(self, stream: int) -> None:
-        self._all("cuStreamDestroy", stream)
-
-    def wait_stream(self, stream: int) -> None:
-        self._all("cuStreamSynchronize", stream)
-
     def open_event(self) -> int:
         return int(self._of("cuEventCreate", self._event_flags))
-
-    def close_event(self, event: int) -> None:
-        self._all("cuEventDestroy", event)
-
-    def record(self, event: int, stream: int) -> None:
-        self._all("cuEventRecord", event, stream)
-
-    def wait(self, event: int) -> None:
-        self._all("cuEventSynchronize", event)
-
-    def copy_in(self, device: int, host: int, nbytes: int, stream: int) -> None:
-        self._all("cuMemcpyHtoDAsync", device, host, nbytes, stream)
-
-    def copy_out(self, host: int, device: int, nbytes: int, stream: int) -> None:
-        self._all("cuMemcpyDtoHAsync", host, device, nbytes, stream)
 
     def begin_capture(self, stream: int) -> None:
         # capture thread-locally: other threads may allocate meanwhile
@@ -149,12 +140,6 @@ class CudaDevice:
             return int(self._of("cuGraphInstantiate", graph, 0))
         finally:
             self._all("cuGraphDestroy", graph)
-
-    def launch(self, graph: int, stream: int) -> None:
-        self._all("cuGraphLaunch", graph, stream)
-
-    def drop_graph(self, graph: int) -> None:
-        self._all("cuGraphExecDestroy", graph)
 
     def _attribute(self, name: str) -> int:
         attribute = getattr(_ATTRIBUTES, f"CU_DEVICE_ATTRIBUTE_{name}")

@@ -75,11 +75,11 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
         uses = (split, *(missing if split == _TRAIN else ()))
         for label, (kind, paths) in enumerate(kinds.items()):
             before, problem = len(labels), "PNG, JPEG and WebP are read"
-            for decoded in _decode(reader, paths):
-                if isinstance(decoded, BadInput):
-                    skipped.append(problem := decoded.message)
+            for image_HWC in _decode(reader, paths):
+                if isinstance(image_HWC, BadInput):
+                    skipped.append(problem := image_HWC.message)
                 else:
-                    pixels[len(labels)] = decoded
+                    pixels[len(labels)] = image_HWC
                     labels.append(label)
             read = len(labels) - before
             if read < len(uses):

@@ -159,12 +159,9 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
             f"{path}: has no manifest ({name}), so its origin and target are unknown",
             hint="an engine can run code: build it here, or open your own with `trust`",
         )
-    if manifest.format != "tensorrt":
-        raise BadInput(f"{path}: {name} describes a file of the format {manifest.format}")
-    if manifest.evidence.weights is not None:
-        raise BadInput(f"{path}: {name} names a weights file, which an engine does not have")
-    if not manifest.sha256:
-        raise BadInput(f"{path}: {name} has no SHA-256 for it", hint="build it again")
+    weights = manifest.evidence.weights is not None  # which no engine has in another file
+    if manifest.format != "tensorrt" or weights or not manifest.sha256:
+        raise BadInput(f"{path}: {name} does not describe an engine", hint="build it again")
     if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
         raise BadInput(
             f"{path}: is not the file that {name} describes (SHA-256 differs): truncated, "

@@ -62,12 +62,11 @@ def specs(
                 f"{path}: tensor '{name}' is {kind}, which is not supported for inputs and outputs",
                 hint="build it from a model whose inputs and outputs are float32 or float16",
             )
-        if engine.is_shape_inference_io(name) or engine.get_tensor_location(name).name != "DEVICE":
+        on_gpu = engine.get_tensor_location(name).name == "DEVICE"
+        if engine.is_shape_inference_io(name) or not on_gpu:
             raise Unsupported(f"{path}: tensor '{name}' is a shape tensor, which is not supported")
         if engine.get_tensor_format(name).name != "LINEAR":
-            raise Unsupported(
-                f"{path}: tensor '{name}' has a vectorised memory format; a linear one is needed"
-            )
+            raise Unsupported(f"{path}: tensor '{name}' has no linear memory format")
         sizes = tuple(engine.get_tensor_shape(name))
         names: Sequence[int | str] = known[name].shape if name in known else ()
         if len(names) != len(sizes):

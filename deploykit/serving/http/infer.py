@@ -97,7 +97,7 @@ class HttpInference(Inference):
                 if limit < route.max_body_bytes:  # it waits with the large requests
                     self._source, self.lane = source, Lane.LARGE
                 raise
-        with ONE_JSON:
+        with ONE_JSON if len(body) > LARGE_BYTES else contextlib.nullcontext():
             request = json.decode(body, json_bytes, route.model.signature, route.memory)
         self._decoded_bytes = sum(map(array_bytes, request.feeds.values()))
         return request

@@ -515,7 +515,8 @@ class PipelineRun:
         if isinstance(value, (bytes, bytearray)):
             return bytes(value), False
         pipeline = self._pipeline
-        return b"".join(_json_parts(pipeline.graph.answer_json(value))), True
+        answer = pipeline.graph.answer_json(value, keep_arrays=True)
+        return b"".join(_json_parts(answer)), True
 
     def _finish(self, stage: PipelineStage, value: Any) -> None:
         """Store the stage's value, and begin the stages that waited for it."""
@@ -637,13 +638,19 @@ def _json_parts(value: Any) -> Iterator[bytes]:
             yield (b"," if number else b"") + orjson.dumps(key) + b":"
             yield from _json_parts(inner)
         yield b"}"
-    elif isinstance(value, list) and value:
-        inside = isinstance(value[0], (list, dict))
-        step = max(1, _STEP // max(1, len(value[0]))) if inside else _STEP
+    elif isinstance(value, (list, np.ndarray)) and len(value):
+        if isinstance(value, np.ndarray):
+            step = max(1, _STEP * len(value) // value.size)
+        elif any(isinstance(each, np.ndarray) for each in value):
+            step = 1
+        else:
+            inside = isinstance(value[0], (list, dict))
+            step = max(1, _STEP // max(1, len(value[0]))) if inside else _STEP
         for at in range(0, len(value), step):
             yield b"," if at else b"["
             if step > 1:
-                yield orjson.dumps(value[at : at + step])[1:-1]
+                part = value[at : at + step]
+                yield orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
             else:
                 yield from _json_parts(value[at])
         yield b"]"

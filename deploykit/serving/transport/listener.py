@@ -254,11 +254,10 @@ def _shared(family: int, address: tuple[Any, ...], *, refuse_others: bool = Fals
     return found
 
 
-def release(listening: socket.socket, *, owned: bool = True) -> None:
-    """Close a listening socket, and remove its path unless other processes still use it."""
-    if owned and listening.family == socket.AF_UNIX and listening.fileno() >= 0:
+def remove_path(listening: socket.socket) -> None:
+    """Remove the path of an open socket that has one: no client can come any more."""
+    if listening.family == socket.AF_UNIX and listening.fileno() >= 0:
         Path(listening.getsockname()).unlink(missing_ok=True)
-    listening.close()
 
 
 def is_loopback(host: str) -> bool:
@@ -274,7 +273,10 @@ def address_of(listening: socket.socket) -> tuple[str, int]:
 
 
 class Acceptor:
-    """Accepts the connections of a port from `open` until `close`. `owned`: see `release`."""
+    """Accepts the connections of a port from `open` until `close`.
+
+    `owned`: no other process listens at the path of its socket.
+    """
 
     def __init__(
         self,
@@ -311,6 +313,8 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept the clients in the backlog, and none afterwards."""
+        if self._owned:
+            remove_path(self._socket)
         if self._open:
             self._open = False
             if self._paused is not None:
@@ -320,7 +324,7 @@ class Acceptor:
                 self._accept(BACKLOG)
             for task in self._handshakes if self.tls else ():
                 task.cancel()
-        release(self._socket, owned=self._owned)  # new clients are refused instead of waiting
+        self._socket.close()  # new clients are refused from now on instead of waiting
 
     def _accept(self, most: int) -> None:
         for _ in range(most):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import itertools
 import logging
@@ -18,10 +19,13 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 from deploykit.core.errors import DeploykitError, first_line, os_reason
 from deploykit.serving.models import reload
@@ -79,10 +83,12 @@ log = logging.getLogger(__name__)
 Result = Callable[[], Any]  # returns the value, or raises the error
 Then = Callable[[Result], None]
 _LAST_BYTES = 32 << 10
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 CONNECT_S = 1.0  # after so long a worker asks for its connection to the engines again
 _ENDING_S = 0.01  # between two checks of a parent that ends
 NOT_CONNECTED = "a worker cannot be connected to the process of the engines"
 Makers = Mapping[str, Callable[[], Any]]
+Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worker, or of the parent
 ENGINE = 0  # the number of the process that runs the engines of all others
 
 
@@ -379,3 +385,55 @@ def _raising(error: Exception) -> Result:
         raise error
 
     return result
+
+
+def become_worker(
+    member: Member,
+    serve: Callable[[Member], int],
+    logging_of: Logging,
+    parent: int,
+    keep: Sequence[int],
+) -> NoReturn:
+    """Run a forked process, which keeps nothing of the parent but what they share."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, _end)
+        for number in (signal.SIGINT, signal.SIGHUP):  # signals of the terminal: the parent drains
+            signal.signal(number, signal.SIG_IGN)
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(code)
+        low = 3  # close what the parent had open, such as its ends of other workers' sockets
+        for file in sorted(keep):
+            os.closerange(low, file)
+            low = file + 1
+        os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
+        os.register_at_fork(after_in_child=partial(_release, keep))
+        with logging_of(member.number):
+            member.report_end(serve(member))
+        for each in Path("/proc/self/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # a thread has ended
+                for pid in each.read_text().split():  # such as a pool's, which would never end
+                    os.kill(int(pid), signal.SIGTERM)
+        code = 0
+    except (KeyboardInterrupt, SystemExit):
+        pass
+    except BaseException as exc:  # noqa: BLE001 - the parent raises it
+        member.report_end(exc)
+    finally:
+        os._exit(code)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # no other signal may interrupt the end
+    raise SystemExit(1)
+
+
+def _release(files: Sequence[int]) -> None:
+    """Close `files` in a process that a stage forks: it must not keep connections or links open."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for each in files:  # the numbers stay in use by the objects that this process inherits
+        os.dup2(nothing, each, inheritable=False)
+    os.close(nothing)

@@ -13,36 +13,105 @@ import itertools
 import logging
 import math
 import os
+import pickle
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsupported, os_reason
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.listener import address_of, release, reserve, share_address
+from deploykit.serving.transport.listener import address_of, remove_path, reserve, share_address
 from deploykit.serving.web.status import EVERY_US, History
 from deploykit.serving.workers import merge
+from deploykit.serving.workers.engine import EngineMember
 from deploykit.serving.workers.front import RemoteEngine
-from deploykit.serving.workers.group import ENGINE, NOT_CONNECTED, Message, WorkerLink
-from deploykit.serving.workers.process import (
-    Forked,
+from deploykit.serving.workers.group import (
+    ENGINE,
+    NOT_CONNECTED,
     Logging,
-    Serve,
-    connect_engine,
-    fork,
-    how_it_ended,
-    last_words,
+    Member,
+    Message,
+    WorkerLink,
+    become_worker,
 )
 from deploykit.serving.workers.signals import ENDING, Signals
 
+Serve = Callable[[Member], int]  # runs in a worker; returns the number of unanswered requests
 REPORT_S = 1.0  # after so long a worker's last report is used
 MOST_MISSED = 10  # samples in a row, half a minute: then its event loop hangs
 _PAUSE_S = 0.01  # pause between two collections
+
+
+@dataclass(eq=False)
+class Forked:
+    """One process. `report`: its last figures; `missed`: samples since it last answered.
+
+    `ready`, `serving`, `drained`: the states that it has reached.
+    """
+
+    number: int
+    pid: int
+    last: int  # a pipe for its result at its end
+    control: socket.socket  # for connections to the engines
+    begun_s: float
+    link: WorkerLink | None = None
+    ready: bool = False
+    serving: bool = False
+    drained: bool = False
+    missed: int = 0
+    report: merge.Report | None = None
+    not_ready: str | None = None
+    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+
+
+def fork(
+    number: int,
+    count: int,
+    http: socket.socket,
+    grpc: socket.socket | None,
+    serve: Serve,
+    logging_of: Logging,
+    engines: Mapping[str, RemoteEngine] | None = None,
+) -> tuple[Forked, socket.socket]:
+    """Start a worker that takes over the sockets; return it with our end of its link."""
+    (ours, theirs), (control, taken) = socket.socketpair(), socket.socketpair()
+    last, written = os.pipe()
+    kind = EngineMember if number == ENGINE else Member
+    member = kind(number, count, theirs, taken, http, grpc, written, engines)
+    parent, taken_over = os.getpid(), [each for each in (theirs, taken, http, grpc) if each]
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(last)
+        os.close(written)
+        raise
+    if pid == 0:
+        keep = [written, *(each.fileno() for each in taken_over)]
+        become_worker(member, serve, logging_of, parent, keep)
+    os.close(written)
+    for each in taken_over:
+        each.close()
+    for each in (ours, control):
+        each.setblocking(False)
+    return Forked(number, pid, last, control, time.monotonic()), ours
+
+
+def connect_engine(front: Forked, engine: Forked, share_bytes: int) -> None:
+    """Give both processes their ends of a connection, and memory to share. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(each) for each in socket.socketpair()]
+        memory = os.memfd_create("deploykit")  # without a name, nothing of it remains
+        stack.callback(os.close, memory)
+        os.ftruncate(memory, share_bytes)
+        for each, end in zip((front, engine), ends, strict=True):
+            with contextlib.suppress(ConnectionError):  # the process has just ended
+                socket.send_fds(each.control, [b"m"], [end.fileno(), memory])
 
 
 class Hub:
@@ -249,6 +318,7 @@ class Parent:
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
+        self._drain_s = options.drain_s
         self._end_s = END_S + options.drain_s
         self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
@@ -276,7 +346,8 @@ class Parent:
             self._loop.close()
             for each in (self._http, self._grpc):
                 if each is not None:
-                    release(each)
+                    remove_path(each)
+                    each.close()
         if self._signals.count > 1 or self._signals.interrupted:
             raise KeyboardInterrupt
         if self._failure is not None:
@@ -311,7 +382,10 @@ class Parent:
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
-        await self._until(lambda: not self._workers or self._signals.count > 1, self._end_s)
+        await self._until(self._ended, self._drain_s - 2 * _POLL_S)
+        for each in filter(None, (self._http, self._grpc)):
+            remove_path(each)  # just before the workers accept the last clients of a path
+        await self._until(self._ended, self._end_s)
         for worker in self._workers.values():
             if worker.link is not None:
                 worker.link.send("abort")
@@ -321,6 +395,10 @@ class Parent:
             os.kill(worker.pid, signal.SIGKILL)
         await self._until(lambda: not self._workers, ABORT_S)
         ticking.cancel()
+
+    def _ended(self) -> bool:
+        """Return whether no worker is left, or a second signal came."""
+        return not self._workers or self._signals.count > 1
 
     async def _until(self, reached: Callable[[], bool], limit_s: float = math.inf) -> None:
         end_s = time.monotonic() + limit_s
@@ -510,3 +588,18 @@ def _crash(text: str, code: int) -> DeploykitError:
             f"{text}, as the system does where memory runs out", hint="fewer `workers`"
         )
     return DeploykitError(text)
+
+
+def last_words(pipe: int) -> object:
+    """Return the result that a worker wrote at its end: a number, an error, or nothing."""
+    with os.fdopen(pipe, "rb") as stream:
+        data = stream.read()
+    try:
+        return pickle.loads(data) if data else None  # noqa: S301 - our own child wrote it
+    except Exception as exc:  # noqa: BLE001 - an error of a library that is no value
+        return DeploykitError(f"a worker's error could not be read: {exc}")
+
+
+def how_it_ended(code: int) -> str:
+    """Return the name of the signal, or the exit code."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -52,6 +52,8 @@ def test_small_requests_are_answered_while_large_ones_wait(headers: dict[str, st
             raws = in_work(server, 6, **headers)
             for accept in ("gzip, deflate, br", "identity", "*", "gzip;q=0"):
                 assert server.ask("POST", SMALL, ROW, Accept_Encoding=accept).status == 200
+            small = gzip.compress(ROW)
+            assert server.ask("POST", SMALL, small, Content_Encoding="gzip").status == 200
             assert server.ask("GET", "/metrics").status == 200
         assert [reply and reply.status for reply in (raw.reply() for raw in raws)] == [200] * 6
 

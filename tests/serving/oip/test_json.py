@@ -35,6 +35,13 @@ from tests.support.serving.requests import (
 )
 
 
+def head_of(shape: object, size: object, datatype: str = "FP32") -> bytes:
+    """The JSON part of a request whose input has `size` bytes after it."""
+    more = {"parameters": {"binary_data_size": size}}
+    item = {"name": "x", "datatype": datatype, "shape": shape, **more}
+    return json.dumps({"inputs": [item]}).encode()
+
+
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("dtype", JSON_DTYPES)
 def test_json_inputs_and_outputs_keep_their_values(dtype: str, nested: bool) -> None:
@@ -376,13 +383,7 @@ SIGNATURE = model("string", "N", 2)
 
 
 def decode_binary(payload: bytes, shape: tuple[int, ...] = (1, 2)) -> Request:
-    item = {
-        "name": "x",
-        "datatype": "BYTES",
-        "shape": shape,
-        "parameters": {"binary_data_size": len(payload)},
-    }
-    head = json.dumps({"inputs": [item]}).encode()
+    head = head_of(shape, len(payload), "BYTES")
     return oip.decode(head + payload, len(head), SIGNATURE)
 
 
@@ -446,18 +447,7 @@ def test_strings_count_towards_the_limit_with_their_size_in_memory() -> None:
     free = signature_of([TensorSpec("x", "string", ("N",))], [], 0, LIMIT)
     payload = bytes(4 * count)
     assert len(payload) < LIMIT
-    head = json.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "x",
-                    "datatype": "BYTES",
-                    "shape": [count],
-                    "parameters": {"binary_data_size": len(payload)},
-                }
-            ]
-        }
-    ).encode()
+    head = head_of([count], len(payload), "BYTES")
     with pytest.raises(TooLarge, match="above the limit"):
         oip.decode(head + payload, len(head), free)
     item = {"name": "x", "datatype": "BYTES", "shape": [count], "data": [""] * count}
@@ -702,13 +692,7 @@ def test_a_shape_that_overflows_64_bits_is_refused(shape: list[int]) -> None:
     free = model("float32", "H", "W", max_batch=0)
     with pytest.raises(BadInput, match="elements, 'data' has 32"):
         oip.decode(request_of(shape=shape, data=[1.0] * 32), None, free)
-    item = {
-        "name": "x",
-        "datatype": "FP32",
-        "shape": shape,
-        "parameters": {"binary_data_size": 128},
-    }
-    head = json.dumps({"inputs": [item]}).encode()
+    head = head_of(shape, 128)
     with pytest.raises(BadInput, match="bytes, got 128"):
         oip.decode(head + bytes(128), len(head), free)
 
@@ -753,13 +737,7 @@ def test_binary_data_must_have_exactly_the_size_of_the_inputs(change: int, messa
 
 @pytest.mark.parametrize("size", [-4, 2**63, 15, 17, 16.0, "16", True], ids=str)
 def test_a_wrong_binary_data_size_is_refused(size: object) -> None:
-    item = {
-        "name": "x",
-        "datatype": "FP32",
-        "shape": [1, 4],
-        "parameters": {"binary_data_size": size},
-    }
-    head = json.dumps({"inputs": [item]}).encode()
+    head = head_of([1, 4], size)
     with pytest.raises(BadInput, match="is 16 bytes, got"):
         oip.decode(head + bytes(16), len(head), model())
 
@@ -822,13 +800,7 @@ def test_the_size_limit_applies_to_the_decoded_tensor() -> None:
 def test_a_claimed_binary_size_allocates_nothing() -> None:
     free = model("float32", "H", "W", max_batch=0)
     size = 2**30
-    item = {
-        "name": "x",
-        "datatype": "FP32",
-        "shape": [2, size // 8],
-        "parameters": {"binary_data_size": size},
-    }
-    head = json.dumps({"inputs": [item]}).encode()
+    head = head_of([2, size // 8], size)
     tracemalloc.start()
     try:
         with pytest.raises(BadInput, match="but 5 follow"):

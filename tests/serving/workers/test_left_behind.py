@@ -13,7 +13,7 @@ import pytest
 
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
-from deploykit.serving.workers import process
+from deploykit.serving.workers import group
 from deploykit.serving.workers.group import Hooks, Member, ServerGroup
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
@@ -95,7 +95,7 @@ def test_no_signal_interrupts_what_a_worker_cleans_up_once_its_server_has_ended(
 
 
 def test_a_second_signal_does_not_interrupt_the_end_of_a_worker() -> None:
-    signal.signal(signal.SIGTERM, process._end)
+    signal.signal(signal.SIGTERM, group._end)
     with pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)

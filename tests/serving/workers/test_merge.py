@@ -18,7 +18,7 @@ from deploykit.serving.options import ServeOptions
 from deploykit.serving.web.status import Status
 from deploykit.serving.workers import merge
 from deploykit.serving.workers import parent as hub
-from deploykit.serving.workers.process import Forked
+from deploykit.serving.workers.parent import Forked
 from tests.support.fake_engine import FakeEngine
 
 

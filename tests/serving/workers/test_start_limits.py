@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 from pathlib import Path
 
@@ -93,9 +94,11 @@ def test_a_connection_to_the_engines_that_no_file_is_left_for_is_made_once_there
     with Process(tmp_path, *options, env={"FAULT_CONNECT_S": "0.05"}) as server:
         engines, victim, _ = workers(server)
         before, (soft, _) = len(files(engines)), resource.prlimit(engines, resource.RLIMIT_NOFILE)
-        kill(server, victim)
+        os.kill(server.popen.pid, signal.SIGSTOP)  # which would start another one meanwhile
+        os.kill(victim, signal.SIGKILL)
         until(lambda: len(files(engines)) < before)
         limit_files(engines, lowest_free(engines) + left)
+        os.kill(server.popen.pid, signal.SIGCONT)
         until(lambda: logged(server, "cannot be connected") > 5)
         assert len(files(engines)) < before
         assert server.status("/v2/health/ready") in (200, 503)

@@ -23,13 +23,13 @@ def load(
 ) -> LoadResult:
     """The result of a run in which `enough` happened: a closed loop sends nothing past its end.
 
-    Where the machine stood still meanwhile, the run is repeated; `received`, in which the server
-    notes its requests, is of the last run.
+    Where the machine stood still meanwhile, the run is repeated, each time for twice as long;
+    `received`, in which the server notes its requests, is of the last run.
     """
-    for _ in range(TRIES):
+    for number in range(TRIES):
         if received is not None:
             received.clear()
-        result = load_test(url, **options)
+        result = load_test(url, **options | {"duration_s": options["duration_s"] * 2**number})
         if enough(result):
             break
     return result

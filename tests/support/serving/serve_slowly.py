@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from deploykit.serving import server
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.server import Server, run
 from deploykit.serving.workers import signals
 from tests.support.fake_engine import FakeEngine
 
@@ -40,11 +40,13 @@ def ready(_host: str, port: int, _grpc_port: int | None) -> None:
     say(port)
 
 
+server.LINGER_S, server.SOON_S = 1.0, 60.0  # the tests' machine may stand still for long
 signals.ECHO_S = float(sys.argv[2]) if len(sys.argv) > 2 else signals.ECHO_S
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
 engine = Held()
 try:
-    dropped = run(Server({"m": engine}, ServeOptions(http_port=0, max_batch=1)), ready)
+    options = ServeOptions(http_port=0, max_batch=1)
+    dropped = server.run(server.Server({"m": engine}, options), ready)
 except KeyboardInterrupt:
     sys.exit(130)
 say("dropped", dropped)
