@@ -77,6 +77,7 @@ class ExportJob:
     """A module to export.
 
     `sizes`: those of its dynamic axes in the example; they may grow. `given`: the user's example.
+    `suspects`: lines of the user's code that may have fixed or cut an axis, as the export found.
     """
 
     module: Any
@@ -85,6 +86,7 @@ class ExportJob:
     opset: int
     sizes: dict[str, int]
     given: Example = field(default_factory=Example)
+    suspects: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -157,6 +159,8 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
             return _simplify(graph), watch.decisions(job.sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
+        finally:
+            job.suspects.append(watch.suspect(job.sizes))
 
 
 def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, ...]]:
@@ -221,17 +225,6 @@ def _simplify(graph: Any) -> Any:
                 if value.shape is not None:
                     value.shape = onnxscript.ir.Shape([None] * len(value.shape))
     return optimizer.optimize(graph, input_size_limit=_FOLDED_ELEMENTS)
-
-
-def cutting_line(job: ExportJob) -> str:
-    """Return the line of the user's code by which a graph is wrong; "" if it is not known."""
-    if is_scripted(job.module):
-        return ""
-    with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
-        example, shapes = job.example(), job.dynamic_shapes()
-        with contextlib.suppress(torch.onnx.OnnxExporterError, *_RAISED):  # as the first time
-            torch.export.export(job.module, example, dynamic_shapes=shapes, strict=False)
-    return watch.suspect(job.sizes)
 
 
 def watch_calls(job: ExportJob) -> CallWatch:

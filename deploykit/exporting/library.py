@@ -6,9 +6,9 @@ segmentation and sentence-transformers make answers. What cannot be compared is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -25,20 +25,18 @@ from deploykit.core.task import (
     Task,
 )
 from deploykit.core.tensors import concrete
+from deploykit.engines.tasks.engine import TaskSteps
 from deploykit.engines.torch.files import module_errors, with_torchvision
-from deploykit.engines.torch.folder import PROCESSOR, load_processor
+from deploykit.engines.torch.folder import PROCESSOR, load_processor, without_messages
 from deploykit.engines.torch.loaded import FromBytes, Loaded
 from deploykit.engines.torch.presets import INPUT, Preset
-
-if TYPE_CHECKING:
-    from deploykit.exporting.task import Tasked
 
 torch = require("torch")
 
 _LEVELS = 1.0  # mean difference of a pixel, of 255: other decoders round otherwise
 _ROUNDING = 1e-3  # of scores and embeddings; the share of pixels with two best classes
 _FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
-_TEXTS = ("The quick brown fox jumps over the lazy dog.", "Où est-il ? Nobody knows, 12 of 34.")
+_SENTENCES = ("The quick brown fox jumps over the lazy dog.", "Où est-il ? Nobody knows, 12 of 34.")
 _CURE = "`preprocess`: a TOML file that says how images are prepared"
 
 
@@ -135,49 +133,45 @@ def _placings(processor: Any, height: int, width: int) -> Iterator[ImageInput]:
                 yield ImageInput(INPUT, height, width, rule, edge, filtered, colours)
 
 
-def check_answers(job: Tasked, model: Any, folder: Path | None, *, pooled: bool) -> tuple[str, ...]:
-    """Raise BadInput unless the library of `model` gives the answers of `job`.
+def check_answers(
+    task: Task, loaded: Loaded, model: Any, folder: Path | None, *, pooled: bool
+) -> tuple[str, ...]:
+    """Raise BadInput unless the library of `model` gives the answers of `loaded`.
 
-    `model`: as the library built it, from `folder`. `pooled`: the user chose the pooling. Return a
-    note where it was not compared.
+    `loaded`: the model behind its `task`; `model`: as the library built it, from `folder`.
+    `pooled`: the user chose the pooling. Return a note where it was not compared.
     """
-    task = job.task
-    if task is None:
-        return ()
-    transformers = type(model).__module__.startswith("transformers.")
     described = folder is not None and (folder / "modules.json").is_file()
+    library = "transformers' own answers"
+    compare: Callable[[Task, Loaded, Any, Path], float] = _by_text_pipeline
     if task.kind == EMBED:
         if pooled or not described or task.text is None:
             return ()
         library, compare = "sentence-transformers", _by_sentence_transformers
-    elif not transformers:
+    elif not type(model).__module__.startswith("transformers."):
         return ()
-    else:
-        library = "transformers' own answers"
-        compare = _by_text_pipeline if task.text else _by_image_pipeline
-        if task.kind == SEGMENT:
-            compare = _by_segmentation
+    elif task.text is None:
+        compare = _by_segmentation if task.kind == SEGMENT else _by_image_pipeline
     try:
         if folder is None:
             raise BadInput("a live module has no folder")
-        off = with_torchvision(lambda: compare(job, model, folder))
+        with without_messages():
+            off = with_torchvision(lambda: compare(task, loaded, model, folder))
     except Exception as exc:  # noqa: BLE001 - a library of any version, or none
         return (f"not compared with {library}: {first_line(exc)}",)
     if off > _ROUNDING:
         raise BadInput(
             f"`task` {task.kind}: its answers are not those of {library}: {off:.2g} off",
-            hint="export it without `task`, and make the answers of its outputs in the client",
+            hint="the library does more than a task, such as adding a prompt: export it without "
+            "`task`, and make the answers of its outputs in the client",
         )
     return ()
 
 
-def _ours(job: Tasked, folder: Path) -> np.ndarray:
-    """Return the first output for `_TEXTS`, read as a server reads them, a row each."""
-    from deploykit.engines.tasks.engine import TaskSteps
-
-    loaded, rows = job.loaded, []
-    steps = TaskSteps(cast("Task", job.task), loaded.inputs, loaded.outputs, folder)
-    for text in _TEXTS:
+def _ours(task: Task, loaded: Loaded, folder: Path) -> np.ndarray:
+    """Return the first output for `_SENTENCES`, read as a server reads them, a row each."""
+    rows, steps = [], TaskSteps(task, loaded.inputs, loaded.outputs, folder)
+    for text in _SENTENCES:
         feeds = steps.read(text).feeds
         tensors = (torch.from_numpy(feeds[spec.name]) for spec in loaded.inputs)
         with torch.inference_mode():
@@ -185,40 +179,40 @@ def _ours(job: Tasked, folder: Path) -> np.ndarray:
     return np.stack(rows)
 
 
-def _by_sentence_transformers(job: Tasked, _: Any, folder: Path) -> float:
+def _by_sentence_transformers(task: Task, loaded: Loaded, _model: Any, folder: Path) -> float:
     library = require("sentence_transformers").SentenceTransformer
-    model = library(str(folder), device="cpu", local_files_only=True)
-    theirs = model.encode(list(_TEXTS), normalize_embeddings=True)
-    return float(np.abs(_ours(job, folder) - theirs).max())
+    whole = library(str(folder), device="cpu", local_files_only=True)
+    theirs = whole.encode(list(_SENTENCES), normalize_embeddings=True)
+    return float(np.abs(_ours(task, loaded, folder) - theirs).max())
 
 
-def _by_text_pipeline(job: Tasked, model: Any, folder: Path) -> float:
+def _by_text_pipeline(task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
     library = require("transformers")
     tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     pipeline = library.TextClassificationPipeline(model=model, tokenizer=tokenizer, device="cpu")
-    found = pipeline(list(_TEXTS), top_k=None)
-    return _scores_off(found, model, _ours(job, folder))
+    found = pipeline(list(_SENTENCES), top_k=None)
+    return _scores_off(found, model, _ours(task, loaded, folder))
 
 
-def _by_image_pipeline(job: Tasked, model: Any, folder: Path) -> float:
+def _by_image_pipeline(_task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
     processor = load_processor(folder, "AutoImageProcessor")
     kind = require("transformers").ImageClassificationPipeline
     pipeline = kind(model=model, image_processor=processor, device="cpu")
-    placed, pixels = _image_of(job.loaded)
+    placed, pixels = _image_of(loaded)
     with torch.inference_mode():
         found = pipeline.postprocess(model(pixel_values=pixels), top_k=model.config.num_labels)
-        ours = job.loaded.module(placed)[0].numpy()
+        ours = loaded.module(placed)[0].numpy()
     return _scores_off([found], model, ours)
 
 
-def _by_segmentation(job: Tasked, model: Any, folder: Path) -> float:
+def _by_segmentation(_task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
     processor = load_processor(folder, "AutoImageProcessor")
-    placed, pixels = _image_of(job.loaded)
+    placed, pixels = _image_of(loaded)
     with torch.inference_mode():
         (theirs,) = processor.post_process_semantic_segmentation(
             model(pixel_values=pixels), target_sizes=[tuple(pixels.shape[2:])]
         )
-        ours = job.loaded.module(placed)[0][0]
+        ours = loaded.module(placed)[0][0]
     return float((ours != theirs).float().mean())
 
 

@@ -24,7 +24,6 @@ from deploykit.exporting.capture import (
     ExportJob,
     by_dynamo,
     by_torchscript,
-    cutting_line,
     example_sizes,
     is_scripted,
     watch_calls,
@@ -350,7 +349,7 @@ def add_cause(
     if decided:
         error.message += f"; the graph keeps what was decided at {', '.join(map(str, decided))}"
         error.hint = _BRANCH_HINT
-    elif place := cutting_line(job):
+    elif place := next(filter(None, job.suspects), ""):
         error.message += f"; a size decides at {place}"
         error.hint = hint_for(place, FREE_HINT)
 
@@ -394,6 +393,7 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
         if watch_calls(job).reads_inputs:
             raise first
         first.message = first.message.replace(DECIDES, " decides by tensors that no input changes")
+        first.hint = "keep them as Python numbers: .item() or .tolist() in __init__"
     try:
         model, frozen = by_torchscript(job, folder)
     except NotExported:

@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ _DETECTOR_HINT = (
     "backbone and head, and select the boxes outside the model"
 )
 _LINES = {  # of the user's code -> what to write instead
-    r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|\bfor .* in ": "a graph cannot hold a number of "
+    r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|`for .* in ": "a graph cannot hold a number of "
     "pieces, or rounds of a loop, that follows a size or the data: pad x to whole pieces and make "
     "these an axis, as x.unflatten(dim, (-1, length)) does, and compute along it; or give the axis "
     "a fixed size",
@@ -349,8 +349,8 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
     wrote to, by name. `suspects`: what torch's exporter is known to write wrongly, and the rewrite,
-    by line. `types`: of all tensors. `reads_inputs`: Python read a value, or a size, that follows
-    the inputs' values, so that these decide what runs.
+    by line. `types`: of all tensors. `value_read`: the running call read a value. `reads_inputs`:
+    Python got a value, or a size, that follows the inputs' values, so that these decide what runs.
     """
 
     def __init__(self, module: Any) -> None:
@@ -359,7 +359,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         self.lines: dict[str, str] = {}
         self.suspects: dict[str, tuple[str, str]] = {}
         self.types: set[str] = set()
-        self.ended = self._read = False
+        self.ended = self._read = self.value_read = False
         self._inputs: tuple[Any, ...] = ()
         self._following: dict[int, Any] = {}  # the inputs, and what was computed of them
         self.random = ""
@@ -395,18 +395,26 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         if any(_memory(each) in self._following for each in tensors):
             made = torch.utils._pytree.tree_leaves(found)
             self._read |= torch.Tag.dynamic_output_shape in func.tags
-            self._read |= any(isinstance(each, (bool, int, float)) for each in made)
+            self.value_read |= any(isinstance(each, (bool, int, float)) for each in made)
             self._follow([*made, *tensors[: func._schema.is_mutable]])
         return found
 
-    def of(self, inputs: Sequence[Any]) -> CallWatch:
-        """Follow `inputs`, and return the watch itself."""
+    @contextlib.contextmanager
+    def of(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """Follow `inputs` while the block runs."""
         self._inputs = tuple(  # zeros hide what dropout does
             torch.randn_like(each) if each.is_floating_point() and not each.any() else each.clone()
             for each in inputs
         )
         self._follow(inputs)
-        return self
+        with _PythonCalls(self), self:
+            yield
+
+    def note_result(self, found: Any) -> None:
+        """Note what Python got of a call: a value that was read, unless torch only checked it."""
+        leaves = torch.utils._pytree.tree_leaves(found)
+        self._read |= self.value_read and not any(isinstance(x, torch.Tensor) for x in leaves)
+        self.value_read = False
 
     def _follow(self, values: Sequence[Any]) -> None:
         tensors = [each for each in values if isinstance(each, torch.Tensor)]
@@ -454,6 +462,20 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
                 f"remove_parametrizations(layer, '{name}') before the export"
             )
         error.hint = error.hint or rewrite_for(operator)
+
+
+class _PythonCalls(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
+    """Tells `watch` what each call of torch from Python returns."""
+
+    def __init__(self, watch: CallWatch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        self.watch.note_result(found)
+        return found
 
 
 def _memory(tensor: Any) -> int:

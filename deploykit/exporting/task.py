@@ -140,7 +140,8 @@ def with_task(
         job = _with_text(source, options)
         folder = job.tokenizer and job.tokenizer.parent
     chosen = options.pooling is not None
-    notes = check_answers(job, own_module(source.loaded), folder, pooled=chosen)
+    model = own_module(source.loaded)
+    notes = check_answers(job.task, job.loaded, model, folder, pooled=chosen) if job.task else ()
     return replace(job, notes=job.notes + notes)
 
 
@@ -181,7 +182,8 @@ def _with_image(
     from deploykit.exporting.library import check_pixels, preset_of_folder
 
     kind, loaded = options.kind, source.loaded
-    preset, compared = loaded.preset, ()
+    preset = loaded.preset
+    compared: tuple[str, ...] = ()
     text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
     if text or len(loaded.inputs) > 1:
         readers = " or ".join(each.name for each in KINDS.values() if "text" in each.takes)

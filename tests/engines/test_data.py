@@ -201,31 +201,24 @@ def torch_archive() -> bytes:
     return content.getvalue()
 
 
-TORCH = torch_archive()
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "what", "cure"),
+    ("name", "content"),
     [
-        ("a.csv", b"1,2,3\n4,5,6\n", "is a text file", "numpy.save('a.npy', numpy.loadtxt('a.csv'"),
-        ("a.txt", "ü 1\r\n".encode(), "is a text file", "converts a CSV file"),
-        ("a.npz", b"1 2 3", "is a text file", "converts a CSV file"),
-        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(99), "is a single image", "the folder"),
-        ("a.npz", b"\xff\xd8\xff\xe0" + bytes(99), "is a single image", "the folder"),
-        ("a.tif", b"II*\0" + bytes(99), "is a single image", "the folder"),
-        ("m.onnx", b"\x08\x08\x12\x07pytorch", "is a model \\(onnx\\)", "data is an .npz"),
-        ("m.pt", b"\x80\x02}q\0.", "is a model \\(torch\\)", "data is an .npz"),
-        ("m.npz", TORCH, "is a model \\(torch\\), not data", "data is an .npz"),
-        ("m.trt", b"ftrt" + bytes(60), "is a model \\(tensorrt\\)", "data is an .npz"),
+        ("a.csv", b"1,2,3\n4,5,6\n"),
+        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(99)),
+        ("m.onnx", b"\x08\x08\x12\x07pytorch"),
+        ("m.npz", torch_archive()),
     ],
 )
-def test_what_is_taken_for_data_is_named_with_a_cure(
-    tmp_path: Path, name: str, content: bytes, what: str, cure: str
+def test_another_file_is_refused_with_what_data_is(
+    tmp_path: Path, name: str, content: bytes
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadInput, match=f"{name}: {what}") as caught:
+    with pytest.raises(
+        BadInput, match=f"{name}: is not a readable .npz file|no array 'x'"
+    ) as caught:
         read_samples(tmp_path / name, (X,))
-    assert cure in str(caught.value.hint)
+    assert caught.value.hint
 
 
 def test_data_that_memory_has_no_room_for_are_not_called_damaged(

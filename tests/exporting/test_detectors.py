@@ -14,7 +14,6 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.engines.engine import load  # noqa: E402
-from deploykit.exporting import capture  # noqa: E402
 from deploykit.exporting.export import export  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -78,31 +77,6 @@ def test_a_branch_of_the_user_s_own_is_still_refused(tmp_path: Path, select: Any
             inputs=["images:float32[1,3,8,8]"],
             out=tmp_path / "m.onnx",
         )
-
-
-def test_a_constant_that_the_optimizer_lost_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's optimizer does so to Faster R-CNN, when it infers shapes."""
-    ir = capture.onnxscript.ir
-    optimize = capture.optimizer.optimize
-
-    def graph() -> Any:
-        shape = ir.tensor(np.array([4], np.int64), name="shape")
-        value = ir.Value(name="shape", const_value=shape)
-        x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2, 2]))
-        node = ir.Node("", "Reshape", [x, value])
-        inner = ir.Graph(
-            [x], node.outputs, nodes=[node], initializers=[value], opset_imports={"": 20}
-        )
-        return ir.Model(inner, ir_version=10)
-
-    def losing(model: Any, **options: Any) -> Any:
-        if options["onnx_shape_inference"]:
-            model.graph.initializers.pop("shape")
-            return model
-        return optimize(model, **options)
-
-    monkeypatch.setattr(capture.optimizer, "optimize", losing)
-    assert "shape" in capture._simplify(graph).graph.initializers
 
 
 GROWS = """

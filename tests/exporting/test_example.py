@@ -74,6 +74,12 @@ def by_constants(me: Any, x: Any) -> Any:
     return torch.cat(columns, 1)
 
 
+def by_constants_next_to_checks(me: Any, x: Any) -> Any:
+    ready = torch.tensor(True)
+    place = functional.one_hot(x.argmax(-1), x.shape[-1])  # torch itself looks for wrong ids
+    return x + place if ready else x
+
+
 BOXES = torch.tensor([[[0, 1, 5, 9]] * 6, [[2, 2, 4, 30]] * 6])
 WAVE, INDEX = torch.randn(2, 4000), torch.tensor([[0, 1, 2, 0, 1]] * 2)
 EXPORTED: dict[str, tuple[Any, int, Any, dict[str, Any]]] = {
@@ -85,6 +91,7 @@ EXPORTED: dict[str, tuple[Any, int, Any, dict[str, Any]]] = {
     "a largest size by the user": (positions, 0, {"x": torch.randn(2, 32)}, {"x": {1: "T<=32"}}),
     "len and int of a size": (by_len, 6, {"x": torch.randn(3, 6)}, {}),
     "a branch on constants": (by_constants, 0, {"x": torch.rand(2, 2)}, {}),
+    "next to torch's checks": (by_constants_next_to_checks, 0, {"x": torch.rand(2, 4)}, {}),
 }  # fmt: skip
 
 

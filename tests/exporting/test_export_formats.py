@@ -164,16 +164,6 @@ def test_the_inputs_of_a_folder_are_those_of_its_model(
     assert " ".join(map(str, load_folder(tmp_path, None, ()).inputs)) == specs
 
 
-def test_the_folders_own_processor_decides_where_the_configuration_does_not(
-    transformers: Any, tmp_path: Path
-) -> None:
-    kind = with_torchvision(lambda: transformers.WhisperForAudioClassification)
-    kind(transformers.WhisperConfig(**{**HEARS, "num_mel_bins": 8})).save_pretrained(tmp_path)
-    transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(tmp_path)
-    loaded = load_folder(tmp_path, None, ())
-    assert [str(spec) for spec in loaded.inputs] == ["input_features:float32[N,8,100]"]
-
-
 def rewritten(folder: Path, to: Path, **changes: object) -> Path:
     """A copy of `folder` with other values in its config.json; None removes a key."""
     to.mkdir()

@@ -17,6 +17,7 @@ needs("onnxscript", "transformers", "tokenizers")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.extras import installed  # noqa: E402
 from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.task import TaskOutputs, TextInput  # noqa: E402
 
@@ -223,6 +224,8 @@ def test_an_embedding_is_pooled_as_its_folder_or_the_user_says(
     import transformers
 
     made = dk.export(sentences, out=tmp_path / "e.onnx", task="embed", pooling=pooling)
+    compares = installed("sentence_transformers") or pooling is not None
+    assert any("not compared with sentence-transformers" in n for n in made.notes) is not compares
     assert made.manifest.task is not None
     assert made.manifest.task.text is not None
     assert made.manifest.task.text.max_length == 12

@@ -164,6 +164,6 @@ def test_answers_are_those_of_transformers(kind: str, more: dict[str, Any], tmp_
     for weight in other.parameters():
         torch.nn.init.normal_(weight)
     with pytest.raises(BadInput, match=f"`task` {kind}: its answers are not those of transformers"):
-        check_answers(job, other, folder, pooled=False)
-    (note,) = check_answers(job, other, None, pooled=False)
+        check_answers(job.task, job.loaded, other, folder, pooled=False)
+    (note,) = check_answers(job.task, job.loaded, other, None, pooled=False)
     assert "not compared with transformers' own answers: a live module has no folder" in note

@@ -12,7 +12,7 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
 from deploykit.core.errors import BadInput, GateFailed  # noqa: E402
 from deploykit.exporting.export import export  # noqa: E402
-from deploykit.exporting.reasons import SizeWatch, _always  # noqa: E402
+from deploykit.exporting.reasons import SizeWatch, _always, explain  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -178,3 +178,10 @@ def test_pieces_as_an_axis_are_exported(tmp_path: Path) -> None:
     assert made.manifest.evidence.parity is not None
     assert made.manifest.evidence.parity.passed
     assert not [note for note in made.notes if "sizes" in note]
+
+
+def test_an_inequality_of_sizes_that_torch_cannot_solve_is_no_last_word() -> None:
+    """As SEW-D's: with torch's own names for the axes it is traced."""
+    error = explain(AssertionError("Expected op to be '==', got <= for T // 2 <= 4"), [], {})
+    assert error.fixed
+    assert "Expected op" in error.message

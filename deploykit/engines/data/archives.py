@@ -18,14 +18,13 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy
 
-from deploykit.core.artefact import sniff
-from deploykit.core.errors import BadInput, DeploykitError, first_line
+from deploykit.core.errors import BadInput, first_line
 from deploykit.core.files import check_readable
 from deploykit.core.memory import does_not_fit
 
-_DATA = "data is an .npz or .npy file, or a folder of images"
-_IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
-_TEXT = bytes((*range(9, 14), *range(32, 256)))
+_DATA = (
+    "data is an .npz or .npy file, which numpy.savez and numpy.save write, or a folder of images"
+)
 _DAMAGED = (
     ValueError,
     OSError,
@@ -104,34 +103,9 @@ def damage(path: Path) -> Iterator[None]:
     except _DAMAGED as exc:
         if isinstance(exc, MemoryError) and "allocate" in str(exc):  # an array, not the parser
             raise does_not_fit(path, first_line(exc)) from exc
-        _refuse_other(path)
         kind = ".npy" if path.suffix == ".npy" else ".npz"
-        raise BadInput(f"{path}: is not a readable {kind} file: {first_line(exc)}") from exc
-
-
-def _refuse_other(path: Path) -> None:
-    """Raise BadInput if `path` is an image, a model or text."""
-    try:
-        with path.open("rb") as handle:
-            head = handle.read(512)
-    except OSError:
-        return
-    if head.startswith(_IMAGE_STARTS):
-        raise BadInput(
-            f"{path}: is a single image", hint="give the folder that contains the images"
-        )
-    try:
-        kind = sniff(path)
-    except DeploykitError:
-        kind = ""
-    if kind:
-        raise BadInput(f"{path}: is a model ({kind}), not data", hint=_DATA)
-    if not head.translate(None, _TEXT):
-        raise BadInput(
-            f"{path}: is a text file, not data",
-            hint=f"numpy.save('{path.stem}.npy', numpy.loadtxt('{path.name}', delimiter=',', "
-            "dtype='float32')) converts a CSV file; axis 0 is the samples",
-        )
+        what = f"{path}: is not a readable {kind} file: {first_line(exc)}"
+        raise BadInput(what, hint=_DATA) from exc
 
 
 def _header(where: str, member: IO[bytes], file_bytes: int, name: str = "") -> Header:

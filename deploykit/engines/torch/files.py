@@ -109,7 +109,6 @@ _WEIGHT_KEYS = (
     "weights",
     "ema",
 )
-_PICKLE_AND_INPUTS = "`allow_pickle`, and `inputs` for each input, as 'x:float32[N,3,224,224]'"
 _REFUSED = re.compile(r"GLOBAL (\S+)")  # torch's message names the object that the pickle needs
 _VERBOSE = (  # these log a traceback for a damaged .pt2 before they raise
     "torch.export",
@@ -151,11 +150,8 @@ class Content:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
-    """Open `path` by its content. Raises NotFound, BadInput; MissingExtra for `.safetensors`.
-
-    `described`: whether the inputs are known; if not, an error asks for them too.
-    """
+def read(path: Path, *, allow_pickle: bool) -> Content:
+    """Open `path` by its content. Raises NotFound, BadInput; MissingExtra for `.safetensors`."""
     kind = sniff(path)
     if kind == "safetensors":
         library, load_file = require("safetensors"), require("safetensors.torch").load_file
@@ -172,11 +168,10 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
     if form == "pickle":
         return _classify(path, *_unpickle(path, allow_pickle=allow_pickle))
     if not allow_pickle:
-        needed = "`allow_pickle`" if described or form == "torch.export" else _PICKLE_AND_INPUTS
         raise RunsCode(
             f"{path}: is a {form} file, and loading it may run code stored in it, so it was not "
             "loaded",
-            hint=f"if you trust whoever made the file: {needed}; else ask for the weights "
+            hint="if you trust whoever made the file: `allow_pickle`; else ask for the weights "
             "alone and name what builds the model with `arch`",
         )
     with module_errors(f"{path}: cannot be loaded as {form}"), quiet(*_VERBOSE):

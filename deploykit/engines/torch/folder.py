@@ -5,12 +5,11 @@ The model is a class of the installed transformers; code in the folder never run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
@@ -26,7 +25,6 @@ torch = require("torch")
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 PROCESSOR = "preprocessor_config.json"
-_SOUNDS = ("input_values", "input_features")
 _USUAL_CHANNELS = 3
 
 
@@ -82,25 +80,32 @@ def load_folder(
     return replace(loaded, model_class=f"transformers.{name}")
 
 
-def _load(folder: Path, found: Any) -> Any:
+@contextmanager
+def without_messages() -> Iterator[None]:
+    """Keep transformers from writing messages and progress bars."""
     logging = require("transformers.utils.logging")
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"):
-            module, report = with_torchvision(
-                lambda: found.from_pretrained(
-                    folder,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    dtype=torch.float32,
-                    output_loading_info=True,
-                )
-            )
+        with quiet("transformers", "sentence_transformers"):
+            yield
     finally:
         if bars:
             logging.enable_progress_bar()
+
+
+def _load(folder: Path, found: Any) -> Any:
+    with module_errors(f"{folder}: transformers cannot load it"), without_messages():
+        module, report = with_torchvision(
+            lambda: found.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        )
     wrong = {
         key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
     }
@@ -117,16 +122,18 @@ def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
     if main == "input_ids":
         names = [name for name in ("input_ids", "attention_mask") if name in known]
         return (*(make_spec(name, "int64", ["N", "T"]) for name in names), *after)
-    shape = _stated_shape(main, module.config) if main == "pixel_values" else None
-    shape = shape or _made_shape(folder, main) or _stated_shape(main, module.config)
+    shape = _shape_of(main, module.config, read_settings(folder, PROCESSOR))
     if shape is None:
         where = f"{folder} ({type(module).__name__}, main input '{main}')"
         raise undescribed(where, inputs=True)
     return (make_spec(main, "float32", ["N", *shape]), *after)
 
 
-def _stated_shape(main: str, config: Any) -> list[int | str] | None:
-    """Return the shape of one sample of the input `main` by the model's configuration."""
+def _shape_of(main: str, config: Any, processor: dict[str, Any]) -> list[int | str] | None:
+    """Return the shape of one sample of the input `main`; None where the folder does not say it.
+
+    `processor`: the settings of the folder's own processor of images.
+    """
     inner = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
     parts = [part for part in (config, *inner) if part is not None]
 
@@ -135,6 +142,8 @@ def _stated_shape(main: str, config: Any) -> list[int | str] | None:
         return next((each for each in found if each is not None), None)
 
     size, bins = stated("image_size"), stated("num_mel_bins")
+    if size is None:
+        size = processor.get("crop_size") or processor.get("size")
     if main == "pixel_values":
         size = [size.get("height"), size.get("width")] if isinstance(size, dict) else size
         pair = [size, size] if isinstance(size, int) else list(size or ())
@@ -152,27 +161,9 @@ def _stated_shape(main: str, config: Any) -> list[int | str] | None:
     return [1, "T", bins] if bins else None
 
 
-def _made_shape(folder: Path, main: str) -> list[int | str] | None:
-    """Return the shape that the folder's own processor gives to an image or to sound."""
-    if not (folder / PROCESSOR).is_file() or main not in ("pixel_values", *_SOUNDS):
-        return None
-    if main in _SOUNDS:
-        found = load_processor(folder, "AutoFeatureExtractor")
-        rate = found.sampling_rate
-        items = [{"raw_speech": np.zeros(rate * seconds, np.float32)} for seconds in (1, 2)]
-        options: dict[str, Any] = {"sampling_rate": rate}
-    else:
-        found, options = load_processor(folder, "AutoImageProcessor"), {}
-        items = [{"images": np.zeros((*size, 3), np.uint8)} for size in ((300, 400), (400, 300))]
-    with module_errors(folder / PROCESSOR):
-        made = [found(**each, **options, return_tensors="np")[main].shape[1:] for each in items]
-    names = ("C", "H", "W") if main == "pixel_values" else ("T", "T_2", "T_3")
-    return [a if a == b else name for a, b, name in zip(*made, names, strict=False)]
-
-
 def load_processor(folder: Path, kind: str) -> Any:
     """Load the processor of images or sound in `folder`. Raises BadInput, MissingExtra."""
-    with module_errors(folder / PROCESSOR), quiet("transformers"):
+    with module_errors(folder / PROCESSOR), without_messages():
         library = getattr(require("transformers"), kind)
         return with_torchvision(lambda: library.from_pretrained(folder, local_files_only=True))
 

@@ -198,7 +198,7 @@ def load_module(
     """
     if path.is_dir():
         return load_folder(path, arch, inputs, example)
-    content = read(path, allow_pickle=allow_pickle, described=bool(inputs))
+    content = read(path, allow_pickle=allow_pickle)
     if content.source == "checkpoint":
         return _from_checkpoint(path, content, arch, inputs)
     if content.source in _WHOLE_MODELS:

@@ -167,10 +167,8 @@ def _candidates(names: Collection[str], file: Path) -> Iterator[tuple[str, str]]
         named = sorted((each for each in timm.list_models() if each in file.name), key=len)
         yield from (("timm.", name) for name in reversed(named))
         parts = {part for name in names for part in name.split(".") if not part.isdigit()}
-        texts = {
-            each: inspect.getsource(getattr(timm.models, each)) for each in timm.list_modules()
-        }
-        by_parts = sorted(texts, key=lambda each: -sum(part in texts[each] for part in parts))
+        code = {each: inspect.getsource(getattr(timm.models, each)) for each in timm.list_modules()}
+        by_parts = sorted(code, key=lambda each: -sum(part in code[each] for part in parts))
         for family in by_parts:
             of_family = sorted(timm.list_models(module=family), key=len)
             yield from ((f"timm.{family}", name) for name in of_family)
