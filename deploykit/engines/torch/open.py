@@ -30,7 +30,7 @@ from deploykit.engines.torch.files import (
 )
 from deploykit.engines.torch.folder import load_folder
 from deploykit.engines.torch.loaded import Loaded, before, by_position, describe_module, undescribed
-from deploykit.engines.torch.outputs import adapt, binding, describe
+from deploykit.engines.torch.outputs import adapt, binding, flatten_outputs, output_names
 from deploykit.engines.torch.presets import Preset, preset_of
 from deploykit.engines.torch.weights import build_module, copy_weights, in_float32
 
@@ -60,9 +60,26 @@ def _from_program(
         args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
         return args, kwargs
 
-    limits = _limits(where, program, axes)
+    answers = [values.get(name, name) for name in program.graph_signature.user_outputs]
+    found = flatten_outputs(pytree.tree_unflatten(answers, program.call_spec.out_spec))
+    if not found:
+        raise BadInput(f"{where}: the model returns no tensor")
+    fixed = {symbol: size for symbol, size in axes.items() if isinstance(size, int)}
+    outputs = []
+    taken = {spec.name for spec in inputs}
+    own_names = output_names([place for place, _ in found], taken)
+    for name, (_, tensor) in zip(own_names, found, strict=True):
+        shape: list[int | str] = []
+        for at, size in enumerate(tensor.shape):
+            left = size if isinstance(size, int) else size.node.expr.subs(fixed)
+            if not isinstance(size, int) and size.node.expr in axes:
+                shape.append(axes[size.node.expr])
+            else:
+                shape.append(
+                    int(left) if isinstance(left, int) or left.is_Integer else f"{name}_{at}"
+                )
+        outputs.append(make_spec(name, _dtype(tensor), shape))
     module = adapt(program.module(), bind, len(names))
-    found = describe(where, module, inputs, example or Example())
     notes = tuple(
         f"axis {axis} takes only sizes of the form {_SYMBOL.sub('k', str(expression))}"
         for expression, axis in axes.items()
@@ -71,11 +88,11 @@ def _from_program(
     return Loaded(
         module,
         tuple(inputs),
-        found.outputs,
+        tuple(outputs),
         content.source,
         ran_pickle=content.ran_pickle,
         notes=notes,
-        limits=limits,
+        limits=_limits(where, program, axes),
         example=example or Example(),
     )
 
