@@ -183,11 +183,11 @@ def test_routes_that_take_little_take_no_large_documents(server: Running) -> Non
         (b'{"ready":true}', {"Content_Encoding": "br"}, 415),
         (gzip.compress(bytes(1 << 20)), {"Content_Encoding": "gzip"}, 413),
     ],
+    ids=["gzip", "utf-16", "br", "gzip-too-large"],
 )
 def test_every_body_is_read_as_its_headers_say(
     server: Running, body: bytes, headers: dict[str, str], status: int
 ) -> None:
-    """Only inference was unpacked."""
     assert server.ask("POST", "/v2/repository/index", body, **headers).status == status
 
 
