@@ -46,7 +46,8 @@ typedef struct object {
     pthread_t thread; /* that captures */
 } object;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+/* Recursive: Python may collect an engine of TensorRT, which gives its memory back, in a callback that runs under the lock. */
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static context contexts[MOST_DEVICES];
 static object *objects;
