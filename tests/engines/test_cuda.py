@@ -34,6 +34,16 @@ def test_device_is_chosen_anew_for_every_call_as_another_thread_may_make_it() ->
         assert cuda.names("use", "enqueue", "wait") == ["use", "enqueue", "use", "wait"] * 3
 
 
+def test_a_context_of_tensorrt_may_be_collected_while_work_on_the_device_runs() -> None:
+    cuda = FakeCuda()
+    cuda.use()
+    taken, stream = list[bool](), cuda.open_stream()
+    cuda.push(stream, "enqueue", lambda: taken.append(cuda.take(64)))
+    cuda.wait_stream(stream)
+    cuda.close_stream(stream)
+    assert taken == [True]
+
+
 def test_no_rows_are_computed_without_a_copy() -> None:
     cuda = FakeCuda()
     with pipeline(cuda) as run:
