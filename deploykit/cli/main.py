@@ -115,8 +115,7 @@ def script() -> NoReturn:
         _exit_interrupted()
     except _Terminated:
         _exit(_EXIT_TERMINATED)
-    except BrokenPipeError:
-        _drop_output()  # the reader of the pipe has ended: `deploykit ... | head`
+    except BrokenPipeError:  # the reader of the pipe has ended: `deploykit ... | head`
         _exit(0)
     except Exception as exc:  # noqa: BLE001 - every error becomes a line and a code
         if "--debug" in sys.argv:
@@ -139,11 +138,12 @@ def _run(words: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Discard the rest of stdout, which cannot be written; else Python fails at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Discard what cannot be written; else Python fails at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _exit_interrupted() -> NoReturn:
@@ -153,6 +153,7 @@ def _exit_interrupted() -> NoReturn:
 
 def _exit(code: int) -> NoReturn:
     """Exit and ignore further signals, which could change the code or print a traceback."""
+    _drop_output()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)

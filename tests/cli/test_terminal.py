@@ -153,8 +153,9 @@ def ran_by_shell(
 ) -> subprocess.CompletedProcess[str]:
     """`command` with {} in place of `deploykit WORDS`."""
     line = command.format(" ".join(map(str, [*DEPLOYKIT, *words])))
+    environment = os.environ | {"PYTHONUNBUFFERED": ""} | variables  # as users have it
     return subprocess.run(
-        line, shell=True, check=False, capture_output=True, text=True, env=os.environ | variables
+        line, shell=True, check=False, capture_output=True, text=True, env=environment
     )
 
 

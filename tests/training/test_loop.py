@@ -226,6 +226,8 @@ def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
     if not hasattr(backends.cuda.matmul, "fp32_precision"):
         pytest.skip(f"torch {torch.__version__} has the older switch only")
     places: list[Any] = [backends.cuda.matmul, backends.cudnn.conv]
+    older: list[Any] = [backends.cuda.matmul, backends.cudnn]
+    allowed = [each.allow_tf32 for each in older]
     before = [each.fp32_precision for each in places]
     try:
         places[0].fp32_precision, places[1].fp32_precision = matmul, conv
@@ -234,5 +236,7 @@ def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
             assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == on
         assert [each.fp32_precision for each in places] == [matmul, conv]
     finally:
+        for each, allows in zip(older, allowed, strict=True):
+            each.allow_tf32 = allows  # else a later export fails to read it
         for each, value in zip(places, before, strict=True):
             each.fp32_precision = value

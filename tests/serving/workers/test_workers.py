@@ -157,6 +157,7 @@ def test_each_worker_may_open_as_many_files_as_the_system_allows(tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
 
     with Process(tmp_path, *TWO, before=limit) as server:
+        until(lambda: b"process_max_fds" in server.ask("GET", "/metrics")[2])
         assert server.gauge("process_max_fds") == 2 * min(hard, 1 << 14)
 
 
