@@ -76,9 +76,17 @@ def compare(
 
     if is_report(a) or (b is not None and is_report(b)):
         _refuse(
-            given, "two reports", data=None, batch=None, axis=None, max_error=None, arch=None,
-            allow_pickle=False, device="cpu", trust=False,
-        )  # fmt: skip
+            given,
+            "two reports",
+            data=None,
+            batch=None,
+            axis=None,
+            max_error=None,
+            arch=None,
+            allow_pickle=False,
+            device="cpu",
+            trust=False,
+        )
         from deploykit.reporting.compare import compare_reports
 
         if b is None:
@@ -162,9 +170,16 @@ def predict(
                 raise NotFound(f"{each}: no such file", hint="a sentence goes with `text`")
         with Progress("predict") as progress:
             answered = predicting.predict_items(
-                engine, files, text=sentences, out=out, device=device, trust=trust, force=force,
-                on_progress=progress if out else lambda *_: None, on_note=output.note_line,
-            )  # fmt: skip
+                engine,
+                files,
+                text=sentences,
+                out=out,
+                device=device,
+                trust=trust,
+                force=force,
+                on_progress=progress if out else lambda *_: None,
+                on_note=output.note_line,
+            )
         count = len(answered.items)
         shown = [_wrote(out, count, "items", answered)] if out else tables.answered(answered)
         output.show(answered, shown, as_json=as_json)
@@ -277,11 +292,18 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
     usual_s = QUICK_S if options["quick"] else FULL_S
     with Progress("bench") as progress, redirect_stdout(sys.stderr):  # stages may print
         result = bench_pipeline(
-            engines[0], options["data"], batches=batches, device=options["device"],
-            seconds=usual_s if seconds is None else seconds, trust=options["trust"],
-            out=options["out"], force=options["force"], command=output.command_line(),
-            on_progress=progress, on_note=output.note_line,
-        )  # fmt: skip
+            engines[0],
+            options["data"],
+            batches=batches,
+            device=options["device"],
+            seconds=usual_s if seconds is None else seconds,
+            trust=options["trust"],
+            out=options["out"],
+            force=options["force"],
+            command=output.command_line(),
+            on_progress=progress,
+            on_note=output.note_line,
+        )
     output.show(result, tables.report(result, options["out"]), as_json=as_json)
 
 

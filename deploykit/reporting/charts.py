@@ -205,8 +205,10 @@ def _draw_chart(chart: Chart) -> str:
             lines.append(f'<path class="flag" d="{path.format(_px(at))}"/>')
             keys.append(_key('<path class="flag" d="M0 6H34"/>', label[1]))
     still += _mark_labels([mark for one in series for mark in one.marks], x_axis, y_axis)
-    names = [label + ", log scale" * axis.log
-             for label, axis in ((chart.y_label, y_axis), (chart.x_label, x_axis))]  # fmt: skip
+    names = [
+        label + ", log scale" * axis.log
+        for label, axis in ((chart.y_label, y_axis), (chart.x_label, x_axis))
+    ]
     stretched = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">{"".join(lines)}</svg>'
     return (
         f'<ul class="legend">{"".join(keys)}</ul><p class="axis-name">{escape(names[0])}</p>'

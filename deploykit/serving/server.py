@@ -121,9 +121,13 @@ class Server:
             loopback = is_loopback(self.host)
             access = AccessControl(options, loopback=loopback, public=FILES)
             self.repository = ModelRepository(
-                models, options, deliver=self._deliver, call_soon=self._loop.call_soon,
-                processes=group.count, make_model=group.make_model,
-            )  # fmt: skip
+                models,
+                options,
+                deliver=self._deliver,
+                call_soon=self._loop.call_soon,
+                processes=group.count,
+                make_model=group.make_model,
+            )
             self.repository.add_pipelines(pipelines or {}, self._loop, group.count)
             self.grpc_port: int | None = None
             if options.grpc_port is not None and not group.runs_engines:
@@ -134,9 +138,12 @@ class Server:
             raise
         self._offload = ThreadOffload(self._loop, threads=2, run=self._finished.run)
         self._routes = Routes(
-            self.repository, self._offload,
-            scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,
-        )  # fmt: skip
+            self.repository,
+            self._offload,
+            scheme="https" if tls else "http",
+            group=group,
+            grpc_port=self.grpc_port,
+        )
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
         self.repository.add_metrics(partial(self._samples, memory))
         self._listener = Listener(
@@ -149,13 +156,19 @@ class Server:
             from deploykit.serving.http2.connection import Http2Limits
 
             grpc_limits = grpc_limits or Http2Limits(
-                stall_s=options.stall_s, idle_s=options.idle_s,
+                stall_s=options.stall_s,
+                idle_s=options.idle_s,
                 max_age_s=options.max_connection_age_s or math.inf,
-            )  # fmt: skip
+            )
             self._grpc = GrpcPort(
-                self.repository, options, access, memory, self._offload,
-                grpc_limits.divided(group.count), group,
-            )  # fmt: skip
+                self.repository,
+                options,
+                access,
+                memory,
+                self._offload,
+                grpc_limits.divided(group.count),
+                group,
+            )
             tls = tls_context(options, _PROTOCOLS[1])
             self._acceptors.append(accept(self._sockets[1], self._grpc, tls))
         self._access = access

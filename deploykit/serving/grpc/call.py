@@ -520,9 +520,14 @@ class GrpcCall(Stream):
         shared.replies[status] += 1
         if shared.records:
             shared.record(
-                quote(self.head.path)[1:-1], status, self._begun_s, self.head.trace, self.about,
-                self.link.transport, failed=status != "OK",
-            )  # fmt: skip
+                quote(self.head.path)[1:-1],
+                status,
+                self._begun_s,
+                self.head.trace,
+                self.about,
+                self.link.transport,
+                failed=status != "OK",
+            )
 
     def _end(self, block: bytes) -> None:
         if self.gone or self.trailers is not None:

@@ -144,9 +144,11 @@ class Listener(Port):
         self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
         self.lines = StatusLines()
         self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
-            NEW: limits.header_s, IDLE: limits.idle_s, HEAD: limits.header_s,
+            NEW: limits.header_s,
+            IDLE: limits.idle_s,
+            HEAD: limits.header_s,
             LINGERING: limits.linger_s,
-        }  # fmt: skip
+        }
 
     def connect(self) -> HttpConnection:
         return HttpConnection(self)
@@ -227,9 +229,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     def record(self, exchange: Exchange, status: int) -> None:
         head = exchange.head
         self.listener.record(
-            f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}", str(status), exchange.begun_s,
-            head.trace, exchange.about, self._transport, failed=status >= 400,
-        )  # fmt: skip
+            f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}",
+            str(status),
+            exchange.begun_s,
+            head.trace,
+            exchange.about,
+            self._transport,
+            failed=status >= 400,
+        )
 
     # -- asyncio ---------------------------------------------------------------------------------
 

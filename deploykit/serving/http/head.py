@@ -153,11 +153,18 @@ class HeadReader:
         elif length is not None and length > self._max_body_bytes:
             self._refuse(413, message_of(body_too_large(self._max_body_bytes)))
         return Head.of(
-            method, target, path, headers,
-            host=host, keep_alive=self._keep_alive, old=old, length=length,
+            method,
+            target,
+            path,
+            headers,
+            host=host,
+            keep_alive=self._keep_alive,
+            old=old,
+            length=length,
             expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
-            cors=self._access.cors_headers(origin, host, headers), refusal=self._refused,
-        )  # fmt: skip
+            cors=self._access.cors_headers(origin, host, headers),
+            refusal=self._refused,
+        )
 
 
 class SizedBody:

@@ -181,9 +181,12 @@ class Inference:
 
     def _offload_decoding(self) -> None:
         self.route.offload(
-            self.decode_large, self._on_decode, lane=self.lane, peer=self.client.peer,
+            self.decode_large,
+            self._on_decode,
+            lane=self.lane,
+            peer=self.client.peer,
             limit_s=self.left_s(),
-        )  # fmt: skip
+        )
 
     def _discard(self) -> None:
         self._source = None
@@ -219,9 +222,12 @@ class Inference:
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
             self.route.offload(
-                self.encode, self._reply, lane=self.lane, peer=client.peer,
+                self.encode,
+                self._reply,
+                lane=self.lane,
+                peer=client.peer,
                 limit_s=self.encode_s(),
-            )  # fmt: skip
+            )
         except Overloaded as exc:
             self.fail(exc)
 

@@ -230,9 +230,18 @@ class ServedModel:
         wait_us = request.timeout_us or limit_us
         wait_us = wait_us if wait_us < limit_us else limit_us
         pending = Pending(
-            request.feeds, request.rows, key, done, now_us, now_us + wait_us, now_us + limit_us,
-            request.priority, trace, now_us - started_us, id=request.id,
-        )  # fmt: skip
+            request.feeds,
+            request.rows,
+            key,
+            done,
+            now_us,
+            now_us + wait_us,
+            now_us + limit_us,
+            request.priority,
+            trace,
+            now_us - started_us,
+            id=request.id,
+        )
         return self.enqueue(pending)
 
     def refuse(

@@ -112,9 +112,12 @@ class TaskCall:
         left_s = self.route.limit_us / 1e6
         try:
             self.route.offload(
-                lambda: split(self._take()), self._on_split,
-                lane=Lane.LARGE if large else Lane.SMALL, peer=self.client.peer, limit_s=left_s,
-            )  # fmt: skip
+                lambda: split(self._take()),
+                self._on_split,
+                lane=Lane.LARGE if large else Lane.SMALL,
+                peer=self.client.peer,
+                limit_s=left_s,
+            )
         except Overloaded as exc:
             self.fail(exc)
 

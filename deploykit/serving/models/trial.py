@@ -40,9 +40,13 @@ class Trial:
         pipe = subprocess.PIPE
         try:
             self._process = start_blocked(
-                module_command(__name__), signal.SIGTERM, signal.SIGHUP,
-                stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                module_command(__name__),
+                signal.SIGTERM,
+                signal.SIGHUP,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+            )
         except OSError as exc:  # the system has no file descriptor or memory left
             raise Overloaded(f"no process can be started to check it: {os_reason(exc)}") from exc
 

@@ -206,11 +206,16 @@ class _ModelWatcher(Watcher):
         self._tracer.add(
             [
                 _Timing(
-                    self._model, each.trace, each.id, each.rows, len(requests),
-                    each.arrived_us - each.decode_us, ended_us,
+                    self._model,
+                    each.trace,
+                    each.id,
+                    each.rows,
+                    len(requests),
+                    each.arrived_us - each.decode_us,
+                    ended_us,
                     (each.decode_us, started_us - each.arrived_us, *stages_us),
                     each.error.message if each.error else None,
                 )
                 for each in requests
             ]
-        )  # fmt: skip
+        )

@@ -209,8 +209,10 @@ def encode_results(
     tails = []
     for result in results:
         item: dict[str, Any] = {
-            "name": result.name, "datatype": result.datatype, "shape": result.shape
-        }  # fmt: skip
+            "name": result.name,
+            "datatype": result.datatype,
+            "shape": result.shape,
+        }
         if result.array is None:
             pass  # in shared memory; no 'parameters': with them the C++ client expects a tail
         elif result.requested.binary:

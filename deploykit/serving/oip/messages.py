@@ -168,9 +168,10 @@ _model_of_cached = lru_cache(maxsize=256)(_model_of)
 def sends_bytes(head: bytes) -> bool:
     """Return whether a request's only input is BYTES; its other contents are not parsed."""
     inputs = [
-        (start, end) for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS)
+        (start, end)
+        for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS)
         if number == _INPUT
-    ]  # fmt: skip
+    ]
     if len(inputs) != 1:
         return False
     fields = _fields(head, *inputs[0], _MAX_FIELDS)

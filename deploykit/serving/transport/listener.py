@@ -105,9 +105,16 @@ class Port(ABC):
         """Return the protocol of a new connection."""
 
     def record(
-        self, asked: str, status: str, begun_s: float, trace: str | None, about: About | None,
-        transport: asyncio.BaseTransport, *, failed: bool,
-    ) -> None:  # fmt: skip
+        self,
+        asked: str,
+        status: str,
+        begun_s: float,
+        trace: str | None,
+        about: About | None,
+        transport: asyncio.BaseTransport,
+        *,
+        failed: bool,
+    ) -> None:
         """Log an answered request, and trace one that failed before a model had it."""
         if failed and about is None and self.trace_failure is not None:
             self.trace_failure(asked, status, begun_s, trace)

@@ -121,9 +121,18 @@ class FrontEnd(RecordConnection):
         key = layout.key if buckets is None else buckets.key(layout.key)
         trace, _, name = more[end:].decode().partition("\n")
         request = Pending(
-            feeds, rows, key, partial(self._answer, number), arrived_us, deadline_us, give_up_us,
-            level, trace or None, decode_us, id=name or None,
-        )  # fmt: skip
+            feeds,
+            rows,
+            key,
+            partial(self._answer, number),
+            arrived_us,
+            deadline_us,
+            give_up_us,
+            level,
+            trace or None,
+            decode_us,
+            id=name or None,
+        )
         self._open[number] = model, request
         try:
             model.model.enqueue(request)

@@ -56,10 +56,18 @@ class RemoteEngine(Engine):
     def of(cls, model: ServedModel) -> RemoteEngine:
         engine = model.engines[0]
         return cls(
-            engine.inputs, engine.outputs, engine.max_batch, engine.device, engine.runtime,
-            model.notes, engine.batching, engine.source, len(model.engines), model.not_batched,
+            engine.inputs,
+            engine.outputs,
+            engine.max_batch,
+            engine.device,
+            engine.runtime,
+            model.notes,
+            engine.batching,
+            engine.source,
+            len(model.engines),
+            model.not_batched,
             model.in_use,
-        )  # fmt: skip
+        )
 
     @property
     def accepts(self) -> tuple[object, ...]:
@@ -144,11 +152,23 @@ class _Connection(RecordConnection):
         level = request.priority if 0 < request.priority <= LEVELS else 0
         self.write(
             RECORD.pack(
-                exchange.REQUEST, level, batcher.index, number, request.rows,
-                min(request.decode_us, 0xFFFFFFFF), at, layout.size, request.arrived_us,
-                request.deadline_us, request.give_up_us, len(about), len(layout.head) + len(about),
-            ) + layout.head + about
-        )  # fmt: skip
+                exchange.REQUEST,
+                level,
+                batcher.index,
+                number,
+                request.rows,
+                min(request.decode_us, 0xFFFFFFFF),
+                at,
+                layout.size,
+                request.arrived_us,
+                request.deadline_us,
+                request.give_up_us,
+                len(about),
+                len(layout.head) + len(about),
+            )
+            + layout.head
+            + about
+        )
         return number
 
     def data_received(self, data: bytes) -> None:
