@@ -257,7 +257,7 @@ class AskedNode(Record):
 
 @dataclass(frozen=True)
 class PrecisionReadBack(Record):
-    """What an engine's layers compute in, as its inspector reports; `layers` None: not read back.
+    """The types that an engine's layers compute in, by its inspector; `layers` None: not read back.
 
     `wider`: nodes that run wider than the graph asks. `shares`, `time_shares`: 0 to 1 by precision,
     of the layers and of their time. `seen`, `wider_share`: 0 to 1, of the operations of `asked`.
@@ -335,7 +335,7 @@ class CalibrationRecord(Record):
 
 @dataclass(frozen=True)
 class QuantizeRecord(Record):
-    """What `quantize` was asked for. `other_nodes`: the precision around int8, fp8 or weights."""
+    """The options of `quantize`. `other_nodes`: the precision around int8, fp8 or weights."""
 
     to: str
     other_nodes: str = "fp32"
@@ -416,7 +416,7 @@ class TrainingRecord(Record):
 
 @dataclass(frozen=True)
 class SourceRecord(Record):
-    """What was exported. `ran_pickle`: loading it ran code that was in the file.
+    """The source of an export. `ran_pickle`: loading it ran code that was in the file.
 
     `model_class`: of a live module, whose `sha256` is that of its weights, or of a Hugging Face
     folder; with several files of weights, the hash of their hashes.
@@ -453,7 +453,7 @@ class Problem(Record):
 
 @dataclass(frozen=True)
 class Preflight(Record):
-    """What the target's runtime is known to refuse."""
+    """The problems that the target's runtime is known to have with a graph."""
 
     profile: str
     problems: tuple[Problem, ...]
@@ -498,7 +498,7 @@ class RowIndependence(Record):
 
 @dataclass(frozen=True)
 class Evidence(Record):
-    """What is known of one artefact; None: not examined.
+    """The proofs of one artefact; None: not examined.
 
     `source_graph`: the evidence of the graph that an engine was built from. `proven_on`: the GPUs
     with their TensorRT on which an engine was proven; empty for where it was built.

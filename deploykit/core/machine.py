@@ -57,7 +57,7 @@ class Gpu(Record):
 
 @dataclass(frozen=True)
 class Machine(Record):
-    """What this machine is, as far as it can be read without privileges."""
+    """Hardware and software of this machine, as far as they can be read without privileges."""
 
     system: str
     architecture: str

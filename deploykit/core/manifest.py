@@ -23,7 +23,7 @@ _SPEC_LISTS = ("inputs", "outputs")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of one artefact. Hashes are SHA-256 in hexadecimal.
+    """The facts about one artefact. Hashes are SHA-256 in hexadecimal.
 
     `precision`: number of nodes by the type they compute in. `made_from`: hashes of the sources.
     `made_with`: version by tool. `built_on`: profile, device, versions. `task`: None where the

@@ -154,7 +154,7 @@ class TaskOutputs(Record):
 
 @dataclass(frozen=True)
 class Task(Record):
-    """What a model is for. `kind`: one of `KINDS`; `image` or `text`: what it takes.
+    """The purpose of a model. `kind`: one of `KINDS`; `image` or `text`: its input.
 
     `labels`: names in the order of the indices; empty where nobody named them. `threshold`: the
     least score of a box that is answered. `top_k`: how many labels are answered. `source`: where

@@ -186,7 +186,7 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
     """
     inputs, least = engine.inputs, {axis: low for axis, (low, _) in (limits or {}).items()}
     batch, wanted = batch_axes(inputs), parity_sizes(inputs, limits)
-    free = [axis for axis in wanted[0] if axis not in (*given, *batch)]
+    free = [axis for axis in wanted[0] if axis not in given and axis not in batch]
     problems: list[DeploykitError] = []
 
     def runs(
@@ -209,7 +209,7 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
             reason = first_line(problems[0])
             make = few
             notes = (f"compared on the integers 0 and 1: larger ones it does not take: {reason}",)
-    good = good or _other_sizes(inputs, wanted, given, runs)
+    good = good or _other_sizes(inputs, wanted, free, given, runs)
     if not good:
         names = " ".join(f"`axis` {axis}=SIZE" for axis in free) or "`batch` SIZE"
         cure = f", or sizes that the model takes: {names}" if chosen != [{}] else ""
@@ -227,12 +227,12 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
 def _other_sizes(
     inputs: Sequence[TensorSpec],
     wanted: Sequence[dict[str, int]],
+    every: Sequence[str],
     given: Sizes,
     runs: Callable[[Sizes, int, Sequence[str]], bool],
 ) -> list[dict[str, int]]:
-    """Return the first other sizes that run, within the time limit."""
+    """Return the first other sizes of the free axes, `every`, that run within the time limit."""
     end, batch = time.monotonic() + _SEARCH_S, batch_axes(inputs)
-    every = [axis for axis in wanted[0] if axis not in (*given, *batch)]
     # one free axis that is not the first, in an input without the batch: a state [2,?,128]
     named = [[axis for axis in spec.shape if isinstance(axis, str)] for spec in inputs]
     states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in every}

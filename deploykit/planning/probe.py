@@ -204,7 +204,7 @@ _GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB per tensor
 
 @dataclass(frozen=True)
 class CpuCalibration(Record):
-    """What one probe measured. `created`: ISO 8601. `runtime`: "onnxruntime 1.32.0".
+    """The figures of one probe. `created`: ISO 8601. `runtime`: "onnxruntime 1.32.0".
 
     `call_s`: of a call whose graph is one tiny node; `launch_s`: of each further node. `curves`:
     seconds of a node by precision and kind. `stream`: seconds to read weights once, by bytes.

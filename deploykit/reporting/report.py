@@ -73,7 +73,7 @@ class NotMeasured(Record):
 
 @dataclass(frozen=True)
 class PredictedPoint(Record):
-    """What `plan` predicts for a point, and what was measured: the median of its calls.
+    """The time that `plan` predicts for a point, and the measured one: the median of its calls.
 
     `error`: predicted by measured, less 1. `basis`: where the prediction's figures are from.
     """

@@ -51,7 +51,7 @@ from deploykit.training.options import (
 
 @dataclass
 class State:
-    """What a checkpoint keeps of a run next to its weights and random numbers.
+    """The part of a run that a checkpoint keeps next to weights and random numbers.
 
     `history`: one entry per epoch. `best`: score, epoch and weights. `parts`: how many parts a
     batch is computed in. `skipped`: of the steps `tried`, those whose float16 gradients overflowed,

@@ -8,23 +8,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import numpy_helper
 
 import deploykit as dk
+from tests.support.graphs.small import write_text
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((4, 4)).astype(np.float32)
 SHIFTS = "r = MatMul(x, W) h = Reshape(r, s) y = Reshape(h, t)"  # a state for one row
 ONE_ROW = {"W": W, "s": np.array([1, 20]), "t": np.array([1, 5, 4])}
-
-
-def write(folder: Path, head: str, body: str, constants: dict[str, np.ndarray], opset: int) -> Path:
-    text = f'<ir_version: 8, opset_import: ["" : {opset}]> g {head} {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    for key, array in constants.items():
-        model.graph.initializer.append(numpy_helper.from_array(array, key))
-    onnx.save(model, folder / "m.onnx")
-    return folder / "m.onnx"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +32,7 @@ def write(folder: Path, head: str, body: str, constants: dict[str, np.ndarray], 
 def test_predict_gives_what_the_model_gives_for_each_sample(
     tmp_path: Path, head: str, body: str, constants: dict[str, np.ndarray], shape: tuple[int, ...]
 ) -> None:
-    path = write(tmp_path, head, body, constants, 17)
+    path = write_text(tmp_path, head, body, constants)
     x = RNG.standard_normal(shape or (40, 50)).astype(np.float32)
     session = onnxruntime.InferenceSession(path)
     name, rows = session.get_inputs()[0].name, session.get_inputs()[0].shape[0]
@@ -54,7 +45,7 @@ def test_predict_gives_what_the_model_gives_for_each_sample(
 
 
 def test_samples_that_do_not_fill_a_fixed_batch_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path, "(float[4,4] x) => (float[4,4] y)", "y = Relu(x)", {}, 17)
+    path = write_text(tmp_path, "(float[4,4] x) => (float[4,4] y)", "y = Relu(x)", {})
     np.save(tmp_path / "x.npy", np.zeros((10, 4), np.float32))
     with pytest.raises(dk.BadInput, match="10 samples, the model takes 4 at a time") as caught:
         dk.predict(path, tmp_path / "x.npy", tmp_path / "y.npz")
@@ -66,14 +57,14 @@ GATHER = "(int64[{0}] ids) => (float[{0},4] y)"
 
 @pytest.mark.parametrize("axis", ["N", "3"])
 def test_small_integers_are_tried_where_larger_ones_do_not_run(tmp_path: Path, axis: str) -> None:
-    path = write(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:2]}, 17)
+    path = write_text(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:2]})
     assert "compared on the integers 0 and 1" in dk.compare(path, path).note
     assert dk.quantize(path, "fp16").evaluation.passed
 
 
 @pytest.mark.parametrize("axis", ["N", "3"])
 def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, axis: str) -> None:
-    path = write(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:1]}, 17)
+    path = write_text(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:1]})
     for run in (lambda: dk.compare(path, path), lambda: dk.quantize(path, "fp16")):
         with pytest.raises(dk.BadInput, match="no random inputs that were tried run") as caught:
             run()
@@ -85,7 +76,7 @@ def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, 
 def test_golden_samples_do_for_a_model_that_takes_no_random_inputs(tmp_path: Path) -> None:
     head = "(float[N,4] x, int64[N] ids) => (float[N,4] y)"
     body = "a = Gather(T, ids) s = Add(x, a) y = MatMul(s, W)"
-    path = write(tmp_path, head, body, {"T": W[:1], "W": W}, 17)
+    path = write_text(tmp_path, head, body, {"T": W[:1], "W": W})
     x, ids = RNG.standard_normal((60, 4)).astype(np.float32), np.zeros(60, np.int64)
     np.savez(tmp_path / "c.npz", x=x, ids=ids)
     integers = dk.quantize(path, "int8", calib=tmp_path / "c.npz").path
@@ -119,7 +110,7 @@ X4 = "(float[N,4] x) => (float[N,4] y)"
 def test_a_gate_that_the_model_itself_fails_says_so(
     tmp_path: Path, body: str, opset: int, to: str, why: str, hint: str
 ) -> None:
-    path = write(tmp_path, X4, body, {"W": W}, opset)
+    path = write_text(tmp_path, X4, body, {"W": W}, opset)
     with pytest.raises(dk.GateFailed, match=why) as caught:
         dk.quantize(path, to)
     assert hint in caught.value.hint
@@ -137,7 +128,7 @@ def test_a_gate_that_the_model_itself_fails_says_so(
 )
 def test_labels_that_a_model_cannot_lose_are_noted(tmp_path: Path, labels, noted: bool) -> None:  # type: ignore[no-untyped-def]
     path, x = (
-        write(tmp_path, X4, "y = MatMul(x, W)", {"W": W}, 17),
+        write_text(tmp_path, X4, "y = MatMul(x, W)", {"W": W}),
         RNG.random((600, 4), "f4") - 0.5,
     )
     np.savez(tmp_path / "d.npz", x=x, labels=labels((x @ W).argmax(1)))
@@ -159,7 +150,7 @@ def test_a_model_of_another_domain_has_nothing_to_cast(tmp_path: Path) -> None:
 def test_an_operator_that_others_define_in_float32_stays_in_it(tmp_path: Path) -> None:
     body = "r = Relu(x) y = MeanVarianceNormalization(r)"
     head = "(float[N,3,4,4] x) => (float[N,3,4,4] y)"
-    made = dk.quantize(write(tmp_path, head, body, {}, 11), "fp16")
+    made = dk.quantize(write_text(tmp_path, head, body, {}, 11), "fp16")
     assert made.manifest.precision == {"float16": 1, "float32": 1}
     dk.load(made.path).close()
 
@@ -168,7 +159,7 @@ def test_sums_of_integers_are_scaled_in_float32(tmp_path: Path) -> None:
     """As ONNX Runtime's dynamic quantizer leaves them; as float16 they would be infinite."""
     weights = RNG.standard_normal((512, 4)).astype(np.float32)
     head = "(float[N,512] x) => (float[N,4] y)"
-    path = write(tmp_path, head, "q = MatMul(x, W) y = Relu(q)", {"W": weights}, 17)
+    path = write_text(tmp_path, head, "q = MatMul(x, W) y = Relu(q)", {"W": weights})
     integers = dk.quantize(path, "int8-dynamic").path
     assert dk.quantize(integers, "fp16").evaluation.sqnr_db > 40
 
@@ -176,7 +167,7 @@ def test_sums_of_integers_are_scaled_in_float32(tmp_path: Path) -> None:
 def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None:
     body = "q = MatMul(x, W) y = Softmax(q) w = Identity(words)"
     head = "(float[N,4] x, string[N] words) => (float[N,4] y, string[N] w)"
-    path = write(tmp_path, head, body, {"W": W}, 17)
+    path = write_text(tmp_path, head, body, {"W": W})
     words = np.array(["a", "bcd", "ü"] * 20)
     np.savez(tmp_path / "c.npz", x=RNG.standard_normal((60, 4)).astype(np.float32), words=words)
     made = dk.quantize(path, "int8", calib=tmp_path / "c.npz")
@@ -187,7 +178,7 @@ def test_a_division_by_zero_that_a_where_leaves_out_is_calibrated(tmp_path: Path
     """sin(x) / x, as resamplers have it."""
     body = "s = Sin(x) d = Div(s, x) z = Equal(x, zero) k = Where(z, one, d) y = MatMul(k, W)"
     constants = {"W": W, "zero": np.float32(0), "one": np.float32(1)}
-    path = write(tmp_path, X4, body, constants, 17)
+    path = write_text(tmp_path, X4, body, constants)
     x = RNG.standard_normal((64, 4)).astype(np.float32)
     x[::3, 1] = 0
     np.save(tmp_path / "c.npy", x)
@@ -199,7 +190,7 @@ def test_a_division_by_zero_that_a_where_leaves_out_is_calibrated(tmp_path: Path
 def test_an_output_whose_rows_are_no_samples_is_replayed_whole(tmp_path: Path) -> None:
     """As of the speech models that declare an answer for each row, and give two for one."""
     head = "(float[N,4] x) => (float[N,4] y)"
-    path = write(tmp_path, head, "q = MatMul(x, W) y = Concat<axis = 0>(q, q)", {"W": W}, 17)
+    path = write_text(tmp_path, head, "q = MatMul(x, W) y = Concat<axis = 0>(q, q)", {"W": W})
     np.save(tmp_path / "c.npy", RNG.standard_normal((60, 4)).astype(np.float32))
     made = dk.quantize(path, "int8", calib=tmp_path / "c.npy", batch=1)
     assert dk.compare(made.path).parity.passed

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 import deploykit as dk
 from deploykit.evaluation.feeds import random_inputs
+from tests.support.graphs.small import write_text
 
 RNG = np.random.default_rng(0)
 KERNEL = RNG.standard_normal((1, 1, 33)).astype(np.float32)
@@ -51,13 +50,7 @@ MODELS = {
 
 
 def write(folder: Path, name: str) -> Path:
-    head, body, constants, _ = MODELS[name]
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g {head} {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    for key, array in constants.items():
-        model.graph.initializer.append(numpy_helper.from_array(array, key))
-    onnx.save(model, folder / "m.onnx")
-    return folder / "m.onnx"
+    return write_text(folder, *MODELS[name][:3])
 
 
 @pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a state"])

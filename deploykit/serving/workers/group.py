@@ -94,7 +94,7 @@ ENGINE = 0  # the number of the process that runs the engines of all others
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the parent changes in a server."""
+    """The parts of a server that the parent of the workers sets."""
 
     repository: ModelRepository
     drain: Callable[[], None]

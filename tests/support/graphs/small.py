@@ -39,3 +39,15 @@ def write_graph(
     )
     path.write_bytes(model.SerializeToString())
     return path
+
+
+def write_text(
+    folder: Path, head: str, body: str, constants: dict[str, np.ndarray], opset: int = 17
+) -> Path:
+    """Write m.onnx: the graph g of ONNX's text syntax, with its constants."""
+    text = f'<ir_version: 8, opset_import: ["" : {opset}]> g {head} {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    for name, array in constants.items():
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    onnx.save(model, folder / "m.onnx")
+    return folder / "m.onnx"
