@@ -141,9 +141,8 @@ class Http1(Wire):
         check = self._check
         if check is None:
             return 200
-        self.error = check.problem(
-            body, self._request, partial(read_body, json_bytes=head.json_bytes)
-        )
+        read = partial(read_body, json_bytes=head.json_bytes)
+        self.error = check.problem(body, self._request, read)
         if self.error is not None:
             return WRONG
         as_sent = not (head.chunked or head.coding or check.expected)
@@ -212,13 +211,8 @@ def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
             return None, 0
         parts.append(data[at : at + size])
         at += size + 2
-    while True:  # trailers
-        end = data.find(b"\r\n", at)
-        if end < 0:
-            return None, 0
-        if end == at:
-            return b"".join(parts), at + 2
-        at = end + 2
+    end = data.find(b"\r\n\r\n", at - 2)  # of the trailers, if there are any
+    return (None, 0) if end < 0 else (b"".join(parts), end + 4)
 
 
 def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, str], bytes]:

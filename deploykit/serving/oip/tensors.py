@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +30,6 @@ STRING_BYTES = 64  # memory of a short Python string and its reference
 LENGTH_BYTES = 4  # the length in front of every element of BYTES
 _COPIED_BYTES = 64 << 10  # below this size a copy costs less than a view
 _BLOCK = 16 << 10  # strings converted at once
-
-# The field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none.
-CONTENTS: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
 
 
 @dataclass(frozen=True)
@@ -140,22 +128,6 @@ def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot
             raise BadInput(f"input '{name}' is BYTES, 'data' holds {quote(element)}")
         flat[number] = element
     return array
-
-
-def typed_values(
-    name: object, datatype: object, contents: Mapping[str, Sequence[Any]]
-) -> list[Any]:
-    """Return the values of gRPC's typed contents, given each field's. Raises BadInput."""
-    right = CONTENTS.get(datatype) if type(datatype) is str else None
-    for key, values in contents.items():
-        if key != right and len(values):
-            of = (
-                "has no typed contents, use raw contents"
-                if right is None
-                else f"belongs in {right}"
-            )
-            raise BadInput(f"input {quote(name)}: {quote(datatype)} {of}, got {key}")
-    return list(contents.get(right, ())) if right else []
 
 
 def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> list[Any]:
