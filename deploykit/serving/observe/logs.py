@@ -99,11 +99,11 @@ def configure(
     handler = LogQueue(_FORMATTERS[kind](), fd)
     if worker is not None:
 
-        def name(record: logging.LogRecord) -> bool:
+        def add_number(record: logging.LogRecord) -> bool:
             record.worker = worker
             return True
 
-        handler.addFilter(name)
+        handler.addFilter(add_number)
     logging.getLogger().addHandler(handler)
     logging.getLogger("deploykit").setLevel(level)
     return handler
@@ -151,9 +151,7 @@ def escape(text: str) -> str:
     """Escape unprintable characters: line ends, terminal commands, direction marks."""
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _time(record: logging.LogRecord) -> str:

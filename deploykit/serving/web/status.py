@@ -88,14 +88,13 @@ class Status:
     def now(self) -> dict[str, Any]:
         """Return totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
+        process = {**sample.process, "at_s": sample.at_s} if sample and sample.process else None
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
             "at_s": time.time(),
             "not_ready": repository.why_not_ready(),
-            "process": (
-                {**vars(sample.process), "at_s": sample.at_s} if sample and sample.process else None
-            ),
+            "process": process,
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [
