@@ -111,10 +111,8 @@ def threads_each(options: ServeOptions, workers: Workers) -> int | None:
 def check_on_cpu(name: str, device: str) -> None:
     """Raise Unsupported for an engine on a GPU that one of several workers has opened."""
     if device != "cpu":
-        raise Unsupported(
-            f"model '{name}' runs on {device}, which one process owns",
-            hint=f"`workers` {SHARED}2, or `device` cpu",
-        )
+        hint = f"`workers` {SHARED}2, or `device` cpu"
+        raise Unsupported(f"model '{name}' runs on {device}, which one process owns", hint=hint)
 
 
 def run_workers(

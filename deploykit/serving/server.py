@@ -160,13 +160,16 @@ class Server:
                 idle_s=options.idle_s,
                 max_age_s=options.max_connection_age_s or math.inf,
             )
+            places, streams = grpc_limits.connections, grpc_limits.all_streams
+            places, streams = (math.ceil(each / group.count) for each in (places, streams))
+            grpc_limits = replace(grpc_limits, connections=places, all_streams=streams)
             self._grpc = GrpcPort(
                 self.repository,
                 options,
                 access,
                 memory,
                 self._offload,
-                grpc_limits.divided(group.count),
+                grpc_limits,
                 group,
             )
             tls = tls_context(options, _PROTOCOLS[1])
@@ -265,7 +268,7 @@ class Server:
         finally:
             ticking.cancel()
             for connection in self._connections:
-                connection.abort()
+                connection.transport.abort()
         if self._signals.count > 1 or self._signals.interrupted:
             if dropped:
                 log.warning("%d accepted requests were not answered", dropped)

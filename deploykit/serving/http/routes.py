@@ -170,8 +170,9 @@ class Routes:
             "/openapi.json": ("GET", _file("application/json", openapi(self._root_path))),
             "/docs": ("GET", self._guide),
         }
-        if self._root_path:
-            self._table[self._root_path] = ("GET", self._add_slash)
+        if self._root_path:  # links of the dashboard are relative to this folder
+            slash = f"Location: {self._root_path}/\r\n".encode()
+            self._table[self._root_path] = ("GET", lambda call: call.reply(308, slash, []))
         for path, (content_type, body) in FILES.items():
             self._table[path] = ("GET", _file(content_type, body))
         for name, served in repository.served.items():
@@ -264,10 +265,6 @@ class Routes:
     def _change(self, action: str, arguments: tuple[Any, ...], call: Call) -> None:
         self.group.change(action, arguments, lambda done: reply_with(call, lambda: done() or b""))
 
-    def _add_slash(self, call: Call) -> None:
-        """Answer the root path itself: links of the dashboard are relative to its folder."""
-        call.reply(308, f"Location: {self._root_path}/\r\n".encode(), [])
-
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
@@ -288,9 +285,7 @@ class Routes:
 def _document(call: Call) -> dict[str, Any]:
     """Parse the JSON of a request other than inference, on the event loop's thread."""
     if len(call.body) > _DOCUMENT_BYTES:
-        raise TooLarge(
-            f"the body is above {_DOCUMENT_BYTES} bytes, which this route has no use for"
-        )
+        raise TooLarge(f"the body is above {_DOCUMENT_BYTES} bytes, more than this route needs")
     body = decompress(call.body, call.head.encoding, _DOCUMENT_BYTES)
     return parse_json(bytes(to_utf8(body, call.head.content_type or b"")))
 

@@ -106,7 +106,7 @@ class Inference:
 
     def decoded_bytes(self) -> int:
         """Return the bytes of memory of an offloaded `request`."""
-        return self.request.region_bytes
+        return self.request.copied_bytes
 
     def encodes_slowly(self) -> bool:
         """Return whether `encode` takes long enough to be offloaded; sets `lane`."""
@@ -146,7 +146,7 @@ class Inference:
             self.client.about = name, request.rows
             self._source = None  # frees the source; arrays keep the bytes that they use
             if decoded is None:
-                size = request.region_bytes
+                size = request.copied_bytes
             else:
                 size = self.decoded_bytes()
                 limit_us = self.route.limit_us
