@@ -240,7 +240,7 @@ class ServedModel:
             request.priority,
             trace,
             now_us - started_us,
-            id=request.id,
+            request.id,
         )
         return self.enqueue(pending)
 
