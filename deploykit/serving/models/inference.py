@@ -141,19 +141,18 @@ class Inference:
         """Queue the request, which another thread may have `decoded`."""
         model, name = self.route.model, None
         try:
-            self.request = request = self.decode(self._source) if decoded is None else decoded()
+            if decoded is None:
+                self.request = request = self.decode(self._source)
+                size = request.region_bytes
+            else:
+                self.request = request = decoded()
+                size, limit_us = self.decoded_bytes(), self.route.limit_us
+                left_us = min(request.timeout_us or limit_us, limit_us) + self._started_us
+                request = request._replace(timeout_us=max(1, left_us - monotonic_us()))
+                self.request = request
             name = request.id
             self.client.about = name, request.rows
             self._source = None  # frees the source; arrays keep the bytes that they use
-            if decoded is None:
-                size = request.region_bytes
-            else:
-                size = self.decoded_bytes()
-                limit_us = self.route.limit_us
-                wait_us = min(request.timeout_us or limit_us, limit_us)
-                self.request = request._replace(
-                    timeout_us=max(1, wait_us - (monotonic_us() - self._started_us))
-                )
             if size:
                 self.reserve(size)
             pending = model.submit(
