@@ -222,26 +222,22 @@ class ServedModel:
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
         is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
         """
-        started_us = self._clock_us() if started_us is None else started_us
+        feeds, rows, key, _, name, wait_us, priority, _ = request
+        now_us, limit_us = self._clock_us(), self._limit_us
+        if started_us is None:
+            started_us = now_us
         if self.draining and not admitted:
-            raise self.refuse(shutting_down(), started_us, trace, request.id)
-        key = request.key if self.buckets is None else self.buckets.key(request.key)
-        limit_us, now_us = self._limit_us, self._clock_us()
-        wait_us = request.timeout_us or limit_us
-        wait_us = wait_us if wait_us < limit_us else limit_us
+            raise self.refuse(shutting_down(), started_us, trace, name)
+        if self.buckets is not None:
+            key = self.buckets.key(key)
+        if not wait_us or wait_us > limit_us:
+            wait_us = limit_us
+        deadline_us, give_up_us = now_us + wait_us, now_us + limit_us
+        waited_us = now_us - started_us
         pending = Pending(
-            request.feeds,
-            request.rows,
-            key,
-            done,
-            now_us,
-            now_us + wait_us,
-            now_us + limit_us,
-            request.priority,
-            trace,
-            now_us - started_us,
-            id=request.id,
+            feeds, rows, key, done, now_us, deadline_us, give_up_us, priority, trace, waited_us
         )
+        pending.id = name
         return self.enqueue(pending)
 
     def refuse(
