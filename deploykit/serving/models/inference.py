@@ -220,12 +220,9 @@ class Inference:
             self.reserve(self._answer_bytes())
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
+            left_s = max(_LEAST_ENCODE_S, (pending.give_up_us - monotonic_us()) / 1e6)
             self.route.offload(
-                self.encode,
-                self._reply,
-                lane=self.lane,
-                peer=client.peer,
-                limit_s=self.encode_s(),
+                self.encode, self._reply, lane=self.lane, peer=client.peer, limit_s=left_s
             )
         except Overloaded as exc:
             self.fail(exc)
@@ -240,10 +237,6 @@ class Inference:
         ]
         text = sum(array.size * (3 * array.itemsize + 3) for array in numbers)
         return text + sum(array.nbytes for array in arrays.values())
-
-    def encode_s(self) -> float:
-        """Return the seconds until a request that is being answered is past its time limit."""
-        return max(_LEAST_ENCODE_S, (self.pending.give_up_us - monotonic_us()) / 1e6)
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending, client = self.pending, self.client

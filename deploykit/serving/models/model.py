@@ -14,7 +14,6 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.machine import usable_cores
-from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.pipelines.threads import FairGate
@@ -50,15 +49,11 @@ def check_compatible(name: str, served: Engine, other: Engine) -> None:
         ("output", served.outputs, other.outputs),
     ):
         if tuple(have) != tuple(got):
+            one, another = (", ".join(map(str, specs)) or "none" for specs in (have, got))
             raise BadInput(
-                f"model '{name}': the {kind}s of one engine are {_list_specs(have)}, "
-                f"those of another {_list_specs(got)}",
+                f"model '{name}': the {kind}s of one engine are {one}, those of another {another}",
                 hint="serve another model under another name",
             )
-
-
-def _list_specs(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(map(str, specs)) or "none"
 
 
 log = logging.getLogger(__name__)
@@ -198,13 +193,12 @@ class ServedModel:
     def notes(self) -> tuple[str, ...]:
         """Return messages for the operator: settings that could not be met, engines that hang."""
         found = [note for engine in self.engines for note in engine.notes]
-        hung = self.batcher.hung
-        if hung:
+        if hung := self.batcher.hung:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
-        remark = self.remark()
-        proof = [_ALONE.format(self._dependent)] if self._dependent else []
-        remarks = [each for each in (remark, self.task.note) if each]
-        return tuple(dict.fromkeys([*found, *proof, *self._warm_notes, *remarks]))
+        if self._dependent:
+            found.append(_ALONE.format(self._dependent))
+        found += [*self._warm_notes, self.remark() or "", self.task.note]
+        return tuple(dict.fromkeys(filter(None, found)))
 
     # -- requests ------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, cast
 from deploykit.core.errors import DeploykitError, first_line, os_reason
 from deploykit.serving.models import reload
 from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.offload import raise_error
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import bind
@@ -329,7 +330,7 @@ class Member(ServerGroup):
         self._stop_waiting()
         waiting, self._asked = self._asked, {}
         for then in waiting.values():
-            then(_raising(DeploykitError("the server is shutting down")))
+            then(partial(raise_error, DeploykitError("the server is shutting down")))
         if self._hooks is not None:
             self._hooks.drain()
 
@@ -350,7 +351,8 @@ class Member(ServerGroup):
                 self._link.send("done", number, self._do(what, arguments))
             case "answer", number, value:
                 then = self._asked.pop(number)
-                then(_raising(value) if isinstance(value, Exception) else lambda: value)
+                failed = isinstance(value, Exception)
+                then(partial(raise_error, value) if failed else lambda: value)
             case "engines", engines:
                 if self._engine is not None and not self._engine.describe(engines):
                     self._hooks.drain()  # other models are served now: the successor knows them
@@ -378,13 +380,6 @@ def of_model(name: str | None, statistics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statistics of one model, or of all."""
     found = [each for each in statistics["model_stats"] if name in (None, each["name"])]
     return {"model_stats": found}
-
-
-def _raising(error: Exception) -> Result:
-    def result() -> Any:
-        raise error
-
-    return result
 
 
 def become_worker(

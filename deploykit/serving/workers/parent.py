@@ -184,14 +184,12 @@ class Hub:
                 if worker.missed >= MOST_MISSED:
                     log.error("worker %d does not answer its parent and is killed", worker.number)
                     os.kill(worker.pid, signal.SIGKILL)
-            if not reports:
-                continue
-            counts = merge.merge_counts(reports)
             models = []
-            for name, counted in counts.items():
+            for name, counted in merge.merge_counts(reports).items():
                 waiting = sum(each.get("most_waiting", {}).get(name, 0) for each in reports)
                 models.append({"name": name, **counted, "waiting": waiting})
-            self._history.add(time.monotonic_ns() // 1000, models)
+            if models:
+                self._history.add(time.monotonic_ns() // 1000, models)
 
     async def _collect(self) -> None:
         """Answer all requests for figures, with figures counted after they arrived."""
