@@ -183,19 +183,14 @@ def text_format(message: Mapping[str, Any], depth: int = 0) -> str:
 
 def _field(name: str, value: Any, indent: str, depth: int) -> str:
     if name in ("inputs", "parameters"):  # map fields of ModelConfig
-        entries = [{"key": key, "value": each} for key, each in value.items()]
-        return "".join(f"{indent}{name} {_braces(entry, indent, depth)}" for entry in entries)
-    if isinstance(value, Mapping):
-        return f"{indent}{name} {_braces(value, indent, depth)}"
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return "".join(f"{indent}{name} {_braces(entry, indent, depth)}" for entry in value)
+        value = [{"key": key, "value": each} for key, each in value.items()]
+    entries = value if isinstance(value, list) else [value]
+    if entries and isinstance(entries[0], Mapping):
+        texts = (text_format(entry, depth + 1) for entry in entries)
+        return "".join(f"{indent}{name} {{\n{text}{indent}}}\n" for text in texts)
     if isinstance(value, list):
         return f"{indent}{name}: [{', '.join(map(_scalar, value))}]\n"
     return f"{indent}{name}: {_scalar(value)}\n"
-
-
-def _braces(message: Mapping[str, Any], indent: str, depth: int) -> str:
-    return f"{{\n{text_format(message, depth + 1)}{indent}}}\n"
 
 
 def _scalar(value: object) -> str:
