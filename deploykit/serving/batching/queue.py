@@ -102,20 +102,14 @@ def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
     of more rows runs alone.
     """
     take = rows = 0
-    oldest_us = now_us
-    full = False
+    oldest_us = next((request.arrived_us for request in waiting), now_us)
     for request in waiting:
-        if take and rows + request.rows > policy.max_batch:
-            full = True  # the next one cannot join, so waiting gains nothing
+        rows += request.rows
+        take += not take or rows <= policy.max_batch
+        if rows >= policy.max_batch:  # it is full, or the next one cannot join
             break
-        if not take:
-            oldest_us = request.arrived_us
-        take, rows = take + 1, rows + request.rows
-        if rows >= policy.max_batch:
-            full = True
-            break
-    late = policy.max_delay_us > 0 and now_us - oldest_us >= policy.max_delay_us
-    return take if full or late or not policy.max_delay_us else 0
+    late = not policy.max_delay_us or now_us - oldest_us >= policy.max_delay_us
+    return take if late or rows >= policy.max_batch else 0
 
 
 class _Group:

@@ -34,12 +34,7 @@ class ModelRoute:
     `limit_us` from the arrival of a request.
     """
 
-    def __init__(
-        self,
-        repository: ModelRepository,
-        model: ServedModel,
-        offload: Offload,
-    ) -> None:
+    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
         self.model = model
         self.offload = offload
         self.memory = repository.memory

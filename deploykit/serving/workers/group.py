@@ -203,7 +203,7 @@ class Member(ServerGroup):
         self._link = WorkerLink(self._receive, self._on_lost)
         self._asked: dict[int, Then] = {}
         self._numbers = itertools.count()
-        self._may_open: asyncio.Event | None = None
+        self._may_open = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
@@ -227,7 +227,7 @@ class Member(ServerGroup):
 
     async def join(self, hooks: Hooks) -> None:
         """Report to the parent that the models are ready; wait for the state of the others."""
-        self._hooks, self._may_open = hooks, asyncio.Event()
+        self._hooks = hooks
         await self._link.connect(self._end)
         loop = self._loop = asyncio.get_running_loop()
         loop.add_reader(self._control.fileno(), self._receive_memory, loop)
@@ -336,14 +336,12 @@ class Member(ServerGroup):
 
     def _stop_waiting(self) -> None:
         """End `join`."""
-        if self._may_open is not None:
-            self._may_open.set()
+        self._may_open.set()
         if self._engine is not None:
             self._engine.connected.set()
 
     def _receive(self, message: Message) -> None:
         assert self._hooks is not None
-        assert self._may_open is not None
         match message:
             case "report", number, names:
                 self._link.send("done", number, {name: self._reports[name]() for name in names})
