@@ -257,10 +257,10 @@ class FeedCheck:
         return False
 
 
-def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int | None:
-    """Check names, dtypes and shapes before a native library sees them; `where` names the artefact.
+def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> None:
+    """Raise BadInput unless names, dtypes and shapes fit; `where` names the artefact.
 
-    Returns the batch size, None if no input has a dynamic axis 0. Raises BadInput.
+    Call it before a native library sees the arrays.
     """
     expected = {spec.name: spec for spec in specs}
     unknown = [name for name in feeds if name not in expected]
@@ -286,8 +286,6 @@ def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int
         for axis, size in zip(spec.shape, array.shape, strict=True):
             if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
                 raise BadInput(f"{where}: axis {axis} is {sizes[axis]} and {size} in the same call")
-    batched = [spec for spec in specs if spec.batched]
-    return int(feeds[batched[0].name].shape[0]) if batched else None
 
 
 class RecordedEngine(Engine):

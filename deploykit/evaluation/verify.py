@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike, read_manifest
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
     AskedNode,
@@ -107,7 +107,7 @@ def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
         found = hashes.pop(wanted.pop(0), None)
         if found is not None:
             yield found
-            before = read_manifest(found)
+            before = Artefact(found).manifest
             wanted += before.made_from if before else ()
 
 
@@ -230,7 +230,7 @@ def _write(
     if evidence == manifest.evidence:
         return
     try:
-        if read_manifest(path) == manifest:  # else the engine was built anew meanwhile
+        if Artefact(path).manifest == manifest:  # else the engine was built anew meanwhile
             write_manifest(path, replace(manifest, evidence=evidence))
     except DeploykitError as exc:
         on_note(f"the proof could not be saved and will be made again: {exc.message}")

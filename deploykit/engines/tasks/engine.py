@@ -209,8 +209,7 @@ class TaskSteps:
     ) -> ModelRow:
         """Turn an item into a row. Raises BadInput naming `where`, TooLarge above `most_pixels`."""
         if self.task.image is None:
-            row = self._tokens.encode(item, where or "the text")
-            return ModelRow(self._tokens.feeds([row], self._length))
+            return ModelRow(self._tokens.feeds(item, where or "the text", self._length))
         from deploykit.engines.tasks.images import read_image
 
         if isinstance(item, str):

@@ -320,9 +320,7 @@ class TensorRtEngine(Engine):
         return self._engine
 
     def _context(self, stream: int, scratch: int) -> Context:
-        return Context(
-            self._nv, self._opened(), self._driver, self.profiles, self._log_errors, stream, scratch
-        )
+        return Context(self, stream, scratch)
 
     @property
     def slots(self) -> int:  # type: ignore[override]  # never set
@@ -346,17 +344,9 @@ class TensorRtEngine(Engine):
 class Context:
     """An execution context as a `Work`, bound to one stream and to `scratch`."""
 
-    def __init__(
-        self,
-        nv: Any,
-        engine: trt.ICudaEngine,
-        driver: CudaDevice,
-        profiles: Sequence[Ranges],
-        log_errors: LogErrors,
-        stream: int,
-        scratch: int,
-    ) -> None:
-        self._stream, self._profiles = stream, profiles
+    def __init__(self, owner: TensorRtEngine, stream: int, scratch: int) -> None:
+        nv, engine, log_errors = owner._nv, owner._opened(), owner._log_errors
+        self._stream, self._profiles = stream, owner.profiles
         strategy = nv.ExecutionContextAllocationStrategy.USER_MANAGED
         context: trt.IExecutionContext = log_errors.call(
             "create_execution_context", engine.create_execution_context, strategy
@@ -365,13 +355,9 @@ class Context:
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
         self.handle = context
-        self._outputs = [
-            name
-            for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
-            if engine.get_tensor_mode(name) == nv.TensorIOMode.OUTPUT
-        ]
+        self._outputs = [spec.name for spec in owner.outputs]
         self._profile = -1  # TensorRT sets a profile only for the first context
-        self._late = {name: _output_allocator(nv)(driver) for name in self._outputs}
+        self._late = {name: _output_allocator(nv)(owner._driver) for name in self._outputs}
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
         """Set the inputs' shapes; return the outputs', None if they depend on the data."""
