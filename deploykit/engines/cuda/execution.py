@@ -120,15 +120,13 @@ class StreamSlot:
     waits. The layout of each combination of shapes is kept.
     """
 
-    def __init__(
-        self,
-        driver: CudaDevice,
-        make: MakeWork,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
-        scratch_bytes: int,
-    ) -> None:
-        self.driver, self.make, self.inputs, self.outputs = driver, make, inputs, outputs
+    def __init__(self, of: Pipeline) -> None:
+        self.driver, self.make, self.inputs, self.outputs = (
+            of.driver,
+            of.make,
+            of.inputs,
+            of.outputs,
+        )
         self.notes: list[str] = []  # reasons why a graph was refused
         self.copies_us = (0, 0)  # the last call's copies on the host, to and from pinned memory
         self.stream = self.event = self.scratch = 0
@@ -140,10 +138,10 @@ class StreamSlot:
         self._bound: _Layout | None = None  # the layout that the shared work is set to
         self._late: dict[str, Buffer] = {}
         try:
-            self.stream = driver.open_stream()
-            self.event = driver.open_event()
-            if scratch_bytes:
-                self.scratch = driver.allocate(scratch_bytes)
+            self.stream = self.driver.open_stream()
+            self.event = self.driver.open_event()
+            if of.scratch_bytes:
+                self.scratch = self.driver.allocate(of.scratch_bytes)
         except DeploykitError:
             self.release()
             raise
@@ -495,7 +493,7 @@ class Pipeline(Closing):
         A second slot takes memory only when two calls are in flight.
         """
         if not self._free and len(self._all) < self.slots:
-            slot = StreamSlot(self.driver, self.make, self.inputs, self.outputs, self.scratch_bytes)
+            slot = StreamSlot(self)
             self._all.append(slot)
             return slot
         if not self._free:
