@@ -236,12 +236,7 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
                 hint="name all class folders after labels; or none of them, in the labels' order",
             )
         number = names.index(kind.name) if named else position
-        images, deeper = list_entries(kind)
-        if deeper:
-            raise BadInput(
-                f"{deeper[0]}: is a folder; a class folder contains images only",
-                hint=f"for one split of several, name its folder: {kind}",
-            )
+        images = list_class(kind, f"for one split of several, name its folder: {kind}")
         if not images:
             raise BadInput(f"{kind}: the class folder is empty")
         files += images
@@ -272,6 +267,15 @@ def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
         raise BadInput(f"{folder}: cannot be read: {os_reason(exc)}") from exc
     folders = [path for path in found if is_folder(path)]
     return [path for path in found if path not in set(folders)], folders
+
+
+def list_class(folder: Path, hint: str) -> list[Path]:
+    """Return the files of a class folder. Raises BadInput if it contains folders."""
+    files, deeper = list_entries(folder)
+    if deeper:
+        message = f"{deeper[0]}: is a folder; a class folder contains images only"
+        raise BadInput(message, hint=hint)
+    return files
 
 
 def is_folder(path: Path) -> bool:
