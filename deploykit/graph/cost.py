@@ -356,11 +356,11 @@ class _Costing:
                 for name in {self._source(name) for name in reads(node)}:
                     readers[name].append(number)
         outputs = {self._source(name) for name in self.known.outputs}
+        fused = _FUSED_ON_CPU if self.on_cpu else _FUSED
         before: dict[int, tuple[str, int]] = {}  # the input computed last: others are in memory
         for number, node in enumerate(self.nodes):
             for name in node.output:
                 alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
-                fused = _FUSED_ON_CPU if self.on_cpu else _FUSED
                 if alone and self.nodes[readers[name][0]].op_type in fused:
                     before[readers[name][0]] = name, number
         for number, (name, maker) in sorted(before.items()):

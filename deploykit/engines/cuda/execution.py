@@ -120,13 +120,9 @@ class StreamSlot:
     waits. The layout of each combination of shapes is kept.
     """
 
-    def __init__(self, of: Pipeline) -> None:
-        self.driver, self.make, self.inputs, self.outputs = (
-            of.driver,
-            of.make,
-            of.inputs,
-            of.outputs,
-        )
+    def __init__(self, owner: Pipeline) -> None:
+        self.driver, self.make = owner.driver, owner.make
+        self.inputs, self.outputs = owner.inputs, owner.outputs
         self.notes: list[str] = []  # reasons why a graph was refused
         self.copies_us = (0, 0)  # the last call's copies on the host, to and from pinned memory
         self.stream = self.event = self.scratch = 0
@@ -140,8 +136,8 @@ class StreamSlot:
         try:
             self.stream = self.driver.open_stream()
             self.event = self.driver.open_event()
-            if of.scratch_bytes:
-                self.scratch = self.driver.allocate(of.scratch_bytes)
+            if owner.scratch_bytes:
+                self.scratch = self.driver.allocate(owner.scratch_bytes)
         except DeploykitError:
             self.release()
             raise
