@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,6 +30,9 @@ _Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _MANY = 10**6  # degrees of freedom of what is known
 _CORRELATIONS = 1 - np.geomspace(1, 0.02, 24)  # correlations of neighbouring blocks, 0 to 0.98
 _WEIGHTS = np.where(_CORRELATIONS == 0, 20.0, 1.0)  # before the blocks are seen
+
+
+Values: TypeAlias = np.ndarray | Sequence[float]
 
 
 def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[float]) -> Interval:
@@ -66,7 +70,7 @@ def proportion(successes: float, n: int) -> Interval:
     return Interval(share, low, high)
 
 
-def mean_score(scores: np.ndarray | Sequence[float]) -> Interval:
+def mean_score(scores: Values) -> Interval:
     """Return the mean of scores in 0..1, shape (samples,), with its interval over the samples.
 
     Scores of 0 and 1 only: Wilson's. Others, such as shares of a sample's characters, vary less:
@@ -95,11 +99,7 @@ def pooled_share(successes: np.ndarray, trials: np.ndarray) -> Interval | None:
 
 
 def paired_drop(
-    reference_scores: np.ndarray | Sequence[float],
-    candidate_scores: np.ndarray | Sequence[float],
-    metric: str,
-    *,
-    unit: str = "pp",
+    reference_scores: Values, candidate_scores: Values, metric: str, *, unit: str = "pp"
 ) -> Drop:
     """Compare scores of the same samples in the same order; shape (samples,), higher is better.
 
@@ -140,10 +140,7 @@ def paired_drop(
 
 
 def relative_rise(
-    reference_scores: np.ndarray | Sequence[float],
-    candidate_scores: np.ndarray | Sequence[float],
-    weights: np.ndarray | Sequence[float],
-    metric: str,
+    reference_scores: Values, candidate_scores: Values, weights: Values, metric: str
 ) -> Drop:
     """Compare log-likelihoods of the same samples: how much perplexity rises, as a fraction.
 
@@ -250,9 +247,7 @@ def _share(mean: Interval) -> Interval:
 
 
 def _pair_scores(
-    reference_scores: np.ndarray | Sequence[float],
-    candidate_scores: np.ndarray | Sequence[float],
-    metric: str,
+    reference_scores: Values, candidate_scores: Values, metric: str
 ) -> tuple[np.ndarray, np.ndarray]:
     reference = finite(reference_scores, f"{metric} of the reference")
     candidate = finite(candidate_scores, f"{metric} of the candidate")
@@ -320,7 +315,7 @@ def half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
     return high
 
 
-def finite(values: np.ndarray | Sequence[float], what: str) -> np.ndarray:
+def finite(values: Values, what: str) -> np.ndarray:
     """`values` as float64, shape (values,). Raises BadInput on none, NaN or infinity."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0 or not bool(np.isfinite(array).all()):

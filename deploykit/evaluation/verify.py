@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -293,22 +294,13 @@ def open_proven(
     artefact = Artefact.open(source)
     manifest = artefact.manifest if artefact.format == "tensorrt" else None
     engines: list[Engine] = []
+    open_engine = partial(load, device=device, threads=threads, trust=trust, shared=shared)
     with ExitStack() as stack:
         for _ in range(instances):
             engine = engines[0].share() if engines else None
-            engines.append(
-                engine
-                or load(
-                    artefact,
-                    device,
-                    threads=threads,
-                    trust=trust,
-                    cuda_graphs=cuda_graphs,
-                    overlap=overlap,
-                    shared=shared,
-                )
-            )
-            stack.callback(engines[-1].close)
+            engine = engine or open_engine(artefact, cuda_graphs=cuda_graphs, overlap=overlap)
+            engines.append(engine)
+            stack.callback(engine.close)
             if len(engines) == 1 and manifest is not None:
                 manifest = check_proven(engines[0], artefact.path, manifest, trust, on_note)
                 artefact = Artefact.from_manifest(artefact.path, manifest)
