@@ -119,10 +119,8 @@ def load_profile(reference: str) -> Profile:
     elif name.lower() in profile_names():
         path = paths.folder("profiles") / f"{name.lower()}.toml"
     else:
-        raise NotFound(
-            f"no profile '{name}'",
-            hint=did_you_mean(name, ("auto", *profile_names()), _LIST_PROFILES),
-        )
+        hint = did_you_mean(name, ("auto", *profile_names()), _LIST_PROFILES)
+        raise NotFound(f"no profile '{name}'", hint=hint)
     profile = _read(path, path.stem, read_toml(path))
     return _with_mode(profile, mode[0]) if mode else profile
 
