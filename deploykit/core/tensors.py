@@ -67,6 +67,9 @@ class TensorSpec(Record):
         return bool(self.shape) and isinstance(self.shape[0], str)
 
 
+Specs = tuple[TensorSpec, ...]
+
+
 def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     """Return the names of the batch axis: `N` or a word for it, wherever it is; else of axis 0.
 

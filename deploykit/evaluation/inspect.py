@@ -13,10 +13,9 @@ from deploykit.core.json_value import Record
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import names_of
 from deploykit.core.profile import load_profile, profile_names
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import Specs
 from deploykit.engines.batching import why_no_batch
 
-Specs = tuple[TensorSpec, ...]
 # inputs, outputs, nodes by precision, details, profiles that it fits
 Found = tuple[Specs, Specs, Mapping[str, int], dict[str, Any], tuple[str, ...]]
 
@@ -32,8 +31,8 @@ class Inspection(Record):
     format: str
     size_bytes: int
     sha256: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: Specs
+    outputs: Specs
     precision: Mapping[str, int]
     details: Mapping[str, Any]
     fits: tuple[str, ...]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import zipfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from deploykit.core.memory import check_fits, check_memory
 from deploykit.core.task import Task
 from deploykit.core.tensors import (
     BATCH,
+    Specs,
     TensorSpec,
     batch_axes,
     carrier,
@@ -85,9 +87,7 @@ class DataSource:
         return read_arrays(self.files[number], {"": self.parts[number][name]})[""]
 
 
-def find_source(
-    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
-) -> DataSource:
+def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataSource:
     """Find the data of `path` for a model with these `inputs`: see `read_samples`."""
     files, classes, of_images = [path], list[int](), False
     if is_folder(path):
@@ -171,7 +171,7 @@ def sample_axes(
 
 
 def _choose(
-    path: Path, inputs: tuple[TensorSpec, ...], headers: Mapping[str, Header]
+    path: Path, inputs: Specs, headers: Mapping[str, Header]
 ) -> tuple[dict[str, str], tuple[str, ...], dict[str, int | None]]:
     """Return the array for each input, those that are neither inputs nor labels, and the axes."""
     golden = {n.removeprefix(INPUTS): n for n in headers if n.startswith(INPUTS)}
@@ -278,11 +278,7 @@ def list_class(folder: Path, hint: str) -> list[Path]:
     return files
 
 
-def is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False  # opening it reports the error
+is_folder = os.path.isdir  # False for a path that cannot be looked at: opening it reports the error
 
 
 def _join_headers(
@@ -386,9 +382,7 @@ class Samples:
         return fixed, len(self) // fixed * fixed
 
 
-def read_samples(
-    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
-) -> Samples:
+def read_samples(path: Path, inputs: Specs, *, task: Task | None = None) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
     `sample_axes` says where the samples lie in each array. Files are read, and class folders are
@@ -438,7 +432,7 @@ _TAIL = 4  # places of padding at most, fewer than a window of attention has
 
 
 def random_feeds(
-    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0, *, integers: int = 10
+    specs: Specs, sizes: Mapping[str, int], seed: int = 0, *, integers: int = 10
 ) -> dict[str, np.ndarray]:
     """Return seeded inputs for timing and parity.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
-from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.core.tensors import Specs, TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
 from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
@@ -45,9 +45,7 @@ _DTYPES: Mapping[str, str] = {
 Ranges = Mapping[str, tuple[Shape, Shape, Shape]]  # input -> smallest, optimum, largest shape
 
 
-def specs(
-    engine: trt.ICudaEngine, path: Path, manifest: Manifest | None
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def specs(engine: trt.ICudaEngine, path: Path, manifest: Manifest | None) -> tuple[Specs, Specs]:
     """Return the inputs and outputs; the manifest names the dynamic axes.
 
     Raises Unsupported for a type that NumPy lacks, or a tensor that is not linear device memory.
