@@ -70,8 +70,8 @@ def open_engine(
 
 def here(driver: CudaDevice) -> Here:
     """Return the facts about this device that a plan depends on."""
-    tensorrt = {"tensorrt": str(trt.__version__), "tensorrt_cuda": tensorrt_cuda()}
-    return Here(**tensorrt, **driver.describe(), architecture=platform.machine())
+    version, major = str(trt.__version__), tensorrt_cuda()
+    return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
 
 
 @functools.cache
