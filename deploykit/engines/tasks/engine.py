@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.task import KINDS, ImageInput, Task, TextInput
 from deploykit.core.tensors import Bytes, TensorSpec, mismatch
-from deploykit.engines.engine import Engine
+from deploykit.engines.engine import Arrays, Engine
 
 if TYPE_CHECKING:
     from deploykit.engines.tasks.images import PlacedImage  # it needs Pillow
@@ -29,19 +29,14 @@ if TYPE_CHECKING:
 # embed     {"embedding": [...]}
 # Boxes and masks are in pixels of the image as it was sent, turned upright.
 Answer = dict[str, Any]
+Placed: TypeAlias = "Sequence[PlacedImage | None]"  # each row's image, None for a text
 
 RLE, PNG = "rle", "png"
 _NO_ANSWER = 255  # PNG mask: pixels outside the model's input
 
 
-def answer(
-    task: Task,
-    outputs: Mapping[str, np.ndarray],
-    placed: Sequence[PlacedImage | None],
-    *,
-    mask: str = RLE,
-) -> list[Answer]:
-    """Return one answer per row of `outputs`; `placed` has each row's image, None for a text.
+def answer(task: Task, outputs: Arrays, placed: Placed, *, mask: str = RLE) -> list[Answer]:
+    """Return one answer per row of `outputs`.
 
     `mask`: "rle", COCO's run lengths for each label, or "png", one image of label indices.
     Raises BadInput for scores that are not finite.
@@ -50,9 +45,7 @@ def answer(
     return rows
 
 
-def label_rows(
-    task: Task, outputs: Mapping[str, np.ndarray], _placed: object, _mask: str
-) -> list[Answer]:
+def label_rows(task: Task, outputs: Arrays, _placed: object, _mask: str) -> list[Answer]:
     rows = []
     for scores in _finite(outputs, task.outputs.scores):
         scores = scores.reshape(-1)
@@ -62,37 +55,28 @@ def label_rows(
     return rows
 
 
-def box_rows(
-    task: Task,
-    outputs: Mapping[str, np.ndarray],
-    placed: Sequence[PlacedImage | None],
-    _mask: str,
-) -> list[Answer]:
+def box_rows(task: Task, outputs: Arrays, placed: Placed, _mask: str) -> list[Answer]:
     names, rows = task.outputs, []
     arrays = _finite(outputs, names.scores), _finite(outputs, names.boxes), outputs[names.classes]
     for image, scores, boxes, classes in zip(placed, *arrays, strict=True):
         assert image is not None
         kept = np.flatnonzero((scores >= task.threshold) & (scores > 0))
         kept = kept[np.argsort(-scores[kept], kind="stable")]
+        corners = image.to_original(boxes[kept]).round(2).tolist()
         found = [
-            {"label": task.label(index), "index": index, "score": score, "box": box}
-            for index, score, box in zip(
-                map(int, classes[kept]),
-                map(float, scores[kept]),
-                image.to_original(boxes[kept]).round(2).tolist(),
-                strict=True,
-            )
+            {
+                "label": task.label(int(index)),
+                "index": int(index),
+                "score": float(score),
+                "box": box,
+            }
+            for index, score, box in zip(classes[kept], scores[kept], corners, strict=True)
         ]
         rows.append({"boxes": found, "width": image.width, "height": image.height})
     return rows
 
 
-def segment_rows(
-    task: Task,
-    outputs: Mapping[str, np.ndarray],
-    placed: Sequence[PlacedImage | None],
-    form: str,
-) -> list[Answer]:
+def segment_rows(task: Task, outputs: Arrays, placed: Placed, form: str) -> list[Answer]:
     rows = []
     for classes, image in zip(outputs[task.outputs.mask], placed, strict=True):
         assert image is not None
@@ -102,13 +86,11 @@ def segment_rows(
     return rows
 
 
-def embedding_rows(
-    task: Task, outputs: Mapping[str, np.ndarray], _placed: object, _mask: str
-) -> list[Answer]:
+def embedding_rows(task: Task, outputs: Arrays, _placed: object, _mask: str) -> list[Answer]:
     return [{"embedding": row} for row in _finite(outputs, task.outputs.embedding).tolist()]
 
 
-def _finite(outputs: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def _finite(outputs: Arrays, name: str) -> np.ndarray:
     array = outputs[name]
     if not np.isfinite(array).all():
         raise BadInput(f"the model's output '{name}' holds NaN or infinity")
@@ -167,7 +149,7 @@ MOST_ROWS = 32  # per call, if rows may be joined
 class ModelRow:
     """One item as one row of the model's inputs; `placed`: the image, None for a text."""
 
-    feeds: Mapping[str, np.ndarray]
+    feeds: Arrays
     placed: PlacedImage | None = None
 
 
