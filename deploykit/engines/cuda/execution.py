@@ -346,9 +346,7 @@ class Pipeline(Closing):
     """Runs calls of one model, up to `slots` of them in flight, for one thread at a time.
 
     `graphs`: batch sizes captured with their copies as a CUDA graph at their second run; other
-    sizes are enqueued step by step. `pad`: fill a call with zero rows up to the next size of
-    `graphs`, for models whose rows are independent. `scratch_bytes`: device memory for the work of
-    each slot.
+    sizes are enqueued step by step. `scratch_bytes`: device memory for the work of each slot.
     """
 
     def __init__(
@@ -360,7 +358,6 @@ class Pipeline(Closing):
         *,
         slots: int = 2,
         graphs: Sequence[int] = (),
-        pad: bool = False,
         scratch_bytes: int = 0,
     ) -> None:
         self.driver, self.make = driver, make
@@ -368,7 +365,7 @@ class Pipeline(Closing):
         self.graphs = tuple(sorted(graphs))
         first = {spec.shape[:1] for spec in (*inputs, *outputs)}
         self._paddable = len(first) == 1 and bool(inputs) and inputs[0].batched
-        self.pad = pad and self._paddable
+        self.pad = False  # see `prepare`
         self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
         self.slots = slots
@@ -398,7 +395,8 @@ class Pipeline(Closing):
         """Run each call in every slot, twice for a graph, so that later calls allocate nothing.
 
         The largest call runs first, as a growing buffer drops the graphs. Afterwards no other size
-        is captured. `pad`: see above.
+        is captured. `pad`: fill a call with zero rows up to the next size of `graphs`, for models
+        whose rows are independent.
         """
         self.pad = self.pad or (pad and self._paddable)
         wanted, self.graphs = self.graphs, ()
