@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 # embed     {"embedding": [...]}
 # Boxes and masks are in pixels of the image as it was sent, turned upright.
 Answer = dict[str, Any]
-Placed: TypeAlias = "Sequence[PlacedImage | None]"  # each row's image, None for a text
+Placed: TypeAlias = "Sequence[PlacedImage | None]"
 
 RLE, PNG = "rle", "png"
 _NO_ANSWER = 255  # PNG mask: pixels outside the model's input
 
 
 def answer(task: Task, outputs: Arrays, placed: Placed, *, mask: str = RLE) -> list[Answer]:
-    """Return one answer per row of `outputs`.
+    """Return one answer per row of `outputs`; `placed` has each row's image, None for a text.
 
     `mask`: "rle", COCO's run lengths for each label, or "png", one image of label indices.
     Raises BadInput for scores that are not finite.
@@ -63,14 +63,10 @@ def box_rows(task: Task, outputs: Arrays, placed: Placed, _mask: str) -> list[An
         kept = np.flatnonzero((scores >= task.threshold) & (scores > 0))
         kept = kept[np.argsort(-scores[kept], kind="stable")]
         corners = image.to_original(boxes[kept]).round(2).tolist()
+        parts = zip(map(int, classes[kept]), map(float, scores[kept]), corners, strict=True)
         found = [
-            {
-                "label": task.label(int(index)),
-                "index": int(index),
-                "score": float(score),
-                "box": box,
-            }
-            for index, score, box in zip(classes[kept], scores[kept], corners, strict=True)
+            {"label": task.label(index), "index": index, "score": score, "box": box}
+            for index, score, box in parts
         ]
         rows.append({"boxes": found, "width": image.width, "height": image.height})
     return rows
