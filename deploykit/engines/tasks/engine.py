@@ -15,7 +15,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.task import KINDS, ImageInput, Task, TextInput
-from deploykit.core.tensors import Bytes, TensorSpec, mismatch
+from deploykit.core.tensors import Bytes, Specs, TensorSpec, mismatch
 from deploykit.engines.engine import Arrays, Engine
 
 if TYPE_CHECKING:
@@ -156,13 +156,7 @@ class TaskSteps:
     not fit the model, MissingExtra without Pillow or `tokenizers`.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        folder: Path,
-    ) -> None:
+    def __init__(self, task: Task, inputs: Specs, outputs: Specs, folder: Path) -> None:
         self.task = task
         _check_outputs(task, {spec.name: spec for spec in outputs})
         specs = {spec.name: spec for spec in inputs}
@@ -223,20 +217,15 @@ class TaskEngine:
     ) -> list[Answer]:
         """Return one answer per item; errors use `names` for the items. Raises BadInput."""
         found: list[Answer] = []
+        names = names or [f"item {number}" for number in range(1, len(items) + 1)]
         for at in range(0, len(items), self._rows):
-            several = range(at, min(at + self._rows, len(items)))
-            named = [names[n] if names else f"item {n + 1}" for n in several]
-            rows = [
-                self.steps.read(items[n], name, own_file=True)
-                for n, name in zip(several, named, strict=True)
-            ]
+            some = slice(at, at + self._rows)
+            pairs = zip(items[some], names[some], strict=True)
+            rows = [self.steps.read(item, name, own_file=True) for item, name in pairs]
             # adjacent rows of one shape, as shorter sentences would need padding
             for _, group in groupby(rows, lambda row: [a.shape for a in row.feeds.values()]):
                 same = list(group)
-                feeds = {
-                    name: np.concatenate([row.feeds[name] for row in same])
-                    for name in same[0].feeds
-                }
+                feeds = {n: np.concatenate([row.feeds[n] for row in same]) for n in same[0].feeds}
                 outputs = self.engine(feeds)
                 placed = [row.placed for row in same]
                 found += answer(self.steps.task, outputs, placed, mask=mask)
