@@ -35,6 +35,7 @@ from deploykit.core.tensors import (
     batch_axes,
     carrier,
     concrete,
+    fits_shape,
     mismatch,
     steps_counted,
 )
@@ -198,14 +199,11 @@ def _choose(
             cure = None if found.dtype.name == spec.dtype else f"x.astype('{spec.dtype}')"
             if found.dtype == np.uint8 and spec.dtype.startswith("float"):
                 cure = "normalise as for training, or export with `preprocess`"
-            shapes = replace(spec, shape=(BATCH, *spec.shape[1:]))
+            wanted = (BATCH, *spec.shape[1:])
             for layout, order in (("NHWC", (0, 3, 1, 2)), ("NCHW", (0, 2, 3, 1))):
                 if len(found.shape) == len(spec.shape) == 4:
                     moved = [found.shape[axis] for axis in order]
-                    fits = [
-                        mismatch(shapes, spec.dtype, each) is None for each in (found.shape, moved)
-                    ]
-                    if fits == [False, True]:
+                    if fits_shape(wanted, moved) and not fits_shape(wanted, found.shape):
                         problem += f"; it looks like {layout}"
                         cure = f"np.transpose(x, {order})"
             raise BadInput(f"{path}: {problem}", hint=cure)
