@@ -244,12 +244,10 @@ def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa:
     if profile.device not in runtime.devices:
         needed = "' or '".join(runtime.devices)
         raise fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
+    peaks = profile.peak_ops_per_s
     for mark in ("derived", "unverified"):
         for key in getattr(profile, mark):
-            if (
-                key not in values
-                and key.rpartition("peak_ops_per_s.")[2] not in profile.peak_ops_per_s
-            ):
+            if key not in values and key.rpartition("peak_ops_per_s.")[2] not in peaks:
                 raise fail(mark, f"names '{key}', which this profile does not have")
     return profile
 

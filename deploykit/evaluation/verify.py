@@ -53,10 +53,8 @@ def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
     """
     from deploykit.graph import cost
 
-    names = [
-        node.name or f"node_of_{next(iter(node.output), '')}" for node in graph.model.graph.node
-    ]
-    costs = cost.node_costs(graph, {})
+    costs, nodes = cost.node_costs(graph, {}), graph.model.graph.node
+    names = [node.name or f"node_of_{next(iter(node.output), '')}" for node in nodes]
     if len(names) != len(costs):  # functions were inlined
         names = [each.name for each in costs]
     return tuple(

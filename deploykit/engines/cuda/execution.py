@@ -52,11 +52,10 @@ class Buffer:
         size = round_up(nbytes)
         try:
             self.host = self.driver.pin(size)
-            if not self.host_only:
-                zero_copy, driver = self.driver.integrated, self.driver
-                self.device = (
-                    driver.device_address(self.host) if zero_copy else driver.allocate(size)
-                )
+            if not self.host_only and self.driver.integrated:
+                self.device = self.driver.device_address(self.host)
+            elif not self.host_only:
+                self.device = self.driver.allocate(size)
         except DeploykitError:
             self.release()
             raise
@@ -154,10 +153,7 @@ class StreamSlot:
 
         `rows`: pad axis 0 of every array with zeros up to this size; None for no padding.
         """
-        if rows is None:
-            key = tuple(array.shape for array in arrays)
-        else:
-            key = tuple((rows, *array.shape[1:]) for array in arrays)
+        key = tuple(a.shape if rows is None else (rows, *a.shape[1:]) for a in arrays)
         layout = self._layouts.get(key) or self._lay_out(key, capture)
         before_ns = time.perf_counter_ns()
         for view, array in zip(layout.feeds, arrays, strict=True):
