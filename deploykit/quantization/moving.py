@@ -43,26 +43,13 @@ def move_pairs(source: Graph, runtime: str) -> Graph | None:
     return to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
 
 
-@dataclass(frozen=True)
-class Moved:
-    """A graph whose pairs were placed anew.
-
-    `unknown`: tensors that stay float because the pairs do not show their range.
-    """
-
-    graph: Graph
-    unknown: tuple[str, ...]
-
-
 def move_foreign_pairs(
-    source: Graph,
-    runtime: str,
-    measure: Callable[[Graph], Mapping[str, Range]] | None = None,
-) -> Moved | None:
+    source: Graph, runtime: str, measure: Callable[[Graph], Mapping[str, Range]] | None = None
+) -> tuple[Graph, list[str]] | None:
     """Do as `move_pairs` for a graph of another tool; None for one that is not INT8 in float32.
 
     A tensor whose range does not follow from the scales of the graph gets the one that `measure`
-    finds in the graph without pairs; without `measure` it stays float.
+    finds in the graph without pairs; without `measure` it stays float, and its name is returned.
     """
     plain = _without_pairs(source, runtime)
     if plain is None or not plain.seen:
@@ -77,7 +64,7 @@ def move_foreign_pairs(
     every |= {value.name: unknown for value in plain.graph.model.graph.input}
     calibration = Calibration({}, {**every, **ranges}, 0, "recorded")
     placed = to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
-    return Moved(placed, tuple(sorted(set(scaled.values()) - ranges.keys())))
+    return placed, sorted(set(scaled.values()) - ranges.keys())
 
 
 def _read_ranges(source: Graph) -> dict[str, Range] | None:
