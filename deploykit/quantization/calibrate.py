@@ -142,10 +142,8 @@ def calibrate(
                 else:
                     ends = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
                     low, high, total = (float(end.item()) if end.size else 0.0 for end in ends)
-                    seen, has_nan = (
-                        Range(*((low, high) if low <= high else (0.0, 0.0))),
-                        total != total,
-                    )
+                    seen = Range(low, high) if low <= high else Range(0.0, 0.0)
+                    has_nan = total != total
                 nan += [name] * has_nan
                 ranges[name] = ranges.get(name, seen).merge(seen)
             if nan and any(map(_has_nan, session.run(own, {**feeds, **weights}))):
