@@ -229,11 +229,9 @@ def _before(kind: str, out: Range, other: Range | None, *, gated: bool) -> Range
         return out
     if kind == "Add" and other is not None:
         return Range(out.low - other.high, out.high - other.low)
-    return _before_silu(out) if kind == "Mul" and gated else None
-
-
-def _before_silu(out: Range) -> Range:
-    """Return the range of x for x * sigmoid(x) in `out`; left of its minimum, a usual peak."""
+    if kind != "Mul" or not gated:
+        return None
+    # the range of x for x * sigmoid(x) in `out`; left of its minimum, a usual peak
     x = np.linspace(_SILU_TURNS, out.high + 1.3, 4096)
     y = x / (1 + np.exp(-x))
     high = float(np.interp(out.high, y, x))
