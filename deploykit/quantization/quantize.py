@@ -34,7 +34,7 @@ from deploykit.evaluation.artefacts import (
 )
 from deploykit.evaluation.evaluation import NOTHING_FOUND
 from deploykit.evaluation.outputs import named_files
-from deploykit.evaluation.parity import DRAWS_NUMBERS
+from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
@@ -215,7 +215,7 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     half = "fp16" in (to, made.evidence.quantize and made.evidence.quantize.other_nodes)
     rows = [row for row in evaluation.parity.rows if row.floating and row.problem]
     if DRAWS_NUMBERS in evaluation.why:
-        hints = ["export it without: dropout in eval mode, noise as an input"]
+        hints = [DRAW_NONE]
     elif rows and all(row.places_match for row in rows):
         hints = ["give `calib` or `data` on which the float32 model itself is finite"]
     elif NOTHING_FOUND in evaluation.why:

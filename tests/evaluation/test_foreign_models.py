@@ -117,6 +117,41 @@ def test_a_gate_that_the_model_itself_fails_says_so(
     assert "auto" not in caught.value.hint
 
 
+def test_a_build_of_a_model_that_draws_numbers_says_so(tmp_path: Path) -> None:
+    path = write_text(tmp_path, X4, "r = RandomUniformLike(x) y = Mul(x, r)", {})
+    with pytest.raises(dk.GateFailed, match=r"m\.cpu\.onnx against m\.onnx") as caught:
+        dk.build(path, "cpu")
+    assert caught.value.hint == "export it without: dropout in eval mode, noise as an input"
+    assert any("draws random numbers" in note for note in caught.value.result.notes)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_two_nodes_of_one_name_are_refused_with_the_cure(tmp_path: Path, inner: bool) -> None:
+    body = "h = Relu(x) y = Neg(h)"
+    if inner:
+        bodies = "then_branch = t () => (float[N,4] t) { h = Relu(x) t = Neg(h) }"
+        bodies += ", else_branch = e () => (float[N,4] e) { e = Relu(x) }"
+        body = f"y = If(c) <{bodies}>"
+    path = write_text(tmp_path, X4, body, {"c": np.array(True)})
+    model = onnx.load(path)
+    nodes = model.graph.node[0].attribute[0].g.node if inner else model.graph.node
+    for node in nodes:
+        node.name = "twin"
+    onnx.save(model, path)
+    for verb in (
+        lambda: dk.load(path),
+        lambda: dk.build(path, "cpu"),
+        lambda: dk.compare(path, path),
+    ):
+        with pytest.raises(dk.BadInput, match="ONNX Runtime refused it: two nodes") as caught:
+            verb()
+        assert "set each `node.name` to ''" in caught.value.hint
+    for node in nodes:
+        node.name = ""
+    onnx.save(model, path)
+    assert dk.build(path, "cpu", force=True).parity.passed
+
+
 @pytest.mark.parametrize(
     ("labels", "noted"),
     [
