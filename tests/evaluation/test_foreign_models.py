@@ -125,6 +125,18 @@ def test_a_build_of_a_model_that_draws_numbers_says_so(tmp_path: Path) -> None:
     assert any("draws random numbers" in note for note in caught.value.result.notes)
 
 
+@pytest.mark.parametrize("to", ["int8", "int8-dynamic", "int8-weight-only"])
+def test_a_refusal_says_that_the_weights_are_in_the_body_of_an_if(tmp_path: Path, to: str) -> None:
+    bodies = "then_branch = t () => (float[N,4] t) { t = MatMul(x, W) }"
+    bodies += ", else_branch = e () => (float[N,4] e) { e = Relu(x) }"
+    head = "(float[N,4] x, bool c) => (float[N,4] y)"
+    path = write_text(tmp_path, head, f"y = If(c) <{bodies}>", {"W": W})
+    np.savez(tmp_path / "d.npz", x=RNG.standard_normal((8, 4)).astype(np.float32), c=np.array(True))
+    with pytest.raises(dk.BadInput, match="outside the bodies of If, Loop and Scan") as caught:
+        dk.quantize(path, to, calib=tmp_path / "d.npz" if to == "int8" else None)
+    assert "fp16" not in caught.value.hint
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_two_nodes_of_one_name_are_refused_with_the_cure(tmp_path: Path, inner: bool) -> None:
     body = "h = Relu(x) y = Neg(h)"
