@@ -224,6 +224,8 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
         hints = ["more samples narrow the interval"]
         if evaluation.samples is None:
             hints = ["real inputs may lose less than random ones: give `data`"]
+        elif evaluation.drop is None and (evaluation.sqnr_db or 0) < evaluation.min_sqnr_db:
+            hints = ["calibrate on more samples, of all kinds"] if made.evidence.calibration else []
         if half and made.evidence.calibration is None:
             hints = ["give `calib`: nodes that overflow float16 on these inputs stay in float32"]
         if half and rows:
@@ -232,6 +234,6 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
             hints.append("precision 'auto' keeps the most sensitive nodes in float32")
     raise GateFailed(
         f"{name}: {evaluation.describe()}: {evaluation.why}; the file is kept as {made.path}",
-        hint="; ".join(hints),
+        hint="; ".join(hints) or None,
         result=made,
     )

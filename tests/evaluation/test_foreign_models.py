@@ -117,6 +117,16 @@ def test_a_gate_that_the_model_itself_fails_says_so(
     assert "auto" not in caught.value.hint
 
 
+def test_values_that_int8_loses_ask_for_calibration_samples(tmp_path: Path) -> None:
+    body = "q = MatMul(x, W) a = Abs(q) b = Add(a, e) y = Log(b)"
+    path = write_text(tmp_path, X4, body, {"W": W, "e": np.array(1e-30, np.float32)})
+    x = RNG.standard_normal((64, 4)).astype(np.float32) * np.logspace(-12, 0, 64)[:, None]
+    np.savez(tmp_path / "d.npz", x=x.astype(np.float32))
+    with pytest.raises(dk.GateFailed, match=r"SQNR .* is below 15 dB") as caught:
+        dk.quantize(path, "int8", calib=tmp_path / "d.npz")
+    assert caught.value.hint.startswith("calibrate on more samples, of all kinds; precision 'auto'")
+
+
 def test_a_build_of_a_model_that_draws_numbers_says_so(tmp_path: Path) -> None:
     path = write_text(tmp_path, X4, "r = RandomUniformLike(x) y = Mul(x, r)", {})
     with pytest.raises(dk.GateFailed, match=r"m\.cpu\.onnx against m\.onnx") as caught:
