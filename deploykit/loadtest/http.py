@@ -221,26 +221,21 @@ def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, st
     With `binary`, the protocol's extension, tensors are bytes both ways; else they are JSON, which
     every server takes. Raises BadInput for NaN and infinity in JSON.
     """
+    items: list[dict[str, Any]] = [
+        {"name": name, "shape": list(array.shape), "datatype": datatype}
+        for name, datatype, array in tensors
+    ]
     if not binary:
-        values = [
-            {"name": name, "shape": list(array.shape), "datatype": datatype, "data": _json(array)}
-            for name, datatype, array in tensors
-        ]
+        for item, (_, _, array) in zip(items, tensors, strict=True):
+            item["data"] = _json(array)
         try:
-            text = json.dumps({"id": "1", "inputs": values}, allow_nan=False)  # KServe needs an id
+            text = json.dumps({"id": "1", "inputs": items}, allow_nan=False)  # KServe needs an id
         except ValueError as exc:
             raise BadInput("the inputs hold NaN or infinity, which JSON cannot") from exc
         return {"Content-Type": "application/json"}, text.encode()
     raws = [raw_bytes(datatype, array) for _, datatype, array in tensors]
-    items: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "shape": list(array.shape),
-            "datatype": datatype,
-            "parameters": {"binary_data_size": len(raw)},
-        }
-        for (name, datatype, array), raw in zip(tensors, raws, strict=True)
-    ]
+    for item, raw in zip(items, raws, strict=True):
+        item["parameters"] = {"binary_data_size": len(raw)}
     head = json.dumps({"inputs": items, "parameters": {"binary_data_output": True}}).encode()
     fields = {
         "Content-Type": "application/octet-stream",

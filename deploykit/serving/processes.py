@@ -219,7 +219,6 @@ def time_threads(
     files: Mapping[str, Path], device: str, cores: int, _on_progress: Callable[[str, float], Any]
 ) -> Timed | str:
     """Time each model, or return why there cannot be several workers; 0: nothing to run."""
-
     timed = {}
     for name, file in files.items():
         found = []

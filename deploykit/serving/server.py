@@ -160,8 +160,8 @@ class Server:
                 idle_s=options.idle_s,
                 max_age_s=options.max_connection_age_s or math.inf,
             )
-            places, streams = grpc_limits.connections, grpc_limits.all_streams
-            places, streams = (math.ceil(each / group.count) for each in (places, streams))
+            places = math.ceil(grpc_limits.connections / group.count)
+            streams = math.ceil(grpc_limits.all_streams / group.count)
             grpc_limits = replace(grpc_limits, connections=places, all_streams=streams)
             self._grpc = GrpcPort(
                 self.repository,

@@ -186,12 +186,6 @@ def parse_head(
     )
 
 
-def error_block(status: str, message: str) -> bytes:
-    """Return the trailers of a call that failed."""
-    encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
-    return literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", encoded)
-
-
 class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
@@ -522,7 +516,8 @@ class GrpcCall(Stream):
             cancel()
         log.info("%s: %s %s", quote(self.head.path), status, quote(message))
         self._record(status)
-        block = error_block(status, message)
+        text = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
+        block = literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", text)
         if not self.opened:
             block = (REPLY_HEADERS if self.head.speaks_grpc else NOT_GRPC) + block
         self._end(block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL, Message
+from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL
 from deploykit.serving.grpc.call import STATUS, GrpcCall, Method
 from deploykit.serving.oip import messages
 
@@ -23,7 +23,7 @@ def reflection_method() -> Method:
     return Method(message, GrpcCall.complete, max_bytes=_MOST_BYTES)
 
 
-def reflect(request: Any) -> Message:
+def reflect(request: Any) -> Any:
     """Return the answer to one ServerReflectionRequest. None of our files imports another."""
     kind = request.WhichOneof("message_request") or ""
     find = {"file_by_filename": POOL.FindFileByName, "file_containing_symbol": _file_with}
@@ -39,8 +39,7 @@ def reflect(request: Any) -> Message:
         except KeyError:
             answer.error_response.error_code = STATUS["NOT_FOUND"]
             answer.error_response.error_message = "there is no such file, symbol or extension"
-    made: Message = answer
-    return made
+    return answer
 
 
 def _file_with(symbol: str) -> Any:

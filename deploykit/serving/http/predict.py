@@ -36,7 +36,6 @@ _HEAD_BYTES = 8 << 10  # the largest head of one part
 _PADDING_BYTES = 64  # of blanks after a boundary
 _WINDOW_BYTES = 1 << 20  # searched at once: a search of all of it would keep other threads waiting
 
-
 Field = tuple[str, Bytes]  # name and content
 
 

@@ -87,10 +87,8 @@ class Scrapes:
             self._write()
 
     def _write(self) -> None:
-        calls, self._waiting = self._waiting, []
-        self._busy = bool(calls)
-        if calls:
-            self._group.collect("samples", partial(self._expose, calls))
+        calls, self._waiting, self._busy = self._waiting, [], True
+        self._group.collect("samples", partial(self._expose, calls))
 
     def _expose(self, calls: list[Call], samples: Result[Iterable[Sample]]) -> None:
         wanted = {_wanted(call) for call in calls}
@@ -159,8 +157,7 @@ class Routes:
         self._root_path = repository.options.root_path.rstrip("/")
         self._offer()
         self._table: dict[str, tuple[str, Route]] = {
-            "/v2": ("GET", _value(repository.metadata)),
-            "/v2/": ("GET", _value(repository.metadata)),
+            **dict.fromkeys(("/v2", "/v2/"), ("GET", _value(repository.metadata))),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
             "/v2/health/ready": ("GET", _ready(repository.why_not_ready, {"ready": True})),
             "/v2/models/stats": ("GET", partial(self._statistics, None)),
@@ -268,8 +265,7 @@ class Routes:
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
-        root = self._root_path
-        address = guide.Address(self._scheme, host, self._grpc_port, token, root)
+        address = guide.Address(self._scheme, host, self._grpc_port, token, self._root_path)
         page = guide.page(self._repository, address)
         call.reply(200, PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 

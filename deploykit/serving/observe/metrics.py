@@ -40,7 +40,6 @@ REQUEST_US = (50, *(int(step * decade) for decade in _DECADES[1:] for step in _F
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _RECENT = 256  # runs counted together
 
-
 _COMPUTE = ("compute_input", "compute_infer", "compute_output")
 
 

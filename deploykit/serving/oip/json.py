@@ -30,7 +30,7 @@ from deploykit.serving.oip.request import (
     plan,
 )
 from deploykit.serving.oip.response import Result, collect_results
-from deploykit.serving.oip.tensors import number_bytes, to_json
+from deploykit.serving.oip.tensors import number_bytes, to_bytes, to_json
 from deploykit.serving.shared_memory import SharedMemory
 
 MAX_NESTING = 100
@@ -203,13 +203,12 @@ def encode_results(
     """Return a response as `encode` does."""
     items: list[dict[str, Any]] = []
     tails = []
-    for result in results:
-        output, datatype, shape, array, requested = result
+    for output, datatype, shape, array, requested in results:
         item: dict[str, Any] = {"name": output, "datatype": datatype, "shape": shape}
         if array is None:
             pass  # in shared memory; no 'parameters': with them the C++ client expects a tail
         elif requested.binary:
-            tail = result.raw_contents()
+            tail = to_bytes(array, datatype)
             item["parameters"] = {"binary_data_size": len(tail)}
             tails.append(tail)
         else:

@@ -25,6 +25,7 @@ from deploykit.serving.oip.request import (
     plan,
 )
 from deploykit.serving.oip.response import Result
+from deploykit.serving.oip.tensors import to_bytes
 
 _INPUT, _RAW_INPUT = 5, 7  # field numbers of ModelInferRequest
 _RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # keys of fields 6 and 2, with length
@@ -274,10 +275,9 @@ def encode(
     """Encode a ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
     outputs = []
     contents: list[Bytes] = []
-    for result in results:
-        output, datatype, shape, array, requested = result
+    for output, datatype, shape, array, requested in results:
         outputs.append((output, datatype, shape, requested.region if array is None else None))
-        raw = result.raw_contents()
+        raw = b"" if array is None else to_bytes(array, datatype)
         contents += (_RAW_OUTPUT + _varint(len(raw)), raw)
     head = _response_head(name, version, tuple(outputs))
     if request_id is None:

@@ -6,6 +6,7 @@ to int8, 1e300 to inf. Strings are arrays of `str`, bfloat16 is float32: see `co
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -22,6 +23,7 @@ from deploykit.core.tensors import (
     Bytes,
     TensorSpec,
     carrier,
+    fits_shape,
     without_batch,
 )
 
@@ -57,10 +59,7 @@ def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
         raise BadInput(
             f"input '{spec.name}': 'shape' must be a list of integers >= 0, got {quote(shape)}"
         )
-    fits = len(shape) == len(spec.shape) and all(
-        want == got or isinstance(want, str) for want, got in zip(spec.shape, shape, strict=True)
-    )
-    if not fits:
+    if not fits_shape(spec.shape, shape):
         lacks = without_batch(spec, shape)
         raise BadInput(f"input '{spec.name}' is {spec}, got shape {quote(shape)}{lacks}")
     if max_batch and shape[0] > max_batch:
@@ -229,16 +228,12 @@ def _to_element(element: object) -> bytes:
 def to_json(array: np.ndarray, datatype: str, name: str) -> list[str] | np.ndarray:
     """Return an output as orjson takes it, flat. Raises BadInput for what JSON cannot represent."""
     if datatype == "BYTES":
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             return [x.decode() if type(x) is bytes else str(x) for x in array.flat]
-        except UnicodeDecodeError:
-            raise BadInput(
-                f"output '{name}' holds bytes that are not UTF-8, which JSON cannot represent",
-                hint="request it with 'binary_data': true",
-            ) from None
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise BadInput(
-            f"output '{name}' holds NaN or infinity, which JSON cannot represent",
-            hint="request it with 'binary_data': true",
-        )
-    return np.ascontiguousarray(array).reshape(-1)
+        what = "bytes that are not UTF-8"
+    elif array.dtype.kind != "f" or np.isfinite(array).all():
+        return np.ascontiguousarray(array).reshape(-1)
+    else:
+        what = "NaN or infinity"
+    text = f"output '{name}' holds {what}, which JSON cannot represent"
+    raise BadInput(text, hint="request it with 'binary_data': true")

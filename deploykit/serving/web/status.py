@@ -72,18 +72,14 @@ class Status:
     def counts(self) -> dict[str, dict[str, Any]]:
         """Return the counters by model."""
         repository = self._repository
-        return {
-            **{name: each.counted() for name, each in repository.pipelines.items()},
-            **{name: each.metrics.status() for name, each in repository.models.items()},
-        }
+        counts = {name: each.counted() for name, each in repository.pipelines.items()}
+        return counts | {name: each.metrics.status() for name, each in repository.models.items()}
 
     def most_waiting(self) -> dict[str, int]:
         """Return, by model, the most requests that waited since the last call."""
         repository = self._repository
-        return {
-            **{name: each.waiting for name, each in repository.pipelines.items()},
-            **{name: each.take_most_waiting() for name, each in repository.models.items()},
-        }
+        most = {name: each.waiting for name, each in repository.pipelines.items()}
+        return most | {name: each.take_most_waiting() for name, each in repository.models.items()}
 
     def now(self) -> dict[str, Any]:
         """Return totals since the start, times in µs: two responses give the rates between them."""
