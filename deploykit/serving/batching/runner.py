@@ -156,7 +156,7 @@ class Runner:
         self._stack = stack
         self._split = split
         self._clock_us = clock_us
-        self._instance = instance
+        self._number = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
         self.slots = engine.slots if overlaps and not self._strings else 1
         self.ended_us = 0
@@ -254,16 +254,11 @@ class Runner:
         ended_us = self.ended_us = self._clock_us()
         self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
+        served = [request for request in batch if not request.finished]
+        stack_us, split_us = stacked_us - started_us, ended_us - ran_us
+        engine_us = max(0, ran_us - stacked_us - in_us - out_us)
         run = BatchRun(
-            [request for request in batch if not request.finished],
-            started_us,
-            stacked_us - started_us,
-            in_us,
-            max(0, ran_us - stacked_us - in_us - out_us),
-            out_us,
-            ended_us - ran_us,
-            idle_us,
-            self._instance,
+            served, started_us, stack_us, in_us, engine_us, out_us, split_us, idle_us, self._number
         )
         for watcher in watchers:
             try:

@@ -411,20 +411,16 @@ class ServedModel:
 
         `known`: times of the first engine that were measured already.
         """
-        lengths = self.buckets.sizes() if self.buckets else [{}]
+        clock_us, lengths = self._clock_us, self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
         inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
+            own = known if engine is engines[0] else None
             warm_up = WarmUp(
-                self.name,
-                engine,
-                self._clock_us,
-                max_batch=self.max_batch,
-                lengths=lengths,
-                known=known if engine is engines[0] else None,
+                self.name, engine, clock_us, max_batch=self.max_batch, lengths=lengths, known=own
             )
             steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
@@ -433,7 +429,7 @@ class ServedModel:
             self._times_us = times
             if steering is not None:
                 for rows, taken_us in times.items():
-                    steering.record_time(rows, taken_us, self._clock_us())
+                    steering.record_time(rows, taken_us, clock_us())
         if misplaced := description.misplaced_pairs(engines[0]):
             notes = (*notes, misplaced)
         for note in notes:
