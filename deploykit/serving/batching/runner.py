@@ -240,15 +240,11 @@ class Runner:
                     hint="try again later, with fewer rows, or start the server with less "
                     "`max_batch`",
                 )
+            hint = "the server's log says why"
             if isinstance(exc, BadInput):  # the engine rejects what passed our own checks
-                return BadInput(
-                    f"model '{name}': the engine refused the values or the shape of this request",
-                    hint="the server's log says why",
-                )
-            return EngineFailed(
-                f"model '{name}': the engine failed on this request",
-                hint="the server's log says why",
-            )
+                what = "the engine refused the values or the shape of this request"
+                return BadInput(f"model '{name}': {what}", hint=hint)
+            return EngineFailed(f"model '{name}': the engine failed on this request", hint=hint)
         finally:
             self.since_us = None
         ended_us = self.ended_us = self._clock_us()

@@ -218,14 +218,12 @@ class Inference:
 
     def _answer_bytes(self) -> int:
         """Return the bytes of the outputs, and at most those of their numbers in JSON."""
-        arrays = self.pending.outputs
-        numbers = [
-            arrays[wanted.name]
-            for wanted in self.request.outputs
-            if not (wanted.binary or wanted.classes or arrays[wanted.name].dtype.kind == "O")
-        ]
-        text = sum(array.size * (3 * array.itemsize + 3) for array in numbers)
-        return text + sum(array.nbytes for array in arrays.values())
+        size = sum(array.nbytes for array in self.pending.outputs.values())
+        for wanted in self.request.outputs:
+            array = self.pending.outputs[wanted.name]
+            if not (wanted.binary or wanted.classes or array.dtype.kind == "O"):
+                size += array.size * (3 * array.itemsize + 3)
+        return size
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending, client = self.pending, self.client

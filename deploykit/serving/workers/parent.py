@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsupported, os_reason
@@ -435,10 +436,7 @@ class Parent:
             before.__exit__(None, None, None)
 
     async def _connect(self, worker: Forked, end: socket.socket) -> None:
-        link = WorkerLink(
-            lambda message: self._receive(worker, message),
-            lambda: self._do(self._reap(worker)),
-        )
+        link = WorkerLink(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
         worker.send = link.send
         await link.connect(end)
 
