@@ -50,10 +50,10 @@ class Pending:
     priority: int = 0  # as the client sent it
     trace: str | None = None  # the client's W3C traceparent
     decode_us: int = 0  # time to decode the request, before it arrived here
+    id: str | None = None  # the client's name for it
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     error: DeploykitError | None = None
     finished: bool = False
-    id: str | None = None  # the client's name for it
 
 
 class BatchRun(NamedTuple):

@@ -59,6 +59,7 @@ class Inference:
 
     request: Request
     pending: Pending
+    lane: Lane  # where it waits if it is offloaded; set before
 
     def __init__(self, route: ModelRoute, client: Receiver, source: Any, trace: str | None) -> None:
         self.route = route
@@ -67,7 +68,6 @@ class Inference:
         self._source = source
         self._admitted = False
         self._started_us = monotonic_us()
-        self.lane = Lane.LARGE  # where it waits if it is offloaded
 
     # -- for subclasses ----------------------------------------------------------------------------
 

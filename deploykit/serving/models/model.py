@@ -216,7 +216,7 @@ class ServedModel:
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
         is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
         """
-        feeds, rows, key, _, name, wait_us, priority, _ = request
+        feeds, rows, key, _, name, wait_us, level, _ = request
         now_us, limit_us = self._clock_us(), self._limit_us
         if started_us is None:
             started_us = now_us
@@ -229,9 +229,8 @@ class ServedModel:
         deadline_us, give_up_us = now_us + wait_us, now_us + limit_us
         waited_us = now_us - started_us
         pending = Pending(
-            feeds, rows, key, done, now_us, deadline_us, give_up_us, priority, trace, waited_us
+            feeds, rows, key, done, now_us, deadline_us, give_up_us, level, trace, waited_us, name
         )
-        pending.id = name
         return self.enqueue(pending)
 
     def refuse(
