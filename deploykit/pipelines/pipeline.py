@@ -209,10 +209,8 @@ class ServedPipelines:
                 self.files.setdefault(model, definition.models[stage])
         for name in self._definitions:
             if name in self.files:
-                raise BadInput(
-                    f"the name '{name}' is that of a model and of a pipeline",
-                    hint="give the pipeline another: NAME=FILE",
-                )
+                hint = "give the pipeline another: NAME=FILE"
+                raise BadInput(f"the name '{name}' is that of a model and of a pipeline", hint=hint)
 
     def graphs(
         self, models: Mapping[str, Sequence[Engine]]

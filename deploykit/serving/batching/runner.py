@@ -271,7 +271,5 @@ def _count_strings(batch: Sequence[Pending]) -> int:
 
 def device_lost(name: str) -> Overloaded:
     """Return the error that every request gets once a GPU is lost."""
-    return Overloaded(
-        f"model '{name}': the GPU is lost to this server, which will stop",
-        hint="send the request elsewhere, or try again when the server was started again",
-    )
+    hint = "send the request elsewhere, or try again when the server was started again"
+    return Overloaded(f"model '{name}': the GPU is lost to this server, which will stop", hint=hint)

@@ -53,10 +53,8 @@ def item_signature(takes: str, most_bytes: int) -> Signature:
 
 
 def too_many(count: int) -> TooLarge:
-    return TooLarge(
-        f"the request has {count} items, {MOST_ITEMS} are possible",
-        hint="send several requests: they are joined all the same",
-    )
+    hint = "send several requests: they are joined all the same"
+    return TooLarge(f"the request has {count} items, {MOST_ITEMS} are possible", hint=hint)
 
 
 class TaskCall:

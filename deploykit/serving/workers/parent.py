@@ -278,11 +278,8 @@ OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 def check_supported() -> None:
     """Raise Unsupported where the system does not divide connections among processes."""
     if sys.platform != "linux" or not hasattr(socket, "SO_REUSEPORT"):
-        raise Unsupported(
-            f"`workers` above 1 need Linux, which divides connections among processes; "
-            f"this is {sys.platform}",
-            hint="`workers` 1",
-        )
+        what = "`workers` above 1 need Linux, which divides connections among processes"
+        raise Unsupported(f"{what}; this is {sys.platform}", hint="`workers` 1")
 
 
 class Parent:
