@@ -169,9 +169,9 @@ def compare_reports(
     tests = sum(_figure_pair(name, *pair) is not None for pair in same for name in _FIGURES)
     setups = len({point.label for point, _ in same})
     rows = tuple(_compare_row(*pair, tests=tests, setups=setups) for pair in same)
-    lacking = (tuple(map(_name, points)) for points in (only_a, only_b))
+    names_a, names_b = (tuple(map(_name, points)) for points in (only_a, only_b))
     notes = tuple(_notes(*both, names, rows, same))
-    return ReportComparison(*names, rows, *lacking, tuple(not_known), notes, bound)
+    return ReportComparison(*names, rows, names_a, names_b, tuple(not_known), notes, bound)
 
 
 def ratio_of(
