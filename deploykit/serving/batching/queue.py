@@ -152,20 +152,19 @@ class RequestQueue:
         """Return the rows ever added."""
         return self._removed_rows + self.rows
 
-    def fits(self, rows: int) -> bool:
-        """Return whether the queue accepts it; a request that would be alone always fits."""
-        policy = self.policy
-        most = policy.queue_rows
-        return self.count < policy.queue and (
-            most is None or not self.count or self.rows + rows <= most
-        )
+    def add(self, request: Pending) -> bool | None:
+        """Add a request; return whether an idle engine should look at the queue again.
 
-    def add(self, request: Pending) -> bool:
-        """Add a request; return whether an idle engine should look at the queue again."""
+        Return None, without adding it, if the queue is full. One that would be alone always fits.
+        """
+        policy, count, rows = self.policy, self.count, request.rows
+        most = policy.queue_rows
+        if count >= policy.queue or (most is not None and count and self.rows + rows > most):
+            return None
         level = request.priority
         if not 0 < level <= LEVELS:
             level = DEFAULT_LEVEL
-        group, rows = self._last, request.rows
+        group = self._last
         if group.key is not request.key or group.level != level:
             group = self._groups.get((level, request.key)) or _Group(level, request.key)
             self._last = group
@@ -174,14 +173,11 @@ class RequestQueue:
             self._groups[(level, request.key)] = group
         group.requests[request] = None
         group.rows += rows
-        self.count += 1
+        self.count = count + 1
         self.rows += rows
         if request.deadline_us < self._soonest_us:
             self._soonest_us = request.deadline_us
-        policy = self.policy
-        if was_empty or not policy.max_delay_us:
-            return True
-        return group.rows >= policy.max_batch
+        return was_empty or not policy.max_delay_us or group.rows >= policy.max_batch
 
     def take(self, now_us: int, *, hurry: bool = False) -> list[Pending]:
         """Return the next batch, or nothing if it should wait. `hurry`: ignore the delay."""

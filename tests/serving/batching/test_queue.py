@@ -134,7 +134,8 @@ def test_a_request_fits_while_the_queued_rows_stay_within_queue_rows(
 ) -> None:
     policy = BatchPolicy(8, queue_rows=4)
     queue = filled(policy, *(pending(n, rows=rows) for n, rows in enumerate(waiting)))
-    assert queue.fits(rows) is fits
+    assert (queue.add(pending(9, rows=rows)) is not None) is fits
+    assert queue.count == len(waiting) + fits
 
 
 def test_next_us_is_the_earliest_deadline_or_end_of_a_delay() -> None:
