@@ -137,6 +137,7 @@ def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
 
 
 DRAWS_NUMBERS = "the model draws random numbers: two runs of it on the same inputs differ"
+DRAW_NONE = "export it without: dropout in eval mode, noise as an input"
 
 
 def draws_numbers(engine: Engine, feeds: Arrays) -> bool:

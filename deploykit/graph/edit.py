@@ -96,9 +96,8 @@ def replace(field: Any, values: list[Any]) -> None:
 # No remaining tensor changes its name or meaning, so that ranges measured before stay valid.
 
 # These are cheap operators between stored weights and the node that uses them.
-_FOLDED = frozenset(
-    ("Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
-)
+_FOLDED = {"Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast"}
+_FOLDED |= {"Slice", "Concat"}  # they put the gates of an LSTM in order
 
 
 def fold(editor: Editor) -> None:
