@@ -117,10 +117,9 @@ def _targets(
     """
     needed = names_of(precision)
     standard = set(opset) <= {"", "ai.onnx"}
-    profiles = [load_profile(name) for name in profile_names()]
     return tuple(
         profile.name
-        for profile in profiles
+        for profile in map(load_profile, profile_names())
         if needed <= set(profile.precisions)
         and (standard or profile.runtime == "onnxruntime")
         and (tensorrt or profile.runtime != "tensorrt")

@@ -534,12 +534,10 @@ class PartialOutputs:
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
             for name, values in rows.items():
+                content: Any = np.ascontiguousarray(values).data
                 if values.dtype.hasobject:  # strings, one line of JSON for each sample
-                    lines = "".join(f"{json.dumps(row)}\n" for row in values.tolist())
-                    nbytes[name] = nbytes.get(name, 0) + self._files[name].write(lines.encode())
-                    continue
-                self._files[name].write(np.ascontiguousarray(values).data)
-                nbytes[name] = nbytes.get(name, 0) + values.nbytes
+                    content = "".join(f"{json.dumps(row)}\n" for row in values.tolist()).encode()
+                nbytes[name] = nbytes.get(name, 0) + self._files[name].write(content)
         self.done = Done(at + samples, digest, nbytes)
         if time.monotonic() - self._saved_s > _EVERY_S:
             self._save()

@@ -148,11 +148,8 @@ def sample_axes(
             if len(places) > 1 or len(shape) != len(spec.shape):
                 places = [0] if spec.shape else []  # it does not fit, which is reported
         axes[spec.name] = next(iter(places), None)
-    counts = {
-        shapes[name][axis]
-        for name, axis in axes.items()
-        if axis is not None and axis < len(shapes[name])
-    }
+    placed = [(shapes[name], axis) for name, axis in axes.items() if axis is not None]
+    counts = {shape[axis] for shape, axis in placed if axis < len(shape)}
     if not counts:  # one batch as the model has it
         first = next((shapes[spec.name][:1] for spec in specs if spec.shape), ())
         return {
