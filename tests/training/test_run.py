@@ -318,7 +318,7 @@ def test_parts_of_a_batch_with_batch_norm_are_not_called_the_whole() -> None:
         return fails(LACKS) if len(y) > 10 else torch.nn.functional.cross_entropy(y, labels)
 
     trained = run_training(replace(LINE, build=with_batch_norm, loss=loss), SPLITS, CPU)
-    assert "in 2 parts, and BatchNorm normalises each by itself" in trained.notes[0]
+    assert "in 2 parts, and BatchNorm normalises each alone" in trained.notes[0]
 
 
 def test_a_note_says_that_this_cpu_has_no_half_precision() -> None:
