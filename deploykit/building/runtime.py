@@ -43,7 +43,7 @@ from deploykit.evaluation.feeds import (
     rows_that_fit,
     small_batches,
 )
-from deploykit.evaluation.parity import compare_engines
+from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_numbers
 from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
@@ -358,7 +358,8 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             reference, engine, feeds, max_error=bound, names=names, each=each, random=data is None
         )
         if not parity.passed:
-            return Evidence(parity=parity)
+            drawn = draws_numbers(reference, feeds[-1])
+            return Evidence(parity=parity, notes=(DRAWS_NUMBERS,) * drawn)
         if quantize or (moved and request.data):
             stack.close()
             reference = stack.enter_context(load(source, "cpu"))

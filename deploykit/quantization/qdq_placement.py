@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
@@ -18,6 +18,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
+from deploykit.graph.parse import subgraphs
 from deploykit.graph.skeleton import all_nodes, read_names
 
 _PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
@@ -175,6 +176,16 @@ def edit_float32(source: Graph) -> Editor:
     editor = Editor(source)
     fold(editor)
     return editor
+
+
+def nothing_to_quantize(editor: Editor, kinds: Sequence[str], weights: str, hint: str) -> BadInput:
+    """Return the error for a graph in which no node of these operators has such weights."""
+    bodies = (body for node in editor.graph.node for body in subgraphs(node))
+    if not {node.op_type for body in bodies for node in all_nodes(body)}.isdisjoint(kinds):
+        weights += " outside the bodies of If, Loop and Scan"
+        hint = "these stay as they are: export the body as a model of its own"
+    names = " or ".join((", ".join(kinds[:-1]), kinds[-1]))
+    return BadInput(f"the model has no {names} with {weights}", hint=hint)
 
 
 def _moves(node: onnx.NodeProto) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from deploykit.core.arguments import checked
-from deploykit.core.errors import MissingExtra
+from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.extras import install_command
 from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256, write_json
@@ -114,22 +118,23 @@ def train(
             evidence=Evidence(training=record),
         )
         if group.first:
-            with atomic_write(manifest_path(out)) as about:  # whole before the checkpoint is there
-
-                def describe(written: Path) -> None:
-                    document = replace(manifest, sha256=sha256(written)).to_dict()
-                    write_json(about, document)
-
-                runtime.save_checkpoint(
-                    out,
-                    trained.module,
-                    recipe,
-                    chosen.inputs,
-                    chosen.outputs,
-                    splits,
-                    preprocess=chosen.preprocess,
-                    on_written=describe,
-                )
+            save = partial(
+                runtime.save_checkpoint,
+                module=trained.module,
+                recipe=recipe,
+                inputs=chosen.inputs,
+                outputs=chosen.outputs,
+                splits=splits,
+                preprocess=chosen.preprocess,
+            )
+            try:
+                _write(out, manifest, save)
+            except DeploykitError as exc:  # a full disk, a folder that is gone: keep the training
+                with suppress(DeploykitError, OSError):
+                    spare = Path(tempfile.mkdtemp(prefix="deploykit-")) / out.name
+                    _write(spare, manifest, save)
+                    exc.hint = f"the trained model is in {spare}, with its manifest: move them"
+                raise
             for place, split in zip(places, (splits.calibration, splits.test), strict=False):
                 write_npz(place, {**split.inputs, LABELS: split.labels}, kind=SPLIT)
         group.wait()
@@ -140,3 +145,13 @@ def train(
         notes.append(f"files skipped, {len(splits.skipped)}: {listed}")
     notes += [*trained.notes, *checks.explain_score(score.low, classes, shared)]
     return Made(out, replace(manifest, sha256=sha256(out)), tuple(notes))
+
+
+def _write(out: Path, manifest: Manifest, save: Callable[..., None]) -> None:
+    """Write a checkpoint by `save`, and its manifest."""
+    with atomic_write(manifest_path(out)) as about:  # whole before the checkpoint is there
+
+        def describe(written: Path) -> None:
+            write_json(about, replace(manifest, sha256=sha256(written)).to_dict())
+
+        save(out, on_written=describe)
