@@ -19,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.core.recipe import Split  # noqa: E402
 from deploykit.engines.torch.open import load_module  # noqa: E402
@@ -153,7 +153,7 @@ def test_a_trained_model_whose_folder_is_gone_is_kept_elsewhere(
     assert len(kept) == spare
     for path in kept:
         assert str(path) in (caught.value.hint or "")
-        manifest = read_manifest(path)
+        manifest = Artefact(path).manifest
         assert manifest is not None
         assert manifest.evidence.training is not None
         load_module(path, arch=str(OWN_RECIPE))
