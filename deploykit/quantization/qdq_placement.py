@@ -105,12 +105,21 @@ def quantizable_nodes(editor: Editor, kinds: Collection[str], to: str = "int8") 
 
     For "fp8" without those that have no kernel.
     """
-    return [
-        n
-        for n, node in enumerate(editor.graph.node)
-        if _quantizable(node, kinds, editor.constants)
-        and not (to == "fp8" and lacks_fp8_kernel(node, editor.constants))
-    ]
+    found, constants = list[int](), editor.constants
+    for n, node in enumerate(editor.graph.node):
+        if node.op_type not in kinds or node.domain not in ("", "ai.onnx"):
+            continue
+        weight = constants.get(node.input[1])
+        if (
+            weight is not None
+            and weight.data_type == TensorProto.FLOAT
+            and len(weight.dims) >= 2
+            and 0 not in weight.dims
+            and node.input[0] not in constants
+            and not (to == "fp8" and lacks_fp8_kernel(node, constants))
+        ):
+            found.append(n)
+    return found
 
 
 def lacks_fp8_kernel(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
@@ -177,21 +186,6 @@ def nothing_to_quantize(editor: Editor, kinds: Sequence[str], weights: str, hint
         hint = "these stay as they are: export the body as a model of its own"
     names = " or ".join((", ".join(kinds[:-1]), kinds[-1]))
     return BadInput(f"the model has no {names} with {weights}", hint=hint)
-
-
-def _quantizable(
-    node: onnx.NodeProto, kinds: Collection[str], constants: Mapping[str, onnx.TensorProto]
-) -> bool:
-    if node.op_type not in kinds or node.domain not in ("", "ai.onnx"):
-        return False
-    weight = constants.get(node.input[1])
-    return (
-        weight is not None
-        and weight.data_type == TensorProto.FLOAT
-        and len(weight.dims) >= 2
-        and 0 not in weight.dims
-        and node.input[0] not in constants
-    )
 
 
 def _moves(node: onnx.NodeProto) -> bool:

@@ -34,7 +34,6 @@ class Window(Record):
     `steal`: the share of CPU time that the hypervisor gave to others. `held`: of the time in which
     a limit of the control group stopped this process. `throttled`: the CPU lowered its clock for
     heat. `busiest`: the other process that used most, with its number; "" where none is visible.
-    `load_average`, `mhz`, `celsius`: in reports of earlier versions.
     """
 
     seconds: float = 0.0
@@ -44,9 +43,6 @@ class Window(Record):
     throttled: bool = False
     busiest: str = ""
     busiest_cores: float | None = None
-    load_average: float | None = None
-    mhz: float | None = None
-    celsius: float | None = None
 
 
 @dataclass(frozen=True)
