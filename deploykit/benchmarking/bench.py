@@ -347,9 +347,10 @@ def choose_inputs(
     sizes = {**dynamic_sizes(specs, shapes), **axes}
     unknown = [axis for axis in free if axis not in sizes]
     if unknown:
+        sizes_to_give = " ".join(f"`axis` {axis}=SIZE" for axis in unknown)
         raise BadInput(
             f"{artefact}: how large is the axis {', '.join(unknown)} of its inputs?",
-            hint=f"`axis` {unknown[0]}=SIZE, or `data` of the usual size: time depends on it",
+            hint=f"{sizes_to_give}, or `data` of the usual size: time depends on it",
         )
     if any(0 in shape for shape in shapes.values()):
         raise BadInput(f"{artefact}: an input of size 0 cannot be timed")

@@ -55,7 +55,7 @@ class Splitter:
         self, outputs: Sequence[TensorSpec], *, joined: bool, cut: Cut | None = None
     ) -> None:
         self._declared = [(s.name, np.dtype(carrier(s.dtype)), s.shape) for s in outputs]
-        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape that fitted its declaration
+        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape of each
         self._joined = joined
         self._cut = cut
 
@@ -94,19 +94,22 @@ class Splitter:
             total_bytes += array.nbytes
             shape = array.shape
             if self._joined and (not shape or shape[0] != rows):
-                wanted = f"{rows} rows were expected"
-            elif shape == self._seen.get(name) or not axes:  # a file may leave a shape out
+                raise EngineFailed(
+                    f"the engine returned shape {list(shape)} for output '{name}', "
+                    f"{rows} rows were expected"
+                )
+            if shape == self._seen.get(name) or not axes:  # a file may leave a shape out
                 continue
-            elif len(shape) == len(axes) and all(
-                isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True)
+            self._seen[name] = shape
+            if len(shape) != len(axes) or any(
+                isinstance(w, int) and w != n for w, n in zip(axes, shape, strict=True)
             ):
-                self._seen[name] = shape
-                continue
-            else:
-                wanted = f"which is [{', '.join(map(str, axes))}]"
-            raise EngineFailed(
-                f"the engine returned shape {list(shape)} for output '{name}', {wanted}"
-            )
+                text = "output '%s' is %s, not %s as declared; `deploykit build` corrects the file"
+                log.warning(text, name, list(shape), list(axes))
+                known = (
+                    (each, kind, sizes) for each, kind, sizes in self._declared if each != name
+                )
+                self._declared = [*known, (name, dtype, ())]  # warn once
         return total_bytes
 
 
