@@ -52,7 +52,7 @@ from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
 from deploykit.engines.engine import Engine
 from deploykit.evaluation.accuracy import TOP1, top1_scores
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.feeds import comparison_feeds
+from deploykit.evaluation.feeds import comparison_feeds, given_sizes
 from deploykit.evaluation.golden import find_samples, open_samples
 from deploykit.evaluation.outputs import claim_report
 from deploykit.evaluation.parity import compare_engines
@@ -335,14 +335,9 @@ def choose_inputs(
     specs = engine.inputs
     named = dict.fromkeys(str(a) for spec in specs for a in spec.shape if isinstance(a, str))
     free = [axis for axis in named if axis not in batch_axes(specs)]
-    for axis, size in axes.items():
-        if axis in batch_axes(specs):
-            raise BadInput(f"`axis` {axis} is the batch", hint="its sizes are `batches`")
-        if axis not in free:
-            there = ", ".join(free) or "none"
-            raise BadInput(f"`axis` {axis} is no dynamic axis of the inputs; there are: {there}")
-        if size < 1:
-            raise BadInput(f"`axis` {axis} must be 1 or more, got {size}")
+    if batch := sorted(axes.keys() & batch_axes(specs)):
+        raise BadInput(f"`axis` {batch[0]} is the batch", hint="its sizes are `batches`")
+    axes = given_sizes(specs, None, axes, None)
     arrays, source = (None, RANDOM) if samples is None else (samples.inputs, DATA)
     golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if samples is None and golden is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.cli import output
-from deploykit.cli.options import JSON, described
+from deploykit.cli.options import JSON, api_arguments, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.prove import axis_sizes, sizes
 from deploykit.cli.tables import figure, size
@@ -45,19 +45,13 @@ def plan(
 
     Example: deploykit plan model.onnx --profile l4 --profile cpu --slo-ms 20
     """
+    given = api_arguments(locals()) | {"profiles": profiles or ()}
+    given |= {"batches": sizes("batches", batches)}
+    given |= {"axes": axis_sizes("axes", ",".join(axes or ()))}
     from deploykit.planning import plan as planning
 
     with Progress("plan") as progress:
-        result = planning.plan(
-            model,
-            profiles=profiles or (),
-            batches=sizes("batches", batches),
-            axes=axis_sizes("axes", ",".join(axes or ())),
-            data=data,
-            slo_ms=slo_ms,
-            rate_per_s=rate_per_s,
-            on_progress=progress,
-        )
+        result = planning.plan(**given, on_progress=progress)
     output.show(result, lines(result), as_json=as_json)
     result.raise_if_none_meets()
 

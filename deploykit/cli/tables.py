@@ -81,11 +81,8 @@ def versions(values: dict[str, str] | Any) -> str:
 
 
 def size(count: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1000  # type: ignore[assignment]
-    return ""
+    power = min((len(str(count)) - 1) // 3, 3)
+    return f"{count / 1000**power:.1f} {'kMG'[power - 1]}B" if power else f"{count} B"
 
 
 def memory(count: int | None) -> str:

@@ -192,9 +192,8 @@ def os_error(exc: OSError, where: object = "") -> DeploykitError:
         what, hint = scarce
         return Unsupported(f"{start}{what}", hint=hint)
     short = "choose a shorter name: files next to it have longer ones"
-    return BadInput(
-        f"{start}{os_reason(exc)}", hint=short if exc.errno == errno.ENAMETOOLONG else None
-    )
+    hint = short if exc.errno == errno.ENAMETOOLONG else None
+    return BadInput(f"{start}{os_reason(exc)}", hint=hint)
 
 
 def quote(value: object) -> str:

@@ -197,15 +197,12 @@ def _gpus() -> tuple[Gpu, ...]:
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Read nvidia-smi's name, memory.total (MiB), driver_version, compute_cap: CSV, no units."""
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
-    return tuple(
-        Gpu(
-            name,
-            None if (mib := natural_number(memory)) is None else mib << 20,
-            driver,
-            capability if re.fullmatch(r"\d+\.\d+", capability) else None,
-        )
-        for name, memory, driver, capability in (row for row in rows if len(row) == 4)
-    )
+    found = []
+    for name, memory, driver, capability in (row for row in rows if len(row) == 4):
+        mib, known = natural_number(memory), re.fullmatch(r"\d+\.\d+", capability)
+        memory_bytes = None if mib is None else mib << 20
+        found.append(Gpu(name, memory_bytes, driver, capability if known else None))
+    return tuple(found)
 
 
 def power_mode(root: Path) -> str | None:

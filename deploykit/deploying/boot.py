@@ -62,9 +62,6 @@ class Booted(Record):
     why: str
 
 
-OnReady = Callable[..., None]
-
-
 def boot_until_stopped(
     bundle: StrPath,
     cache: StrPath,
@@ -73,7 +70,7 @@ def boot_until_stopped(
     rollback: bool = False,
     retry: bool = False,
     log_format: str = "text",
-    on_ready: OnReady | None = None,
+    on_ready: Callable[..., None] | None = None,
 ) -> int:
     """Serve a bundle until SIGTERM or Ctrl-C, from an engine that was built on this device.
 

@@ -233,8 +233,6 @@ def read_bundle(folder: Path) -> Bundle:
     with _reading(folder):
         if not folder.is_dir():
             raise NotFound(f"{folder}: no such folder")
-        if path.is_symlink():
-            raise BadInput(f"{path}: is a symbolic link")
         if not path.exists():
             raise NotFound(f"{folder}: is no bundle: it has no {BUNDLE_FILE}", hint=_WRITER)
     if check_readable(path).stat().st_size > 4 << 20:

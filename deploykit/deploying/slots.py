@@ -226,14 +226,13 @@ class EngineCache:
                 raise BadInput(f"{folder / name}: was changed or damaged (SHA-256 differs)")
         return folder / record.engine
 
-    def empty(self, slot: str) -> Path:
-        """Remove the slot's old folder and return an empty one for a build into `slot`."""
+    def empty(self, slot: str) -> None:
+        """Replace the slot's old folder by an empty one for a build into `slot`."""
         with write_errors(self.folder):
             for path in list(self.folder.iterdir()):
                 if path.name.startswith(f"{slot[0]}-"):
                     shutil.rmtree(path)
             (self.folder / slot).mkdir()
-        return self.folder / slot
 
     def drop(self, slot: str) -> None:
         """Remove a slot, ignoring errors."""

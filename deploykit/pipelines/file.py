@@ -147,11 +147,9 @@ def _read_toml(path: Path) -> Definition:
             hint="model = 'FILE.onnx', before = 'steps.py:NAME', after = 'steps.py:NAME'",
         )
     before, after = (_imported(path, key, given.get(key)) for key in ("before", "after"))
-    stages: list[Function | Model] = [Model("model", path.parent / given["model"])]
-    if before is not None:
-        stages = [before, Model("model", path.parent / given["model"], {"": before.name})]
-    if after is not None:
-        stages.append(replace(after, wired={next(iter(after.takes), ""): "model"}))
+    model = Model("model", path.parent / given["model"], {"": before.name} if before else {})
+    after = after and replace(after, wired={next(iter(after.takes), ""): "model"})
+    stages = [each for each in (before, model, after) if each]
     names = {each.name: each for each in stages}
     if len(names) < len(stages):
         raise BadInput(f"{path}: the functions need two names, and neither may be 'model'")

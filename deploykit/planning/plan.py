@@ -222,8 +222,6 @@ def _check_options(batches: Sequence[int], slo_ms: float | None, rate_per_s: flo
     if not batches or any(not 1 <= size <= MOST_SIZE for size in batches):
         raise BadInput(f"`batches` must be from 1 to {MOST_SIZE}, got {list(batches)}")
     for name, value in (("slo_ms", slo_ms), ("rate_per_s", rate_per_s)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise BadInput(f"`{name}` must be a number above 0, got {value:g}")
         if value is not None and not _LEAST <= value <= _MOST:
             raise BadInput(f"`{name}` must be {_LEAST:g} to {_MOST:g}, got {value:g}")
     if rate_per_s is not None and slo_ms is None:

@@ -13,13 +13,10 @@ from deploykit.core.precision import BY_NAME, narrowest
 from deploykit.core.profile import PowerMode, Profile
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import (
-    COMPILED,
     COMPUTE,
-    INTERPRETED,
     LAUNCH,
     MEMORY,
     Ceilings,
-    Fusion,
     NodeCost,
     costs_of,
     node_time,
@@ -56,10 +53,6 @@ class Target:
     calibration: CpuCalibration | None
     basis: str
     checked: bool
-
-    @property
-    def fusion(self) -> Fusion:
-        return INTERPRETED if self.calibration else COMPILED
 
     @property
     def call_s(self) -> float:
@@ -188,13 +181,13 @@ class Inferred:
 
     def costs(self, target: Target) -> tuple[NodeCost, ...]:
         """Return the costs of nodes as the target's runtime fuses them."""
-        return self.interpreted if target.fusion is INTERPRETED else self.compiled
+        return self.interpreted if target.calibration else self.compiled
 
 
 def infer(graph: Graph, batch: int, sizes: Mapping[str, int]) -> Inferred:
     """Infer shapes and costs. Raises BadInput as `fixed_shapes` does."""
     known = fixed_shapes(graph, sizes)
-    compiled, interpreted = costs_of(known, COMPILED), costs_of(known, INTERPRETED)
+    compiled, interpreted = costs_of(known), costs_of(known, on_cpu=True)
     return Inferred(
         batch=batch,
         inputs=tuple(v.name for v in graph.model.graph.input if v.name not in known.constants),

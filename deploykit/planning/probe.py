@@ -62,15 +62,11 @@ def convolution(
     inputs = 3 if stem else channels
     count, stride = (1, 2) if stem else (3, 1)
     weight, shape = (channels, 1 if depthwise else inputs, kernel, kernel), (1, inputs, size, size)
-    options = {
-        "pads": [kernel // 2] * 4,
-        "strides": [stride] * 2,
-        "group": channels if depthwise else 1,
-    }
+    group = channels if depthwise else 1
     flops, nbytes = 2.0 * math.prod(weight) * (size // stride) ** 2, 4.0 * math.prod(weight)
     made = _Builder(precision)
     for _ in range(count):
-        made.add("Conv", weight, **options)
+        made.add("Conv", weight, pads=[kernel // 2] * 4, strides=[stride] * 2, group=group)
     return Chain(kind, precision, made.graph(shape), shape, count, flops, flops, nbytes)
 
 

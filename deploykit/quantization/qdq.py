@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, raise_opset
@@ -34,6 +33,7 @@ from deploykit.quantization.qdq_placement import (
     Placement,
     edit_float32,
     lacks_fp8_kernel,
+    nothing_to_quantize,
     operators,
     place_pairs,
     quantizable_nodes,
@@ -134,11 +134,9 @@ def _placement(
         if there:
             where = "TensorRT computes it in int8 only" if to == "fp8" else "TensorRT has"
             hint = f"{runtime} has no {to} kernel for its {', '.join(there)}; {where}"
-        raise BadInput(
-            f"the model has no {', '.join(kinds[:-1])} or {kinds[-1]} with constant float32 "
-            "weights to quantize" + (" other than those kept in float32" if keep_float32 else ""),
-            hint=hint,
-        )
+        weights = "constant float32 weights to quantize"
+        weights += " other than those kept in float32" if keep_float32 else ""
+        raise nothing_to_quantize(editor, kinds, weights, hint)
     return placement
 
 

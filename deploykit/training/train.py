@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +70,7 @@ def train(
 
     The others are described in `training.options.TrainingOptions`.
     """
+    given = locals()
     out, start = Path(out), Path(weights) if weights else None
     read = (data, start, *named_files(recipe))
     claim(out, "torch", read, force=force)
@@ -88,27 +89,14 @@ def train(
     initial = runtime.load_weights(start) if start else None
     if on_progress:
         on_progress("reading the data", 0.0)
+    options = {each.name: given[each.name] for each in fields(TrainingOptions)}
+    options |= {"checkpoint": state, "tensorboard": events}
     with distributed.join_processes(device) as group:
         checks.check_recipe(chosen)
         trained = loop.run_training(
             chosen,
             read_splits(chosen, Path(data) if data else None),
-            TrainingOptions(
-                epochs=epochs,
-                batch_size=batch_size,
-                learning_rate=learning_rate,
-                device=device,
-                amp=amp,
-                seed=seed,
-                tf32=tf32,
-                compile=compile,
-                unfreeze=unfreeze,
-                fsdp=fsdp,
-                patience=patience,
-                checkpoint=state,
-                tensorboard=events,
-                augment=augment,
-            ),
+            TrainingOptions(**options),
             name=recipe,
             weights=initial,
             weights_from=start or Path("weights"),

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
-from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
 from deploykit.engines.tasks.engine import TaskEngine  # noqa: E402
@@ -86,7 +86,7 @@ def test_a_classifier_answers_with_the_probabilities_that_pytorch_gives(classifi
 
 
 def test_the_manifest_says_what_the_model_takes_and_answers(classifier: Any) -> None:
-    found = read_manifest(classifier.path)
+    found = Artefact(classifier.path).manifest
     assert found is not None
     assert found.task == Task(
         "classify",
@@ -116,7 +116,7 @@ def test_the_task_survives_quantize_and_build(classifier: Any, folder: Path) -> 
         ),
         dk.build(classifier.path, "cpu", out=folder / "b.onnx"),
     ):
-        found = read_manifest(made.path)
+        found = Artefact(made.path).manifest
         assert found is not None
         assert found.task == task
 

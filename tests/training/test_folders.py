@@ -224,9 +224,9 @@ def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_
 
 
 def test_the_manifest_of_a_checkpoint_says_what_it_was_trained_on(trained: Path) -> None:
-    from deploykit.core.artefact import read_manifest
+    from deploykit.core.artefact import Artefact
 
-    training = read_manifest(trained).evidence.training
+    training = Artefact(trained).manifest.evidence.training
     assert training is not None
     assert training.figures["classes"] == list(CLASSES)
     assert training.figures["image"] == RULES["letterbox"].to_dict()

@@ -23,7 +23,7 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.memory import does_not_fit, free_bytes
 from deploykit.core.recipe import Split, Splits
 from deploykit.core.task import ImageInput
-from deploykit.engines.data.samples import list_entries
+from deploykit.engines.data.samples import list_class, list_entries
 
 if TYPE_CHECKING:
     from deploykit.engines.tasks.images import PlacedImages  # it needs Pillow
@@ -153,16 +153,8 @@ def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
 
 def _classes(folders: Sequence[Path]) -> _Classes:
     """Return the files of each class folder. Raises BadInput if one contains folders."""
-    found = {}
-    for each in folders:
-        files, deeper = list_entries(each)
-        if deeper:
-            raise BadInput(
-                f"{deeper[0]}: is a folder; a class folder contains images only",
-                hint=f"for splits, the folders are {', '.join(_SPLITS)} and no others",
-            )
-        found[each] = files
-    return found
+    hint = f"for splits, the folders are {', '.join(_SPLITS)} and no others"
+    return {each: list_class(each, hint) for each in folders}
 
 
 def _decode(reader: PlacedImages, paths: Sequence[Path]) -> Iterator[np.ndarray | BadInput]:

@@ -50,10 +50,10 @@ class Pending:
     priority: int = 0  # as the client sent it
     trace: str | None = None  # the client's W3C traceparent
     decode_us: int = 0  # time to decode the request, before it arrived here
+    id: str | None = None  # the client's name for it
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     error: DeploykitError | None = None
     finished: bool = False
-    id: str | None = None  # the client's name for it
 
 
 class BatchRun(NamedTuple):
@@ -102,20 +102,14 @@ def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
     of more rows runs alone.
     """
     take = rows = 0
-    oldest_us = now_us
-    full = False
+    oldest_us = next((request.arrived_us for request in waiting), now_us)
     for request in waiting:
-        if take and rows + request.rows > policy.max_batch:
-            full = True  # the next one cannot join, so waiting gains nothing
+        rows += request.rows
+        take += not take or rows <= policy.max_batch
+        if rows >= policy.max_batch:  # it is full, or the next one cannot join
             break
-        if not take:
-            oldest_us = request.arrived_us
-        take, rows = take + 1, rows + request.rows
-        if rows >= policy.max_batch:
-            full = True
-            break
-    late = policy.max_delay_us > 0 and now_us - oldest_us >= policy.max_delay_us
-    return take if full or late or not policy.max_delay_us else 0
+    late = not policy.max_delay_us or now_us - oldest_us >= policy.max_delay_us
+    return take if late or rows >= policy.max_batch else 0
 
 
 class _Group:
@@ -141,17 +135,22 @@ class _Group:
 
 
 class RequestQueue:
-    """The waiting requests: `count` of `rows` rows. `added_rows` counts all rows ever added."""
+    """The waiting requests: `count` of `rows` rows."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.count = 0
         self.most = 0  # the largest count before a removal; its reader resets it
         self.rows = 0
-        self.added_rows = 0
+        self._removed_rows = 0
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
         self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
         self._soonest_us = NEVER_US  # no deadline is earlier
+
+    @property
+    def added_rows(self) -> int:
+        """Return the rows ever added."""
+        return self._removed_rows + self.rows
 
     def fits(self, rows: int) -> bool:
         """Return whether the queue accepts it; a request that would be alone always fits."""
@@ -177,7 +176,6 @@ class RequestQueue:
         group.rows += rows
         self.count += 1
         self.rows += rows
-        self.added_rows += rows
         if request.deadline_us < self._soonest_us:
             self._soonest_us = request.deadline_us
         policy = self.policy
@@ -211,29 +209,17 @@ class RequestQueue:
                 break
         return []
 
-    def take_late(self, now_us: int) -> list[Pending]:
+    def take_late(self, now_us: float) -> list[Pending]:
         """Remove and return the requests past their deadline."""
         if now_us < self._soonest_us:
             return []
-        late = []
-        self._soonest_us = NEVER_US
-        for group in list(self._groups.values()):
-            here = [request for request in group.requests if request.deadline_us <= now_us]
-            for request in here:
-                del group.requests[request]
-            late += here
-            for request in group.requests:
-                self._soonest_us = min(self._soonest_us, request.deadline_us)
-            self._count_removed(group, here)
+        waiting = [request for group in self._groups.values() for request in group.requests]
+        late = [request for request in waiting if request.deadline_us <= now_us]
+        for request in late:
+            self.remove(request)
+        left_us = (request.deadline_us for request in waiting if request.deadline_us > now_us)
+        self._soonest_us = min(left_us, default=NEVER_US)
         return late
-
-    def take_all(self) -> list[Pending]:
-        """Empty the queue and return its requests."""
-        found = [request for group in self._groups.values() for request in group.requests]
-        self._groups.clear()
-        self._last = _Group(DEFAULT_LEVEL, ())
-        self.count = self.rows = 0
-        return found
 
     def remove(self, request: Pending) -> bool:
         """Remove a request; return False when it is not waiting here."""
@@ -259,6 +245,7 @@ class RequestQueue:
         rows = sum([request.rows for request in requests]) if group.requests else group.rows
         group.rows -= rows
         self.rows -= rows
+        self._removed_rows += rows
         self.count -= len(requests)
         if not group.requests:
             del self._groups[(group.level, group.key)]

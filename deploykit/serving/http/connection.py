@@ -103,11 +103,11 @@ class Exchange(Call):
         size = b"Content-Length: %d\r\n" % length
         if head.method == "HEAD":
             parts = ()
-        lines = listener.lines[status], headers, head.cors, size, end
-        if large:
-            self.pending_reply = [b"".join(lines), *parts]
-        else:
-            self.pending_reply = [b"".join((*lines, *parts))]
+        lines = [listener.lines[status], headers, head.cors, size, end]
+        if not large:
+            lines += parts
+            parts = ()
+        self.pending_reply = [b"".join(lines), *parts]
         connection.flush()
 
 

@@ -34,12 +34,7 @@ class ModelRoute:
     `limit_us` from the arrival of a request.
     """
 
-    def __init__(
-        self,
-        repository: ModelRepository,
-        model: ServedModel,
-        offload: Offload,
-    ) -> None:
+    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
         self.model = model
         self.offload = offload
         self.memory = repository.memory
@@ -64,6 +59,7 @@ class Inference:
 
     request: Request
     pending: Pending
+    lane: Lane  # where it waits if it is offloaded; set before
 
     def __init__(self, route: ModelRoute, client: Receiver, source: Any, trace: str | None) -> None:
         self.route = route
@@ -72,7 +68,6 @@ class Inference:
         self._source = source
         self._admitted = False
         self._started_us = monotonic_us()
-        self.lane = Lane.LARGE  # where it waits if it is offloaded
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -141,19 +136,18 @@ class Inference:
         """Queue the request, which another thread may have `decoded`."""
         model, name = self.route.model, None
         try:
-            self.request = request = self.decode(self._source) if decoded is None else decoded()
+            if decoded is None:
+                self.request = request = self.decode(self._source)
+                size = request.region_bytes
+            else:
+                self.request = request = decoded()
+                size, limit_us = self.decoded_bytes(), self.route.limit_us
+                left_us = min(request.timeout_us or limit_us, limit_us) + self._started_us
+                request = request._replace(timeout_us=max(1, left_us - monotonic_us()))
+                self.request = request
             name = request.id
             self.client.about = name, request.rows
             self._source = None  # frees the source; arrays keep the bytes that they use
-            if decoded is None:
-                size = request.region_bytes
-            else:
-                size = self.decoded_bytes()
-                limit_us = self.route.limit_us
-                wait_us = min(request.timeout_us or limit_us, limit_us)
-                self.request = request._replace(
-                    timeout_us=max(1, wait_us - (monotonic_us() - self._started_us))
-                )
             if size:
                 self.reserve(size)
             pending = model.submit(
@@ -221,12 +215,9 @@ class Inference:
             self.reserve(self._answer_bytes())
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
+            left_s = max(_LEAST_ENCODE_S, (pending.give_up_us - monotonic_us()) / 1e6)
             self.route.offload(
-                self.encode,
-                self._reply,
-                lane=self.lane,
-                peer=client.peer,
-                limit_s=self.encode_s(),
+                self.encode, self._reply, lane=self.lane, peer=client.peer, limit_s=left_s
             )
         except Overloaded as exc:
             self.fail(exc)
@@ -241,10 +232,6 @@ class Inference:
         ]
         text = sum(array.size * (3 * array.itemsize + 3) for array in numbers)
         return text + sum(array.nbytes for array in arrays.values())
-
-    def encode_s(self) -> float:
-        """Return the seconds until a request that is being answered is past its time limit."""
-        return max(_LEAST_ENCODE_S, (self.pending.give_up_us - monotonic_us()) / 1e6)
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending, client = self.pending, self.client

@@ -14,7 +14,6 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.machine import usable_cores
-from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.pipelines.threads import FairGate
@@ -50,15 +49,11 @@ def check_compatible(name: str, served: Engine, other: Engine) -> None:
         ("output", served.outputs, other.outputs),
     ):
         if tuple(have) != tuple(got):
+            one, another = (", ".join(map(str, specs)) or "none" for specs in (have, got))
             raise BadInput(
-                f"model '{name}': the {kind}s of one engine are {_list_specs(have)}, "
-                f"those of another {_list_specs(got)}",
+                f"model '{name}': the {kind}s of one engine are {one}, those of another {another}",
                 hint="serve another model under another name",
             )
-
-
-def _list_specs(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(map(str, specs)) or "none"
 
 
 log = logging.getLogger(__name__)
@@ -198,13 +193,12 @@ class ServedModel:
     def notes(self) -> tuple[str, ...]:
         """Return messages for the operator: settings that could not be met, engines that hang."""
         found = [note for engine in self.engines for note in engine.notes]
-        hung = self.batcher.hung
-        if hung:
+        if hung := self.batcher.hung:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
-        remark = self.remark()
-        proof = [_ALONE.format(self._dependent)] if self._dependent else []
-        remarks = [each for each in (remark, self.task.note) if each]
-        return tuple(dict.fromkeys([*found, *proof, *self._warm_notes, *remarks]))
+        if self._dependent:
+            found.append(_ALONE.format(self._dependent))
+        found += [*self._warm_notes, self.remark() or "", self.task.note]
+        return tuple(dict.fromkeys(filter(None, found)))
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -222,25 +216,30 @@ class ServedModel:
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
         is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
         """
-        started_us = self._clock_us() if started_us is None else started_us
+        feeds, rows, key, _, name, wait_us, priority, _ = request
+        now_us, limit_us = self._clock_us(), self._limit_us
+        if started_us is None:
+            started_us = now_us
         if self.draining and not admitted:
-            raise self.refuse(shutting_down(), started_us, trace, request.id)
-        key = request.key if self.buckets is None else self.buckets.key(request.key)
-        limit_us, now_us = self._limit_us, self._clock_us()
-        wait_us = request.timeout_us or limit_us
-        wait_us = wait_us if wait_us < limit_us else limit_us
+            raise self.refuse(shutting_down(), started_us, trace, name)
+        if self.buckets is not None:
+            key = self.buckets.key(key)
+        if not wait_us or wait_us > limit_us:
+            wait_us = limit_us
+        deadline_us, give_up_us = now_us + wait_us, now_us + limit_us
+        waited_us = now_us - started_us
         pending = Pending(
-            request.feeds,
-            request.rows,
+            feeds,
+            rows,
             key,
             done,
             now_us,
-            now_us + wait_us,
-            now_us + limit_us,
-            request.priority,
+            deadline_us,
+            give_up_us,
+            priority,
             trace,
-            now_us - started_us,
-            id=request.id,
+            waited_us,
+            name,
         )
         return self.enqueue(pending)
 

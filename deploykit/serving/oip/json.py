@@ -30,7 +30,7 @@ from deploykit.serving.oip.request import (
     plan,
 )
 from deploykit.serving.oip.response import Result, collect_results
-from deploykit.serving.oip.tensors import to_bytes, to_json
+from deploykit.serving.oip.tensors import number_bytes, to_json
 from deploykit.serving.shared_memory import SharedMemory
 
 MAX_NESTING = 100
@@ -189,13 +189,12 @@ def encode(
     JSON cannot represent.
     """
     if request.id is None:
-        shapes = tuple([outputs[wanted.name].shape for wanted in request.outputs])
-        head = _cached_head(name, version, request.outputs, shapes, model)
+        requested = request.outputs
+        arrays = [outputs[wanted.name] for wanted in requested]
+        shapes = tuple([array.shape for array in arrays])
+        head = _cached_head(name, version, requested, shapes, model)
         if head is not None:
-            tails = [
-                to_bytes(outputs[w.name], model.outputs[w.name].datatype) for w in request.outputs
-            ]
-            return [head, *tails], len(head)
+            return [head, *map(number_bytes, arrays)], len(head)
     return encode_results(
         name, version, request.id, collect_results(request, outputs, model, memory)
     )

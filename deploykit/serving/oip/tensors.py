@@ -217,10 +217,7 @@ def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
 
 
 def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
-    """Encode an output as binary; bfloat16 is rounded to nearest, ties to even.
-
-    Large numeric arrays that own their memory are not copied.
-    """
+    """Encode an output as binary; bfloat16 is rounded to nearest, ties to even."""
     if datatype == "BYTES":
         return b"".join([b"".join(map(_to_element, block)) for block in string_blocks(array)])
     if datatype == "BF16":
@@ -229,6 +226,11 @@ def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
         nans = np.isnan(array.reshape(-1))  # rounding would turn some NaN into infinity
         upper[nans] = (bits[nans] >> 16) | 0x40
         return upper.tobytes()
+    return number_bytes(array)
+
+
+def number_bytes(array: np.ndarray) -> Bytes:
+    """Return the bytes of numbers; of a large array that owns its memory without a copy."""
     if array.nbytes > _COPIED_BYTES and array.flags.owndata and array.flags.c_contiguous:
         return array.reshape(-1).view(np.uint8).data
     return array.tobytes()

@@ -131,7 +131,7 @@ class FrontEnd(RecordConnection):
             level,
             trace or None,
             decode_us,
-            id=name or None,
+            name or None,
         )
         self._open[number] = model, request
         try:

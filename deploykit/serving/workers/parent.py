@@ -60,7 +60,7 @@ class Forked:
     last: int  # a pipe for its result at its end
     control: socket.socket  # for connections to the engines
     begun_s: float
-    link: WorkerLink | None = None
+    send: Callable[..., None] = lambda *_: None  # a message, once it is connected
     ready: bool = False
     serving: bool = False
     drained: bool = False
@@ -184,14 +184,12 @@ class Hub:
                 if worker.missed >= MOST_MISSED:
                     log.error("worker %d does not answer its parent and is killed", worker.number)
                     os.kill(worker.pid, signal.SIGKILL)
-            if not reports:
-                continue
-            counts = merge.merge_counts(reports)
             models = []
-            for name, counted in counts.items():
+            for name, counted in merge.merge_counts(reports).items():
                 waiting = sum(each.get("most_waiting", {}).get(name, 0) for each in reports)
                 models.append({"name": name, **counted, "waiting": waiting})
-            self._history.add(time.monotonic_ns() // 1000, models)
+            if models:
+                self._history.add(time.monotonic_ns() // 1000, models)
 
     async def _collect(self) -> None:
         """Answer all requests for figures, with figures counted after they arrived."""
@@ -205,8 +203,7 @@ class Hub:
                 value = values[what]
                 if what == "status" and not isinstance(value, Exception):
                     value = value, self._history.since(since_us)
-                if worker.link is not None:
-                    worker.link.send("answer", number, value)
+                worker.send("answer", number, value)
             await asyncio.sleep(_PAUSE_S)
         self._collecting = False
 
@@ -235,9 +232,9 @@ class Hub:
         number, futures = next(self._numbers), []
         kind, *content = message
         for worker in self._workers.values():
-            if worker.ready and worker.link is not None:
+            if worker.ready:
                 future = worker.waiting[number] = asyncio.get_running_loop().create_future()
-                worker.link.send(kind, number, *content)
+                worker.send(kind, number, *content)
                 futures.append(future)
         if futures:
             await asyncio.wait(futures, timeout=REPORT_S)
@@ -260,8 +257,7 @@ class Hub:
         elif what == "unregister":
             for each in [each for each in self.regions if name in (None, each)]:
                 del self.regions[each]
-        if worker.link is not None:
-            worker.link.send("answer", number, problem)
+        worker.send("answer", number, problem)
 
 
 log = logging.getLogger(__name__)
@@ -377,8 +373,8 @@ class Parent:
         ticking = asyncio.ensure_future(self._hub.keep_history())
         await self._stopped.wait()
         for worker in self._workers.values():
-            if worker.ready and worker.link is not None:
-                worker.link.send("drain")
+            if worker.ready:
+                worker.send("drain")
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
@@ -387,8 +383,7 @@ class Parent:
             remove_path(each)  # just before the workers accept the last clients of a path
         await self._until(self._ended, self._end_s)
         for worker in self._workers.values():
-            if worker.link is not None:
-                worker.link.send("abort")
+            worker.send("abort")
         await self._until(lambda: not self._workers, ABORT_S)
         for worker in self._workers.values():
             log.error("worker %d does not end and is killed", worker.number)
@@ -444,8 +439,8 @@ class Parent:
             lambda message: self._receive(worker, message),
             lambda: self._do(self._reap(worker)),
         )
+        worker.send = link.send
         await link.connect(end)
-        worker.link = link
 
     async def _reap(self, worker: Forked) -> None:
         """Wait for a worker that has closed its end: it ends, or has ended."""
@@ -517,7 +512,6 @@ class Parent:
     # -- messages of workers ---------------------------------------------------------------------
 
     def _receive(self, worker: Forked, message: Message) -> None:
-        assert worker.link is not None
         match message:
             case "state", not_ready:
                 worker.not_ready = not_ready
@@ -525,16 +519,16 @@ class Parent:
             case ("ready",):
                 worker.ready = True
                 if self._stopped.is_set():
-                    worker.link.send("drain")
+                    worker.send("drain")
                 else:
                     self._join_engine(worker)
-                    worker.link.send("open", list(self._hub.regions.values()))
+                    worker.send("open", list(self._hub.regions.values()))
                     self._share_state()
             case "engines", engines:
                 self._engines = engines
                 for each in self._workers.values():
-                    if each.number != ENGINE and each.ready and each.link is not None:
-                        each.link.send("engines", engines)
+                    if each.number != ENGINE and each.ready:
+                        each.send("engines", engines)
             case ("connect",):
                 self._join_engine(worker)
             case ("drained",):
@@ -571,15 +565,15 @@ class Parent:
         if self._stopped.is_set() and not all(worker.drained for worker in serving):
             return
         for worker in serving:
-            if worker.drained and worker.link is not None:
-                worker.link.send("close")
+            if worker.drained:
+                worker.send("close")
 
     def _share_state(self) -> None:
         """Send each worker the reason why another one is not ready."""
         for worker in self._workers.values():
             others = [each.not_ready for each in self._workers.values() if each is not worker]
-            if worker.ready and worker.link is not None:
-                worker.link.send("elsewhere", next((each for each in others if each), None))
+            if worker.ready:
+                worker.send("elsewhere", next((each for each in others if each), None))
 
 
 def _crash(text: str, code: int) -> DeploykitError:

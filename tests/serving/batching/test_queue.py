@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -115,9 +117,9 @@ def test_a_shape_can_be_queued_again_after_its_queue_was_emptied() -> None:
     assert queue.added_rows == 6
 
 
-def test_take_all_empties_the_queue() -> None:
+def test_in_the_end_all_are_late() -> None:
     queue = filled(BatchPolicy(8), pending(0), pending(1, key=B))
-    assert sorted(numbers(queue.take_all())) == [0, 1]
+    assert sorted(numbers(queue.take_late(math.inf))) == [0, 1]
     queue.add(pending(2))
     assert drained(queue) == [[2]]
 
