@@ -156,6 +156,7 @@ class Inference:
                 trace=self.trace,
                 started_us=self._started_us,
                 admitted=self._admitted,
+                sender=self.client,
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):

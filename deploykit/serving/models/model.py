@@ -210,11 +210,13 @@ class ServedModel:
         trace: str | None = None,
         started_us: int | None = None,
         admitted: bool = False,
+        sender: Any = None,
     ) -> Pending:
         """Queue a request; `done` is called with its outputs or its error set.
 
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
-        is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
+        is still answered. `sender`: its `peer` takes turns with others. Raises Overloaded,
+        and BadInput for an input longer than its buckets.
         """
         feeds, rows, key, _, name, wait_us, priority, _ = request
         now_us, limit_us = self._clock_us(), self._limit_us
@@ -240,6 +242,7 @@ class ServedModel:
             trace,
             waited_us,
             name,
+            sender,
         )
         return self.enqueue(pending)
 
