@@ -152,7 +152,12 @@ class Inference:
             if size:
                 self.reserve(size)
             pending = model.submit(
-                request, self._on_run, trace=trace, started_us=began_us, admitted=self._admitted
+                request,
+                self._on_run,
+                trace=trace,
+                started_us=began_us,
+                admitted=self._admitted,
+                sender=self.client,
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):

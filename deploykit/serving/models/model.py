@@ -210,11 +210,13 @@ class ServedModel:
         trace: str | None = None,
         started_us: int | None = None,
         admitted: bool = False,
+        sender: Any = None,
     ) -> Pending:
         """Queue a request; `done` is called with its outputs or its error set.
 
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
-        is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
+        is still answered. `sender`: its `peer` takes turns with others. Raises Overloaded,
+        and BadInput for an input longer than its buckets.
         """
         feeds, rows, key, _, name, wait_us, level, _ = request
         now_us, limit_us = self._clock_us(), self._limit_us
@@ -229,7 +231,18 @@ class ServedModel:
         deadline_us, give_up_us = now_us + wait_us, now_us + limit_us
         waited_us = now_us - started_us
         pending = Pending(
-            feeds, rows, key, done, now_us, deadline_us, give_up_us, level, trace, waited_us, name
+            feeds,
+            rows,
+            key,
+            done,
+            now_us,
+            deadline_us,
+            give_up_us,
+            level,
+            trace,
+            waited_us,
+            name,
+            sender,
         )
         return self.enqueue(pending)
 
