@@ -117,10 +117,8 @@ def first_line(exc: BaseException) -> str:
         message = str(exc)
     except Exception:  # noqa: BLE001 - the __str__ of a user's class may raise anything
         message = ""
-    for line in message.splitlines():
-        if line.strip():
-            return line.strip()
-    return type(exc).__name__
+    lines = filter(None, map(str.strip, message.splitlines()))
+    return next(lines, type(exc).__name__)
 
 
 def without_secrets(url: str) -> str:

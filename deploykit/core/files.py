@@ -87,11 +87,10 @@ def temporary_path(out: Path) -> Path:
 
 def _runs(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        with contextlib.suppress(PermissionError):  # it is another user's
+            os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        pass
     return True
 
 

@@ -5,6 +5,7 @@ Reading never raises: unknown values are None or empty. Tests pass a `root` in p
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -167,10 +168,8 @@ def return_large_blocks() -> None:
     """
     import ctypes  # late: its import costs more than the rest of this file
 
-    try:
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-    except (AttributeError, OSError):
-        return
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
@@ -220,10 +219,8 @@ def _packages() -> dict[str, str]:
 
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

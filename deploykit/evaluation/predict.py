@@ -460,6 +460,7 @@ def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
 
 _EVERY_S = 2.0  # between two states
 _STATE, _KIND = "state.json", "deploykit predictions"
+_UNSAVED = f".{_STATE}."  # a killed run's, while it wrote its state
 
 
 @dataclass(frozen=True)
@@ -534,12 +535,10 @@ class PartialOutputs:
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
             for name, values in rows.items():
+                content: Any = np.ascontiguousarray(values).data
                 if values.dtype.hasobject:  # strings, one line of JSON for each sample
-                    lines = "".join(f"{json.dumps(row)}\n" for row in values.tolist())
-                    nbytes[name] = nbytes.get(name, 0) + self._files[name].write(lines.encode())
-                    continue
-                self._files[name].write(np.ascontiguousarray(values).data)
-                nbytes[name] = nbytes.get(name, 0) + values.nbytes
+                    content = "".join(f"{json.dumps(row)}\n" for row in values.tolist()).encode()
+                nbytes[name] = nbytes.get(name, 0) + self._files[name].write(content)
         self.done = Done(at + samples, digest, nbytes)
         if time.monotonic() - self._saved_s > _EVERY_S:
             self._save()
@@ -611,7 +610,7 @@ class PartialOutputs:
 
     def _read_state(self) -> dict[str, Any] | None:
         """Read what an earlier run left; None without one. Raises BadInput for other files."""
-        if not any(self.folder.iterdir()):
+        if all(path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
             return None
         with contextlib.suppress(BadInput):
             state = read_json(self.folder / _STATE)
@@ -643,9 +642,10 @@ class PartialOutputs:
         return ""
 
     def _remove_files(self) -> None:
-        for path in self.folder.iterdir():
+        # the state last: without it a later run would not know the others for deploykit's
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _STATE):
             own = path.suffix == ".bin" and path.stem.isdecimal()
-            if own or path.name.startswith((_STATE, f".{_STATE}.")):
+            if own or path.name.startswith((_STATE, _UNSAVED)):
                 path.unlink()
 
 

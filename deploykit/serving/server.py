@@ -339,7 +339,7 @@ class Server:
             self._finished.run(partial(deliver_inline, (request,)))
 
     def _begin_drain(self) -> None:
-        self.repository.leave()
+        self.repository.leaving = True
         for port in self._ports:
             port.retire()
         self._stopped.set()

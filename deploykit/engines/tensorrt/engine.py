@@ -166,10 +166,8 @@ class TensorRtEngine(Engine):
             "optimisation profiles", optimisation_profiles, engine, path, self.inputs
         )
         batched = [spec.name for spec in self.inputs if spec.batched]
-        if batched:
-            self.max_batch = max(
-                min(each[name][2][0] for name in batched) for each in self.profiles
-            )
+        most = [min(each[name][2][0] for name in batched) for each in self.profiles if batched]
+        self.max_batch = max(most, default=None)
         self.limits = {
             axis: (low, high)
             for spec in self.inputs
