@@ -28,7 +28,6 @@ from deploykit.reporting.report import NotMeasured
 if TYPE_CHECKING:
     from deploykit.engines.torch.engine import TorchEngine
 
-
 _KERNEL, _CALL = "_kernel_time", "model_run"
 _KEPT = 100
 

@@ -57,7 +57,7 @@ def _no_result(column: Column, scenario: str, batch: int, why: str = "") -> Scen
 
 
 def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | None:
-    """Return the bound of the q-th percentile in ms; None of fewer queries than it needs.
+    """Return the bound of the q-th percentile in ms; None if it needs more queries.
 
     The bound is the t-th highest latency. t is the largest number for which at most t of n queries
     exceed the true percentile with a probability of at most 1 % (LoadGen, early_stopping.cc,

@@ -303,9 +303,10 @@ def actual_shapes(
         if fits or len(ranks) != 1:
             continue
         axes: list[int | str] = []
+        varied = all(len({sizes[name] for sizes, _ in seen}) > 1 for name in seen[0][0])
         for at, size in enumerate(seen[0][1]):
             names = [name for name in seen[0][0] if all(s[name] == each[at] for s, each in seen)]
-            fixed = all(shape[at] == size for _, shape in seen)
+            fixed = varied and all(shape[at] == size for _, shape in seen)
             axes.append(names[0] if names else size if fixed else f"{spec.name}_{at}")
         found[spec.name] = tuple(axes)
     return found

@@ -142,18 +142,17 @@ def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
         )
         found.append(f"{target.profile} {text}")
     load = target.capacity
-    if load is not None:
-        plural = "" if load.replicas == 1 else "s"
-        own = f" ({load.server_busy:.0%} of a core is the server's own work)"
+    if load is not None and load.replicas:
+        plural, busy = "" if load.replicas == 1 else "s", load.server_busy
+        own = f" ({busy:.0%} of a core is the server's own work)" * (busy > _MUCH)
         found.append(
             f"{target.profile} carries {figure(load.rate_per_s)}/s with {load.replicas:,} "
             f"replica{plural} of at most {figure(load.rate_each_per_s)}/s in {load.precision} with "
-            f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms"
-            + own
-            * (load.server_busy > _MUCH)
-            if load.replicas
-            else f"{target.profile} carries no rate within {figure(load.bound_ms)} ms: {load.why}"
+            f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms{own}"
         )
+    elif load is not None:
+        why = f"carries no rate within {figure(load.bound_ms)} ms: {load.why}"
+        found.append(f"{target.profile} {why}")
     return found
 
 

@@ -143,17 +143,11 @@ def _warmup(
     """Return one entry of `model_warmup`: a batch in which Triton repeats one row `rows` times."""
     inputs = {}
     for number, spec in enumerate(specs):
-        shape = samples[spec.name].shape[1 if joined else 0 :]
-        inputs[spec.name] = {
-            "data_type": _data_type(spec),
-            "dims": list(shape) or [1],
-            "input_data_file": f"input-{number}",
-        }
-    return {
-        "name": f"batch of {rows}" if joined else "sample",
-        "batch_size": rows,
-        "inputs": _map(inputs),
-    }
+        kind, dims = _data_type(spec), list(samples[spec.name].shape[1 if joined else 0 :]) or [1]
+        file = f"input-{number}"
+        inputs[spec.name] = {"data_type": kind, "dims": dims, "input_data_file": file}
+    name = f"batch of {rows}" if joined else "sample"
+    return {"name": name, "batch_size": rows, "inputs": _map(inputs)}
 
 
 def _placeholders(contents: Contents) -> dict[str, str]:

@@ -64,6 +64,7 @@ def _onnx(artefact: Artefact) -> Found:
     from deploykit.graph import cost
     from deploykit.graph.graph import Graph
     from deploykit.graph.preflight import placed_for, why_not_tensorrt
+    from deploykit.graph.skeleton import all_nodes
 
     graph = Graph.open(artefact.path)
     summary = graph.summary
@@ -74,7 +75,10 @@ def _onnx(artefact: Artefact) -> Found:
         details["pairs"] = f"placed for {runtime.title}"
     if why := why_not_tensorrt(artefact, graph):
         details["tensorrt"] = f"does not take it: {why}"
-    fits = _targets(summary.precision, summary.opset, tensorrt=not why)
+    own = {function.domain for function in graph.model.functions}
+    domains = {node.domain for node in all_nodes(graph.model.graph)} - own
+    standard = domains <= {"", "ai.onnx"}  # a file may import domains of which it uses nothing
+    fits = _targets(summary.precision, standard=standard, tensorrt=not why)
     return summary.inputs, summary.outputs, summary.precision, details, fits
 
 
@@ -108,15 +112,13 @@ def _engine(artefact: Artefact) -> Found:
     return manifest.inputs, manifest.outputs, manifest.precision, details, fits
 
 
-def _targets(
-    precision: Mapping[str, int], opset: Mapping[str, int], *, tensorrt: bool
-) -> tuple[str, ...]:
+def _targets(precision: Mapping[str, int], *, standard: bool, tensorrt: bool) -> tuple[str, ...]:
     """Return the profiles with all of its precisions. `tensorrt`: whether TensorRT takes it.
 
-    A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
+    A graph with operators of another domain than ONNX's own, not `standard`, runs on ONNX Runtime
+    alone.
     """
     needed = names_of(precision)
-    standard = set(opset) <= {"", "ai.onnx"}
     return tuple(
         profile.name
         for profile in map(load_profile, profile_names())

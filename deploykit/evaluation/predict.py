@@ -460,6 +460,7 @@ def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
 
 _EVERY_S = 2.0  # between two states
 _STATE, _KIND = "state.json", "deploykit predictions"
+_UNSAVED = f".{_STATE}."  # a killed run's, while it wrote its state
 
 
 @dataclass(frozen=True)
@@ -609,7 +610,7 @@ class PartialOutputs:
 
     def _read_state(self) -> dict[str, Any] | None:
         """Read what an earlier run left; None without one. Raises BadInput for other files."""
-        if not any(self.folder.iterdir()):
+        if all(path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
             return None
         with contextlib.suppress(BadInput):
             state = read_json(self.folder / _STATE)
@@ -641,9 +642,10 @@ class PartialOutputs:
         return ""
 
     def _remove_files(self) -> None:
-        for path in self.folder.iterdir():
+        # the state last: without it a later run would not know the others for deploykit's
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _STATE):
             own = path.suffix == ".bin" and path.stem.isdecimal()
-            if own or path.name.startswith((_STATE, f".{_STATE}.")):
+            if own or path.name.startswith((_STATE, _UNSAVED)):
                 path.unlink()
 
 

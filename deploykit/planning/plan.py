@@ -301,10 +301,11 @@ def _plan_target(
     nothing = TargetPlan(name, profile.summary, profile.memory_bytes, "", "", False, (), None, None)
     if isinstance(target, str):
         return replace(nothing, why=target)
+    nothing = replace(nothing, basis=target.basis, checked=target.checked)
     stored = calls[0].stored
     if stored not in {*profile.precisions, "fp32"}:
         why = f"it does not run {stored} natively, and the graph is in {stored}"
-        return replace(nothing, why=why, basis=target.basis, checked=target.checked)
+        return replace(nothing, why=why)
     predictions = tuple(
         predict_call(call, target, precision)
         for precision in precisions(calls[0], target)
@@ -316,14 +317,9 @@ def _plan_target(
         best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
         if rate_per_s is not None and single is not None:
             load = _replicas(predictions, best, target, single, slo_ms, rate_per_s)
+    memory_bytes = target.memory_bytes
     return replace(
-        nothing,
-        memory_bytes=target.memory_bytes,
-        basis=target.basis,
-        checked=target.checked,
-        predictions=predictions,
-        best=best,
-        capacity=load,
+        nothing, memory_bytes=memory_bytes, predictions=predictions, best=best, capacity=load
     )
 
 

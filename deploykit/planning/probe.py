@@ -393,10 +393,7 @@ def _time(
 
 
 def cpu_calibration(
-    *,
-    threads: int | None = None,
-    only_kept: bool = False,
-    on_progress: Progress = no_progress,
+    *, threads: int | None = None, only_kept: bool = False, on_progress: Progress = no_progress
 ) -> tuple[CpuCalibration | None, list[str]]:
     """Return the stored calibration, else a new probe's, and notes; None without ONNX Runtime."""
     machine, threads = this_machine(), threads or default_threads()

@@ -31,7 +31,6 @@ from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
 
 ort = require("onnxruntime")
 
-
 Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
 METHODS = ("mixed", "percentile", "mse", "minmax")  # the first is the default
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
@@ -211,9 +210,8 @@ def _histograms(graph: Graph) -> dict[str, TensorHistogram]:
     """Return one for each tensor that a placement of `qdq` may give its own scale."""
     editor = Editor(graph)
     fold(editor)
-    scaled = {
-        name for target in TARGET_RUNTIMES for name in place_pairs(editor, target).scaled.values()
-    }
+    placed = [place_pairs(editor, target) for target in TARGET_RUNTIMES]
+    scaled = {name for each in placed for name in each.scaled.values()}
     weights = importance(editor)
     return {
         name: TensorHistogram(weights.get(name))

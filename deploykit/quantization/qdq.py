@@ -78,22 +78,16 @@ def to_pairs(
     runtime = "tensorrt" if float8 else runtime
     placement = _placement(editor, calibration, runtime, to, keep_float32)
     chained = RUNTIMES[runtime].scales_outputs
-    if not float8 and not chained:
-        _record_ranges(editor, calibration, keep_float32)
+    if not float8 and not chained:  # record what `move_pairs` needs to place them for ONNX Runtime
+        scaled = place_pairs(editor, "onnxruntime", keep_float32=keep_float32).scaled
+        wanted = {*scaled, *scaled.values()}
+        seen = {name: calibration.clipped[name] for name in wanted & set(calibration.clipped)}
+        ends = {n: [each.low, each.high] for n, each in seen.items() if np.isfinite(each.peak)}
+        if ends.keys() == wanted:
+            text = json.dumps(ends, sort_keys=True)
+            editor.model.metadata_props.add(key=RANGES_KEY, value=text)
     writer = _Writer(editor, calibration, precision)
     return writer.write(placement, chained=chained, keep_float32=keep_float32)
-
-
-def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Collection[str]) -> None:
-    """Record in the metadata what `move_pairs` needs to place the pairs for ONNX Runtime."""
-    scaled = place_pairs(editor, "onnxruntime", keep_float32=keep_float32).scaled
-    wanted = {*scaled, *scaled.values()}
-    seen = {name: calibration.clipped[name] for name in wanted & set(calibration.clipped)}
-    found = {
-        name: [each.low, each.high] for name, each in sorted(seen.items()) if np.isfinite(each.peak)
-    }
-    if found.keys() == wanted:
-        editor.model.metadata_props.add(key=RANGES_KEY, value=json.dumps(found))
 
 
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:

@@ -129,10 +129,9 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     batches = sorted({int(point["batch"]) for point in points})
     wanted = ("throughput", scenario)
     found = [c for c in document["crossovers"] if (c["by"], c["scenario"]) == wanted]
+    ahead = [c for c in found if c["batch"] is not None]
     sentences = [
-        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
-        for c in found
-        if c["batch"] is not None
+        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on" for c in ahead
     ]
     if behind := [c["label"] for c in found if c["batch"] is None]:
         sentences.append(
@@ -142,8 +141,8 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     best = max(usable or points, key=rate_of)
     flags = [
         (float(c["batch"]), f"{c['label']} ahead from batch {c['batch']}")
-        for c in found
-        if c["label"] == best["label"] and c["batch"] not in (None, batches[0])
+        for c in ahead
+        if c["label"] == best["label"] and c["batch"] != batches[0]
     ]
     return Chart(
         name=f"sweep-{index}",

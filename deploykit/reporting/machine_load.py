@@ -146,12 +146,8 @@ class Watch:
         fields = [lines[name].split()[1:9] for cpu in self._cpus if (name := f"cpu{cpu}") in lines]
         used = [each for pid in self._family if (each := self._process(pid))]
         held = file_text(self.sys / "fs/cgroup/cpu.stat").partition("throttled_usec ")[2].split()
-        counts = [
-            file_text(
-                self.sys / f"devices/system/cpu/cpu{cpu}/thermal_throttle/core_throttle_count"
-            )
-            for cpu in self._cpus
-        ]
+        folder, count = self.sys / "devices/system/cpu", "thermal_throttle/core_throttle_count"
+        counts = [file_text(folder / f"cpu{cpu}" / count) for cpu in self._cpus]
         try:
             sums = [sum(map(int, column)) / _TICKS_PER_S for column in zip(*fields, strict=True)]
             user, nice, system, _, _, _, _, steal = sums

@@ -37,7 +37,6 @@ _ERRORS: dict[int, type[DeploykitError]] = {
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
-
 OneItem = str | os.PathLike[str] | bytes | Any  # a PIL image
 
 

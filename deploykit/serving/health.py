@@ -129,10 +129,8 @@ def unreachable(kind: type[DeploykitError], url: str, exc: Exception) -> Deployk
 def tls_error(url: str, exc: ssl.SSLError) -> BadInput:
     """Return the error for a TLS connection that cannot be made."""
     if isinstance(exc, ssl.SSLCertVerificationError):
-        return BadInput(
-            f"{url}: its certificate is not trusted: {exc.verify_message}",
-            hint="trust its CA: dk.client(url, ca='ca.pem'), or set SSL_CERT_FILE",
-        )
+        cure = "trust its CA: dk.client(url, ca='ca.pem'), or set SSL_CERT_FILE"
+        return BadInput(f"{url}: its certificate is not trusted: {exc.verify_message}", hint=cure)
     reason = (exc.reason or "no reason given").lower().replace("_", " ")
     hint = "is it a server without TLS? then write http://" if "version" in reason else None
     if "alert" in reason:

@@ -127,6 +127,25 @@ def test_values_that_int8_loses_ask_for_calibration_samples(tmp_path: Path) -> N
     assert caught.value.hint.startswith("calibrate on more samples, of all kinds; precision 'auto'")
 
 
+def test_a_domain_that_a_file_imports_and_does_not_use_excludes_no_target(tmp_path: Path) -> None:
+    path = write_text(tmp_path, X4, "y = MatMul(x, W)", {"W": W})
+    fits = dk.inspect(path).fits
+    model = onnx.load(path)
+    model.opset_import.add(domain="ai.onnx.ml", version=2)  # as tf2onnx writes every file
+    onnx.save(model, path)
+    assert dk.inspect(path).fits == fits
+    assert "l4" in fits
+
+
+def test_a_window_larger_than_an_axis_of_1_has_no_operations(tmp_path: Path) -> None:
+    kernel = RNG.standard_normal((2, 1, 9)).astype(np.float32)
+    head = "(float[N,1,T] x) => (float[N,2,L] y)"
+    path = write_text(tmp_path, head, "y = Conv(x, K)", {"K": kernel})
+    mix = dk.inspect(path).details["mix"]
+    assert sum(mix["flops"].values()) >= 0, mix
+    assert mix["unknown"], mix
+
+
 def test_a_build_of_a_model_that_draws_numbers_says_so(tmp_path: Path) -> None:
     path = write_text(tmp_path, X4, "r = RandomUniformLike(x) y = Mul(x, r)", {})
     with pytest.raises(dk.GateFailed, match=r"m\.cpu\.onnx against m\.onnx") as caught:

@@ -120,7 +120,7 @@ def folder_with(bert: Path, folder: Path, **files: str | None) -> Path:
         ({"tokenizer": "{}"}, {}, "tokenizer.json: is not a tokenizer.json"),
         ({"tokenizer": "{"}, {}, "tokenizer.json: is not valid JSON"),
         ({}, {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
-        ({}, {"max_length": 1}, "`max_length` must be 2 or more, got 1"),
+        ({}, {"max_length": 1}, "`max_length` must be from 2 to 1048576, got 1"),
         ({}, {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
         ({}, {"task": "classify"}, "is for one image; the model takes input_ids"),
         ({}, {"preprocess": "imagenet"}, "`preprocess` is for an image"),

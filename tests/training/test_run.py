@@ -19,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.core.recipe import Split  # noqa: E402
 from deploykit.engines.torch.open import load_module  # noqa: E402
@@ -153,7 +153,7 @@ def test_a_trained_model_whose_folder_is_gone_is_kept_elsewhere(
     assert len(kept) == spare
     for path in kept:
         assert str(path) in (caught.value.hint or "")
-        manifest = read_manifest(path)
+        manifest = Artefact(path).manifest
         assert manifest is not None
         assert manifest.evidence.training is not None
         load_module(path, arch=str(OWN_RECIPE))
@@ -347,7 +347,7 @@ def test_parts_of_a_batch_with_batch_norm_are_not_called_the_whole() -> None:
         return fails(LACKS) if len(y) > 10 else torch.nn.functional.cross_entropy(y, labels)
 
     trained = run_training(replace(LINE, build=with_batch_norm, loss=loss), SPLITS, CPU)
-    assert "in 2 parts, and BatchNorm normalises each by itself" in trained.notes[0]
+    assert "in 2 parts, and BatchNorm normalises each alone" in trained.notes[0]
 
 
 def test_a_note_says_that_this_cpu_has_no_half_precision() -> None:

@@ -67,7 +67,6 @@ from deploykit.graph.graph import Graph
 if TYPE_CHECKING:
     import tensorrt as trt
 
-
 # GPU memory is checked before a build: one that runs out of memory takes minutes to fail, and where
 # CPU and GPU share their memory the system may kill it instead.
 
@@ -400,12 +399,9 @@ def read_back(
             engine = given(runtime.deserialize_cuda_engine(plan))
             inspector = given(engine.create_engine_inspector())
             text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
+            return read_layers(text), ()
         except FAILURES as exc:
             return None, (f"the plan could not be read back: {reason_of(exc, lines).text}",)
-    try:
-        return read_layers(text), ()
-    except (TypeError, ValueError) as exc:
-        return None, (f"the engine inspector's JSON cannot be read: {exc}",)
 
 
 def flavour_of(plan: bytes) -> str:

@@ -21,7 +21,6 @@ from deploykit.engines.tensorrt.log import LogLines, logger
 if TYPE_CHECKING:
     import tensorrt as trt
 
-
 # TensorRT reports the condition that failed in its source ("false") or only writes to its log; the
 # messages matched here were collected by giving it files that it refuses.
 
@@ -207,7 +206,6 @@ def collect_log(nv: Any) -> Iterator[LogLines]:
 
 
 _busy = threading.RLock()
-
 
 FAILURES = (RuntimeError, TypeError, ValueError)  # a null pointer, a failed call, a rank of -1
 

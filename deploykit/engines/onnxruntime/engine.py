@@ -246,12 +246,14 @@ _CURES = {
 
 
 def reason(exc: Exception) -> str:
-    """Return the first line of `exc`; for a failed node, its name and operator come first."""
+    """Return the first line of `exc`; for a failed node, its name and operator come first.
+
+    That is the innermost one: a node in the body of an If fails with the If.
+    """
     text = _PREFIX.sub("", first_line(exc), count=1)
-    node = _NODE.search(text)
-    _, checked, why = text.rpartition(" was false. ")
-    if not (checked and why):
-        return text
+    *_, node = [None, *_NODE.finditer(text)]
+    why = text[node.end() :] if node else text
+    why = why.rpartition(" was false. ")[2] or why
     return f"node '{node[2]}' ({node[1]}): {why}" if node else why
 
 

@@ -209,10 +209,10 @@ class Batcher(Closing):
 
         Raises Overloaded if the queue is full or closed.
         """
-        queue = self._queue
         with self._lock:
-            if not self._closing and queue.fits(request.rows):
-                if queue.add(request) and self._idle:
+            wakes = None if self._closing else self._queue.add(request)
+            if wakes is not None:
+                if wakes and self._idle:
                     if not self._has_loop:
                         self._idle.pop().wake.release()
                     elif not self._scheduled:

@@ -55,7 +55,7 @@ class Splitter:
         self, outputs: Sequence[TensorSpec], *, joined: bool, cut: Cut | None = None
     ) -> None:
         self._declared = [(s.name, np.dtype(carrier(s.dtype)), s.shape) for s in outputs]
-        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape that fitted its declaration
+        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape of each
         self._joined = joined
         self._cut = cut
 
@@ -94,19 +94,22 @@ class Splitter:
             total_bytes += array.nbytes
             shape = array.shape
             if self._joined and (not shape or shape[0] != rows):
-                wanted = f"{rows} rows were expected"
-            elif shape == self._seen.get(name) or not axes:  # a file may leave a shape out
+                raise EngineFailed(
+                    f"the engine returned shape {list(shape)} for output '{name}', "
+                    f"{rows} rows were expected"
+                )
+            if shape == self._seen.get(name) or not axes:  # a file may leave a shape out
                 continue
-            elif len(shape) == len(axes) and all(
-                isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True)
+            self._seen[name] = shape
+            if len(shape) != len(axes) or any(
+                isinstance(w, int) and w != n for w, n in zip(axes, shape, strict=True)
             ):
-                self._seen[name] = shape
-                continue
-            else:
-                wanted = f"which is [{', '.join(map(str, axes))}]"
-            raise EngineFailed(
-                f"the engine returned shape {list(shape)} for output '{name}', {wanted}"
-            )
+                text = "output '%s' is %s, not %s as declared; `deploykit build` corrects the file"
+                log.warning(text, name, list(shape), list(axes))
+                known = (
+                    (each, kind, sizes) for each, kind, sizes in self._declared if each != name
+                )
+                self._declared = [*known, (name, dtype, ())]  # warn once
         return total_bytes
 
 
@@ -156,7 +159,7 @@ class Runner:
         self._stack = stack
         self._split = split
         self._clock_us = clock_us
-        self._instance = instance
+        self._number = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
         self.slots = engine.slots if overlaps and not self._strings else 1
         self.ended_us = 0
@@ -240,30 +243,21 @@ class Runner:
                     hint="try again later, with fewer rows, or start the server with less "
                     "`max_batch`",
                 )
+            hint = "the server's log says why"
             if isinstance(exc, BadInput):  # the engine rejects what passed our own checks
-                return BadInput(
-                    f"model '{name}': the engine refused the values or the shape of this request",
-                    hint="the server's log says why",
-                )
-            return EngineFailed(
-                f"model '{name}': the engine failed on this request",
-                hint="the server's log says why",
-            )
+                what = "the engine refused the values or the shape of this request"
+                return BadInput(f"model '{name}': {what}", hint=hint)
+            return EngineFailed(f"model '{name}': the engine failed on this request", hint=hint)
         finally:
             self.since_us = None
         ended_us = self.ended_us = self._clock_us()
         self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
+        served = [request for request in batch if not request.finished]
+        stack_us, split_us = stacked_us - started_us, ended_us - ran_us
+        engine_us = max(0, ran_us - stacked_us - in_us - out_us)
         run = BatchRun(
-            [request for request in batch if not request.finished],
-            started_us,
-            stacked_us - started_us,
-            in_us,
-            max(0, ran_us - stacked_us - in_us - out_us),
-            out_us,
-            ended_us - ran_us,
-            idle_us,
-            self._instance,
+            served, started_us, stack_us, in_us, engine_us, out_us, split_us, idle_us, self._number
         )
         for watcher in watchers:
             try:
@@ -280,7 +274,5 @@ def _count_strings(batch: Sequence[Pending]) -> int:
 
 def device_lost(name: str) -> Overloaded:
     """Return the error that every request gets once a GPU is lost."""
-    return Overloaded(
-        f"model '{name}': the GPU is lost to this server, which will stop",
-        hint="send the request elsewhere, or try again when the server was started again",
-    )
+    hint = "send the request elsewhere, or try again when the server was started again"
+    return Overloaded(f"model '{name}': the GPU is lost to this server, which will stop", hint=hint)

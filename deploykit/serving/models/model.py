@@ -210,13 +210,15 @@ class ServedModel:
         trace: str | None = None,
         started_us: int | None = None,
         admitted: bool = False,
+        sender: Any = None,
     ) -> Pending:
         """Queue a request; `done` is called with its outputs or its error set.
 
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
-        is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
+        is still answered. `sender`: its `peer` takes turns with others. Raises Overloaded,
+        and BadInput for an input longer than its buckets.
         """
-        feeds, rows, key, _, name, wait_us, priority, _ = request
+        feeds, rows, key, _, name, wait_us, level, _ = request
         now_us, limit_us = self._clock_us(), self._limit_us
         if started_us is None:
             started_us = now_us
@@ -236,10 +238,11 @@ class ServedModel:
             now_us,
             deadline_us,
             give_up_us,
-            priority,
+            level,
             trace,
             waited_us,
             name,
+            sender,
         )
         return self.enqueue(pending)
 
@@ -420,20 +423,16 @@ class ServedModel:
 
         `known`: times of the first engine that were measured already.
         """
-        lengths = self.buckets.sizes() if self.buckets else [{}]
+        clock_us, lengths = self._clock_us, self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
         inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
+            own = known if engine is engines[0] else None
             warm_up = WarmUp(
-                self.name,
-                engine,
-                self._clock_us,
-                max_batch=self.max_batch,
-                lengths=lengths,
-                known=known if engine is engines[0] else None,
+                self.name, engine, clock_us, max_batch=self.max_batch, lengths=lengths, known=own
             )
             steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
@@ -442,7 +441,7 @@ class ServedModel:
             self._times_us = times
             if steering is not None:
                 for rows, taken_us in times.items():
-                    steering.record_time(rows, taken_us, self._clock_us())
+                    steering.record_time(rows, taken_us, clock_us())
         if misplaced := description.misplaced_pairs(engines[0]):
             notes = (*notes, misplaced)
         for note in notes:

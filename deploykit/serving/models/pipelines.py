@@ -273,7 +273,7 @@ class ServedPipeline(Closing):
         def read() -> Sent:
             request = decode()
             requests.append(request._replace(feeds={}))
-            return Sent(self._input_of(request), request.region_bytes, request.timeout_us)
+            return Sent(self._input_of(request), request.copied_bytes, request.timeout_us)
 
         def finish(answer: bytes | Exception, _json: bool) -> None:
             client.cancel = None

@@ -15,7 +15,6 @@ _TYPES: Mapping[str, str] = {
 }
 _FOLDER = Path(__file__).with_suffix("")
 
-
 FILES = {  # by path: type and content
     f"/{path.name}".replace("index.html", ""): (_TYPES[path.suffix], path.read_bytes())
     for path in (*sorted(_FOLDER.iterdir()), LOOK)

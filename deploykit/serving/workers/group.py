@@ -213,12 +213,10 @@ class Member(ServerGroup):
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         """Divide the queue and the memory among the processes."""
-        held = options.max_held_bytes
-        return replace(
-            options,
-            queue=math.ceil(options.queue / self.count),
-            max_held_bytes=None if held is None else max(1, held // self.count),
-        )
+        queue, held_bytes = math.ceil(options.queue / self.count), options.max_held_bytes
+        if held_bytes is not None:
+            held_bytes = max(1, held_bytes // self.count)
+        return replace(options, queue=queue, max_held_bytes=held_bytes)
 
     def bind(self, host: str, port: int, parameter: str) -> socket.socket:  # noqa: ARG002 - bound
         found = self._sockets[parameter]

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsupported, os_reason
@@ -277,11 +278,8 @@ OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 def check_supported() -> None:
     """Raise Unsupported where the system does not divide connections among processes."""
     if sys.platform != "linux" or not hasattr(socket, "SO_REUSEPORT"):
-        raise Unsupported(
-            f"`workers` above 1 need Linux, which divides connections among processes; "
-            f"this is {sys.platform}",
-            hint="`workers` 1",
-        )
+        what = "`workers` above 1 need Linux, which divides connections among processes"
+        raise Unsupported(f"{what}; this is {sys.platform}", hint="`workers` 1")
 
 
 class Parent:
@@ -435,10 +433,7 @@ class Parent:
             before.__exit__(None, None, None)
 
     async def _connect(self, worker: Forked, end: socket.socket) -> None:
-        link = WorkerLink(
-            lambda message: self._receive(worker, message),
-            lambda: self._do(self._reap(worker)),
-        )
+        link = WorkerLink(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
         worker.send = link.send
         await link.connect(end)
 

@@ -243,6 +243,7 @@ def test_the_time_on_the_decoding_thread_counts_towards_the_limit() -> None:
     inference._started_us -= 1_500_000
     sent: list[Pending] = []
     model.enqueue = sent.append  # type: ignore[method-assign,assignment]
+    inference.set_lane(1, 0)
     inference.start_offloaded()
     (pending,) = sent
     repository.close()
