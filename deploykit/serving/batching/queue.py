@@ -209,8 +209,9 @@ class RequestQueue:
             if count:
                 batch = [requests.popitem(False)[0] for _ in range(count)]
                 for request in batch if self._starts else ():
-                    self._now, client = self._starts[request]
-                    self._spent[client] = self._now + request.rows
+                    start, client = self._starts[request]
+                    self._now = max(self._now, start)
+                    self._spent[client] = start + request.rows
                 self._starts = {}
                 self._count_removed(group, batch)
                 return batch
@@ -228,8 +229,8 @@ class RequestQueue:
             start = ends.get(peer[at], self._now)
             self._starts[request] = start, peer[at]
             ends[peer[at]] = start + request.rows
-        for request in sorted(requests, key=lambda request: self._starts[request][0]):
-            requests.move_to_end(request)
+        for request in sorted(requests, key=lambda each: self._starts[each][0] + each.rows):
+            requests.move_to_end(request)  # a small one before others that start then
 
     def take_late(self, now_us: float) -> list[Pending]:
         """Remove and return the requests past their deadline."""

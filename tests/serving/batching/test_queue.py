@@ -86,6 +86,12 @@ def test_clients_take_turns_once_requests_wait_for_long(most: Peer, other: Peer)
     assert alone == sorted(alone)
 
 
+def test_a_small_request_is_before_large_ones_of_other_connections() -> None:
+    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", number)) for number in range(64)))
+    queue.add(sent(100, Peer("a", 100), rows=1))
+    assert 100 in numbers([*queue.take(200_000), *queue.take(200_000)])
+
+
 def test_turns_hold_while_more_requests_arrive() -> None:
     """Two clients get as many rows, whatever each of them queues."""
     queue, served = RequestQueue(BatchPolicy(4, max_delay_us=1000)), [0, 0]
