@@ -256,10 +256,8 @@ class RequestQueue:
 
     def next_us(self) -> int:
         """Return when the next delay or deadline passes."""
-        oldest_us = min(
-            (group.oldest.arrived_us for group in self._groups.values()), default=NEVER_US
-        )
-        return min(oldest_us + self.policy.max_delay_us, self._soonest_us)
+        first_us = min((each.oldest.arrived_us for each in self._groups.values()), default=NEVER_US)
+        return min(first_us + self.policy.max_delay_us, self._soonest_us)
 
     def _count_removed(self, group: _Group, requests: list[Pending]) -> None:
         """Update the counts after `requests` were removed from `group`."""
