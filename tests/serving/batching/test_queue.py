@@ -86,6 +86,25 @@ def test_clients_take_turns_once_requests_wait_for_long(most: Peer, other: Peer)
     assert alone == sorted(alone)
 
 
+def test_a_small_request_is_before_large_ones_of_other_connections() -> None:
+    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", number)) for number in range(64)))
+    queue.add(sent(100, Peer("a", 100), rows=1))
+    assert 100 in numbers([*queue.take(200_000), *queue.take(200_000)])
+
+
+def test_turns_hold_while_more_requests_arrive() -> None:
+    """Two clients get as many rows, whatever each of them queues."""
+    queue, served = RequestQueue(BatchPolicy(4, max_delay_us=1000)), [0, 0]
+    for now in range(100):
+        for request in range(3):
+            queue.add(sent(0, Peer("a", request), rows=2))
+        queue.add(sent(1, Peer("b", 0), rows=2))
+        for request in queue.take(now * 90_000):
+            served[numbers([request])[0]] += request.rows
+    assert served[0] + served[1] == 400
+    assert abs(served[0] - served[1]) < 40
+
+
 def test_a_short_wait_is_by_arrival() -> None:
     queue = filled(BatchPolicy(32), *(sent(number, Peer("a", 0)) for number in range(4)))
     queue.add(sent(9, Peer("b", 0)))
