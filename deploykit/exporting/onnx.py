@@ -29,6 +29,7 @@ from deploykit.exporting.capture import (
     watch_calls,
 )
 from deploykit.exporting.reasons import (
+    BY_DATA_HINT,
     DECIDES,
     FREE_HINT,
     Decision,
@@ -390,7 +391,12 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     if job.opset not in TORCHSCRIPT_OPSETS:
         raise _add_advice(first, job)
     if first.by_data:
-        if watch_calls(job).reads_inputs:
+        watch = watch_calls(job)
+        if watch.reads_inputs:
+            stopped = first.message.removesuffix(DECIDES)  # maybe at a size in a tensor
+            if watch.reads and stopped in watch.fixed - set(watch.reads):
+                first.message = f"{watch.reads[0]}{DECIDES}"
+                first.hint = hint_for(watch.reads[0], BY_DATA_HINT)
             raise first
         first.message = first.message.replace(DECIDES, " decides by tensors that no input changes")
         first.hint = "keep them as Python numbers: .item() or .tolist() in __init__"

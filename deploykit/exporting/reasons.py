@@ -73,6 +73,7 @@ _LINES = {  # of the user's code -> what to write instead
 _CHECKED = "torch.distributions checks its arguments by their values"
 _CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
 DECIDES = " decides by the data, which a graph cannot hold"
+BY_DATA_HINT = "write it with torch.where or torch.cond, or compute it outside the model"
 FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
 
@@ -143,9 +144,7 @@ def explain(
             )
         return NotExported(
             f"{place or 'the model'}{DECIDES}",
-            hint=hint_for(
-                place, "write it with torch.where or torch.cond, or compute it outside the model"
-            ),
+            hint=hint_for(place, BY_DATA_HINT),
             by_data=True,
         )
     reason = first_line(chain[-1])
@@ -349,8 +348,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
     wrote to, by name. `suspects`: what torch's exporter is known to write wrongly, and the rewrite,
-    by line. `types`: of all tensors. `value_read`: the running call read a value. `reads_inputs`:
-    Python got a value, or a size, that follows the inputs' values, so that these decide what runs.
+    by line. `types`: of all tensors. `value_read`: the running call read a value. `reads`: where
+    Python got a value, or a size, that follows the inputs' values, so that these decide what runs;
+    `fixed`: where it got another tensor's value.
     """
 
     def __init__(self, module: Any) -> None:
@@ -359,7 +359,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         self.lines: dict[str, str] = {}
         self.suspects: dict[str, tuple[str, str]] = {}
         self.types: set[str] = set()
-        self.ended = self._read = self.value_read = False
+        self.ended = self.value_read = False
+        self.reads: list[str] = []
+        self.fixed: set[str] = set()
         self._inputs: tuple[Any, ...] = ()
         self._following: dict[int, Any] = {}  # the inputs, and what was computed of them
         self.random = ""
@@ -392,10 +394,17 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         self.types |= {str(each.dtype).removeprefix("torch.") for each in tensors}
-        if any(_memory(each) in self._following for each in tensors):
-            made = torch.utils._pytree.tree_leaves(found)
-            self._read |= torch.Tag.dynamic_output_shape in func.tags
-            self.value_read |= any(isinstance(each, (bool, int, float)) for each in made)
+        made = torch.utils._pytree.tree_leaves(found)
+        value = any(isinstance(each, (bool, int, float)) for each in made)
+        if not any(_memory(each) in self._following for each in tensors):
+            self.fixed |= {place} if value else set()
+        else:
+            kinds = {each.dtype for each in tensors[1:]}  # x[i] is as long as an integer i
+            if torch.Tag.dynamic_output_shape in func.tags and (
+                func._opname != "index" or kinds & {torch.bool, torch.uint8}
+            ):
+                self.reads.append(place)
+            self.value_read |= value
             self._follow([*made, *tensors[: func._schema.is_mutable]])
         return found
 
@@ -413,7 +422,8 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
     def note_result(self, found: Any) -> None:
         """Note what Python got of a call: a value that was read, unless torch only checked it."""
         leaves = torch.utils._pytree.tree_leaves(found)
-        self._read |= self.value_read and not any(isinstance(x, torch.Tensor) for x in leaves)
+        if self.value_read and not any(isinstance(x, torch.Tensor) for x in leaves):
+            self.reads.append(innermost(sys._getframe()))
         self.value_read = False
 
     def _follow(self, values: Sequence[Any]) -> None:
@@ -422,7 +432,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
     @property
     def reads_inputs(self) -> bool:
-        return self._read or not self.ended
+        return bool(self.reads) or not self.ended
 
     def add_to(self, error: BadInput | Any) -> bool:
         """Say in `error` why the model's answers differ from call to call; False if they do not."""
