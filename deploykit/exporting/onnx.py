@@ -63,6 +63,8 @@ def simplify(model: Any) -> None:
     for node in list(model.graph):
         if node.op_type == "Attention" and node.domain == "":
             _expand_mask(node)
+        elif node.op_type == "SequenceMap":  # gives a list, typed like one of its elements
+            node.outputs[0].type = node.outputs[0].shape = None
         elif node.op_type == "Where":
             changed |= _drop_guard(node)
         elif node.op_type == "Reshape":

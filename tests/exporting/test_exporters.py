@@ -80,6 +80,18 @@ def test_a_small_constant_is_no_zero_and_a_factor_near_1_no_1(tmp_path: Path, sm
     np.testing.assert_allclose(ran(tmp_path / "m.onnx", x=example)["y"], expected, rtol=1e-6)
 
 
+def test_a_list_of_tensors_becomes_a_sequence_that_the_runtime_opens(tmp_path: Path) -> None:
+    export_module(
+        models.Listed(),
+        [ROW],
+        [parse_spec("y:float32[N,3,4]")],
+        tmp_path / "m.onnx",
+        sizes={"N": 3},
+    )
+    found = ran(tmp_path / "m.onnx", x=rows(2))["y"]
+    np.testing.assert_array_equal(found, np.stack([rows(2) + 1] * 3, 1))
+
+
 def test_a_fallback_that_would_freeze_a_branch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"data pointer.*older exporter would keep one branch at"):
         export_module(models.AddressAndBranch(), [ROW], [ANSWER], tmp_path / "m.onnx")

@@ -38,6 +38,14 @@ class Unit(nn.Module):
         return ((x + 0) * 1 / (norm + self.small) * 1.000004,)
 
 
+class Listed(nn.Module):
+    """Gives a function a list of tensors, which torch writes as a sequence."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        (x,) = torch.atleast_1d([x])
+        return (x.unsqueeze(1).expand(-1, 3, -1) + 1,)
+
+
 class BranchesByATensor(nn.Module):
     """Branches by a tensor that no input changes, where torch stops, then by the input's values."""
 
