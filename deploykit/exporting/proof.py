@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -114,6 +115,8 @@ def prove_export(
                 notes += probe_outside(reference, exported, few)
             elif (others := without_hidden_rows(loaded.inputs, feeds)) is not None:
                 cause = _HIDDEN if check(reference, exported, others).passed else ""
+            if not (parity.passed or cause or _fails_elsewhere(parity, reference, exported, done)):
+                done.job.suspects[:], decided = [], ()
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             least = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             least = sorted(least, key=lambda each: sum(array.size for array in each.values()))
@@ -215,6 +218,18 @@ def _limits(decision: Decision, reference: Engine, exported: Engine, done: Expor
         feeds = [done.job.given.feeds(reference.inputs, outside, floats=True)]
         with suppress(DeploykitError):
             return not compare_engines(reference, exported, feeds).passed
+    return True
+
+
+def _fails_elsewhere(parity: Parity, reference: Engine, exported: Engine, done: Exported) -> bool:
+    """Return whether the graph is worse, by far, in `parity` than at the sizes of the export."""
+    feeds = done.job.given.feeds(reference.inputs, done.job.sizes, floats=True)
+    with suppress(DeploykitError):
+        there, here = (
+            max((inf if row.problem else row.error for row in rows), default=0.0)
+            for rows in (parity.rows, compare_engines(reference, exported, [feeds]).rows)
+        )
+        return there > 10 * here
     return True
 
 
