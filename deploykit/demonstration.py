@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,14 @@ class DemoResult(Shown):
         return self.report._repr_html_()
 
 
+@dataclass
 class _Steps:
     """Reports the progress of the whole demo and the time of each step."""
 
-    def __init__(self, on_step: Callable[[str], None], on_progress: Progress) -> None:
-        self.on_step = on_step
-        self.on_progress = on_progress
-        self.name = ""
-        self.taken: list[tuple[str, float]] = []
+    on_step: Callable[[str], None]
+    on_progress: Progress
+    name: str = ""
+    taken: list[tuple[str, float]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -219,22 +219,26 @@ def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
 def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
     """Return rows of setup, accuracy, latency at batch 1 and throughput at the best batch."""
 
-    def score(point: Point) -> str:
-        found = [row.to_dict() for row in report.accuracy]
-        row = accuracy_of(found, point.label, point.precision)
-        return f"{row['value']['value'] * 100:.2f} %" if row else "-"
+    scores = [each.to_dict() for each in report.accuracy]
+
+    def row(label: str, points: list[Point]) -> tuple[str, ...]:
+        smallest = min(points, key=lambda point: point.batch)
+        best = max(points, key=lambda point: point.throughput_per_s.value)
+        found, p50 = accuracy_of(scores, best.label, best.precision), smallest.latency.p50_ms
+        score = f"{found['value']['value'] * 100:.2f} %" if found else "-"
+        shown = "too few" if p50 is None else f"{p50.value:.3g} ms"
+        shown = shown if smallest.batch == 1 else "-"
+        return (label, score, shown, f"{best.throughput_per_s.value:,.0f}/s at {best.batch}")
 
     rows = []
     for label in dict.fromkeys(point.label for point in report.points):
-        points = [point for point in report.points if point.label == label]
-        rows.append(_row(label, score(points[0]), points))
+        rows.append(row(label, [point for point in report.points if point.label == label]))
     cpu = [point for point in report.points if point.device == "cpu"]
     best = max(cpu, key=lambda point: point.throughput_per_s.value)
     quickest = fastest([p for p in cpu if p.batch == min(p.batch for p in cpu)], "p50")
-    rows.append(_row("best CPU", score(best), [quickest, best]))
-    for gap in report.not_measured:
-        if gap.what == "GPU":
-            rows.append(("GPU", "-", "not measured", gap.why))
+    rows.append(row("best CPU", [quickest, best]))
+    gaps = (gap for gap in report.not_measured if gap.what == "GPU")
+    rows += [("GPU", "-", "not measured", gap.why) for gap in gaps]
     for result in report.serving:
         p50 = result.latency.p50_ms if result.latency else None
         shown = "-" if p50 is None else f"{p50.value:.3g} ms"
@@ -242,12 +246,3 @@ def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
         rate = f"{result.achieved_per_s.value:,.0f} requests/s"
         rows.append((f"served, {how}", "", shown, rate))
     return tuple(rows)
-
-
-def _row(label: str, score: str, points: list[Point]) -> tuple[str, ...]:
-    smallest = min(points, key=lambda point: point.batch)
-    best = max(points, key=lambda point: point.throughput_per_s.value)
-    p50 = smallest.latency.p50_ms
-    shown = "too few" if p50 is None else f"{p50.value:.3g} ms"
-    shown = shown if smallest.batch == 1 else "-"
-    return (label, score, shown, f"{best.throughput_per_s.value:,.0f}/s at {best.batch}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from tests.support.installed import needs
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -44,14 +44,14 @@ ARTEFACTS = ("model.pt", "model.onnx", "model.fp16.onnx", "model.int8.onnx", "mo
 
 @pytest.mark.parametrize("name", ARTEFACTS)
 def test_every_artefact_has_a_manifest_that_fits_it(demo: tuple[Path, object], name: str) -> None:
-    manifest = read_manifest(demo[0] / name)
+    manifest = Artefact(demo[0] / name).manifest
     assert manifest is not None
     assert manifest.inputs[0].shape == ("N", 1, 28, 28)
 
 
 def test_the_lineage_leads_back_to_the_weights(demo: tuple[Path, object]) -> None:
     chain = [
-        read_manifest(demo[0] / name) for name in ("model.pt", "model.onnx", "model.int8.onnx")
+        Artefact(demo[0] / name).manifest for name in ("model.pt", "model.onnx", "model.int8.onnx")
     ]
     for source, made in itertools.pairwise(chain):
         assert source is not None

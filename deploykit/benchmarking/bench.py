@@ -49,10 +49,10 @@ from deploykit.core.machine import default_threads, now, provenance, this_machin
 from deploykit.core.tensors import TensorSpec, batch_axes, dynamic_sizes, steps_counted
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
 from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
-from deploykit.engines.engine import Engine
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import TOP1, top1_scores
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.feeds import comparison_feeds
+from deploykit.evaluation.feeds import comparison_feeds, given_sizes
 from deploykit.evaluation.golden import find_samples, open_samples
 from deploykit.evaluation.outputs import claim_report
 from deploykit.evaluation.parity import compare_engines
@@ -238,7 +238,7 @@ class _Run:
         """Time the columns; fill `measured`, and `gaps` with what could not be measured."""
         setups, inputs, progress, timing = self.setups, self.inputs, self.progress, self.timing
         ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
-        gpu = gpu_limits(self.gpu, timing.seconds, progress)
+        gpu_ceilings, gpu_target, gpu_gaps = gpu_limits(self.gpu, timing.seconds, progress)
         watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
         before = watch.over(around_s, time.sleep)
         apart = timing.seconds >= FULL_S
@@ -256,7 +256,7 @@ class _Run:
         outside = sum_up(watch, before, watch.over(around_s, time.sleep))
         wanted = (self.entries[1:] or self.entries[:1]) if layers else ()
         by_layer, missing = measure_layers(wanted, right, points, inputs, progress)
-        self.gaps += [*unprobed, *gpu.gaps, *energy.gaps(points), *missing]
+        self.gaps += [*unprobed, *gpu_gaps, *energy.gaps(points), *missing]
         self.measured = {
             "scenarios": tuple(ran),
             "memory": memory,
@@ -266,7 +266,7 @@ class _Run:
             "outside": outside,
             "invalid": invalid(outside, watch.bound),
             "energy": energy.energy(points),
-            **limits(self.entries, setups, points, ceilings, gpu),
+            **limits(self.entries, setups, points, ceilings, gpu_ceilings, gpu_target),
         }
         return points
 
@@ -335,14 +335,9 @@ def choose_inputs(
     specs = engine.inputs
     named = dict.fromkeys(str(a) for spec in specs for a in spec.shape if isinstance(a, str))
     free = [axis for axis in named if axis not in batch_axes(specs)]
-    for axis, size in axes.items():
-        if axis in batch_axes(specs):
-            raise BadInput(f"`axis` {axis} is the batch", hint="its sizes are `batches`")
-        if axis not in free:
-            there = ", ".join(free) or "none"
-            raise BadInput(f"`axis` {axis} is no dynamic axis of the inputs; there are: {there}")
-        if size < 1:
-            raise BadInput(f"`axis` {axis} must be 1 or more, got {size}")
+    if batch := sorted(axes.keys() & batch_axes(specs)):
+        raise BadInput(f"`axis` {batch[0]} is the batch", hint="its sizes are `batches`")
+    axes = given_sizes(specs, None, axes, None)
     arrays, source = (None, RANDOM) if samples is None else (samples.inputs, DATA)
     golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if samples is None and golden is not None:
@@ -352,9 +347,10 @@ def choose_inputs(
     sizes = {**dynamic_sizes(specs, shapes), **axes}
     unknown = [axis for axis in free if axis not in sizes]
     if unknown:
+        sizes_to_give = " ".join(f"`axis` {axis}=SIZE" for axis in unknown)
         raise BadInput(
             f"{artefact}: how large is the axis {', '.join(unknown)} of its inputs?",
-            hint=f"`axis` {unknown[0]}=SIZE, or `data` of the usual size: time depends on it",
+            hint=f"{sizes_to_give}, or `data` of the usual size: time depends on it",
         )
     if any(0 in shape for shape in shapes.values()):
         raise BadInput(f"{artefact}: an input of size 0 cannot be timed")
@@ -437,9 +433,7 @@ class Proofs:
     def is_right(self, key: str) -> bool:
         return key not in self.gates or self.gates[key].passed
 
-    def _score(
-        self, engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]
-    ) -> np.ndarray | None:
+    def _score(self, engine: Engine, feeds: Sequence[Arrays]) -> np.ndarray | None:
         if self._samples is None or self._samples.labels is None:
             return None
         return top1_scores(engine, self._samples, len(next(iter(feeds[0].values()))))

@@ -203,6 +203,9 @@ def make_columns(
     label and batch. `on_gpu` are timed on `gpu` too.
     """
     setups, gaps = list[Setup](), list[NotMeasured]()
+    fastest: dict[int, float] = defaultdict(float)
+    for search in searches.values():
+        fastest[search.batch] = max(fastest[search.batch], search.trials[0].throughput_per_s)
     alike: dict[int, list[CpuSettings]] = {}
     for entry in entries:
         if not entry.on_cpu:
@@ -218,14 +221,10 @@ def make_columns(
             for batch in batches:
                 best = [found[batch].fastest_of_one, found[batch].fastest] if batch in found else []
                 alike[batch] = list(dict.fromkeys(best or [CpuSettings()]))
-        rates = {batch: search.trials[0].throughput_per_s for batch, search in found.items()}
         behind = [  # slower than noise explains
             batch
-            for batch, rate in rates.items()
-            if entry.rival
-            and rate
-            < (1 - _NEAR)
-            * max(s.trials[0].throughput_per_s for s in searches.values() if s.batch == batch)
+            for batch, search in found.items()
+            if entry.rival and search.trials[0].throughput_per_s < (1 - _NEAR) * fastest[batch]
         ]
         if behind:
             what = f"{entry.label} on the CPU at batch {', '.join(map(str, behind))}"

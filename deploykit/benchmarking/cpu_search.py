@@ -73,11 +73,29 @@ def search_cpu(
     clock: Clock = time.perf_counter_ns,
 ) -> tuple[CpuTrial, ...]:
     """Measure rows per second of `candidates`, and of the best in processes, best first."""
+
+    def race(runners: Sequence[CpuSettings], rounds: int = 1) -> dict[CpuSettings, float]:
+        """Time the engines in turns; return each one's median rows per second."""
+        rates: dict[CpuSettings, list[float]] = {each: [] for each in runners}
+        with contextlib.ExitStack() as stack:
+            engines = {
+                each: [stack.enter_context(open_session(each)) for _ in range(each.sessions)]
+                for each in runners
+            }
+            settle_s = window_s * _SETTLE
+            for number in range(rounds):
+                for each in runners if number % 2 == 0 else reversed(runners):
+                    block = run_block(
+                        engines[each], feeds, batch, window_s, clock, settle_s=settle_s
+                    )
+                    rates[each].append(block.rate)
+        return {each: statistics.median(found) for each, found in rates.items()}
+
     first: dict[CpuSettings, float] = {}
     no_memory = None
     for each in candidates:
         try:
-            first |= _race([each], open_session, feeds, batch, window_s, clock)
+            first |= race([each])
         except OutOfMemory as exc:
             no_memory = exc
     if not first:
@@ -87,35 +105,10 @@ def search_cpu(
     alone = _ranked(first, lambda each: each.sessions == 1)[:_FINALISTS]
     final = list(dict.fromkeys((*alone, *several, *apart)))
     with contextlib.suppress(OutOfMemory):
-        last = _race(final, open_session, feeds, batch, window_s, clock, _ROUNDS)
+        last = race(final, _ROUNDS)
         lost = _ranked(first, lambda each: each not in last)
         return tuple(CpuTrial(each, (first | last)[each]) for each in (*_ranked(last), *lost))
     return tuple(CpuTrial(each, first[each]) for each in _ranked(first))
-
-
-def _race(
-    runners: Sequence[CpuSettings],
-    open_session: Callable[[CpuSettings], Engine],
-    feeds: Arrays,
-    batch: int,
-    window_s: float,
-    clock: Clock,
-    rounds: int = 1,
-) -> dict[CpuSettings, float]:
-    """Time the engines in turns; return each one's median rows per second."""
-    rates: dict[CpuSettings, list[float]] = {each: [] for each in runners}
-    with contextlib.ExitStack() as stack:
-        engines = {
-            each: [stack.enter_context(open_session(each)) for _ in range(each.sessions)]
-            for each in runners
-        }
-        for number in range(rounds):
-            for each in runners if number % 2 == 0 else reversed(runners):
-                block = run_block(
-                    engines[each], feeds, batch, window_s, clock, settle_s=window_s * _SETTLE
-                )
-                rates[each].append(block.rate)
-    return {each: statistics.median(found) for each, found in rates.items()}
 
 
 def _ranked(

@@ -28,7 +28,6 @@ from deploykit.reporting.report import NotMeasured
 if TYPE_CHECKING:
     from deploykit.engines.torch.engine import TorchEngine
 
-
 _KERNEL, _CALL = "_kernel_time", "model_run"
 _KEPT = 100
 
@@ -56,12 +55,13 @@ def measure_layers(
                 raise Unsupported("only ONNX Runtime and PyTorch on CPUs report them")
             with TemporaryDirectory(prefix="deploykit-layers-") as folder:
                 times: LayerTimes = run_apart(
-                    "bench: layers", time_here, entry, setup, feeds(point.batch), point, folder
+                    "bench: layers", time_here, entry, setup, feeds(point.batch), folder
                 )
         except (DeploykitError, OSError) as exc:
             gaps.append(NotMeasured(f"layers of {setup.label}", first_line(exc)))
             continue
-        found.append(replace(times, layers=times.layers[:_KEPT]))
+        shown = times.layers[:_KEPT]
+        found.append(replace(times, label=setup.label, batch=point.batch, layers=shown))
     return found, gaps
 
 
@@ -76,21 +76,16 @@ def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, P
     return max(pairs, key=lambda pair: pair[1].throughput_per_s.value, default=None)
 
 
-def _time_modules(
-    entry: Entry, setup: Setup, feeds: Arrays, point: Point, _: str, __: Progress
-) -> LayerTimes:
+def _time_modules(entry: Entry, setup: Setup, feeds: Arrays, _: str, __: Progress) -> LayerTimes:
     from deploykit.engines.torch.engine import LayerWatch
 
     settings = CpuSettings(threads=setup.threads) if setup.threads else None
     with entry.open_session(settings) as engine, entry.open_session(settings) as other:
         watch = LayerWatch(cast("TorchEngine", other))
-        times = time_layers(engine, watch, feeds, lambda: watch.runs)
-    return replace(times, label=setup.label, batch=point.batch)
+        return time_layers(engine, watch, feeds, lambda: watch.runs)
 
 
-def _time_nodes(
-    _: Entry, setup: Setup, feeds: Arrays, point: Point, folder: str, __: Progress
-) -> LayerTimes:
+def _time_nodes(_: Entry, setup: Setup, feeds: Arrays, folder: str, __: Progress) -> LayerTimes:
     """Time ONNX Runtime's nodes. Unlink the open profile, so that a kill leaves no file behind."""
     from deploykit.engines.onnxruntime.engine import SPINNING, OnnxRuntimeEngine
 
@@ -108,8 +103,7 @@ def _time_nodes(
                 profiled.session.end_profiling()  # type: ignore[union-attr]
                 return read_profile(profile.read())
 
-            times = time_layers(engine, profiled, feeds, read)
-    return replace(times, label=setup.label, batch=point.batch)
+            return time_layers(engine, profiled, feeds, read)
 
 
 _READERS = {"onnxruntime": _time_nodes, "torch": _time_modules}

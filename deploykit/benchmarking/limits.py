@@ -50,19 +50,15 @@ def cpu_ceilings(
     return found, []
 
 
-@dataclass(frozen=True)
-class GpuLimits:
-    """Limits of a GPU: `ceilings` from a probe, `target` for predictions, `gaps` with reasons."""
+def gpu_limits(
+    device: str, seconds: float, on_progress: Progress
+) -> tuple[GpuCeilings | None, Target | None, list[NotMeasured]]:
+    """Probe the GPU `device`, unless it is "" (no GPU) or the run is short.
 
-    ceilings: GpuCeilings | None = None
-    target: Target | None = None
-    gaps: tuple[NotMeasured, ...] = ()
-
-
-def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
-    """Probe the GPU `device`, unless it is "" (no GPU) or the run is short."""
+    Return its ceilings, the target of predictions, and what is not known, with the reasons.
+    """
     if not device or seconds < PROBE_FROM_S:
-        return GpuLimits()
+        return None, None, []
     on_progress("ceilings of the GPU", 0.0)
     gaps, ceilings = [], None
     try:
@@ -73,8 +69,8 @@ def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
     known = profile is not None and profile.device != "cpu"
     target = target_of(profile, None) if profile is not None and known else why
     if isinstance(target, Target):
-        return GpuLimits(ceilings, target, tuple(gaps))
-    return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", target)))
+        return ceilings, target, gaps
+    return ceilings, None, [*gaps, NotMeasured("plan of the GPU", target)]
 
 
 def limits(
@@ -82,18 +78,19 @@ def limits(
     setups: Sequence[Setup],
     points: Sequence[Point],
     found: Mapping[int, CpuCalibration],
-    gpu: GpuLimits,
+    gpu_ceilings: GpuCeilings | None,
+    gpu_target: Target | None,
 ) -> dict[str, Any]:
     """Return the report's `predicted`, `roofline` and `gpu_roofline`; `found`: by CPU threads."""
     by_hash = {entry.artefact.sha256: entry for entry in entries}
     files = {setup.label: by_hash.get(setup.sha256) for setup in setups}
     graphs, predicted = dict[str, Graph](), list[PredictedPoint]()
     probes: dict[str, list[CpuCalibration | GpuCeilings]] = {"roofline": [*found.values()]}
-    probes["gpu_roofline"] = [gpu.ceilings] if gpu.ceilings else []
+    probes["gpu_roofline"] = [gpu_ceilings] if gpu_ceilings else []
     marks: dict[str, list[dict[str, Any]]] = {name: [] for name in probes}
     used = {name: {"fp32"} for name in probes}
     for point in points:
-        entry, target, name = files.get(point.label), gpu.target, "gpu_roofline"
+        entry, target, name = files.get(point.label), gpu_target, "gpu_roofline"
         if point.device == "cpu":  # with the point's number of threads
             cpu = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
             target, name = cpu if isinstance(cpu, Target) else None, "roofline"
@@ -227,9 +224,7 @@ def measure_memory(
     on_progress: Progress = no_progress,
 ) -> tuple[PeakMemory, ...]:
     """Measure each label's peak memory at its largest batch, in a process of its own."""
-    largest: dict[str, int] = {}
-    for point in points:
-        largest[point.label] = max(point.batch, largest.get(point.label, 0))
+    largest = {each.label: each.batch for each in sorted(points, key=lambda each: each.batch)}
     found = []
     for setup in setups:
         batch = largest.get(setup.label)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,9 +104,7 @@ def bench_pipeline(
     return report
 
 
-def _stages(
-    found: Measured, calls: Sequence[Mapping[str, float]], begins: list[int]
-) -> list[Point]:
+def _stages(found: Measured, calls: Sequence[dict[str, float]], begins: list[int]) -> list[Point]:
     """Return the time of each stage in the timed calls, which are the last of each round."""
     ends = [*begins[1:], len(calls)]
     timed = [

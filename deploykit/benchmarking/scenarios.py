@@ -25,12 +25,7 @@ from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.latency import Latency
 from deploykit.reporting.points import Point, ScenarioResult
 
-OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = (
-    "offline",
-    "single-stream",
-    "multi-stream",
-    "server",
-)
+OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = ("offline", "single-stream", "multi-stream", "server")
 SAMPLES = {SINGLE: 1, MULTI: 8, SERVER: 1}  # samples per query
 _PERCENTILE = {SINGLE: 90.0, MULTI: 99.0, SERVER: 99.0}
 _CONFIDENCE = 0.99
@@ -61,8 +56,8 @@ def _no_result(column: Column, scenario: str, batch: int, why: str = "") -> Scen
     )
 
 
-def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
-    """Return the bound of the q-th percentile in ms, or how many queries it needs.
+def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | None:
+    """Return the bound of the q-th percentile in ms; None if it needs more queries.
 
     The bound is the t-th highest latency. t is the largest number for which at most t of n queries
     exceed the true percentile with a probability of at most 1 % (LoadGen, early_stopping.cc,
@@ -70,9 +65,7 @@ def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
     """
     n = len(latencies_s)
     discard = most_above(n, q)
-    if discard < 1:
-        return fewest_queries(q)
-    return float(np.sort(latencies_s)[n - discard]) * 1e3
+    return float(np.sort(latencies_s)[n - discard]) * 1e3 if discard >= 1 else None
 
 
 def most_above(n: int, q: float) -> int:
@@ -114,25 +107,20 @@ def run_stream(
         calls.append(block.calls_ns / 1e9)
         spent_s += block.seconds
         count += len(block.calls_ns)
-    result = replace(
-        _no_result(column, scenario, samples),
+    value = early_stopping_ms(np.concatenate(calls), q)
+    few = f"{count} queries in {spent_s:.3g} s, {needs} are needed"
+    return replace(
+        _no_result(column, scenario, samples, few if value is None else ""),
+        value=value,
+        needs=needs if value is None else None,
         queries=count,
         duration_s=spent_s,
         latency=Latency.of(*calls),
     )
-    found = early_stopping_ms(np.concatenate(calls), q)
-    if isinstance(found, float):
-        return replace(result, value=found)
-    why = f"{count} queries in {spent_s:.3g} s, {needs} are needed"
-    return replace(result, needs=needs, why=why)
 
 
 def run_offline(
-    column: Column,
-    feeds: Arrays,
-    batch: int,
-    seconds: float,
-    clock: Clock = time.perf_counter_ns,
+    column: Column, feeds: Arrays, batch: int, seconds: float, clock: Clock = time.perf_counter_ns
 ) -> ScenarioResult:
     """Run offline: all samples are ready, and each engine takes `batch` of them at a time."""
     settle_s = seconds * _WARM_UP

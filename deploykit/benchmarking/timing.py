@@ -234,22 +234,17 @@ def rose(rates: Sequence[float]) -> str:
     n = len(rates)
     if n < 5:
         return ""
-    slope, logs = _rise(rates), np.log(rates)
-    place = np.arange(n) - (n - 1) / 2
-    left = logs - logs.mean() - slope * place
-    error = math.sqrt(float((left**2).sum()) / (n - 2) / float((place**2).sum()))
+    (slope, _), covariance = np.polyfit(range(n), np.log(rates), 1, cov=True)
     risen = math.expm1(slope * (n - 1))
-    if risen < _RISEN or slope < _SURE * error:
+    if risen < _RISEN or slope < _SURE * math.sqrt(covariance[0, 0]):
         return ""
     return f"calls still sped up, by {risen:.0%} over the rounds: a longer warm-up is needed"
 
 
 def _rise(rates: Sequence[float]) -> float:
     """Return the slope of the line of logarithms: 0.03 if each rate is 3 % above the last."""
-    if len(rates) < 2:
-        return 0.0
-    place = np.arange(len(rates)) - (len(rates) - 1) / 2
-    return float((place * np.log(rates)).sum() / (place**2).sum())
+    line = np.polyfit(range(len(rates)), np.log(rates), 1) if len(rates) > 1 else [0.0]
+    return float(line[0])
 
 
 # Per batch size the setups take turns in rounds, forwards and backwards, so that clock drift and

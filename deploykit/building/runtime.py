@@ -43,7 +43,7 @@ from deploykit.evaluation.feeds import (
     rows_that_fit,
     small_batches,
 )
-from deploykit.evaluation.parity import compare_engines
+from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_numbers
 from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
@@ -112,7 +112,7 @@ def place_pairs(job: BuildJob) -> Placed:
     if by_data is None:
         raise _stuck(job, graph, "`calib` cannot help: ")
     record = calibration_record(job.request, found[0], doubts)
-    return Placed(by_data.graph.save(file), (_MEASURED, *doubts), record)
+    return Placed(by_data[0].save(file), (_MEASURED, *doubts), record)
 
 
 def place_if_better(
@@ -127,17 +127,17 @@ def place_if_better(
     moved = move_foreign_pairs(placed.graph, target.runtime)
     if moved is None:
         return placed, built
-    graph = moved.graph.save(built.path.with_name(_MOVED))
+    graph, unknown = moved[0].save(built.path.with_name(_MOVED)), moved[1]
     trial = built.path.with_name("trial.onnx")
     if _kernels(build(graph, trial)) <= _kernels(built) and not few:
         return placed, built
     trial.replace(built.path)
     notes = [_FOLLOW]
-    if moved.unknown:
-        count = len(moved.unknown)
+    if unknown:
+        count = len(unknown)
         notes.append(
             f"{count} tensor{'s' * (count > 1)} that INT8 needs a range for stayed in float32, as "
-            f"no range follows from the file's scales ({', '.join(moved.unknown[:3])}); data give "
+            f"no range follows from the file's scales ({', '.join(unknown[:3])}); data give "
             f"it: deploykit build {job.source} --profile {target.name} --calib FILE.npz"
         )
     return Placed(graph, tuple(notes)), Graph.open(built.path)
@@ -303,9 +303,10 @@ def actual_shapes(
         if fits or len(ranks) != 1:
             continue
         axes: list[int | str] = []
+        varied = all(len({sizes[name] for sizes, _ in seen}) > 1 for name in seen[0][0])
         for at, size in enumerate(seen[0][1]):
             names = [name for name in seen[0][0] if all(s[name] == each[at] for s, each in seen)]
-            fixed = all(shape[at] == size for _, shape in seen)
+            fixed = varied and all(shape[at] == size for _, shape in seen)
             axes.append(names[0] if names else size if fixed else f"{spec.name}_{at}")
         found[spec.name] = tuple(axes)
     return found
@@ -358,7 +359,8 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             reference, engine, feeds, max_error=bound, names=names, each=each, random=data is None
         )
         if not parity.passed:
-            return Evidence(parity=parity)
+            drawn = draws_numbers(reference, feeds[-1])
+            return Evidence(parity=parity, notes=(DRAWS_NUMBERS,) * drawn)
         if quantize or (moved and request.data):
             stack.close()
             reference = stack.enter_context(load(source, "cpu"))

@@ -26,9 +26,7 @@ SECTIONS = {
         "quantize": ("make", "Lower an ONNX model's precision and measure the lost accuracy."),
         "build": ("make", "Build an engine for a hardware target and check its outputs."),
     },
-    "Plan": {
-        "plan": ("plan", "Predict memory, latency and throughput on each hardware target."),
-    },
+    "Plan": {"plan": ("plan", "Predict memory, latency and throughput on each hardware target.")},
     "Prove": {
         "compare": ("prove", "Compare the outputs of two models; exit 1 if they differ too much."),
         "inspect": ("prove", "Show a model's tensors, precisions, operators and origin."),

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from deploykit.engines.devices import GpuState
     from deploykit.evaluation.doctor import Health
 
-
 # Hardware as text: profiles as a list and as cards, and the results of `doctor`.
 
 
@@ -160,14 +159,12 @@ def health_lines(result: Health) -> list[Part]:
     lines.append(f"profile    {result.profile or 'none'}: {result.why}")
     lines.append(f"packages   {versions(machine.packages)}")
     lines.append(f"providers  {' '.join(result.providers) or 'none: onnxruntime is not installed'}")
-    lines.append("")
     rows = [
         (check.command, "works" if check.works else "does not work", check.why)
         for check in result.checks
     ]
-    lines.append(Table("", ("command", "here", "what is missing"), rows, (0, 1, 2)))
-    lines += [f"warning: {text}" for text in result.warnings]
-    return lines
+    lines += ["", Table("", ("command", "here", "what is missing"), rows, (0, 1, 2))]
+    return lines + [f"warning: {text}" for text in result.warnings]
 
 
 @described(JSON)

@@ -232,10 +232,7 @@ def quantize(
     given = api_arguments(locals()) | {"axis": axis_sizes("axis", ",".join(axis or ()))}
     from deploykit.quantization import quantize as precision
 
-    with (
-        output.shown_on_failure(as_json, tables.made),
-        Progress(f"quantize --to {to}") as progress,
-    ):
+    with output.shown_on_failure(as_json, tables.made), Progress(f"quantize --to {to}") as progress:
         result = precision.quantize(**given, on_progress=progress)
     output.show(result, tables.made(result), as_json=as_json)
     if result.search is not None and result.search.interrupted:
@@ -288,6 +285,7 @@ def build(
 
     Example: deploykit build model.onnx --profile l4 --precision fp16
     """
+    given = api_arguments(locals())
     from deploykit.building import build as making
     from deploykit.building.builder import Shapes
     from deploykit.deploying.device import gpu_number
@@ -311,17 +309,7 @@ def build(
             checked.raise_if_refused()
             output.show(checked, tables.checked(checked), as_json=as_json)
             return
-        result = making.build(
-            model,
-            profile,
-            precision=precision,
-            calib=calib,
-            data=data,
-            metric=metric,
-            max_drop=max_drop,
-            shapes=shapes,
-            out=out,
-            force=force,
-            on_progress=progress,
-        )
+        names = ("precision", "calib", "data", "metric", "max_drop", "out", "force")
+        options = {name: given[name] for name in names}
+        result = making.build(model, profile, **options, shapes=shapes, on_progress=progress)
     output.show(result, tables.made(result), as_json=as_json)

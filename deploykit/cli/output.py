@@ -21,7 +21,6 @@ from deploykit.evaluation.formatting import Table
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-
 _STYLES = {  # first word of a line, or a cell -> its ANSI style on a terminal
     "note:": "33",
     "warning:": "33",
@@ -32,7 +31,6 @@ _STYLES = {  # first word of a line, or a cell -> its ANSI style on a terminal
     "does not work": "31",
 }
 _NARROW = 16  # least width to which text wraps
-
 
 Part = str | Table
 spell: Callable[[str], str] = str  # spells parameter names as the running command does
@@ -205,10 +203,8 @@ class Progress:
     """
 
     def __init__(self, what: str, *, bar_only: bool = False) -> None:
-        self.what, self.bar_only = what, bar_only
-        self.last_s = -_QUIET_S
-        self.started_s = time.monotonic()
-        self.step = ""
+        self.what, self.bar_only, self.step = what, bar_only, ""
+        self.started_s, self.last_s = time.monotonic(), -_QUIET_S
         self.bar: Bar | None = None
         self.task: Any = None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.cli import output
-from deploykit.cli.options import JSON, described
+from deploykit.cli.options import JSON, api_arguments, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.prove import axis_sizes, sizes
 from deploykit.cli.tables import figure, size
@@ -45,19 +45,13 @@ def plan(
 
     Example: deploykit plan model.onnx --profile l4 --profile cpu --slo-ms 20
     """
+    given = api_arguments(locals()) | {"profiles": profiles or ()}
+    given |= {"batches": sizes("batches", batches)}
+    given |= {"axes": axis_sizes("axes", ",".join(axes or ()))}
     from deploykit.planning import plan as planning
 
     with Progress("plan") as progress:
-        result = planning.plan(
-            model,
-            profiles=profiles or (),
-            batches=sizes("batches", batches),
-            axes=axis_sizes("axes", ",".join(axes or ())),
-            data=data,
-            slo_ms=slo_ms,
-            rate_per_s=rate_per_s,
-            on_progress=progress,
-        )
+        result = planning.plan(**given, on_progress=progress)
     output.show(result, lines(result), as_json=as_json)
     result.raise_if_none_meets()
 
@@ -148,18 +142,17 @@ def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
         )
         found.append(f"{target.profile} {text}")
     load = target.capacity
-    if load is not None:
-        plural = "" if load.replicas == 1 else "s"
-        own = f" ({load.server_busy:.0%} of a core is the server's own work)"
+    if load is not None and load.replicas:
+        plural, busy = "" if load.replicas == 1 else "s", load.server_busy
+        own = f" ({busy:.0%} of a core is the server's own work)" * (busy > _MUCH)
         found.append(
             f"{target.profile} carries {figure(load.rate_per_s)}/s with {load.replicas:,} "
             f"replica{plural} of at most {figure(load.rate_each_per_s)}/s in {load.precision} with "
-            f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms"
-            + own
-            * (load.server_busy > _MUCH)
-            if load.replicas
-            else f"{target.profile} carries no rate within {figure(load.bound_ms)} ms: {load.why}"
+            f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms{own}"
         )
+    elif load is not None:
+        why = f"carries no rate within {figure(load.bound_ms)} ms: {load.why}"
+        found.append(f"{target.profile} {why}")
     return found
 
 

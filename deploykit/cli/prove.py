@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +19,14 @@ from deploykit.core.errors import BadInput, GateFailed, NotFound
 SUFFIXES = (".py", ".toml")  # suffixes of pipelines, given in place of an engine
 
 
-def _refuse(options: dict[str, Any], what: str = "a pipeline", **usual: Any) -> None:
-    wrong = [name for name, value in usual.items() if options[name] not in (value, None)]
-    if wrong:
-        raise BadInput(f"`{wrong[0]}` has no effect on {what}")
+def _refuse(
+    command: Callable[..., None], given: Mapping[str, Any], names: str, what: str = "a pipeline"
+) -> None:
+    """Raise BadInput if an option of `command` among `names`, which `what` lacks, was given."""
+    for name in names.split():
+        usual = signature(command).parameters[name].default
+        if given[name] not in (usual, None, []):
+            raise BadInput(f"`{name}` has no effect on {what}")
 
 
 @described(f"FILE  A .pt, {ENGINE}\n{JSON}")
@@ -75,18 +81,8 @@ def compare(
     from deploykit.reporting.report import is_report
 
     if is_report(a) or (b is not None and is_report(b)):
-        _refuse(
-            given,
-            "two reports",
-            data=None,
-            batch=None,
-            axis=None,
-            max_error=None,
-            arch=None,
-            allow_pickle=False,
-            device="cpu",
-            trust=False,
-        )
+        others = "data batch axis max_error arch allow_pickle device trust"
+        _refuse(compare, given, others, "two reports")
         from deploykit.reporting.compare import compare_reports
 
         if b is None:
@@ -138,17 +134,15 @@ def predict(
 
     Example: deploykit predict model.onnx cat.jpg
     """
-    given = api_arguments(locals())
+    given, files = api_arguments(locals()), data or []
+    shared: dict[str, Any] = {name: given[name] for name in ("out", "device", "trust", "force")}
+    shared["on_note"] = output.note_line
     if engine.suffix in SUFFIXES:
-        _refuse(given, text=[], on="local")
+        _refuse(predict, given, "text on")
         from deploykit.pipelines.pipeline import predict_files
 
-        names = ("out", "device", "batch", "trust", "force")
-        options = {name: given[name] for name in names}
         with Progress("predict") as progress:
-            found = predict_files(
-                engine, data or [], **options, on_progress=progress, on_note=output.note_line
-            )
+            found = predict_files(engine, files, batch=batch, **shared, on_progress=progress)
         several = len(found.answers) > 1
         lines: list[Part] = [
             f"{name}: " * several + json.dumps(answer, ensure_ascii=False)
@@ -160,44 +154,25 @@ def predict(
         return
     from deploykit.evaluation import predict as predicting
 
-    files, sentences = data or [], text or []
     if out is None or out.suffix.lower() in (".jsonl", ".csv"):
-        _refuse(given, "answers", batch=32, on="local")
+        _refuse(predict, given, "batch on", "answers")
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
         for each in files:
             if " " in str(each) and not each.exists():
                 raise NotFound(f"{each}: no such file", hint="a sentence goes with `text`")
         with Progress("predict") as progress:
-            answered = predicting.predict_items(
-                engine,
-                files,
-                text=sentences,
-                out=out,
-                device=device,
-                trust=trust,
-                force=force,
-                on_progress=progress if out else lambda *_: None,
-                on_note=output.note_line,
-            )
+            shared["on_progress"] = progress if out else lambda *_: None
+            answered = predicting.predict_items(engine, files, text=text or [], **shared)
         count = len(answered.items)
         shown = [_wrote(out, count, "items", answered)] if out else tables.answered(answered)
         output.show(answered, shown, as_json=as_json)
         return
-    if len(files) != 1 or sentences:
+    if len(files) != 1 or text:
         raise BadInput("`out` is for the outputs of one file or folder of samples")
     with Progress("predict") as progress:
         result = predicting.predict(
-            engine,
-            files[0],
-            out,
-            batch=batch,
-            on=on,
-            device=device,
-            trust=trust,
-            force=force,
-            on_progress=progress,
-            on_note=output.note_line,
+            engine, files[0], batch=batch, on=on, **shared, on_progress=progress
         )
     output.show(result, tables.predicted(result), as_json=as_json)
 
@@ -281,7 +256,7 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
     engines, batches = options["engines"], sizes("batches", options["batches"] or "1")
     if len(engines) > 1:
         raise BadInput("a pipeline is measured by itself")
-    _refuse(options, against=[], axis=[], slo_ms=None, scenario=None, layers=False, arch=None)
+    _refuse(bench, options, "against axis slo_ms scenario layers arch")
     if options["data"] is None:
         raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
     from deploykit.benchmarking.bench import QUICK_S
@@ -295,11 +270,8 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
             engines[0],
             options["data"],
             batches=batches,
-            device=options["device"],
             seconds=usual_s if seconds is None else seconds,
-            trust=options["trust"],
-            out=options["out"],
-            force=options["force"],
+            **{name: options[name] for name in ("device", "trust", "out", "force")},
             command=output.command_line(),
             on_progress=progress,
             on_note=output.note_line,

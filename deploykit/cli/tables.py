@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from deploykit.reporting.load_result import LoadResult
     from deploykit.reporting.report import Report
 
-
 # Numbers and lists as short strings: sizes, rates, times, intervals.
 
 
@@ -81,11 +80,8 @@ def versions(values: dict[str, str] | Any) -> str:
 
 
 def size(count: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
-        count = count / 1000  # type: ignore[assignment]
-    return ""
+    power = min((len(str(count)) - 1) // 3, 3)
+    return f"{count / 1000**power:.1f} {'kMG'[power - 1]}B" if power else f"{count} B"
 
 
 def memory(count: int | None) -> str:
@@ -306,11 +302,9 @@ def predicted(result: Predicted) -> list[Part]:
 
 
 def load(result: LoadResult) -> list[Part]:
-    asked = (
-        f"{result.concurrency} connections"
-        if result.rate_per_s is None
-        else f"{figure(result.rate_per_s)}/s"
-    )
+    asked = f"{result.concurrency} connections"
+    if result.rate_per_s is not None:
+        asked = f"{figure(result.rate_per_s)}/s"
     if result.capacity_per_s is not None:
         asked += f", half of the {figure(result.capacity_per_s)}/s that it can do"
     shapes = ", ".join(f"{n} {list(shape)}" for n, shape in result.shapes.items())

@@ -147,14 +147,6 @@ def file_stamp(path: Path) -> tuple[int, int, int] | None:
     return info.st_ino, info.st_size, info.st_mtime_ns
 
 
-def read_manifest(artefact: Path) -> Manifest | None:
-    """Return the manifest next to `artefact`, or None if there is none.
-
-    Raises BadInput if it cannot be read or describes another artefact.
-    """
-    return Artefact(artefact).manifest
-
-
 def sniff(path: Path) -> str:
     """Return the format of the file at `path`, one that a runtime of the table opens.
 

@@ -117,10 +117,8 @@ def first_line(exc: BaseException) -> str:
         message = str(exc)
     except Exception:  # noqa: BLE001 - the __str__ of a user's class may raise anything
         message = ""
-    for line in message.splitlines():
-        if line.strip():
-            return line.strip()
-    return type(exc).__name__
+    lines = filter(None, map(str.strip, message.splitlines()))
+    return next(lines, type(exc).__name__)
 
 
 def without_secrets(url: str) -> str:
@@ -192,9 +190,8 @@ def os_error(exc: OSError, where: object = "") -> DeploykitError:
         what, hint = scarce
         return Unsupported(f"{start}{what}", hint=hint)
     short = "choose a shorter name: files next to it have longer ones"
-    return BadInput(
-        f"{start}{os_reason(exc)}", hint=short if exc.errno == errno.ENAMETOOLONG else None
-    )
+    hint = short if exc.errno == errno.ENAMETOOLONG else None
+    return BadInput(f"{start}{os_reason(exc)}", hint=hint)
 
 
 def quote(value: object) -> str:

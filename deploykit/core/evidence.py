@@ -119,12 +119,8 @@ class Parity(Record):
     def raise_if_over(self) -> None:
         """Raise GateFailed naming the worst row unless every error is within the bound."""
         if not self.passed:
-            raise GateFailed(
-                f"{self.b} {self.why}",
-                hint=None
-                if self.worst.problem
-                else "error is max |a-b| / max |a|; see the other rows for where it begins",
-            )
+            hint = "error is max |a-b| / max |a|; see the other rows for where it begins"
+            raise GateFailed(f"{self.b} {self.why}", hint=None if self.worst.problem else hint)
 
 
 ADJUSTED_WALD = "adjusted Wald for paired proportions"

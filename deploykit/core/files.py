@@ -87,11 +87,10 @@ def temporary_path(out: Path) -> Path:
 
 def _runs(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        with contextlib.suppress(PermissionError):  # it is another user's
+            os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        pass
     return True
 
 
@@ -372,6 +371,7 @@ def check_data_file(model: Path, location: str, where: str) -> os.stat_result:
 
 StrPath = str | os.PathLike[str]
 _PACKAGE = Path(__file__).resolve().parent.parent
+LOOK = Path(__file__).with_name("assets") / "look.css"  # of reports and of the dashboard
 
 
 def folder(name: str) -> Path:
@@ -429,12 +429,3 @@ def load_py(path: StrPath) -> ModuleType:
         sys.modules.pop(name, None)
         raise
     return module
-
-
-FOLDER = Path(__file__).with_name("assets")
-NAMES = ("look.css",)
-
-
-def asset(name: str) -> str:
-    """Return the content of the asset `name`, one of `NAMES`."""
-    return (FOLDER / name).read_text(encoding="utf-8")

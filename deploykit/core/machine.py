@@ -5,6 +5,7 @@ Reading never raises: unknown values are None or empty. Tests pass a `root` in p
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -167,10 +168,8 @@ def return_large_blocks() -> None:
     """
     import ctypes  # late: its import costs more than the rest of this file
 
-    try:
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-    except (AttributeError, OSError):
-        return
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
@@ -197,15 +196,12 @@ def _gpus() -> tuple[Gpu, ...]:
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Read nvidia-smi's name, memory.total (MiB), driver_version, compute_cap: CSV, no units."""
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
-    return tuple(
-        Gpu(
-            name,
-            None if (mib := natural_number(memory)) is None else mib << 20,
-            driver,
-            capability if re.fullmatch(r"\d+\.\d+", capability) else None,
-        )
-        for name, memory, driver, capability in (row for row in rows if len(row) == 4)
-    )
+    found = []
+    for name, memory, driver, capability in (row for row in rows if len(row) == 4):
+        mib, known = natural_number(memory), re.fullmatch(r"\d+\.\d+", capability)
+        memory_bytes = None if mib is None else mib << 20
+        found.append(Gpu(name, memory_bytes, driver, capability if known else None))
+    return tuple(found)
 
 
 def power_mode(root: Path) -> str | None:
@@ -223,10 +219,8 @@ def _packages() -> dict[str, str]:
 
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -109,10 +109,8 @@ def memory_errors(where: object, files: Iterable[Path] = ()) -> Iterator[None]:
     """Turn MemoryError, and what libraries raise in its place, into OutOfMemory."""
     try:
         yield
-    except OutOfMemory:
-        raise
     except Exception as exc:
-        if not lacks_memory(exc):
+        if isinstance(exc, OutOfMemory) or not lacks_memory(exc):
             raise
         raise does_not_fit(where, first_line(exc), files) from exc
 

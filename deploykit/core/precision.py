@@ -168,8 +168,7 @@ def narrowest(dtypes: Iterable[str]) -> str:
 
 def names_of(dtypes: Iterable[str]) -> set[str]:
     """Return the names of the precisions, except float32, that a graph of these `dtypes` uses."""
-    found = {known.name for known in map(of_dtype, dtypes) if known is not None}
-    return found - {"fp32"}
+    return {known.name for known in map(of_dtype, dtypes) if known is not None} - {"fp32"}
 
 
 def max_engine_error(dtypes: Iterable[str]) -> float:

@@ -119,10 +119,8 @@ def load_profile(reference: str) -> Profile:
     elif name.lower() in profile_names():
         path = paths.folder("profiles") / f"{name.lower()}.toml"
     else:
-        raise NotFound(
-            f"no profile '{name}'",
-            hint=did_you_mean(name, ("auto", *profile_names()), _LIST_PROFILES),
-        )
+        hint = did_you_mean(name, ("auto", *profile_names()), _LIST_PROFILES)
+        raise NotFound(f"no profile '{name}'", hint=hint)
     profile = _read(path, path.stem, read_toml(path))
     return _with_mode(profile, mode[0]) if mode else profile
 
@@ -246,12 +244,10 @@ def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa:
     if profile.device not in runtime.devices:
         needed = "' or '".join(runtime.devices)
         raise fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
+    peaks = profile.peak_ops_per_s
     for mark in ("derived", "unverified"):
         for key in getattr(profile, mark):
-            if (
-                key not in values
-                and key.rpartition("peak_ops_per_s.")[2] not in profile.peak_ops_per_s
-            ):
+            if key not in values and key.rpartition("peak_ops_per_s.")[2] not in peaks:
                 raise fail(mark, f"names '{key}', which this profile does not have")
     return profile
 

@@ -120,12 +120,8 @@ def find_bundled(name: str) -> Path:
     """Return the file of a recipe that comes with deploykit. Raises NotFound for other names."""
     paths = {info.name: info.path for info in list_recipes()}
     if name not in paths:
-        raise NotFound(
-            f"no recipe '{name}'",
-            hint=did_you_mean(
-                name, paths, f"one of: {', '.join(paths)}; or a file: ./mine.py; or pkg.mod:RECIPE"
-            ),
-        )
+        others = f"one of: {', '.join(paths)}; or a file: ./mine.py; or pkg.mod:RECIPE"
+        raise NotFound(f"no recipe '{name}'", hint=did_you_mean(name, paths, others))
     return paths[name]
 
 

@@ -15,9 +15,8 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 
 BATCH = "N"
-_BATCH_WORD = re.compile(
-    "b|bs|bsz|.*batch.*", re.IGNORECASE
-)  # as exporters and their users call it
+# as exporters and their users call it
+_BATCH_WORD = re.compile("b|bs|bsz|.*batch.*", re.IGNORECASE)
 _UNKNOWN = ("?", "-1", "*", "none", "null", "nan", "unk", "unknown", "dynamic", "any", "dyn")
 MOST_STRINGS = 1 << 18  # in one call of ONNX Runtime, which holds the GIL for 0.06 s
 
@@ -66,6 +65,9 @@ class TensorSpec(Record):
     def batched(self) -> bool:
         """Whether axis 0 is dynamic, so that requests can be joined along it."""
         return bool(self.shape) and isinstance(self.shape[0], str)
+
+
+Specs = tuple[TensorSpec, ...]
 
 
 def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
@@ -175,14 +177,15 @@ def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
 
 def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
     """Return why an array of numpy's `dtype` and `shape` does not fit `spec`; None if it fits."""
-    if dtype == carrier(spec.dtype) and _fits(spec.shape, shape):
+    if dtype == carrier(spec.dtype) and fits_shape(spec.shape, shape):
         return None
     got = f"{dtype}[{','.join(str(size) for size in shape)}]"
     want = str(spec)[len(spec.name) + 1 :]
     return f"input '{spec.name}' is {want}, got {got}{without_batch(spec, shape)}"
 
 
-def _fits(axes: Sequence[int | str], shape: Sequence[int]) -> bool:
+def fits_shape(axes: Sequence[int | str], shape: Sequence[int]) -> bool:
+    """Return whether an array of `shape` has these axes, of which named ones have any size."""
     return len(axes) == len(shape) and all(
         isinstance(want, str) or want == got for want, got in zip(axes, shape, strict=True)
     )
@@ -190,7 +193,7 @@ def _fits(axes: Sequence[int | str], shape: Sequence[int]) -> bool:
 
 def without_batch(spec: TensorSpec, shape: Sequence[int]) -> str:
     """Return an addition to the error if `shape` is that of a single sample, else ""."""
-    fits = spec.shape[:1] in ((BATCH,), (1,)) and _fits(spec.shape[1:], shape)
+    fits = spec.shape[:1] in ((BATCH,), (1,)) and fits_shape(spec.shape[1:], shape)
     return ": one sample without its batch axis, which x[None] adds" if fits else ""
 
 

@@ -62,9 +62,6 @@ class Booted(Record):
     why: str
 
 
-OnReady = Callable[..., None]
-
-
 def boot_until_stopped(
     bundle: StrPath,
     cache: StrPath,
@@ -73,7 +70,7 @@ def boot_until_stopped(
     rollback: bool = False,
     retry: bool = False,
     log_format: str = "text",
-    on_ready: OnReady | None = None,
+    on_ready: Callable[..., None] | None = None,
 ) -> int:
     """Serve a bundle until SIGTERM or Ctrl-C, from an engine that was built on this device.
 
@@ -91,20 +88,15 @@ def boot_until_stopped(
     wrong outputs if no earlier one can serve.
     """
     check_device(options.device)
-    found = _read(Path(bundle))
-    if Path(cache).resolve().is_relative_to(Path(bundle).resolve()):
+    folder = Path(bundle)
+    found = _read(folder)
+    if Path(cache).resolve().is_relative_to(folder.resolve()):
         raise BadInput(f"`cache` {cache}: is inside the bundle, which may hold only its own files")
     profile = load_profile(found.profile)
     if profile.device == "cpu" and options.device == "auto":
         options = replace(options, device="cpu")
-    boot = Boot(
-        Path(bundle),
-        profile,
-        EngineCache(Path(cache)),
-        options.device,
-        rollback=rollback,
-        retry=retry,
-    )
+    engines = EngineCache(Path(cache))
+    boot = Boot(folder, profile, engines, options.device, rollback=rollback, retry=retry)
     with ExitStack() as stack:
 
         def on_start(
@@ -239,10 +231,10 @@ class Boot:
             log.error(text, step.slot, step.why)
             with write_errors(self.cache.folder):
                 self.run(str(engine), prove, engine, self.device, inherit=(lock,))
-            self.booted = Booted("previous", step.slot, step.why)
         else:
             log.info("starting from the cached engine in %s", step.slot)
-            self.booted = Booted("cache", step.slot, step.why)
+        source = "cache" if step.do == "start" else "previous"
+        self.booted = Booted(source, step.slot, step.why)
         before = self.state
         if step.do == "start" and before.key == key.digest:  # it has never become ready
             self.state = self.state.begin(key.name, key.digest)

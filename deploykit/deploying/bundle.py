@@ -146,10 +146,8 @@ def bundle(
     samples; GateFailed for a model that did not pass its gate.
     """
     if Path(model).suffix in (".py", ".toml"):
-        raise BadInput(
-            f"{model}: is not one model; a bundle holds one, and no pipeline",
-            hint="bundle each of its models, and run the pipeline where they are served",
-        )
+        hint = "bundle each of its models, and run the pipeline where they are served"
+        raise BadInput(f"{model}: is not one model; a bundle holds one, and no pipeline", hint=hint)
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
     _check(source, target)
@@ -225,10 +223,8 @@ def _served_name(name: str | None, model: Path) -> str:
     found = name if name is not None else re.sub(r"[^A-Za-z0-9._-]+", "-", model.stem).strip(".-")
     if not SERVED_NAME.fullmatch(found):
         what = f"`name` {quote(name)}: cannot be" if name is not None else f"{model}: does not give"
-        raise BadInput(
-            f"{what} the name of a served model",
-            hint="`name`: 1 to 63 letters, digits, '.', '_' or '-'; '.' and '-' are not the first",
-        )
+        hint = "`name`: 1 to 63 letters, digits, '.', '_' or '-'; '.' and '-' are not the first"
+        raise BadInput(f"{what} the name of a served model", hint=hint)
     return found
 
 

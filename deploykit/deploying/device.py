@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from operator import eq
 from pathlib import Path
 
 from deploykit import __version__
@@ -81,11 +82,8 @@ def check_gpu(profile: Profile, machine: Machine, gpu: Here) -> None:
             hint="install "
             + (f"JetPack {first.version} or later" if first else f"TensorRT {versions}"),
         )
-    known = [
-        (row, zip(row.tensorrt.split("."), gpu.tensorrt.split("."), strict=False))
-        for row in JETPACKS
-    ]  # 10.3.0 agrees with 10.3.0.26
-    made_for = [row for row, pairs in known if all(a == b for a, b in pairs)]
+    version = gpu.tensorrt.split(".")  # 10.3.0 agrees with 10.3.0.26
+    made_for = [row for row in JETPACKS if all(map(eq, row.tensorrt.split("."), version))]
     majors = {release_numbers(each.l4t)[0] for each in made_for}
     board = release_numbers(machine.l4t or "")
     if profile.boards and board and majors and board[0] not in majors:

@@ -136,8 +136,7 @@ def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:
     joined = all(spec.shape[:1] == (BATCH,) for spec in specs)
     samples = sample_rows(contents, model, joined=joined)
     for spec in specs:
-        array = samples[spec.name]
-        datatype = PROTOCOL_NAMES[spec.dtype]
+        array, datatype = samples[spec.name], PROTOCOL_NAMES[spec.dtype]
         blobs.append(bytes(to_bytes(array, datatype)))
         row = {"name": spec.name, "shape": array.shape, "datatype": datatype}
         inputs.append({**row, "parameters": {"binary_data_size": len(blobs[-1])}})

@@ -233,8 +233,6 @@ def read_bundle(folder: Path) -> Bundle:
     with _reading(folder):
         if not folder.is_dir():
             raise NotFound(f"{folder}: no such folder")
-        if path.is_symlink():
-            raise BadInput(f"{path}: is a symbolic link")
         if not path.exists():
             raise NotFound(f"{folder}: is no bundle: it has no {BUNDLE_FILE}", hint=_WRITER)
     if check_readable(path).stat().st_size > 4 << 20:
@@ -361,26 +359,23 @@ def claim_bundle(
     `force` replaces a bundle that somebody changed, never a folder that is not one.
     """
     place = Path(os.path.abspath(folder))  # noqa: PTH100 - a link to a folder stays one
-    given = tuple(paths(inputs))
+    given, other = tuple(paths(inputs)), "choose another `out`"
     if not place.name or place.is_symlink() or (os.path.lexists(place) and not place.is_dir()):
-        raise BadInput(f"{place}: exists, and is not a folder", hint="choose another `out`")
+        raise BadInput(f"{place}: exists, and is not a folder", hint=other)
     make_folder(place.parent)
     for each in given:
         if place in (each.resolve(), *each.resolve().parents):
             raise overwrites(each)
     if place.is_dir() and any(place.iterdir()):
         if not (place / BUNDLE_FILE).is_file():
-            raise BadInput(
-                f"{place}: is a folder with other files, and no bundle",
-                hint="choose another `out`",
-            )
+            raise BadInput(f"{place}: is a folder with other files, and no bundle", hint=other)
         try:
             if not force:
                 verify(place)
         except DeploykitError as exc:
             raise BadInput(
                 f"{place}: is not as deploykit wrote it: {exc.message}",
-                hint="choose another `out`, or replace the bundle with `force`",
+                hint=f"{other}, or replace the bundle with `force`",
             ) from exc
     archive = place.with_name(f"{place.name}.tar")
     if tar and os.path.lexists(archive):

@@ -97,9 +97,6 @@ class CacheState(Record):
     tries: int = 0
     why: str = ""
 
-    def given_up(self, digest: str) -> bool:
-        return self.key == digest and self.tries >= MAX_TRIES
-
     def begin(self, name: str, digest: str) -> CacheState:
         """Count a try before a build of `digest`."""
         tries = self.tries if self.key == digest else 0
@@ -136,7 +133,7 @@ def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) ->
     order = sorted(slots, key=lambda slot: slot != state.active)
     same = [slot for slot in order if slots[slot] == key]
     others = [slot for slot in order if slots[slot] != key and slots[slot].may_replace(key)]
-    given_up = state.given_up(key.digest)
+    given_up = state.key == key.digest and state.tries >= MAX_TRIES
     if given_up and others:
         why = state.why or f"its build was begun {state.tries} times and did not come to an end"
         return Decision("fall back", others[0], why)
@@ -226,14 +223,13 @@ class EngineCache:
                 raise BadInput(f"{folder / name}: was changed or damaged (SHA-256 differs)")
         return folder / record.engine
 
-    def empty(self, slot: str) -> Path:
-        """Remove the slot's old folder and return an empty one for a build into `slot`."""
+    def empty(self, slot: str) -> None:
+        """Replace the slot's old folder by an empty one for a build into `slot`."""
         with write_errors(self.folder):
             for path in list(self.folder.iterdir()):
                 if path.name.startswith(f"{slot[0]}-"):
                     shutil.rmtree(path)
             (self.folder / slot).mkdir()
-        return self.folder / slot
 
     def drop(self, slot: str) -> None:
         """Remove a slot, ignoring errors."""

@@ -7,6 +7,7 @@ engine would load only on the same GPU and TensorRT, and a Triton image has its 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,6 @@ _MODEL = "model.onnx"
 # precision of a graph besides float32 -> value of Triton's `precision_mode` for ONNX Runtime's
 # TensorRT provider
 _MODES: Mapping[str, str] = {"fp16": "FP16", "int8": "INT8"}
-
-
-class Literal(str):
-    """An enumeration's name, which protobuf's text format writes without quotes."""
-
-    __slots__ = ()
 
 
 def write(folder: Path, contents: Contents) -> None:
@@ -73,7 +68,7 @@ def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, 
         "input": [_tensor(spec, joined, contents) for spec in manifest.inputs],
         "output": [_tensor(spec, joined, contents) for spec in manifest.outputs],
         "version_policy": {"latest": {"num_versions": 1}},
-        "instance_group": [{"count": 1, "kind": Literal(kind)}],
+        "instance_group": [{"count": 1, "kind": kind}],
     }
     if joined:
         found["dynamic_batching"] = {
@@ -87,10 +82,8 @@ def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, 
         }
     rows = list(dict.fromkeys((1, *preferred))) if joined else [1]
     found["model_warmup"] = [_warmup(size, manifest.inputs, samples, joined) for size in rows]
-    found["parameters"] = {
-        "deploykit_model_sha256": {"string_value": contents.model.sha256},
-        "deploykit_profile": {"string_value": contents.profile.name},
-    }
+    about = {"model_sha256": contents.model.sha256, "profile": contents.profile.name}
+    found["parameters"] = _map({f"deploykit_{k}": {"string_value": v} for k, v in about.items()})
     return found
 
 
@@ -110,9 +103,9 @@ def _tensor(spec: TensorSpec, joined: bool, contents: Contents) -> dict[str, Any
     return found | ({"reshape": {"shape": []}} if joined and not axes else {})
 
 
-def _data_type(spec: TensorSpec) -> Literal:
+def _data_type(spec: TensorSpec) -> str:
     name = PROTOCOL_NAMES[spec.dtype]
-    return Literal("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}")
+    return "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"
 
 
 def _tensorrt(contents: Contents) -> dict[str, Any] | None:
@@ -126,7 +119,7 @@ def _tensorrt(contents: Contents) -> dict[str, Any] | None:
     options["trt_engine_cache_path"] = f"/tmp/{contents.name}-engines"  # noqa: S108 - in a container
     if profile.workspace_bytes:
         options["max_workspace_size_bytes"] = str(profile.workspace_bytes)
-    return {"name": "tensorrt", "parameters": options | _shapes(contents)}
+    return {"name": "tensorrt", "parameters": _map(options | _shapes(contents))}
 
 
 def _shapes(contents: Contents) -> dict[str, str]:
@@ -150,17 +143,11 @@ def _warmup(
     """Return one entry of `model_warmup`: a batch in which Triton repeats one row `rows` times."""
     inputs = {}
     for number, spec in enumerate(specs):
-        shape = samples[spec.name].shape[1 if joined else 0 :]
-        inputs[spec.name] = {
-            "data_type": _data_type(spec),
-            "dims": list(shape) or [1],
-            "input_data_file": f"input-{number}",
-        }
-    return {
-        "name": f"batch of {rows}" if joined else "sample",
-        "batch_size": rows,
-        "inputs": inputs,
-    }
+        kind, dims = _data_type(spec), list(samples[spec.name].shape[1 if joined else 0 :]) or [1]
+        file = f"input-{number}"
+        inputs[spec.name] = {"data_type": kind, "dims": dims, "input_data_file": file}
+    name = f"batch of {rows}" if joined else "sample"
+    return {"name": name, "batch_size": rows, "inputs": _map(inputs)}
 
 
 def _placeholders(contents: Contents) -> dict[str, str]:
@@ -176,29 +163,14 @@ def _placeholders(contents: Contents) -> dict[str, str]:
     }
 
 
-def text_format(message: Mapping[str, Any], depth: int = 0) -> str:
-    """Write a message in protobuf's text format; a list repeats its field."""
-    return "".join(_field(name, value, "  " * depth, depth) for name, value in message.items())
+def _map(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a map field, which the text format writes as a list of its entries."""
+    return [{"key": key, "value": value} for key, value in values.items()]
 
 
-def _field(name: str, value: Any, indent: str, depth: int) -> str:
-    if name in ("inputs", "parameters"):  # map fields of ModelConfig
-        entries = [{"key": key, "value": each} for key, each in value.items()]
-        return "".join(f"{indent}{name} {_braces(entry, indent, depth)}" for entry in entries)
-    if isinstance(value, Mapping):
-        return f"{indent}{name} {_braces(value, indent, depth)}"
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return "".join(f"{indent}{name} {_braces(entry, indent, depth)}" for entry in value)
-    if isinstance(value, list):
-        return f"{indent}{name}: [{', '.join(map(_scalar, value))}]\n"
-    return f"{indent}{name}: {_scalar(value)}\n"
-
-
-def _braces(message: Mapping[str, Any], indent: str, depth: int) -> str:
-    return f"{{\n{text_format(message, depth + 1)}{indent}}}\n"
-
-
-def _scalar(value: object) -> str:
-    if isinstance(value, Literal) or not isinstance(value, str):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False)  # JSON's escapes are the same
+def text_format(message: Mapping[str, Any]) -> str:
+    """Write a message in protobuf's text format: JSON without outer braces and quoted keys."""
+    text = re.sub(r"(?m)^  ", "", json.dumps(message, indent=2, ensure_ascii=False)[2:-1])
+    text = re.sub(r"\[\n[-\d,\s]+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
+    text = re.sub(r'"(\w+)":', r"\1:", text)
+    return re.sub(r'\b(data_type|kind): "(\w+)"', r"\1: \2", text)  # enumerations

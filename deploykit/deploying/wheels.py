@@ -202,16 +202,13 @@ def own_wheel(folder: Path) -> Path:
 
 def _members(info: str) -> Iterator[tuple[str, bytes]]:
     """Yield the files of the wheel except WHEEL and RECORD."""
-    for path in _PACKAGE.rglob("*"):
-        inside = path.relative_to(_PACKAGE)
-        if path.is_file() and "__pycache__" not in inside.parts and inside.parts[0] != "_data":
-            yield f"deploykit/{inside.as_posix()}", path.read_bytes()
-    for name in _DATA:
-        folder = paths.folder(name)
+    data = {f"deploykit/_data/{name}": paths.folder(name) for name in _DATA}
+    for place, folder in {"deploykit": _PACKAGE, **data}.items():
         for path in folder.rglob("*"):
             inside = path.relative_to(folder)
-            if path.is_file() and "__pycache__" not in inside.parts:
-                yield f"deploykit/_data/{name}/{inside.as_posix()}", path.read_bytes()
+            left_out = "__pycache__" in inside.parts or inside.parts[0] == "_data"
+            if path.is_file() and not left_out:
+                yield f"{place}/{inside.as_posix()}", path.read_bytes()
     for name in _CONTAINERS:
         yield f"deploykit/_data/containers/{name}", container_file(name).read_bytes()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 
 import numpy as np
 
@@ -176,6 +176,9 @@ class _Proof:
         self._engine, self._most = engine, most
         self._names = [spec.name for spec in engine.outputs]
         self._errors = dict.fromkeys(self._names, 0.0)
+        self._alone: dict[str, Arrays] = {}  # the outputs of the rows a and b of a pool, run alone
+        self._scales: dict[str, tuple[float, np.ndarray | float]] = {}  # whole output, element
+        self._first: dict[tuple[int, str, str], np.ndarray] = {}  # by rows, letter and output
         self._apart: dict[str, float] = {}  # differences of two rows, by non-empty output
 
     @property
@@ -196,24 +199,22 @@ class _Proof:
     def run(self, pool: Arrays) -> None:
         """Compare the first two rows of `pool` in every plan. Raises _Dependent."""
         kinds = _rows(pool)
-        alone: dict[str, Arrays] = {}
+        self._first = {}
         for letter in "ab":
             outputs = self._call(kinds, letter)
             if isinstance(outputs, Exception):
                 raise _Dependent(f"a row does not run alone: {first_line(outputs)}")
-            alone[letter] = outputs
-        scales: dict[str, tuple[float, np.ndarray | float]] = {}  # whole output, element
+            self._alone[letter] = outputs
         for name in self._names:
-            a, b = alone["a"][name], alone["b"][name]
+            a, b = (self._alone[letter][name] for letter in "ab")
             scale = max(_largest(a), _largest(b))
-            scales[name] = scale, _element_scale(a, b, scale)
+            self._scales[name] = scale, _element_scale(a, b, scale)
             if a.size or b.size:
                 apart = _difference(a, b, scale)
                 self._apart[name] = max(self._apart.get(name, 0.0), apart)
         plans = list(_PLANS[min(self._most, 4)])
         if self._most > 4:
             plans.append("".join(islice(cycle(_LARGEST), self._most - 1)) + "b")
-        first: dict[tuple[int, str, str], np.ndarray] = {}  # by number of rows, letter and output
         for plan in plans:
             outputs = self._call(kinds, plan)
             if isinstance(outputs, Exception):  # it may refuse only these values
@@ -224,26 +225,16 @@ class _Proof:
                         continue  # the warm-up reports a batch that is too large
                     why = f"it does not run with {len(plan)} rows: {first_line(failure)}"
                     raise _Dependent(why)
-            ends = range(_PLACES // 2, len(plan) - _PLACES // 2)
-            for place in (at for at in range(len(plan)) if plan[at] in alone and at not in ends):
-                for name in self._names:
-                    got, letter = outputs[name][place, ...], plan[place]  # `...`: an array always
-                    same = first.setdefault((len(plan), letter, name), got)
-                    self._check(
-                        len(plan), name, got, alone[letter][name][0, ...], same, *scales[name]
-                    )
+            middle = range(_PLACES // 2, len(plan) - _PLACES // 2)
+            compared = [n for n, letter in enumerate(plan) if letter in "ab" and n not in middle]
+            for place, name in product(compared, self._names):
+                self._check(plan, place, name, outputs[name][place, ...])  # `...`: an array always
 
-    def _check(
-        self,
-        rows: int,
-        name: str,
-        got: np.ndarray,
-        alone: np.ndarray,
-        same: np.ndarray,
-        scale: float,
-        elements: np.ndarray | float,
-    ) -> None:
+    def _check(self, plan: str, place: int, name: str, got: np.ndarray) -> None:
         """Compare a row of output `name` with itself alone, and elsewhere among as many rows."""
+        rows, letter, (scale, elements) = len(plan), plan[place], self._scales[name]
+        alone = self._alone[letter][name][0, ...]
+        same = self._first.setdefault((rows, letter, name), got)
         if got.shape != alone.shape:
             raise _Dependent(
                 f"a row of output '{name}' is {list(alone.shape)} alone and {list(got.shape)} "

@@ -286,8 +286,7 @@ class Devices(Closing):
         known = {name: value for name, value in vars(gpus[0]).items() if value is not None}
         more = {name: value for name, value in vars(tegra).items() if name not in known}
         apart = {"rails": tegra.rails, "zones": tegra.zones, "source": "nvml+sysfs"}
-        merged = replace(gpus[0], **(more | apart))
-        return (merged, *gpus[1:])
+        return (replace(gpus[0], **(more | apart)), *gpus[1:])
 
     def close(self) -> None:
         if self._open:

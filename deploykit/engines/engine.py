@@ -24,7 +24,7 @@ from deploykit.core.evidence import RowIndependence
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
 from deploykit.core.notebook import Shown
-from deploykit.core.tensors import TensorSpec, mismatch
+from deploykit.core.tensors import Specs, mismatch
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -108,8 +108,8 @@ class Engine(Closing, Shown):
 
     in_notebook = ("runtime", "device", "inputs", "outputs", "max_batch", "notes")
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: Specs
+    outputs: Specs
     device: str
     runtime: str
     max_batch: int | None = None
@@ -223,7 +223,7 @@ def _check_gpu(artefact: Artefact) -> None:
 class FeedCheck:
     """Calls `check_feeds` for one artefact, except for shapes that it has accepted before."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], where: str) -> None:
+    def __init__(self, specs: Specs, where: str) -> None:
         self._specs = specs
         self._where = where
         self._right: set[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]] = set()
@@ -257,10 +257,10 @@ class FeedCheck:
         return False
 
 
-def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int | None:
-    """Check names, dtypes and shapes before a native library sees them; `where` names the artefact.
+def check_feeds(specs: Specs, feeds: Arrays, where: str) -> None:
+    """Raise BadInput unless names, dtypes and shapes fit; `where` names the artefact.
 
-    Returns the batch size, None if no input has a dynamic axis 0. Raises BadInput.
+    Call it before a native library sees the arrays.
     """
     expected = {spec.name: spec for spec in specs}
     unknown = [name for name in feeds if name not in expected]
@@ -286,8 +286,6 @@ def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int
         for axis, size in zip(spec.shape, array.shape, strict=True):
             if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
                 raise BadInput(f"{where}: axis {axis} is {sizes[axis]} and {size} in the same call")
-    batched = [spec for spec in specs if spec.batched]
-    return int(feeds[batched[0].name].shape[0]) if batched else None
 
 
 class RecordedEngine(Engine):
@@ -296,11 +294,7 @@ class RecordedEngine(Engine):
     device = "recorded"
 
     def __init__(
-        self,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
-        recorded: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]],
-        runtime: str,
+        self, inputs: Specs, outputs: Specs, recorded: tuple[Arrays, Arrays], runtime: str
     ) -> None:
         self.inputs, self.outputs, self.runtime = inputs, outputs, runtime
         self._feeds, self._values = recorded

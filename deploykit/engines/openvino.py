@@ -215,21 +215,16 @@ def _config(threads: int | None) -> dict[str, Any]:
 def _layers(compiled: Any) -> Iterator[Layer]:
     """Yield the layers that compute, as the CPU runs them after fusion."""
     for node in compiled.get_runtime_model().get_ops():
-        info = {key: value.value for key, value in node.get_rt_info().items()}
-        kind = str(info.get("layerType", ""))
+        info = {key: str(value.value) for key, value in node.get_rt_info().items()}
+        kind = info.get("layerType", "")
         if kind in _NO_WORK:
             continue
-        runs = str(info.get("runtimePrecision", ""))
+        runs = info.get("runtimePrecision", "")
         if kind in _TYPE_OF_INPUTS and runs in ("u8", "i8"):
-            runs = str(info.get("outputPrecisions", "")).partition(",")[0]
-        names = tuple(filter(None, str(info.get("originalLayersNames", "")).split(",")))
-        yield Layer(
-            node.get_friendly_name(),
-            kind,
-            _DTYPES.get(runs),
-            names,
-            str(info.get("primitiveType", "")),
-        )
+            runs = info.get("outputPrecisions", "").partition(",")[0]
+        names = tuple(filter(None, info.get("originalLayersNames", "").split(",")))
+        kernel = info.get("primitiveType", "")
+        yield Layer(node.get_friendly_name(), kind, _DTYPES.get(runs), names, kernel)
 
 
 def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:

@@ -314,12 +314,10 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
         mine, theirs = head.rows(left), head.rows(right)
         if mine[0].ndim != theirs[0].ndim or mine[0].shape[:-2] != theirs[0].shape[:-2]:
             continue
-        single = mine[0].ndim == 2
-        images = [(mine, theirs)]
-        if not single:
-            every = range(len(mine[0]))
-            images = [([a[n] for a in mine], [a[n] for a in theirs]) for n in every]
-        pairs = [_pairs(*image) for image in images]
+        if single := mine[0].ndim == 2:
+            mine, theirs = ([array[None] for array in side] for side in (mine, theirs))
+        every = range(len(mine[0]))
+        pairs = [_pairs([a[n] for a in mine], [a[n] for a in theirs]) for n in every]
         for name in head.names:
             for side, outputs in enumerate((left, right)):
                 parts = [outputs[name]] if single else outputs[name]

@@ -32,6 +32,7 @@ from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import Task, tokenizer_name
 from deploykit.evaluation import html_tables
 from deploykit.evaluation.outputs import SIDECARS, claim, rejected
+from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
 
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph
@@ -199,8 +200,9 @@ def keep_if_equal(tmp: Path, made: Made, parity: Parity) -> Made:
     try:
         parity.raise_if_over()
     except GateFailed as exc:
+        hint = DRAW_NONE if DRAWS_NUMBERS in made.notes else exc.hint
         raise GateFailed(
-            f"{exc.message}; the file is kept as {made.path}", hint=exc.hint, result=made
+            f"{exc.message}; the file is kept as {made.path}", hint=hint, result=made
         ) from None
     return made
 

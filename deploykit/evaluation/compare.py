@@ -61,11 +61,8 @@ class Compared(Shown):
         try:
             self.parity.raise_if_over()
         except GateFailed as exc:
-            if self.unfit:
-                raise GateFailed(exc.message, hint=self.unfit) from None
-            if self.divergence is None:
-                raise
-            raise GateFailed(exc.message, hint=self.divergence.text) from None
+            difference = self.divergence.text if self.divergence else exc.hint
+            raise GateFailed(exc.message, hint=self.unfit or difference) from None
 
 
 def compare(

@@ -33,7 +33,7 @@ _LONGER = (
     *(16, 32, 64, 80, 96, 128, 160, 224, 256, 320, 400, 512, 640, 800, 1000, 1024, 1536, 2048),
     *(4096, 8000, 16000, 32000),
 )
-_SEARCH_S = 30.0  # limit of the search for sizes
+_SEARCH_S = 30.0  # limit of the search for sizes: CPU time, whatever else the machine does
 MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
 MOST_CALL_BYTES = 128 << 20  # limit of the largest tensor when comparing
 
@@ -232,7 +232,7 @@ def _other_sizes(
     runs: Callable[[Sizes, int, Sequence[str]], bool],
 ) -> list[dict[str, int]]:
     """Return the first other sizes of the free axes, `every`, that run within the time limit."""
-    end, batch = time.monotonic() + _SEARCH_S, batch_axes(inputs)
+    end, batch = time.thread_time() + _SEARCH_S, batch_axes(inputs)
     # one free axis that is not the first, in an input without the batch: a state [2,?,128]
     named = [[axis for axis in spec.shape if isinstance(axis, str)] for spec in inputs]
     states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in every}
@@ -246,7 +246,7 @@ def _other_sizes(
             several = product(_LONGER[:: 2 * len(free) - 1], repeat=len(free))
             lengths += [dict(zip(free, each, strict=True)) for each in several]
         for sizes in lengths:
-            if time.monotonic() > end:
+            if time.thread_time() > end:
                 break
             if runs({**base[-1], **sizes}, rows, axes):
                 used = base if rows > 1 else base[:1]

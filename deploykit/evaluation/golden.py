@@ -17,7 +17,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import GoldenSamples, Parity
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest
-from deploykit.core.tensors import TensorSpec, batch_axes, batch_places
+from deploykit.core.tensors import Specs, batch_axes, batch_places
 from deploykit.engines.data.samples import read_npz, write_npz
 from deploykit.engines.engine import Engine, RecordedEngine
 from deploykit.evaluation.feeds import batch_limits
@@ -92,20 +92,13 @@ def replay(
 
     feeds, values = fit(feeds), fit(recorded(feeds))
     reference = RecordedEngine(inputs, outputs, (feeds, values), golden.reference)
-    return compare_engines(
-        reference,
-        engine,
-        [feeds],
-        max_error=golden.max_error if max_error is None else max_error,
-        names=(f"{golden.reference}, recorded", name),
-    )
+    bound, names = golden.max_error, (f"{golden.reference}, recorded", name)
+    bound = bound if max_error is None else max_error
+    return compare_engines(reference, engine, [feeds], max_error=bound, names=names)
 
 
 def open_samples(
-    golden: GoldenSamples,
-    artefact: Path,
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
+    golden: GoldenSamples, artefact: Path, inputs: Specs, outputs: Specs
 ) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
     """Return the samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
     path = artefact.with_name(golden.file)

@@ -10,7 +10,7 @@ from deploykit.core.jetpack import JETPACKS, JetPack, find_jetpack, release_numb
 from deploykit.core.machine import Machine, file_text
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
-from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
+from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, version_numbers
 
 _OLDEST_TENSORRT = "10.3"  # deploykit runs no engines of older versions
 _DOCKER = re.compile(
@@ -95,23 +95,16 @@ def _tensorrt(profile: Profile, machine: Machine) -> Iterator[str]:
         if version and not in_range(profile, version):
             yield f"{name} {version} is installed, {profile.name} needs {range_text(profile)}"
             return
-        if version and profile.boards and (11, 0) <= _numbers(version)[:2] < (11, 4):
+        if version and profile.boards and (11, 0) <= version_numbers(version)[:2] < (11, 4):
             yield f"{name} {version} is installed, but TensorRT 11.0 to 11.3 run on no Jetson"
             return
 
 
 def in_range(profile: Profile, version: str) -> bool:
     """Return whether this TensorRT runs there; a version without a number is accepted."""
-    numbers = _numbers(version)
-    low = max(release_numbers(_OLDEST_TENSORRT), release_numbers(profile.tensorrt_min or "0"))
-    high = release_numbers(profile.tensorrt_max or "999")
-    return not numbers or low <= numbers <= high
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a package's version, and 0; () where it has none."""
-    match = re.match(r"[0-9]+\.[0-9]+", version)
-    return release_numbers(match[0] if match else "")
+    numbers = version_numbers(version)[:2]
+    low = max(version_numbers(_OLDEST_TENSORRT), version_numbers(profile.tensorrt_min or "0"))
+    return not numbers or low <= numbers <= version_numbers(profile.tensorrt_max or "999")
 
 
 def range_text(profile: Profile) -> str:

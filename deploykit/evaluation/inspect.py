@@ -13,8 +13,11 @@ from deploykit.core.json_value import Record
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import names_of
 from deploykit.core.profile import load_profile, profile_names
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import Specs
 from deploykit.engines.batching import why_no_batch
+
+# inputs, outputs, nodes by precision, details, profiles that it fits
+Found = tuple[Specs, Specs, Mapping[str, int], dict[str, Any], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Inspection(Record):
     format: str
     size_bytes: int
     sha256: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: Specs
+    outputs: Specs
     precision: Mapping[str, int]
     details: Mapping[str, Any]
     fits: tuple[str, ...]
@@ -40,32 +43,28 @@ def inspect(path: ArtefactLike) -> Inspection:
     """Describe any artefact; a manifest next to it is read and checked against the file."""
     artefact = Artefact.open(path)
     read = {"onnx": _onnx, "torch": _torch, "safetensors": _torch}.get(artefact.format, _engine)
-    found = read(artefact)
+    inputs, outputs, precision, details, fits = read(artefact)
     if read is not _torch:
-        found["details"] = {**found["details"], "batching": _batching(artefact, found)}
-    return Inspection(
-        path=artefact.path,
-        format=artefact.format,
-        size_bytes=artefact.path.stat().st_size,
-        sha256=artefact.sha256,
-        manifest=artefact.manifest,
-        **found,
-    )
+        details["batching"] = _batching(artefact, inputs, outputs)
+    path, size, digest = artefact.path, artefact.path.stat().st_size, artefact.sha256
+    facts = (inputs, outputs, precision, details, fits, artefact.manifest)
+    return Inspection(path, artefact.format, size, digest, *facts)
 
 
-def _batching(artefact: Artefact, found: Mapping[str, Any]) -> str:
+def _batching(artefact: Artefact, inputs: Specs, outputs: Specs) -> str:
     """Return whether `serve` joins requests, as far as that is known without a run."""
     proof = artefact.manifest.evidence.batching if artefact.manifest else None
-    why = proof.why if proof else why_no_batch(found["inputs"], found["outputs"])
+    why = proof.why if proof else why_no_batch(inputs, outputs)
     if why:
         return f"{'on' if proof and proof.passed else 'off'}: {why}"
     return "not proven yet: serve does it when it starts, build keeps it in the manifest"
 
 
-def _onnx(artefact: Artefact) -> dict[str, Any]:
+def _onnx(artefact: Artefact) -> Found:
     from deploykit.graph import cost
     from deploykit.graph.graph import Graph
     from deploykit.graph.preflight import placed_for, why_not_tensorrt
+    from deploykit.graph.skeleton import all_nodes
 
     graph = Graph.open(artefact.path)
     summary = graph.summary
@@ -76,25 +75,21 @@ def _onnx(artefact: Artefact) -> dict[str, Any]:
         details["pairs"] = f"placed for {runtime.title}"
     if why := why_not_tensorrt(artefact, graph):
         details["tensorrt"] = f"does not take it: {why}"
-    fits = _targets(summary.precision, summary.opset, tensorrt=not why)
-    return {
-        "inputs": summary.inputs,
-        "outputs": summary.outputs,
-        "precision": summary.precision,
-        "details": details,
-        "fits": fits,
-    }
+    own = {function.domain for function in graph.model.functions}
+    domains = {node.domain for node in all_nodes(graph.model.graph)} - own
+    standard = domains <= {"", "ai.onnx"}  # a file may import domains of which it uses nothing
+    fits = _targets(summary.precision, standard=standard, tensorrt=not why)
+    return summary.inputs, summary.outputs, summary.precision, details, fits
 
 
-def _torch(artefact: Artefact) -> dict[str, Any]:
+def _torch(artefact: Artefact) -> Found:
     from deploykit.engines.torch.open import look
 
     inputs, outputs, details = look(artefact.path)
-    fits = ("torch",)
-    return {"inputs": inputs, "outputs": outputs, "precision": {}, "details": details, "fits": fits}
+    return inputs, outputs, {}, details, ("torch",)
 
 
-def _engine(artefact: Artefact) -> dict[str, Any]:
+def _engine(artefact: Artefact) -> Found:
     """Describe a file in a runtime's own format by its manifest."""
     manifest = artefact.manifest
     if manifest is None:
@@ -114,28 +109,19 @@ def _engine(artefact: Artefact) -> dict[str, Any]:
     details = {key: value for key, value in found.items() if value is not None}
     profile = manifest.built_on.get("profile")
     fits = (profile,) if profile else ()
-    return {
-        "inputs": manifest.inputs,
-        "outputs": manifest.outputs,
-        "precision": manifest.precision,
-        "details": details,
-        "fits": fits,
-    }
+    return manifest.inputs, manifest.outputs, manifest.precision, details, fits
 
 
-def _targets(
-    precision: Mapping[str, int], opset: Mapping[str, int], *, tensorrt: bool
-) -> tuple[str, ...]:
+def _targets(precision: Mapping[str, int], *, standard: bool, tensorrt: bool) -> tuple[str, ...]:
     """Return the profiles with all of its precisions. `tensorrt`: whether TensorRT takes it.
 
-    A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
+    A graph with operators of another domain than ONNX's own, not `standard`, runs on ONNX Runtime
+    alone.
     """
     needed = names_of(precision)
-    standard = set(opset) <= {"", "ai.onnx"}
-    profiles = [load_profile(name) for name in profile_names()]
     return tuple(
         profile.name
-        for profile in profiles
+        for profile in map(load_profile, profile_names())
         if needed <= set(profile.precisions)
         and (standard or profile.runtime == "onnxruntime")
         and (tensorrt or profile.runtime != "tensorrt")

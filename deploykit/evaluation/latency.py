@@ -58,8 +58,7 @@ class Latency(Record):
         answer is inf. `short_s`: the same calls in more, shorter rounds, if there are any, which
         show a drift. Raises BadInput where there is no call with an answer.
         """
-        rounds = [_calls(each) for each in rounds_s]
-        short = [_calls(each) for each in short_s]
+        rounds, short = ([_calls(each) for each in part] for part in (rounds_s, short_s))
         ordered = np.sort(np.concatenate(rounds))
         answered = finite(ordered[ordered < np.inf], "latencies")
         found = {f"p{q}_ms": _percentile(rounds, short, ordered, q) for q in (50, 90, 99)}

@@ -137,6 +137,7 @@ def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
 
 
 DRAWS_NUMBERS = "the model draws random numbers: two runs of it on the same inputs differ"
+DRAW_NONE = "export it without: dropout in eval mode, noise as an input"
 
 
 def draws_numbers(engine: Engine, feeds: Arrays) -> bool:
@@ -156,13 +157,9 @@ def _check_same(
     left, right = {spec.name: spec for spec in a}, {spec.name: spec for spec in b}
     for name in sorted(left.keys() ^ right.keys()):
         has, lacks = names if name in left else names[::-1]
-        raise BadInput(
-            f"{has} has an {kind} '{name}', {lacks} has none",
-            hint="; ".join(
-                f"{name}: {', '.join(map(str, specs))}"
-                for name, specs in zip(names, (a, b), strict=True)
-            ),
-        )
+        sides = zip(names, (a, b), strict=True)
+        hint = "; ".join(f"{side}: {', '.join(map(str, specs))}" for side, specs in sides)
+        raise BadInput(f"{has} has an {kind} '{name}', {lacks} has none", hint=hint)
     for name, spec in left.items():
         other = right[name]
         fits = kind == "output" or (

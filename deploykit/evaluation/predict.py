@@ -37,7 +37,7 @@ from deploykit.core.files import (
 )
 from deploykit.core.json_value import Record
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY
-from deploykit.core.tensors import BATCH, batch_places
+from deploykit.core.tensors import BATCH, batch_places, fits_shape
 from deploykit.engines.data.samples import (
     Batch,
     DataSource,
@@ -192,19 +192,18 @@ def _answer_file(out: Path, task: str) -> Iterator[Callable[[str, dict[str, Any]
     """
     with atomic_write(out) as tmp, tmp.open("w", encoding="utf-8", newline="") as handle:
         table = csv.DictWriter(handle, ("file", "error", *_COLUMNS[task]), extrasaction="ignore")
+        if as_table := out.suffix.lower() == ".csv":
+            table.writeheader()
 
-        def write_line(name: str, one: dict[str, Any]) -> None:
-            handle.write(json.dumps({"file": name, "answer": one}, ensure_ascii=False) + "\n")
-
-        def write_rows(name: str, one: dict[str, Any]) -> None:
-            rows = one.get("boxes") or one.get("segments") or [one]
-            for row in rows:
+        def write(name: str, one: dict[str, Any]) -> None:
+            if not as_table:
+                handle.write(json.dumps({"file": name, "answer": one}, ensure_ascii=False) + "\n")
+                return
+            for row in one.get("boxes") or one.get("segments") or [one]:
                 corners = dict(zip(("x1", "y1", "x2", "y2"), row.get("box", ()), strict=False))
                 table.writerow({"file": name, **row, **corners})
 
-        if out.suffix.lower() == ".csv":
-            table.writeheader()
-        yield write_rows if out.suffix.lower() == ".csv" else write_line
+        yield write
 
 
 def _files_of(path: Path, suffixes: Sequence[str], on_note: Callable[[str], None]) -> list[Path]:
@@ -215,10 +214,8 @@ def _files_of(path: Path, suffixes: Sequence[str], on_note: Callable[[str], None
     if not found:
         raise BadInput(f"{path}: holds no file that ends in {', '.join(suffixes)}")
     if others := [file.name for file in files if file not in set(found)]:
-        ends = ", ".join(suffixes)
-        on_note(
-            f"{path}: {len(others)} files that do not end in {ends} are left out: {others[0]}, …"
-        )
+        left = f"{len(others)} files that do not end in {', '.join(suffixes)} are left out"
+        on_note(f"{path}: {left}: {others[0]}, …")
     return found
 
 
@@ -282,9 +279,8 @@ def predict(
         (proven,) = open_proven(artefact, device, trust=trust)
         opened = stack.enter_context(proven)
         source = find_source(Path(data), opened.inputs, task=artefact.task)
-        places = source.axes
-        size = _samples_per_call(opened, source, places, batch, on_note)
-        axes = SampleAxes(opened, places)
+        size = _samples_per_call(opened, source, batch, on_note)
+        axes = SampleAxes(opened, source.axes)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)
         stack.enter_context(parts)
@@ -310,18 +306,14 @@ def predict(
 
 
 def _samples_per_call(
-    engine: Engine,
-    source: DataSource,
-    places: Mapping[str, int | None],
-    most: int,
-    on_note: Callable[[str], None],
+    engine: Engine, source: DataSource, most: int, on_note: Callable[[str], None]
 ) -> int:
     """Return the model's fixed batch, else `most`, or 1 where two samples do not run together.
 
-    `places`: the axis of samples of each input. Raises BadInput if the last batch is not full.
+    Raises BadInput if the last batch is not full.
     """
     with SampleStream(source) as stream:
-        first = Samples(next(stream.batches(2)).feeds, None, source.where, axes=places)
+        first = Samples(next(stream.batches(2)).feeds, None, source.where, axes=source.axes)
     fixed = first.fixed_batch(engine.inputs)
     if fixed is None:
         size, notes = rows_that_run(engine, first, most)
@@ -362,12 +354,7 @@ class SampleAxes:
         if named is not None and declared[named] != BATCH:  # which an axis 0 without a name is, too
             return named
         for state, axis in self._states:  # it comes back in its own shape
-            others = [
-                isinstance(own, str) or own == size
-                for n, (own, size) in enumerate(zip(state, shape, strict=False))
-                if n != axis
-            ]
-            if len(state) == len(shape) and all(others) and shape[axis] == samples:
+            if fits_shape(state, shape) and shape[axis] == samples:
                 return axis
         if named is not None:
             return named
@@ -456,12 +443,9 @@ def _on_ray(
         files.append(manifest_path(path))
         files += [path.with_name(e.file) for e in (evidence.weights, evidence.golden) if e]
     kind = opened.device.partition(":")[0]
-    return predict_batches(
-        {file.name: file.read_bytes() for file in files},
-        partial(_open_on_node, device=kind, trust=trust),
-        batches,
-        gpu=kind == "cuda",
-    )
+    contents = {file.name: file.read_bytes() for file in files}
+    open_engine = partial(_open_on_node, device=kind, trust=trust)
+    return predict_batches(contents, open_engine, batches, gpu=kind == "cuda")
 
 
 def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
@@ -476,6 +460,7 @@ def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
 
 _EVERY_S = 2.0  # between two states
 _STATE, _KIND = "state.json", "deploykit predictions"
+_UNSAVED = f".{_STATE}."  # a killed run's, while it wrote its state
 
 
 @dataclass(frozen=True)
@@ -496,12 +481,7 @@ class PartialOutputs:
     """
 
     def __init__(
-        self,
-        out: Path,
-        made_by: Mapping[str, str],
-        axes: SampleAxes,
-        *,
-        restart: bool = False,
+        self, out: Path, made_by: Mapping[str, str], axes: SampleAxes, *, restart: bool = False
     ) -> None:
         self.folder = out.with_name(f"{out.name}.parts")
         self.done, self.dropped = Done(), ""
@@ -555,12 +535,10 @@ class PartialOutputs:
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
             for name, values in rows.items():
+                content: Any = np.ascontiguousarray(values).data
                 if values.dtype.hasobject:  # strings, one line of JSON for each sample
-                    lines = "".join(f"{json.dumps(row)}\n" for row in values.tolist())
-                    nbytes[name] = nbytes.get(name, 0) + self._files[name].write(lines.encode())
-                    continue
-                self._files[name].write(np.ascontiguousarray(values).data)
-                nbytes[name] = nbytes.get(name, 0) + values.nbytes
+                    content = "".join(f"{json.dumps(row)}\n" for row in values.tolist()).encode()
+                nbytes[name] = nbytes.get(name, 0) + self._files[name].write(content)
         self.done = Done(at + samples, digest, nbytes)
         if time.monotonic() - self._saved_s > _EVERY_S:
             self._save()
@@ -570,16 +548,16 @@ class PartialOutputs:
         self._save()
         found: dict[str, np.ndarray] = {}
         for name, (dtype, row) in self._kinds.items():
-            path = self._files[name].name
+            path, size = self._files[name].name, self.done.nbytes[name]
+            values: np.ndarray
             if dtype.hasobject:
-                lines = Path(path).read_bytes()[: self.done.nbytes[name]].splitlines()
-                strings = np.array([json.loads(line) for line in lines], np.str_)
-                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axes.find(name))
-                continue
-            size, row_bytes = self.done.nbytes[name], math.prod(row) * dtype.itemsize
-            shape = (size // row_bytes if row_bytes else self.done.samples, *row)
-            empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
-            values = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
+                lines = Path(path).read_bytes()[:size].splitlines()
+                values = np.array([json.loads(line) for line in lines], np.str_).reshape(-1, *row)
+            elif size:
+                shape = (size // math.prod(row, start=dtype.itemsize), *row)
+                values = np.memmap(path, dtype, "r", shape=shape)
+            else:  # an empty file cannot be mapped
+                values = np.zeros((0 if math.prod(row) else self.done.samples, *row), dtype)
             found[name] = np.moveaxis(values, 0, self._axes.find(name))
         return found
 
@@ -622,13 +600,9 @@ class PartialOutputs:
                 file.flush()
                 os.fsync(file.fileno())
         outputs = {
-            name: {
-                "dtype": dtype.str,
-                "row": row,
-                "axis": self._axes.find(name),
-                "bytes": self.done.nbytes.get(name, 0),
-            }
+            name: {"dtype": dtype.str, "row": row, "axis": self._axes.find(name), "bytes": nbytes}
             for name, (dtype, row) in self._kinds.items()
+            for nbytes in [self.done.nbytes.get(name, 0)]
         }
         state = {"kind": _KIND, "made_by": self._made_by, "samples": self.done.samples}
         write_json(self.folder / _STATE, {**state, "digest": self.done.digest, "outputs": outputs})
@@ -636,7 +610,7 @@ class PartialOutputs:
 
     def _read_state(self) -> dict[str, Any] | None:
         """Read what an earlier run left; None without one. Raises BadInput for other files."""
-        if not any(self.folder.iterdir()):
+        if all(path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
             return None
         with contextlib.suppress(BadInput):
             state = read_json(self.folder / _STATE)
@@ -668,9 +642,10 @@ class PartialOutputs:
         return ""
 
     def _remove_files(self) -> None:
-        for path in self.folder.iterdir():
+        # the state last: without it a later run would not know the others for deploykit's
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _STATE):
             own = path.suffix == ".bin" and path.stem.isdecimal()
-            if own or path.name.startswith((_STATE, f".{_STATE}.")):
+            if own or path.name.startswith((_STATE, _UNSAVED)):
                 path.unlink()
 
 

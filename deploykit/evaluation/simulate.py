@@ -35,53 +35,32 @@ def simulate(source: Graph) -> Graph:
     keep these pairs of casts at every level of optimisation; run it at ORT_DISABLE_ALL all the
     same, since a fused node rounds less often. `source` is left as it is.
     """
-    return _Writer(Editor(source), source.element_types).write()
+    editor, types = Editor(source), source.element_types
+    nodes: list[onnx.NodeProto] = []
+    twins: dict[str, str] = {}  # a half tensor -> its twin in float32, which all nodes read
 
+    def twin(name: str) -> str:
+        if types.get(name) not in _HALVES:
+            return name
+        if name not in twins and name in editor.constants:
+            twins[name] = editor.store(f"{name}_float32", editor.array(name).astype(np.float32))
+        elif name not in twins:
+            twins[name] = editor.fresh(f"{name}_float32")
+            nodes.append(editor.node("Cast", [name], twins[name], to=_FLOAT))
+        return twins[name]
 
-class _Writer:
-    """A half tensor keeps its name; its float32 twin is `NAME_float32`, which all nodes read."""
-
-    def __init__(self, editor: Editor, types: dict[str, int]) -> None:
-        self.editor = editor
-        self.types = types
-        self.twins: dict[str, str] = {}
-        self.nodes: list[onnx.NodeProto] = []
-
-    def write(self) -> Graph:
-        for node in self.editor.graph.node:
-            if any(True for _ in subgraphs(node)):
-                self.nodes.append(node)
-            else:
-                self._add(node)
-        return self.editor.finish(self.nodes)
-
-    def _add(self, node: onnx.NodeProto) -> None:
-        for place, name in enumerate(node.input):
-            if self._half(name):
-                node.input[place] = self._twin(name)
-        made = {place: name for place, name in enumerate(node.output) if self._half(name)}
-        for place, name in made.items():
-            node.output[place] = self.editor.fresh(f"{name}_unrounded")
-        for attribute in node.attribute:
-            _widen(attribute)
-        self.nodes.append(node)
-        for place, name in made.items():
-            kind = self.types[name]
-            self.nodes.append(self.editor.node("Cast", [node.output[place]], name, to=kind))
-
-    def _half(self, name: str) -> bool:
-        return self.types.get(name) in _HALVES
-
-    def _twin(self, name: str) -> str:
-        if name not in self.twins:
-            if name in self.editor.constants:
-                values = self.editor.array(name).astype(np.float32)
-                self.twins[name] = self.editor.store(f"{name}_float32", values)
-            else:
-                self.twins[name] = self.editor.fresh(f"{name}_float32")
-                cast = self.editor.node("Cast", [name], self.twins[name], to=_FLOAT)
-                self.nodes.append(cast)
-        return self.twins[name]
+    for node in editor.graph.node:
+        casts = []
+        if not any(subgraphs(node)):
+            node.input[:] = [twin(name) for name in node.input]
+            for place, name in enumerate(node.output):
+                if types.get(name) in _HALVES:
+                    node.output[place] = editor.fresh(f"{name}_unrounded")
+                    casts.append(editor.node("Cast", [node.output[place]], name, to=types[name]))
+            for attribute in node.attribute:
+                _widen(attribute)
+        nodes += [node, *casts]
+    return editor.finish(nodes)
 
 
 def _widen(attribute: onnx.AttributeProto) -> None:

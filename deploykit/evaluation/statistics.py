@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,12 +19,8 @@ PAIRED_T = "paired t"
 RARE_T = "paired t, one loss and one gain of the scores' whole range added"
 FEWEST_EQUAL = 6  # equal differences: 0.5**6 is the first power within the 2.5 % on each side
 
-NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER, SLOWER = (
-    "no difference",
-    "practically equal",
-    "faster",
-    "slower",
-)
+NO_DIFFERENCE, PRACTICALLY_EQUAL = "no difference", "practically equal"
+FASTER, SLOWER = "faster", "slower"
 FEWEST_DEPENDENT = 20  # blocks that show whether they depend on each other
 PRACTICAL = 0.02  # a smaller difference is of no use to anybody
 PROCESS_SPREAD = 0.01  # standard deviation of a figure over processes, where only one was run
@@ -33,6 +30,9 @@ _Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _MANY = 10**6  # degrees of freedom of what is known
 _CORRELATIONS = 1 - np.geomspace(1, 0.02, 24)  # correlations of neighbouring blocks, 0 to 0.98
 _WEIGHTS = np.where(_CORRELATIONS == 0, 20.0, 1.0)  # before the blocks are seen
+
+
+Values: TypeAlias = np.ndarray | Sequence[float]
 
 
 def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[float]) -> Interval:
@@ -70,7 +70,7 @@ def proportion(successes: float, n: int) -> Interval:
     return Interval(share, low, high)
 
 
-def mean_score(scores: np.ndarray | Sequence[float]) -> Interval:
+def mean_score(scores: Values) -> Interval:
     """Return the mean of scores in 0..1, shape (samples,), with its interval over the samples.
 
     Scores of 0 and 1 only: Wilson's. Others, such as shares of a sample's characters, vary less:
@@ -79,8 +79,7 @@ def mean_score(scores: np.ndarray | Sequence[float]) -> Interval:
     found = finite(scores, "scores")
     if bool(np.isin(found, (0, 1)).all()) or bool((found == found[0]).all()):
         return proportion(min(float(found.sum()), len(found)), len(found))
-    mean = _mean(found)
-    return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
+    return _share(_mean(found))
 
 
 def pooled_share(successes: np.ndarray, trials: np.ndarray) -> Interval | None:
@@ -96,16 +95,11 @@ def pooled_share(successes: np.ndarray, trials: np.ndarray) -> Interval | None:
     share, n = successes[used] / trials[used], int(used.sum())
     if bool((trials[used] == 1).all()) or bool((share == share[0]).all()):
         return proportion(n * float(successes.sum() / trials.sum()), n)
-    mean = _mean(share, trials[used].astype(np.float64))
-    return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
+    return _share(_mean(share, trials[used].astype(np.float64)))
 
 
 def paired_drop(
-    reference_scores: np.ndarray | Sequence[float],
-    candidate_scores: np.ndarray | Sequence[float],
-    metric: str,
-    *,
-    unit: str = "pp",
+    reference_scores: Values, candidate_scores: Values, metric: str, *, unit: str = "pp"
 ) -> Drop:
     """Compare scores of the same samples in the same order; shape (samples,), higher is better.
 
@@ -127,18 +121,17 @@ def paired_drop(
         low, high = 0.0, 1.0
     elif low == high:
         low, high = min(0.0, low), max(0.0, high)
+    span = high - low
     if bool(np.isin(values, (low, high)).all()):
         up, down = (lost + 1) / (n + 2), (gained + 1) / (n + 2)
         half = _Z * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
         ends = max(-1.0, up - down - half), min(1.0, up - down + half)
-        drop = _scale(Interval((lost - gained) / n, *ends), high - low)
+        drop = _through(lambda part: part * span, Interval((lost - gained) / n, *ends))
         method = ADJUSTED_WALD
-        before, after = (
-            _scale(proportion(int((scores == high).sum()), n), high - low, low)
-            for scores in (reference, candidate)
-        )
+        shares = (proportion(int((s == high).sum()), n) for s in (reference, candidate))
+        before, after = (_through(lambda part: part * span + low, share) for share in shares)
     else:
-        differences, span = reference - candidate, high - low
+        differences = reference - candidate
         rare = _mean(np.concatenate((differences, (span, -span))))
         value = float(differences.mean())
         drop, method = Interval(value, min(value, rare.low), max(value, rare.high)), RARE_T
@@ -147,10 +140,7 @@ def paired_drop(
 
 
 def relative_rise(
-    reference_scores: np.ndarray | Sequence[float],
-    candidate_scores: np.ndarray | Sequence[float],
-    weights: np.ndarray | Sequence[float],
-    metric: str,
+    reference_scores: Values, candidate_scores: Values, weights: Values, metric: str
 ) -> Drop:
     """Compare log-likelihoods of the same samples: how much perplexity rises, as a fraction.
 
@@ -175,19 +165,10 @@ def relative_rise(
             f"{metric}: all {n} differences are equal, so their spread is unknown",
             hint=f"{FEWEST_EQUAL} samples or more are needed, better some hundred",
         )
-    rise = _mean(differences, tokens)
-    before, after = (_mean(-scores, tokens) for scores in (reference, candidate))
-    return Drop(
-        metric,
-        n,
-        _through(_exp, before),
-        _through(_exp, after),
-        _through(lambda value: _exp(value) - 1, rise),
-        int((candidate < reference).sum()),
-        int((candidate > reference).sum()),
-        "%",
-        PAIRED_T,
-    )
+    rise = _through(lambda value: _exp(value) - 1, _mean(differences, tokens))
+    before, after = (_through(_exp, _mean(-s, tokens)) for s in (reference, candidate))
+    lost, gained = int((differences > 0).sum()), int((differences < 0).sum())
+    return Drop(metric, n, before, after, rise, lost, gained, "%", PAIRED_T)
 
 
 def samples_to_show_no_drop(max_drop: float) -> int:
@@ -261,14 +242,12 @@ def _t_table(freedom: int) -> tuple[np.ndarray, np.ndarray]:
     return angles, inside / inside[-1]
 
 
-def _scale(share: Interval, factor: float, offset: float = 0.0) -> Interval:
-    return Interval(*(part * factor + offset for part in (share.value, share.low, share.high)))
+def _share(mean: Interval) -> Interval:
+    return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
 
 
 def _pair_scores(
-    reference_scores: np.ndarray | Sequence[float],
-    candidate_scores: np.ndarray | Sequence[float],
-    metric: str,
+    reference_scores: Values, candidate_scores: Values, metric: str
 ) -> tuple[np.ndarray, np.ndarray]:
     reference = finite(reference_scores, f"{metric} of the reference")
     candidate = finite(candidate_scores, f"{metric} of the candidate")
@@ -336,7 +315,7 @@ def half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
     return high
 
 
-def finite(values: np.ndarray | Sequence[float], what: str) -> np.ndarray:
+def finite(values: Values, what: str) -> np.ndarray:
     """`values` as float64, shape (values,). Raises BadInput on none, NaN or infinity."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0 or not bool(np.isfinite(array).all()):

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike, read_manifest
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
     AskedNode,
@@ -52,10 +53,8 @@ def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
     """
     from deploykit.graph import cost
 
-    names = [
-        node.name or f"node_of_{next(iter(node.output), '')}" for node in graph.model.graph.node
-    ]
-    costs = cost.node_costs(graph, {})
+    costs, nodes = cost.node_costs(graph, {}), graph.model.graph.node
+    names = [node.name or f"node_of_{next(iter(node.output), '')}" for node in nodes]
     if len(names) != len(costs):  # functions were inlined
         names = [each.name for each in costs]
     return tuple(
@@ -107,7 +106,7 @@ def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
         found = hashes.pop(wanted.pop(0), None)
         if found is not None:
             yield found
-            before = read_manifest(found)
+            before = Artefact(found).manifest
             wanted += before.made_from if before else ()
 
 
@@ -230,7 +229,7 @@ def _write(
     if evidence == manifest.evidence:
         return
     try:
-        if read_manifest(path) == manifest:  # else the engine was built anew meanwhile
+        if Artefact(path).manifest == manifest:  # else the engine was built anew meanwhile
             write_manifest(path, replace(manifest, evidence=evidence))
     except DeploykitError as exc:
         on_note(f"the proof could not be saved and will be made again: {exc.message}")
@@ -293,22 +292,13 @@ def open_proven(
     artefact = Artefact.open(source)
     manifest = artefact.manifest if artefact.format == "tensorrt" else None
     engines: list[Engine] = []
+    open_engine = partial(load, device=device, threads=threads, trust=trust, shared=shared)
     with ExitStack() as stack:
         for _ in range(instances):
             engine = engines[0].share() if engines else None
-            engines.append(
-                engine
-                or load(
-                    artefact,
-                    device,
-                    threads=threads,
-                    trust=trust,
-                    cuda_graphs=cuda_graphs,
-                    overlap=overlap,
-                    shared=shared,
-                )
-            )
-            stack.callback(engines[-1].close)
+            engine = engine or open_engine(artefact, cuda_graphs=cuda_graphs, overlap=overlap)
+            engines.append(engine)
+            stack.callback(engine.close)
             if len(engines) == 1 and manifest is not None:
                 manifest = check_proven(engines[0], artefact.path, manifest, trust, on_note)
                 artefact = Artefact.from_manifest(artefact.path, manifest)

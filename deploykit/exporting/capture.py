@@ -34,7 +34,6 @@ onnxscript: ModuleType = require("onnxscript")
 matcher: Any = require("onnxscript.rewriter._matcher")
 optimizer: ModuleType = require("onnxscript.optimizer")
 
-
 # The sizes are distinct, so that a constant in the graph shows its axis; none is 0 or 1, which
 # torch.export takes for constants.
 _SMALL, _LARGE, _STEP = 2, 64, 32

@@ -20,6 +20,7 @@ from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.examples import Example
+from deploykit.engines.torch.advice import rewrite_for
 from deploykit.exporting.capture import (
     ExportJob,
     by_dynamo,
@@ -407,8 +408,9 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     except NotExported:
         raise _add_advice(first, job) from None
     if frozen and not first.captured and not first.by_data:
+        what = _add_advice(first, job).message
         raise NotExported(
-            f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
+            f"{what}; and torch's older exporter would keep one branch at {frozen[0]}",
             hint=first.hint,
             final=True,
         )
@@ -419,5 +421,6 @@ def _add_advice(error: NotExported, job: ExportJob) -> NotExported:
     """Add to `error` the line that calls an operator which ONNX lacks, and what to do."""
     if error.operator:
         watch_calls(job).add_operator(error, error.operator)
+    error.hint = error.hint or rewrite_for(error.message)
     check_layers(error, job.module)
     return error

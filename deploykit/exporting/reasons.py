@@ -33,7 +33,6 @@ from deploykit.engines.torch.advice import (
 torch: ModuleType = require("torch")
 _dispatch: Any = require("torch.utils._python_dispatch")
 
-
 _SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # logs each size that it fixes
 _FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
 _GUARD = re.compile(r"(\S.*) \[guard added\]")
@@ -97,11 +96,8 @@ class NotExported(BadInput):
         operator: str = "",
     ) -> None:
         super().__init__(message, hint=hint)
-        self.final = final or fixed
-        self.captured = captured
-        self.fixed = fixed
-        self.by_data = by_data
-        self.operator = operator
+        self.final, self.fixed = final or fixed, fixed
+        self.captured, self.by_data, self.operator = captured, by_data, operator
 
 
 class TooSmall(NotExported):
@@ -256,9 +252,8 @@ class SizeWatch(logging.Handler):
     def suspect(self, sizes: Mapping[str, int]) -> str:
         """Return the line that fixed or cut an axis, or called code that branched on it; or ""."""
         places = [self.place(size) for size in sizes.values()]
-        places += [
-            at for guard, at in self.of_libraries.items() if not _always(guard, self.symbols)
-        ]
+        others = self.of_libraries.items()
+        places += [at for guard, at in others if not _always(guard, self.symbols)]
         return next(filter(None, places), "")
 
     def decisions(self, sizes: Mapping[str, int]) -> tuple[Decision, ...]:
@@ -313,34 +308,29 @@ _RANDOM_HINT = (
 _STATE_HINT = "a graph keeps no state between calls: take it as an input, and return the new one"
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
-
-# Operator, its use, whether arguments are that use, what to write instead.
-_LOWERED_WRONGLY: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ...] = (
-    (
-        "scatter_reduce_?|index_reduce_?",
+# operator -> its use, whether arguments are that use, what to write instead
+_LOWERED_WRONGLY: dict[str, tuple[str, Callable[[Mapping[str, Any]], bool], str]] = {
+    "scatter_reduce_?|index_reduce_?": (
         "scatter_reduce(reduce='mean')",
         lambda given: given.get("reduce") == "mean",
         "add by index, and divide by the counts, ones added by the same index",
     ),
-    (
-        "avg_pool[23]d",
+    "avg_pool[23]d": (
         "avg_pool(divisor_override)",
         lambda given: bool(given.get("divisor_override")),
         "leave divisor_override out, and multiply by the window's area / divisor",
     ),
-    (
-        r"_upsample\w*_aa",
+    r"_upsample\w*_aa": (
         "interpolate(antialias=True)",
         lambda _: True,
         "give height and width a fixed size, or resize outside the model",
     ),
-    (
-        "arange",
+    "arange": (
         "an arange that falls",
         lambda given: isinstance(given.get("step"), (int, float)) and given["step"] < 0,
         "torch.arange(n).flip(0) computes the same",
     ),
-)
+}
 
 
 class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch comes through require
@@ -381,7 +371,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         self.lines.setdefault(f"{func.namespace}.{func._opname}", place)
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         given |= kwargs or {}
-        for pattern, what, differs, hint in _LOWERED_WRONGLY:
+        for pattern, (what, differs, hint) in _LOWERED_WRONGLY.items():
             if re.fullmatch(pattern, func._opname) and differs(given):
                 self.suspects.setdefault(place, (what, hint))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -418,13 +408,6 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         self._follow(inputs)
         with _PythonCalls(self), self:
             yield
-
-    def note_result(self, found: Any) -> None:
-        """Note what Python got of a call: a value that was read, unless torch only checked it."""
-        leaves = torch.utils._pytree.tree_leaves(found)
-        if self.value_read and not any(isinstance(x, torch.Tensor) for x in leaves):
-            self.reads.append(innermost(sys._getframe()))
-        self.value_read = False
 
     def _follow(self, values: Sequence[Any]) -> None:
         tensors = [each for each in values if isinstance(each, torch.Tensor)]
@@ -475,7 +458,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
 
 class _PythonCalls(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
-    """Tells `watch` what each call of torch from Python returns."""
+    """Tells `watch` that Python got a value of a call, unless torch only checked one."""
 
     def __init__(self, watch: CallWatch) -> None:
         super().__init__()
@@ -483,8 +466,11 @@ class _PythonCalls(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        found = func(*args, **(kwargs or {}))
-        self.watch.note_result(found)
+        found, watch = func(*args, **(kwargs or {})), self.watch
+        leaves = torch.utils._pytree.tree_leaves(found)
+        if watch.value_read and not any(isinstance(x, torch.Tensor) for x in leaves):
+            watch.reads.append(innermost(sys._getframe()))
+        watch.value_read = False
         return found
 
 

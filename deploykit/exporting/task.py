@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from deploykit.exporting.heads.head import TaskHead
 
 _IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
-_MOST_BOXES = 3840  # TensorRT's TopK takes no more
+# TensorRT's TopK takes no more boxes
+_LIMITS = {"threshold": (0, 1), "iou": (0, 1), "boxes": (1, 3840), "max_length": (2, 1 << 20)}
 _JOINERS = {0x200C: "", 0x200D: ""}  # between letters of some scripts, and parts of an emoji
 
 
@@ -74,7 +75,7 @@ class Tasked:
         return self.task.named_after(graph.name)
 
 
-def read_options(kind: str | None, **given: Any) -> TaskOptions | None:  # noqa: C901 - checks in a row
+def read_options(kind: str | None, **given: Any) -> TaskOptions | None:
     """Check the parameters of `export` that are about the task, None where not given.
 
     Returns None without a task. Raises NotFound or BadInput.
@@ -90,13 +91,9 @@ def read_options(kind: str | None, **given: Any) -> TaskOptions | None:  # noqa:
     for key in (key for key in given if key not in row.options):
         having = ", ".join(each.name for each in KINDS.values() if key in each.options)
         raise BadInput(f"`{key}` does not go with `task` {kind}", hint=f"it goes with {having}")
-    for key in ("threshold", "iou"):
-        if not 0 <= given.get(key, 0) <= 1:
-            raise BadInput(f"`{key}` must be from 0 to 1, got {given[key]:g}")
-    if not 1 <= given.get("boxes", 1) <= _MOST_BOXES:
-        raise BadInput(f"`boxes` must be from 1 to {_MOST_BOXES}, got {given['boxes']}")
-    if given.get("max_length", 2) < 2:
-        raise BadInput(f"`max_length` must be 2 or more, got {given['max_length']}")
+    for key, (low, high) in _LIMITS.items():
+        if not low <= given.get(key, low) <= high:
+            raise BadInput(f"`{key}` must be from {low} to {high}, got {given[key]}")
     if given.get("pooling", MEAN) not in (MEAN, CLS):
         raise BadInput(f"`pooling` {given['pooling']}: unknown", hint=f"one of: {MEAN}, {CLS}")
     labels = given.get("labels")
@@ -233,10 +230,8 @@ def _with_image(
     config = _config(loaded, None)
     head = _head(loaded, options, config, (height, width))
     placed = replace(placed, multiple=1 if height else _size_multiple(loaded))
-    known, origin = (
-        (preset.labels or _named(config), preset.source) if preset else (_named(config), "")
-    )
-    labels, notes = _labels(options, head.classes, known)
+    known, origin = (preset.labels, preset.source) if preset else ((), "")
+    labels, notes = _labels(options, head.classes, known or _named(config))
     task = Task(kind.name, head.outputs, placed, None, labels, options.threshold, source=origin)
     if preset and origin.startswith(ASSUMED) and pixels is preset.preprocess and not rule:
         notes = (*notes, f"pixels are prepared by {origin}: `preprocess` says it otherwise")

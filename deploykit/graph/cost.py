@@ -166,26 +166,16 @@ def kind_of(node: onnx.NodeProto, known: TensorShapes, constants: Collection[str
 _THROUGH = VIEWS | {"DequantizeLinear"}  # a kernel reads through these
 
 
-@dataclass(frozen=True)
-class Fusion:
-    """The operators that run inside the kernel of the node that makes their input.
-
-    `after`: these operators. `before`: the operators whose kernels take them in; None for any.
-    """
-
-    after: frozenset[str]
-    before: frozenset[str] | None = None
-
-
-# TensorRT fuses any chain of elementwise nodes, ONNX Runtime on a CPU few of them
+# These run inside the kernel of the node that makes their input: TensorRT fuses any chain of
+# elementwise nodes, ONNX Runtime on a CPU few of them, and only with the operators of `_TAKE_IN`
 _POINTWISE = {name for name, (kind, _) in _OPERATORS.items() if kind in (SIMPLE, FUNCTION)}
-COMPILED = Fusion(frozenset(_POINTWISE - {"DequantizeLinear"} | {"BatchNormalization"}))
+_FUSED = frozenset(_POINTWISE - {"DequantizeLinear"} | {"BatchNormalization"})
 _AFTER = "Relu Clip LeakyRelu Sigmoid Tanh HardSigmoid Add BatchNormalization QuantizeLinear"
-INTERPRETED = Fusion(frozenset(_AFTER.split()), frozenset(("Conv", "Gemm")))
+_FUSED_ON_CPU, _TAKE_IN = frozenset(_AFTER.split()), ("Conv", "Gemm")
 
 
 @dataclass(frozen=True)
-class NodeCost:
+class NodeCost(Record):
     """The cost of a node in one call; None: its shapes or its operator are not known.
 
     `precision`: the type it computes in, None for one that computes nothing in floating point or
@@ -217,9 +207,6 @@ class NodeCost:
         written = self.write_bytes or 0
         weights = min(self.weight_bytes, written if self.operator in GATHERS else math.inf)
         return (self.read_bytes or 0) + int(weights) + written
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -256,9 +243,12 @@ def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     return costs_of(fixed_shapes(graph, sizes))
 
 
-def costs_of(known: TensorShapes, fusion: Fusion = COMPILED) -> tuple[NodeCost, ...]:
-    """Return the `node_costs` of a graph whose shapes are already inferred."""
-    return _Costing(known, fusion).costs()
+def costs_of(known: TensorShapes, *, on_cpu: bool = False) -> tuple[NodeCost, ...]:
+    """Return the `node_costs` of a graph whose shapes are already inferred.
+
+    `on_cpu`: nodes are fused as ONNX Runtime does on a CPU, else as TensorRT does.
+    """
+    return _Costing(known, on_cpu=on_cpu).costs()
 
 
 def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
@@ -291,13 +281,11 @@ def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
 class _Costing:
     """The nodes that write and read each tensor; views and DequantizeLinear are skipped."""
 
-    def __init__(self, known: TensorShapes, fusion: Fusion = COMPILED) -> None:
-        self.known = known
-        self.fusion = fusion
+    def __init__(self, known: TensorShapes, *, on_cpu: bool = False) -> None:
+        self.known, self.on_cpu = known, on_cpu
         self.nodes = known.nodes
         self.makers = {name: node for node in self.nodes for name in node.output if name}
         types = {name: dtype_name(kind) for name, kind in known.types.items()}
-        on_cpu = fusion is INTERPRETED
         self.kinds = NodePrecision(self.nodes, types, known.constants, on_cpu=on_cpu)
         # each tensor that depends on constants only -> these constants
         self.roots: dict[str, tuple[str, ...]] = {name: (name,) for name in known.constants}
@@ -368,18 +356,19 @@ class _Costing:
                 for name in {self._source(name) for name in reads(node)}:
                     readers[name].append(number)
         outputs = {self._source(name) for name in self.known.outputs}
+        fused = _FUSED_ON_CPU if self.on_cpu else _FUSED
         before: dict[int, tuple[str, int]] = {}  # the input computed last: others are in memory
         for number, node in enumerate(self.nodes):
             for name in node.output:
                 alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
-                if alone and self.nodes[readers[name][0]].op_type in self.fusion.after:
+                if alone and self.nodes[readers[name][0]].op_type in fused:
                     before[readers[name][0]] = name, number
         for number, (name, maker) in sorted(before.items()):
             place = self.firsts.get(maker, maker)
             first, node = self.nodes[place], self.nodes[number]
-            if self.fusion.before is not None:
+            if self.on_cpu:
                 rounds = node.op_type == "QuantizeLinear" and self.kinds.precision(first) in FLOATS
-                if first.op_type not in self.fusion.before or rounds:
+                if first.op_type not in _TAKE_IN or rounds:
                     continue
             self.inside.add(name)
             self.firsts[number] = place

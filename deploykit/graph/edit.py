@@ -96,9 +96,8 @@ def replace(field: Any, values: list[Any]) -> None:
 # No remaining tensor changes its name or meaning, so that ranges measured before stay valid.
 
 # These are cheap operators between stored weights and the node that uses them.
-_FOLDED = frozenset(
-    ("Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
-)
+_FOLDED = {"Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast"}
+_FOLDED |= {"Slice", "Concat"}  # they put the gates of an LSTM in order
 
 
 def fold(editor: Editor) -> None:
@@ -220,12 +219,10 @@ def _same(node: onnx.NodeProto, now: int, least: int) -> bool:
         return False  # opset 19 corrected the number of windows
     if new.deprecated or now < _CHANGED.get(node.op_type, 0) <= least:
         return False
+    added = [each for name, each in new.attributes.items() if name not in old.attributes]
     return (
         all(_kept(old.attributes[name], new.attributes.get(name)) for name in old.attributes)
-        and not any(
-            name not in old.attributes and attribute.required
-            for name, attribute in new.attributes.items()
-        )
+        and not any(attribute.required for attribute in added)
         and _names(old.inputs) == _names(new.inputs)[: len(old.inputs)]
         and new.min_input <= old.min_input
         and _names(old.outputs) == _names(new.outputs)[: len(old.outputs)]

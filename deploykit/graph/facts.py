@@ -94,12 +94,7 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
     values = [v for g in parts.graphs for part in (g.input, g.output, g.value_info) for v in part]
     types = {tensor.data_type for tensor in tensors}
     types.update(value.type.tensor_type.elem_type for value in values)
-    types.update(
-        attribute.i
-        for node in parts.nodes
-        for attribute in node.attribute
-        if attribute.name in _TYPE_NAMES
-    )
+    types.update(a.i for node in parts.nodes for a in node.attribute if a.name in _TYPE_NAMES)
     external = []
     for tensor in tensors:
         entries = {_text(item.key): _text(item.value) for item in tensor.external_data}

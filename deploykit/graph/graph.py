@@ -283,13 +283,8 @@ class Graph:
         pairs = [node for node in nodes if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
         scales = {name for node in pairs for name in node.input[1:]}
         stored = [tensor for tensor in model.graph.initializer if tensor.name not in scales]
-        stored += [
-            attribute.t
-            for node in nodes
-            if node.op_type == "Constant"
-            for attribute in node.attribute
-            if attribute.name == "value"
-        ]
+        constants = [node for node in nodes if node.op_type == "Constant"]
+        stored += [a.t for node in constants for a in node.attribute if a.name == "value"]
         weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
         return Summary(
             inputs=tuple(_spec(value, self.path, described=True) for value in self._fed),

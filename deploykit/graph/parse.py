@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -42,7 +43,7 @@ def messages() -> ModuleType:
     return module
 
 
-class Pages:
+class Pages(AbstractContextManager["Pages"]):
     """A file's bytes by position, read on demand. Raises as `open_readable`.
 
     The file is not mapped: truncating a mapped file ends the server's process (SIGBUS).
@@ -53,9 +54,6 @@ class Pages:
         self.size = os.fstat(self._file.fileno()).st_size
         self._left = _MAX_FIELDS
         self._at, self._page = 0, b""
-
-    def __enter__(self) -> Pages:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

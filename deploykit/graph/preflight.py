@@ -54,17 +54,14 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
     own = {(function.domain, function.name) for function in model.functions}
     nodes = [node for node in all_nodes(model.graph) if (node.domain, node.op_type) not in own]
     if profile.runtime != "tensorrt":
+        why = "ONNX Runtime has no operators of the domain '{}' of its own"
         return tuple(
-            Problem(
-                node.name,
-                node.op_type,
-                f"ONNX Runtime has no operators of the domain '{node.domain}' of its own",
-            )
+            Problem(node.name, node.op_type, why.format(node.domain))
             for node in nodes
             if node.domain not in STANDARD_DOMAINS and not node.domain.startswith(RUNTIME_DOMAINS)
         )
     types = {name: dtype_name(kind) for name, kind in source.element_types.items()}
-    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    weights = source.initializers
     whys = [(n, _operator(n) or _type(n, types) or _pair(n, types, weights)) for n in nodes]
     inside = [node for function in model.functions for node in function.node]
     whys += [(n, _operator(n)) for n in inside if (n.domain, n.op_type) not in own]
@@ -106,13 +103,12 @@ def why_not_tensorrt(source: Artefact, graph: Graph) -> str:
     runtime = placed_for(source, graph)
     if runtime and runtime.scales_outputs:
         return f"its INT8 pairs are placed for {runtime.title}"
-    model = graph.model
-    own = {(function.domain, function.name) for function in model.functions}
+    own = {(function.domain, function.name) for function in graph.model.functions}
     types = {name: dtype_name(kind) for name, kind in graph.element_types.items()}
-    weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in all_nodes(model.graph):
+    for node in all_nodes(graph.model.graph):
         foreign = node.domain.startswith(RUNTIME_DOMAINS) and (node.domain, node.op_type) not in own
-        why = "only ONNX Runtime has this operator" if foreign else _pair(node, types, weights)
+        why = "only ONNX Runtime has this operator"
+        why = why if foreign else _pair(node, types, graph.initializers)
         if node.domain in _STANDARD and node.op_type in _INTEGERS:
             why = "TensorRT computes in INT8 only between Q/DQ pairs"
         if why:

@@ -95,8 +95,9 @@ def _read(
         if kind.elem_type:
             types[value.name] = kind.elem_type
         axes = kind.shape.dim
-        if kind.HasField("shape") and all(axis.HasField("dim_value") for axis in axes):
-            shapes[value.name] = tuple(axis.dim_value for axis in axes)
+        sizes = tuple(axis.dim_value if axis.HasField("dim_value") else -1 for axis in axes)
+        if kind.HasField("shape") and min(sizes, default=0) >= 0:  # inferred: also below 0
+            shapes[value.name] = sizes
 
 
 def _compute_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -13,7 +13,7 @@ from onnx import TensorProto, defs
 
 from deploykit.core.artefact import sniff, wrong_format
 from deploykit.core.errors import BadInput
-from deploykit.core.files import check_data_file, check_readable
+from deploykit.core.files import check_data_file
 from deploykit.graph import storage
 from deploykit.graph.parse import SMALL_BYTES, Parts, duplicate, parse_model
 from deploykit.graph.skeleton import stored_bytes
@@ -31,7 +31,6 @@ def read_model(path: Path) -> onnx.ModelProto:
 
     Raises NotFound or BadInput.
     """
-    check_readable(path)
     kind = sniff(path)
     if kind != "onnx":
         raise wrong_format(path, kind, "an ONNX file")

@@ -178,9 +178,8 @@ def read_body(body: bytes, json_bytes: int | None) -> tuple[Outputs, int]:
                 raise WrongAnswerError(f"200 without the values of {item['name']}")
         outputs.append(Output(item["name"], item.get("datatype"), item.get("shape"), value))
     if at != len(body):
-        raise WrongAnswerError(
-            f"200 with {len(body) - json_bytes} bytes of tensors, not {at - json_bytes}"
-        )
+        got = len(body) - json_bytes
+        raise WrongAnswerError(f"200 with {got} bytes of tensors, not {at - json_bytes}")
     return outputs, json_bytes
 
 
@@ -209,9 +208,8 @@ def _compare(expected: Mapping[str, np.ndarray], outputs: Outputs, max_error: fl
         if dtype not in DTYPE_BYTES or dtype == "bfloat16":
             raise WrongAnswerError(f"an answer whose {name}, a {datatype}, cannot be compared")
         if not isinstance(shape, list) or tuple(shape) != right.shape:
-            raise WrongAnswerError(
-                f"an answer whose {name} has the shape {shape}, not {list(right.shape)}"
-            )
+            sizes = list(right.shape)
+            raise WrongAnswerError(f"an answer whose {name} has the shape {shape}, not {sizes}")
         try:
             got = (
                 np.frombuffer(value, np.dtype(carrier(dtype)).newbyteorder("<"))

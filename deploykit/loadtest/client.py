@@ -66,15 +66,13 @@ class SendPlan:
 
     def share(self, processes: int) -> list[SendPlan]:
         """Return a plan for each process: every n-th time, and an equal number of connections."""
-        connections = [(self.load.connections + each) // processes for each in range(processes)]
-        return [
-            replace(
-                self,
-                load=replace(self.load, connections=connections[processes - 1 - number]),
-                due_s=None if self.due_s is None else self.due_s[number::processes],
-            )
-            for number in range(processes)
-        ]
+        plans = []
+        for number in range(processes):
+            connections = (self.load.connections + processes - 1 - number) // processes
+            due_s = None if self.due_s is None else self.due_s[number::processes]
+            load = replace(self.load, connections=connections)
+            plans.append(replace(self, load=load, due_s=due_s))
+        return plans
 
 
 def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> list[RunRecord]:

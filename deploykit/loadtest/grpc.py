@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
-from deploykit.engines.oip.protobuf import MESSAGES, DecodeError, Message
+from deploykit.engines.oip.protobuf import CONTENTS, MESSAGES, DecodeError, Message
 from deploykit.loadtest.check import AnswerCheck, Output, Outputs, WrongAnswerError, one_line
 from deploykit.loadtest.http import (
     MOST_BYTES,
@@ -35,21 +35,8 @@ SERVICE = "/inference.GRPCInferenceService/"
 # gRPC code -> HTTP status; others are a 500
 _STATUSES = {4: 504, 5: 404, 7: 403, 8: 429, 14: 503, 16: 401}
 _STATUSES |= dict.fromkeys((3, 9, 11, 12), 400)
-# datatype of a tensor -> the field of its typed contents
-_CONTENTS: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "UINT64": "uint64_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-_DATA, _HEADERS, _RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
-    *range(2),
-    *range(3, 10),
-)
+_DATA, _HEADERS = 0, 1
+_RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = range(3, 10)
 _END_STREAM, _ACK, _END_HEADERS, _PADDED, _PRIORITY = 1, 1, 4, 8, 32
 _WINDOW_BYTES, _FRAME_BYTES = 65535, 16384  # defaults before the server's settings
 _MOST_FRAME_BYTES = (1 << 24) - 1
@@ -262,9 +249,9 @@ def infer_request(model: str, tensors: Sequence[Tensor], *, raw: bool = True) ->
         item = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
         if raw:
             request.raw_input_contents.append(raw_bytes(datatype, array))
-        elif datatype in _CONTENTS:
+        elif datatype in CONTENTS:
             values = map(as_bytes, array.flat) if datatype == "BYTES" else array.ravel().tolist()
-            getattr(item.contents, _CONTENTS[datatype]).extend(values)
+            getattr(item.contents, CONTENTS[datatype]).extend(values)
         else:
             raise BadInput(f"{name}: a {datatype} has no typed contents in the protocol")
     return call_of(request.SerializeToString())
@@ -298,7 +285,7 @@ def read_message(message: bytes) -> tuple[Outputs, int]:
 
 def _typed(output: Message, count: int) -> list[Any]:
     """Return the typed contents of an output. Raises WrongAnswerError for another number."""
-    field = _CONTENTS.get(output.datatype)
+    field = CONTENTS.get(output.datatype)
     values = list(getattr(output.contents, field)) if field else []
     if len(values) != count:
         raise WrongAnswerError(f"an answer with {len(values)} values of {output.name}, not {count}")
@@ -317,9 +304,8 @@ def answer_value(method: str, message: bytes) -> Any:
         values = to_dict(MESSAGES[f"{method}Response"].FromString(message))
     except DecodeError:
         return None
-    return values.get(
-        {"RepositoryIndex": "models", "ModelConfig": "config"}.get(method, ""), values
-    )
+    member = {"RepositoryIndex": "models", "ModelConfig": "config"}.get(method, "")
+    return values.get(member, values)
 
 
 def to_dict(message: Message) -> dict[str, Any]:

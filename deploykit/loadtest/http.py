@@ -141,9 +141,8 @@ class Http1(Wire):
         check = self._check
         if check is None:
             return 200
-        self.error = check.problem(
-            body, self._request, partial(read_body, json_bytes=head.json_bytes)
-        )
+        read = partial(read_body, json_bytes=head.json_bytes)
+        self.error = check.problem(body, self._request, read)
         if self.error is not None:
             return WRONG
         as_sent = not (head.chunked or head.coding or check.expected)
@@ -212,13 +211,8 @@ def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
             return None, 0
         parts.append(data[at : at + size])
         at += size + 2
-    while True:  # trailers
-        end = data.find(b"\r\n", at)
-        if end < 0:
-            return None, 0
-        if end == at:
-            return b"".join(parts), at + 2
-        at = end + 2
+    end = data.find(b"\r\n\r\n", at - 2)  # of the trailers, if there are any
+    return (None, 0) if end < 0 else (b"".join(parts), end + 4)
 
 
 def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, str], bytes]:
@@ -227,26 +221,21 @@ def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, st
     With `binary`, the protocol's extension, tensors are bytes both ways; else they are JSON, which
     every server takes. Raises BadInput for NaN and infinity in JSON.
     """
+    items: list[dict[str, Any]] = [
+        {"name": name, "shape": list(array.shape), "datatype": datatype}
+        for name, datatype, array in tensors
+    ]
     if not binary:
-        values = [
-            {"name": name, "shape": list(array.shape), "datatype": datatype, "data": _json(array)}
-            for name, datatype, array in tensors
-        ]
+        for item, (_, _, array) in zip(items, tensors, strict=True):
+            item["data"] = _json(array)
         try:
-            text = json.dumps({"id": "1", "inputs": values}, allow_nan=False)  # KServe needs an id
+            text = json.dumps({"id": "1", "inputs": items}, allow_nan=False)  # KServe needs an id
         except ValueError as exc:
             raise BadInput("the inputs hold NaN or infinity, which JSON cannot") from exc
         return {"Content-Type": "application/json"}, text.encode()
     raws = [raw_bytes(datatype, array) for _, datatype, array in tensors]
-    items: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "shape": list(array.shape),
-            "datatype": datatype,
-            "parameters": {"binary_data_size": len(raw)},
-        }
-        for (name, datatype, array), raw in zip(tensors, raws, strict=True)
-    ]
+    for item, raw in zip(items, raws, strict=True):
+        item["parameters"] = {"binary_data_size": len(raw)}
     head = json.dumps({"inputs": items, "parameters": {"binary_data_output": True}}).encode()
     fields = {
         "Content-Type": "application/octet-stream",

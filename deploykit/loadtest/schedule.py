@@ -81,9 +81,8 @@ class RunRecord:
 
     def progress(self, recent: int) -> str:
         """Describe the number of answered requests and the percentiles of recent ones."""
-        last = zip(
-            self.starts_s[-recent:], self.ends_s[-recent:], self.statuses[-recent:], strict=True
-        )
+        ends_s, statuses = self.ends_s[-recent:], self.statuses[-recent:]
+        last = zip(self.starts_s[-recent:], ends_s, statuses, strict=True)
         taken_s = sorted(end_s - start_s for start_s, end_s, status in last if status == 200)
         text = f"{len(self.ends_s):,} requests"
         if taken_s:

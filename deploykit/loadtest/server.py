@@ -311,7 +311,5 @@ def find_server(url: str, *, token: str | None = None, **files: str | None) -> S
             reason = os_reason(exc)
             continue
         return server
-    raise BadInput(
-        f"{url}: no server answers there: {reason}",
-        hint="start one with: deploykit serve model.onnx",
-    )
+    hint = "start one with: deploykit serve model.onnx"
+    raise BadInput(f"{url}: no server answers there: {reason}", hint=hint)

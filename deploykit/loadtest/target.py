@@ -186,9 +186,7 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
     except (KeyError, TypeError, ValueError):
         raise server.not_oip("an input of its metadata has no name, type or shape") from None
     if datatype not in DTYPES:
-        raise BadInput(
-            f"{server.url}: {model}: no random values can be made for {name}, {datatype}"
-        )
+        raise BadInput(f"{server.url}: {model}: no random values exist for {name}, {datatype}")
     axes = name_axes(name, [size if size >= 0 else None for size in sizes])
     return TensorSpec(name, DTYPES[datatype], axes)
 
@@ -245,10 +243,8 @@ def make_requests(
     if text or (files and data is None):
         raise BadInput(f"{remote} has no task, so it takes only tensors")
     if not remote.inputs:
-        raise BadInput(
-            f"{remote}: the server names no inputs of the model",
-            hint="its settings do, as MLServer's model-settings.json: inputs",
-        )
+        hint = "its settings do, as MLServer's model-settings.json: inputs"
+        raise BadInput(f"{remote}: the server names no inputs of the model", hint=hint)
     samples, expected = None, list[Mapping[str, np.ndarray]]()
     if (file := expect or data) is not None:
         if axes:
@@ -434,10 +430,8 @@ def read_outputs(
         if places:
             axes[name] = min(places, key=lambda place: (declared[place] == count, place))
     if not outputs or len(axes) < len(outputs):
-        raise BadInput(
-            f"{path}: has no outputs to expect, one for each sample",
-            hint="golden samples do: arrays outputs/NAME in the FILE.golden.npz next to a model",
-        )
+        hint = "golden samples do: arrays outputs/NAME in the FILE.golden.npz next to a model"
+        raise BadInput(f"{path}: has no outputs to expect, one for each sample", hint=hint)
     return [
         {n: a.take(_rows(number, batch), axes[n], mode="wrap") for n, a in outputs.items()}
         for number in range(VARIANTS)

@@ -62,16 +62,13 @@ class StageGraph:
     def metadata(self) -> dict[str, Any]:
         """The Open Inference Protocol's metadata of a model, without the name."""
         gives = shown(self.stages[self.answer].gives)
+        parameters = {"stages": ", ".join(self.stages), "takes": self.kind, "gives": gives}
         return {
             "versions": ["1"],
             "platform": "deploykit_pipeline",
             "inputs": [{"name": self.input, "datatype": "BYTES", "shape": [1]}],
             "outputs": [{"name": self.answer, "datatype": "BYTES", "shape": [1]}],
-            "parameters": {
-                "stages": ", ".join(self.stages),
-                "takes": self.kind,
-                "gives": gives,
-            },
+            "parameters": parameters,
         }
 
     def read(self, data: bytes, *, own_file: bool = False) -> Any:

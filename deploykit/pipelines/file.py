@@ -63,10 +63,8 @@ def _stage(path: Path, module: str, name: str, value: object) -> Function | Mode
         if not isinstance(file, (str, PathLike)) or not all(
             isinstance(each, str) for pair in wired.items() for each in pair
         ):
-            raise BadInput(
-                f"{path.name}: '{name}' is not a model",
-                hint=f"{name} = {{'model': 'FILE.onnx', 'INPUT': 'STAGE'}}",
-            )
+            hint = f"{name} = {{'model': 'FILE.onnx', 'INPUT': 'STAGE'}}"
+            raise BadInput(f"{path.name}: '{name}' is not a model", hint=hint)
         return Model(name, path.parent / file, wired)
     if isinstance(value, (str, PathLike)) and fspath(value).endswith(READS):
         return Model(name, path.parent / value)
@@ -88,10 +86,8 @@ def _function(path: Path, name: str, call: Callable[..., Any]) -> Function:
     missing = [f"of '{each}'" for each in signature.parameters if each not in hints]
     missing += ["of what it returns"] if "return" not in hints else []
     if missing:
-        raise BadInput(
-            f"{where}: the annotation {missing[0]} is missing",
-            hint=f"or name it _{name} if it is not a stage",
-        )
+        hint = f"or name it _{name} if it is not a stage"
+        raise BadInput(f"{where}: the annotation {missing[0]} is missing", hint=hint)
     gives = hints.pop("return")
     optional = {n for n, each in signature.parameters.items() if each.default is not each.empty}
     return Function(name, call, hints, gives, frozenset(optional))
@@ -119,10 +115,8 @@ def _limits(path: Path, name: str, given: Any, stages: Mapping[str, object]) -> 
         raise BadInput(f"{path.name}: {name} must be a dict, a number for each stage")
     for stage, value in given.items():
         if stage not in stages:
-            raise BadInput(
-                f"{path.name}: {name}: there is no stage '{stage}'",
-                hint=did_you_mean(str(stage), stages, f"there are: {', '.join(stages)}"),
-            )
+            hint = did_you_mean(str(stage), stages, f"there are: {', '.join(stages)}")
+            raise BadInput(f"{path.name}: {name}: there is no stage '{stage}'", hint=hint)
         right = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not right or not 1 <= value <= _MOST[name] or (name == _IN_FLIGHT and value % 1):
             raise BadInput(
@@ -136,22 +130,16 @@ def _read_toml(path: Path) -> Definition:
     table = read_toml(path)
     for key in table:
         if key not in _KEYS:
-            raise BadInput(
-                f"{path}: unknown key '{key}'",
-                hint=did_you_mean(key, _KEYS, f"keys: {', '.join(_KEYS)}"),
-            )
+            hint = did_you_mean(key, _KEYS, f"keys: {', '.join(_KEYS)}")
+            raise BadInput(f"{path}: unknown key '{key}'", hint=hint)
     given = {key: table[key] for key in _KEYS[:3] if key in table}
     if "model" not in given or not all(isinstance(each, str) for each in given.values()):
-        raise BadInput(
-            f"{path}: a pipeline needs the file of a model",
-            hint="model = 'FILE.onnx', before = 'steps.py:NAME', after = 'steps.py:NAME'",
-        )
+        hint = "model = 'FILE.onnx', before = 'steps.py:NAME', after = 'steps.py:NAME'"
+        raise BadInput(f"{path}: a pipeline needs the file of a model", hint=hint)
     before, after = (_imported(path, key, given.get(key)) for key in ("before", "after"))
-    stages: list[Function | Model] = [Model("model", path.parent / given["model"])]
-    if before is not None:
-        stages = [before, Model("model", path.parent / given["model"], {"": before.name})]
-    if after is not None:
-        stages.append(replace(after, wired={next(iter(after.takes), ""): "model"}))
+    model = Model("model", path.parent / given["model"], {"": before.name} if before else {})
+    after = after and replace(after, wired={next(iter(after.takes), ""): "model"})
+    stages = [each for each in (before, model, after) if each]
     names = {each.name: each for each in stages}
     if len(names) < len(stages):
         raise BadInput(f"{path}: the functions need two names, and neither may be 'model'")

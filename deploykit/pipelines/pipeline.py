@@ -59,11 +59,10 @@ class OpenPipeline(Closing, Shown):
         values = [{self.graph.input: each} for each in inputs]
         for name, stage in self.graph.stages.items():
             began_s = time.perf_counter()
-            given = (
-                [stage.run(each) for each in values]
-                if stage.ports is None
-                else self._run_model(stage, values)
-            )
+            if stage.ports is None:
+                given = [stage.run(each) for each in values]
+            else:
+                given = self._run_model(stage, values)
             for each, value in zip(values, given, strict=True):
                 each[name] = value
             if on_stage is not None:
@@ -210,10 +209,8 @@ class ServedPipelines:
                 self.files.setdefault(model, definition.models[stage])
         for name in self._definitions:
             if name in self.files:
-                raise BadInput(
-                    f"the name '{name}' is that of a model and of a pipeline",
-                    hint="give the pipeline another: NAME=FILE",
-                )
+                hint = "give the pipeline another: NAME=FILE"
+                raise BadInput(f"the name '{name}' is that of a model and of a pipeline", hint=hint)
 
     def graphs(
         self, models: Mapping[str, Sequence[Engine]]

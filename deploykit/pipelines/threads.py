@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from ipaddress import IPv6Address, ip_address
 from itertools import count, pairwise
@@ -25,6 +25,7 @@ from deploykit.engines.engine import Closing
 Job = Callable[..., None]
 _HOST_BITS = 64  # of an IPv6 address: a client may have all addresses of its network
 _numbers = count()
+_parse = lru_cache(4096)(ip_address)
 
 
 class Peer(NamedTuple):
@@ -38,7 +39,7 @@ class Peer(NamedTuple):
         """Return the peer of a connection. `name`: the socket's, from which its address is read."""
         if not isinstance(name, tuple):
             return Peer(None, connection)  # a Unix socket
-        address = ip_address(name[0])
+        address = _parse(name[0])
         if isinstance(address, IPv6Address):
             return Peer(address.ipv4_mapped or int(address) >> _HOST_BITS, connection)
         return Peer(address, connection)

@@ -222,8 +222,6 @@ def _check_options(batches: Sequence[int], slo_ms: float | None, rate_per_s: flo
     if not batches or any(not 1 <= size <= MOST_SIZE for size in batches):
         raise BadInput(f"`batches` must be from 1 to {MOST_SIZE}, got {list(batches)}")
     for name, value in (("slo_ms", slo_ms), ("rate_per_s", rate_per_s)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise BadInput(f"`{name}` must be a number above 0, got {value:g}")
         if value is not None and not _LEAST <= value <= _MOST:
             raise BadInput(f"`{name}` must be {_LEAST:g} to {_MOST:g}, got {value:g}")
     if rate_per_s is not None and slo_ms is None:
@@ -303,10 +301,11 @@ def _plan_target(
     nothing = TargetPlan(name, profile.summary, profile.memory_bytes, "", "", False, (), None, None)
     if isinstance(target, str):
         return replace(nothing, why=target)
+    nothing = replace(nothing, basis=target.basis, checked=target.checked)
     stored = calls[0].stored
     if stored not in {*profile.precisions, "fp32"}:
         why = f"it does not run {stored} natively, and the graph is in {stored}"
-        return replace(nothing, why=why, basis=target.basis, checked=target.checked)
+        return replace(nothing, why=why)
     predictions = tuple(
         predict_call(call, target, precision)
         for precision in precisions(calls[0], target)
@@ -318,14 +317,9 @@ def _plan_target(
         best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
         if rate_per_s is not None and single is not None:
             load = _replicas(predictions, best, target, single, slo_ms, rate_per_s)
+    memory_bytes = target.memory_bytes
     return replace(
-        nothing,
-        memory_bytes=target.memory_bytes,
-        basis=target.basis,
-        checked=target.checked,
-        predictions=predictions,
-        best=best,
-        capacity=load,
+        nothing, memory_bytes=memory_bytes, predictions=predictions, best=best, capacity=load
     )
 
 

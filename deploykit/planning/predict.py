@@ -13,13 +13,10 @@ from deploykit.core.precision import BY_NAME, narrowest
 from deploykit.core.profile import PowerMode, Profile
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import (
-    COMPILED,
     COMPUTE,
-    INTERPRETED,
     LAUNCH,
     MEMORY,
     Ceilings,
-    Fusion,
     NodeCost,
     costs_of,
     node_time,
@@ -58,10 +55,6 @@ class Target:
     checked: bool
 
     @property
-    def fusion(self) -> Fusion:
-        return INTERPRETED if self.calibration else COMPILED
-
-    @property
     def call_s(self) -> float:
         """Seconds of a call of an empty graph."""
         return self.calibration.call_s if self.calibration else 0.0
@@ -97,15 +90,10 @@ class Target:
 
     def ceilings(self, weight_bytes: float) -> Ceilings:
         """Return the roofline; a cache that holds all `weight_bytes` reads them faster."""
-        if self.calibration:
-            stream = self.calibration.stream
-            weights = max(weight_bytes, stream.work[0])
-            return Ceilings(
-                self.calibration.ops_per_s,
-                weights / stream.at(weights),
-                self.calibration.launch_s,
-                curves=self.calibration.curves,
-            )
+        if cpu := self.calibration:
+            weights = max(weight_bytes, cpu.stream.work[0])
+            bytes_per_s = weights / cpu.stream.at(weights)
+            return Ceilings(cpu.ops_per_s, bytes_per_s, cpu.launch_s, curves=cpu.curves)
         profile, share = self.profile, REACHED
         mode, sms = self.mode, profile.sm_count
         if mode is not None and sms:  # what its clock and SMs leave of the peaks
@@ -114,11 +102,8 @@ class Target:
             share *= min(1.0, clock_hz * (mode.sms or sms) / (full_hz * sms))
         peaks = dict(profile.peak_ops_per_s)
         peaks["fp32"] = peaks.get("tf32", peaks.get("fp32", 0.0))  # TensorRT's default is TF32
-        return Ceilings(
-            {name: peak * share for name, peak in peaks.items()},
-            (profile.bandwidth_bytes_per_s or 0.0) * REACHED,
-            LAUNCH_S,
-        )
+        bytes_per_s = (profile.bandwidth_bytes_per_s or 0.0) * REACHED
+        return Ceilings({n: peak * share for n, peak in peaks.items()}, bytes_per_s, LAUNCH_S)
 
 
 def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | str:
@@ -188,13 +173,13 @@ class Inferred:
 
     def costs(self, target: Target) -> tuple[NodeCost, ...]:
         """Return the costs of nodes as the target's runtime fuses them."""
-        return self.interpreted if target.fusion is INTERPRETED else self.compiled
+        return self.interpreted if target.calibration else self.compiled
 
 
 def infer(graph: Graph, batch: int, sizes: Mapping[str, int]) -> Inferred:
     """Infer shapes and costs. Raises BadInput as `fixed_shapes` does."""
     known = fixed_shapes(graph, sizes)
-    compiled, interpreted = costs_of(known, COMPILED), costs_of(known, INTERPRETED)
+    compiled, interpreted = costs_of(known), costs_of(known, on_cpu=True)
     return Inferred(
         batch=batch,
         inputs=tuple(v.name for v in graph.model.graph.input if v.name not in known.constants),

@@ -62,15 +62,11 @@ def convolution(
     inputs = 3 if stem else channels
     count, stride = (1, 2) if stem else (3, 1)
     weight, shape = (channels, 1 if depthwise else inputs, kernel, kernel), (1, inputs, size, size)
-    options = {
-        "pads": [kernel // 2] * 4,
-        "strides": [stride] * 2,
-        "group": channels if depthwise else 1,
-    }
+    group = channels if depthwise else 1
     flops, nbytes = 2.0 * math.prod(weight) * (size // stride) ** 2, 4.0 * math.prod(weight)
     made = _Builder(precision)
     for _ in range(count):
-        made.add("Conv", weight, **options)
+        made.add("Conv", weight, pads=[kernel // 2] * 4, strides=[stride] * 2, group=group)
     return Chain(kind, precision, made.graph(shape), shape, count, flops, flops, nbytes)
 
 
@@ -397,10 +393,7 @@ def _time(
 
 
 def cpu_calibration(
-    *,
-    threads: int | None = None,
-    only_kept: bool = False,
-    on_progress: Progress = no_progress,
+    *, threads: int | None = None, only_kept: bool = False, on_progress: Progress = no_progress
 ) -> tuple[CpuCalibration | None, list[str]]:
     """Return the stored calibration, else a new probe's, and notes; None without ONNX Runtime."""
     machine, threads = this_machine(), threads or default_threads()

@@ -31,7 +31,6 @@ from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
 
 ort = require("onnxruntime")
 
-
 Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
 METHODS = ("mixed", "percentile", "mse", "minmax")  # the first is the default
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
@@ -142,13 +141,12 @@ def calibrate(
                 else:
                     ends = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
                     low, high, total = (float(end.item()) if end.size else 0.0 for end in ends)
-                    seen, has_nan = (
-                        Range(*((low, high) if low <= high else (0.0, 0.0))),
-                        total != total,
-                    )
+                    seen = Range(low, high) if low <= high else Range(0.0, 0.0)
+                    has_nan = total != total
                 nan += [name] * has_nan
                 ranges[name] = ranges.get(name, seen).merge(seen)
-            if nan and any(map(_has_nan, session.run(own, {**feeds, **weights}))):
+            answers = session.run(own, {**feeds, **weights}) if nan else []
+            if any(np.isnan(each).any() for each in answers if each.dtype.kind == "f"):
                 raise BadInput(
                     f"{graph.path}: tensor '{nan[0]}' is NaN on the calibration data "
                     f"{samples.where}",
@@ -164,15 +162,8 @@ def calibrate(
     return replace(_choose_ranges(ranges, counted, used, method), outputs=tuple(kept))
 
 
-def _has_nan(array: np.ndarray) -> bool:
-    return array.dtype.kind == "f" and bool(np.isnan(array).any())
-
-
 def _choose_ranges(
-    ranges: Mapping[str, Range],
-    counted: Mapping[str, TensorHistogram],
-    samples: int,
-    method: str,
+    ranges: Mapping[str, Range], counted: Mapping[str, TensorHistogram], samples: int, method: str
 ) -> Calibration:
     if method == "minmax":
         return Calibration(ranges, ranges, samples, method)
@@ -219,9 +210,8 @@ def _histograms(graph: Graph) -> dict[str, TensorHistogram]:
     """Return one for each tensor that a placement of `qdq` may give its own scale."""
     editor = Editor(graph)
     fold(editor)
-    scaled = {
-        name for target in TARGET_RUNTIMES for name in place_pairs(editor, target).scaled.values()
-    }
+    placed = [place_pairs(editor, target) for target in TARGET_RUNTIMES]
+    scaled = {name for each in placed for name in each.scaled.values()}
     weights = importance(editor)
     return {
         name: TensorHistogram(weights.get(name))

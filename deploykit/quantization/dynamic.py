@@ -14,12 +14,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME
 from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph
 from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
-from deploykit.quantization.qdq_placement import edit_float32, quantizable_nodes
+from deploykit.quantization.qdq_placement import (
+    edit_float32,
+    nothing_to_quantize,
+    quantizable_nodes,
+)
 
 _KINDS = ("Gemm", "MatMul", "LSTM")
 _RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
@@ -43,11 +46,10 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     nodes = editor.graph.node
     chosen = {n for n in _places(editor) if nodes[n].name not in keep_float32}
     if not chosen:
-        raise BadInput(
-            "the model has no Gemm, MatMul or LSTM with constant float32 weights to quantize"
-            + (" other than those kept in float32" if keep_float32 else ""),
-            hint="`to` int8 quantizes convolutions too",
-        )
+        weights = "constant float32 weights to quantize"
+        weights += " other than those kept in float32" if keep_float32 else ""
+        hint = "`to` int8 quantizes convolutions too"
+        raise nothing_to_quantize(editor, _KINDS, weights, hint)
     writer = _Writer(editor)
     for number, node in enumerate(nodes):
         if number in chosen:

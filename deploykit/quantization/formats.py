@@ -60,7 +60,13 @@ class TensorHistogram:
             low, high = _ends(flat)
         peak = max(high, -low)
         if peak > TINY:
-            self._reach(peak)
+            self.limit = self.limit or peak
+            while peak > self.limit:
+                self.counts, self.weighted = (
+                    np.pad(each.reshape(-1, 2).sum(axis=1), _SIDE // 2)
+                    for each in (self.counts, self.weighted)
+                )
+                self.limit *= 2
         if self.limit:
             self._count(flat, weights)
         else:  # nothing but zeros so far
@@ -113,16 +119,6 @@ class TensorHistogram:
         mass: np.ndarray = (counts[_SIDE:] + counts[_SIDE - 1 :: -1]).astype(np.float64)
         mass[0] = 0.0  # zeros, of Relu or padding, are exact at any scale
         return mass
-
-    def _reach(self, peak: float) -> None:
-        if not self.limit:
-            self.limit = peak
-        while peak > self.limit:
-            self.counts, self.weighted = (
-                np.pad(each.reshape(-1, 2).sum(axis=1), _SIDE // 2)
-                for each in (self.counts, self.weighted)
-            )
-            self.limit *= 2
 
 
 def _squared_error(mass: np.ndarray, top: float) -> float:

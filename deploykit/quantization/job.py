@@ -176,11 +176,7 @@ class Job:
         )
 
 
-def prepare(
-    model: Artefact,
-    request: QuantizeRequest,
-    on_progress: Progress,
-) -> Job:
+def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.quantization.calibrate import calibrate
     from deploykit.quantization.scales import Scales, places_to_choose_on
@@ -223,7 +219,11 @@ def prepare(
             notes += single
             calibration = run(places=places(rows), batch_size=rows)
         record = calibration_record(request, calibration, doubts)
-        notes = (*notes, *doubts, *_overlap(request, calib, test))
+        notes = (*notes, *doubts)
+        if test and (shared := overlap(calib, test)):
+            both = f"{shared} of the {len(test)} samples of {request.data} are also in"
+            why = "accuracy on samples that also set the scales looks too good"
+            notes += (f"{both} {request.calib}: {why}",)
         scales = Scales(source, calibration, record, notes)
     else:
         if test:
@@ -265,14 +265,6 @@ def _check_labels(request: QuantizeRequest, test: Samples | None) -> bool:
             hint="give more labelled samples, or a larger `max_drop`",
         )
     return True
-
-
-def _overlap(request: QuantizeRequest, calib: Samples, test: Samples | None) -> tuple[str, ...]:
-    shared = overlap(calib, test) if test else 0
-    if not shared or test is None:
-        return ()
-    note = f"{shared} of the {len(test)} samples of {request.data} are also in {request.calib}"
-    return (f"{note}: accuracy on samples that also set the scales looks too good",)
 
 
 @contextlib.contextmanager

@@ -43,26 +43,13 @@ def move_pairs(source: Graph, runtime: str) -> Graph | None:
     return to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
 
 
-@dataclass(frozen=True)
-class Moved:
-    """A graph whose pairs were placed anew.
-
-    `unknown`: tensors that stay float because the pairs do not show their range.
-    """
-
-    graph: Graph
-    unknown: tuple[str, ...]
-
-
 def move_foreign_pairs(
-    source: Graph,
-    runtime: str,
-    measure: Callable[[Graph], Mapping[str, Range]] | None = None,
-) -> Moved | None:
+    source: Graph, runtime: str, measure: Callable[[Graph], Mapping[str, Range]] | None = None
+) -> tuple[Graph, list[str]] | None:
     """Do as `move_pairs` for a graph of another tool; None for one that is not INT8 in float32.
 
     A tensor whose range does not follow from the scales of the graph gets the one that `measure`
-    finds in the graph without pairs; without `measure` it stays float.
+    finds in the graph without pairs; without `measure` it stays float, and its name is returned.
     """
     plain = _without_pairs(source, runtime)
     if plain is None or not plain.seen:
@@ -77,7 +64,7 @@ def move_foreign_pairs(
     every |= {value.name: unknown for value in plain.graph.model.graph.input}
     calibration = Calibration({}, {**every, **ranges}, 0, "recorded")
     placed = to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
-    return Moved(placed, tuple(sorted(set(scaled.values()) - ranges.keys())))
+    return placed, sorted(set(scaled.values()) - ranges.keys())
 
 
 def _read_ranges(source: Graph) -> dict[str, Range] | None:
@@ -242,11 +229,9 @@ def _before(kind: str, out: Range, other: Range | None, *, gated: bool) -> Range
         return out
     if kind == "Add" and other is not None:
         return Range(out.low - other.high, out.high - other.low)
-    return _before_silu(out) if kind == "Mul" and gated else None
-
-
-def _before_silu(out: Range) -> Range:
-    """Return the range of x for x * sigmoid(x) in `out`; left of its minimum, a usual peak."""
+    if kind != "Mul" or not gated:
+        return None
+    # the range of x for x * sigmoid(x) in `out`; left of its minimum, a usual peak
     x = np.linspace(_SILU_TURNS, out.high + 1.3, 4096)
     y = x / (1 + np.exp(-x))
     high = float(np.interp(out.high, y, x))

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, raise_opset
@@ -34,6 +33,7 @@ from deploykit.quantization.qdq_placement import (
     Placement,
     edit_float32,
     lacks_fp8_kernel,
+    nothing_to_quantize,
     operators,
     place_pairs,
     quantizable_nodes,
@@ -78,22 +78,16 @@ def to_pairs(
     runtime = "tensorrt" if float8 else runtime
     placement = _placement(editor, calibration, runtime, to, keep_float32)
     chained = RUNTIMES[runtime].scales_outputs
-    if not float8 and not chained:
-        _record_ranges(editor, calibration, keep_float32)
+    if not float8 and not chained:  # record what `move_pairs` needs to place them for ONNX Runtime
+        scaled = place_pairs(editor, "onnxruntime", keep_float32=keep_float32).scaled
+        wanted = {*scaled, *scaled.values()}
+        seen = {name: calibration.clipped[name] for name in wanted & set(calibration.clipped)}
+        ends = {n: [each.low, each.high] for n, each in seen.items() if np.isfinite(each.peak)}
+        if ends.keys() == wanted:
+            text = json.dumps(ends, sort_keys=True)
+            editor.model.metadata_props.add(key=RANGES_KEY, value=text)
     writer = _Writer(editor, calibration, precision)
     return writer.write(placement, chained=chained, keep_float32=keep_float32)
-
-
-def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Collection[str]) -> None:
-    """Record in the metadata what `move_pairs` needs to place the pairs for ONNX Runtime."""
-    scaled = place_pairs(editor, "onnxruntime", keep_float32=keep_float32).scaled
-    wanted = {*scaled, *scaled.values()}
-    seen = {name: calibration.clipped[name] for name in wanted & set(calibration.clipped)}
-    found = {
-        name: [each.low, each.high] for name, each in sorted(seen.items()) if np.isfinite(each.peak)
-    }
-    if found.keys() == wanted:
-        editor.model.metadata_props.add(key=RANGES_KEY, value=json.dumps(found))
 
 
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
@@ -134,11 +128,9 @@ def _placement(
         if there:
             where = "TensorRT computes it in int8 only" if to == "fp8" else "TensorRT has"
             hint = f"{runtime} has no {to} kernel for its {', '.join(there)}; {where}"
-        raise BadInput(
-            f"the model has no {', '.join(kinds[:-1])} or {kinds[-1]} with constant float32 "
-            "weights to quantize" + (" other than those kept in float32" if keep_float32 else ""),
-            hint=hint,
-        )
+        weights = "constant float32 weights to quantize"
+        weights += " other than those kept in float32" if keep_float32 else ""
+        raise nothing_to_quantize(editor, kinds, weights, hint)
     return placement
 
 

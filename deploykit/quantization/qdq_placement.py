@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
@@ -18,6 +18,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
+from deploykit.graph.parse import subgraphs
 from deploykit.graph.skeleton import all_nodes, read_names
 
 _PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
@@ -104,12 +105,21 @@ def quantizable_nodes(editor: Editor, kinds: Collection[str], to: str = "int8") 
 
     For "fp8" without those that have no kernel.
     """
-    return [
-        n
-        for n, node in enumerate(editor.graph.node)
-        if _quantizable(node, kinds, editor.constants)
-        and not (to == "fp8" and lacks_fp8_kernel(node, editor.constants))
-    ]
+    found, constants = list[int](), editor.constants
+    for n, node in enumerate(editor.graph.node):
+        if node.op_type not in kinds or node.domain not in ("", "ai.onnx"):
+            continue
+        weight = constants.get(node.input[1])
+        if (
+            weight is not None
+            and weight.data_type == TensorProto.FLOAT
+            and len(weight.dims) >= 2
+            and 0 not in weight.dims
+            and node.input[0] not in constants
+            and not (to == "fp8" and lacks_fp8_kernel(node, constants))
+        ):
+            found.append(n)
+    return found
 
 
 def lacks_fp8_kernel(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
@@ -168,19 +178,14 @@ def edit_float32(source: Graph) -> Editor:
     return editor
 
 
-def _quantizable(
-    node: onnx.NodeProto, kinds: Collection[str], constants: Mapping[str, onnx.TensorProto]
-) -> bool:
-    if node.op_type not in kinds or node.domain not in ("", "ai.onnx"):
-        return False
-    weight = constants.get(node.input[1])
-    return (
-        weight is not None
-        and weight.data_type == TensorProto.FLOAT
-        and len(weight.dims) >= 2
-        and 0 not in weight.dims
-        and node.input[0] not in constants
-    )
+def nothing_to_quantize(editor: Editor, kinds: Sequence[str], weights: str, hint: str) -> BadInput:
+    """Return the error for a graph in which no node of these operators has such weights."""
+    bodies = (body for node in editor.graph.node for body in subgraphs(node))
+    if not {node.op_type for body in bodies for node in all_nodes(body)}.isdisjoint(kinds):
+        weights += " outside the bodies of If, Loop and Scan"
+        hint = "these stay as they are: export the body as a model of its own"
+    names = " or ".join((", ".join(kinds[:-1]), kinds[-1]))
+    return BadInput(f"the model has no {names} with {weights}", hint=hint)
 
 
 def _moves(node: onnx.NodeProto) -> bool:

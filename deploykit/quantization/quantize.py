@@ -34,7 +34,7 @@ from deploykit.evaluation.artefacts import (
 )
 from deploykit.evaluation.evaluation import NOTHING_FOUND
 from deploykit.evaluation.outputs import named_files
-from deploykit.evaluation.parity import DRAWS_NUMBERS
+from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
@@ -215,7 +215,7 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     half = "fp16" in (to, made.evidence.quantize and made.evidence.quantize.other_nodes)
     rows = [row for row in evaluation.parity.rows if row.floating and row.problem]
     if DRAWS_NUMBERS in evaluation.why:
-        hints = ["export it without: dropout in eval mode, noise as an input"]
+        hints = [DRAW_NONE]
     elif rows and all(row.places_match for row in rows):
         hints = ["give `calib` or `data` on which the float32 model itself is finite"]
     elif NOTHING_FOUND in evaluation.why:
@@ -224,6 +224,8 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
         hints = ["more samples narrow the interval"]
         if evaluation.samples is None:
             hints = ["real inputs may lose less than random ones: give `data`"]
+        elif evaluation.drop is None and (evaluation.sqnr_db or 0) < evaluation.min_sqnr_db:
+            hints = ["calibrate on more samples, of all kinds"] if made.evidence.calibration else []
         if half and made.evidence.calibration is None:
             hints = ["give `calib`: nodes that overflow float16 on these inputs stay in float32"]
         if half and rows:
@@ -232,6 +234,6 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
             hints.append("precision 'auto' keeps the most sensitive nodes in float32")
     raise GateFailed(
         f"{name}: {evaluation.describe()}: {evaluation.why}; the file is kept as {made.path}",
-        hint="; ".join(hints),
+        hint="; ".join(hints) or None,
         result=made,
     )

@@ -88,13 +88,7 @@ def convert(
 
 
 def choose_scales(
-    scales: Scales,
-    samples: Samples,
-    to: str,
-    *,
-    runtime: str,
-    other_nodes: str,
-    folder: Path,
+    scales: Scales, samples: Samples, to: str, *, runtime: str, other_nodes: str, folder: Path
 ) -> Scales:
     """Return `scales` with the calibrator and smoothing that make the least noise in `to`.
 

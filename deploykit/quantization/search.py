@@ -268,9 +268,7 @@ class Search:
             longest_s, last = max(longest_s, now - last), now
             if now + longest_s > until or now >= until:
                 missing = len(level.nodes) - len(sensitivity)
-                self.notes.append(
-                    f"{level.precision.upper()}: there was no time to rank {_count(missing)}"
-                )
+                self.notes.append(f"{level.precision.upper()}: no time to rank {_count(missing)}")
                 break
             sensitivity[name] = level.sensitivity(name)
         return rank(level.nodes, sensitivity, level.saving_s)
@@ -506,13 +504,12 @@ class _Candidates:
         """Return seconds per call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
         if not self.measured:
             return cost.predicted_s(self._costs(graph), self.ceilings)
-        feeds, rounds = self._feeds(COST_BATCH), list[tuple[float, float]]()
+        feeds = self._feeds(COST_BATCH)
         opened = (open_graph(self.runtime, each, self.folder) for each in (graph, self.job.source))
         with ExitStack() as stack:
-            ours, float32 = (stack.enter_context(engine) for engine in opened)
-            _seconds(ours, feeds), _seconds(float32, feeds)
-            for _ in range(_ROUNDS):  # they take turns
-                rounds.append((_seconds(ours, feeds), _seconds(float32, feeds)))
+            both = [stack.enter_context(engine) for engine in opened]
+            # they take turns, and the first turn warms up
+            rounds = [[_seconds(each, feeds) for each in both] for _ in range(1 + _ROUNDS)][1:]
         measured = MeasuredCost(statistics.median(ours_s for ours_s, _ in rounds))
         measured.rounds = [ours_s / float32_s for ours_s, float32_s in rounds]
         return measured

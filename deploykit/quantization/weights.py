@@ -10,13 +10,16 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import stored_elements
 from deploykit.quantization.formats import INT4, channel_axis, int4_steps, int8_steps, weight_scale
-from deploykit.quantization.qdq_placement import edit_float32, quantizable_nodes
+from deploykit.quantization.qdq_placement import (
+    edit_float32,
+    nothing_to_quantize,
+    quantizable_nodes,
+)
 
 _BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept
 LEAST_ELEMENTS = 1 << 16  # below 256 x 256 a file shrinks by less than its other parts weigh
@@ -40,11 +43,10 @@ def to_weight_only(
     editor = edit_float32(source)
     chosen = set(_chosen(editor, precision, least_elements))
     if not chosen:
-        raise BadInput(
-            f"the model has no Gemm or MatMul with constant weights of {least_elements} elements "
-            f"or more that {precision.onnx_type} can hold",
-            hint="weight-only precision serves large linear layers; fp16 halves any model",
-        )
+        weights = f"constant weights of {least_elements} elements or more that "
+        weights += f"{precision.onnx_type} can hold"
+        hint = "weight-only precision serves large linear layers; fp16 halves any model"
+        raise nothing_to_quantize(editor, ("Gemm", "MatMul"), weights, hint)
     raise_opset(editor.model, precision.min_opset)
     nodes: list[onnx.NodeProto] = []
     done: dict[tuple[str, int], str] = {}

@@ -109,11 +109,7 @@ class ReportComparison(Record):
         return not self.regressions
 
     def _repr_html_(self) -> str:
-        rows = [
-            {"row": _name(row), **{key: getattr(each, key) for key in vars(each)}}
-            for row in self.rows
-            for each in row.figures
-        ]
+        rows = [{"row": _name(row), **vars(each)} for row in self.rows for each in row.figures]
         return super()._repr_html_() + table_of("B / A", rows)
 
     def raise_if_slower(self) -> None:
@@ -173,15 +169,9 @@ def compare_reports(
     tests = sum(_figure_pair(name, *pair) is not None for pair in same for name in _FIGURES)
     setups = len({point.label for point, _ in same})
     rows = tuple(_compare_row(*pair, tests=tests, setups=setups) for pair in same)
-    return ReportComparison(
-        *names,
-        rows,
-        tuple(map(_name, only_a)),
-        tuple(map(_name, only_b)),
-        tuple(not_known),
-        tuple(_notes(*both, names, rows, same)),
-        bound,
-    )
+    names_a, names_b = (tuple(map(_name, points)) for points in (only_a, only_b))
+    notes = tuple(_notes(*both, names, rows, same))
+    return ReportComparison(*names, rows, names_a, names_b, tuple(not_known), notes, bound)
 
 
 def ratio_of(

@@ -13,16 +13,10 @@ from deploykit.evaluation.latency import percentile_ms
 from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series
 from deploykit.reporting.tables import (
     accuracy_of,
-    after_setups,
     at_smallest,
     by_label,
-    limit_line,
     load_label,
-    looks,
-    mark,
-    name_in_charts,
     rate_of,
-    value,
     why_not,
 )
 
@@ -40,6 +34,32 @@ _TRACES = (
     ("power_w", "GPU power", "W", "power"),
     ("temperature_c", "GPU temperature", "°C", "temperature"),
 )
+
+
+def _looks(document: Json) -> dict[str, int]:
+    """Return the unique look of each setup in all charts; the baseline has 0."""
+    labels = dict.fromkeys([document["baseline"], *(str(p["label"]) for p in document["points"])])
+    return {label: number for number, label in enumerate(labels)}
+
+
+def _after_setups(document: Json) -> int:
+    """Return the first look after the setups', for load levels, GPUs and parts of a call."""
+    return len(_looks(document)) if document.get("points") else 1
+
+
+def _name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
+    """Return a label, with a warning if some of its points are not used for conclusions."""
+    marked = any(why_not(document, point) for point in points)
+    return f"✗ {label}" if marked else label
+
+
+def _mark(x: float, parts: Json) -> Mark:
+    return Mark(x, parts["value"], parts["low"], parts["high"])
+
+
+def _limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
+    """Return the position and label of the wanted latency in a chart."""
+    return (slo_ms, f"wanted{of}: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
 def _part(part: float, whole: float | None) -> str:
@@ -73,7 +93,7 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
 
 
 def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
-    look, series = looks(document), []
+    look, series = _looks(document), []
     for label, chosen in by_label(points).items():
         rates = [(rate_of(point), point, point["latency"]) for point in chosen]
         marks = [
@@ -83,13 +103,13 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
         ]
         upper = [Mark(rate, ms["p99_ms"]["value"]) for rate, _, ms in rates if ms["p99_ms"]]
         if marks:
-            name = name_in_charts(document, label, chosen)
+            name = _name_in_charts(document, label, chosen)
             series.append(Series(name, tuple(marks), look[label], tuple(upper)))
     usable = [point for point in points if not why_not(document, point)]
     best = max(usable or points, key=rate_of)
-    p50_ms = value(best["latency"]["p50_ms"])
+    p50 = best["latency"]["p50_ms"]
     doubt = "" if usable else "None of these rows gives a verdict. "
-    at = f", with a p50 of {number(p50_ms)}{SPACE}ms" if p50_ms is not None else ""
+    at = f", with a p50 of {number(p50['value'])}{SPACE}ms" if p50 is not None else ""
     return Chart(
         name=f"trade-off-{index}",
         title="Latency against throughput",
@@ -99,20 +119,19 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
         x_label=f"throughput (inferences/s), {points[0]['scenario']}",
         y_label="latency of one call (ms)",
         series=tuple(series),
-        limit=limit_line(document.get("slo_ms"), " at p99"),
+        limit=_limit_line(document.get("slo_ms"), " at p99"),
         zero=False,
     )
 
 
 def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
-    look, scenario = looks(document), points[0]["scenario"]
+    look, scenario = _looks(document), points[0]["scenario"]
     batches = sorted({int(point["batch"]) for point in points})
-    found = [c for c in document["crossovers"] if c["by"] == "throughput"]
-    found = [c for c in found if c["scenario"] == scenario]
+    wanted = ("throughput", scenario)
+    found = [c for c in document["crossovers"] if (c["by"], c["scenario"]) == wanted]
+    ahead = [c for c in found if c["batch"] is not None]
     sentences = [
-        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
-        for c in found
-        if c["batch"] is not None
+        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on" for c in ahead
     ]
     if behind := [c["label"] for c in found if c["batch"] is None]:
         sentences.append(
@@ -122,8 +141,8 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     best = max(usable or points, key=rate_of)
     flags = [
         (float(c["batch"]), f"{c['label']} ahead from batch {c['batch']}")
-        for c in found
-        if c["label"] == best["label"] and c["batch"] not in (None, batches[0])
+        for c in ahead
+        if c["label"] == best["label"] and c["batch"] != batches[0]
     ]
     return Chart(
         name=f"sweep-{index}",
@@ -133,8 +152,8 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
         y_label="throughput (inferences/s)",
         series=tuple(
             Series(
-                name_in_charts(document, label, chosen),
-                tuple(mark(float(p["batch"]), p["throughput_per_s"]) for p in chosen),
+                _name_in_charts(document, label, chosen),
+                tuple(_mark(float(p["batch"]), p["throughput_per_s"]) for p in chosen),
                 look[label],
             )
             for label, chosen in by_label(points).items()
@@ -149,7 +168,7 @@ def calls_chart(document: Json) -> Chart | None:
     """Draw the calls of each setup at the smallest batch from their histograms."""
     points = [p for p in document["points"] if p["histogram"] and p["histogram"]["counts"]]
     points = at_smallest([p for p in points if p["scenario"] == points[0]["scenario"]])
-    look, series = looks(document), []
+    look, series = _looks(document), []
     for label, (point, *_) in by_label(points).items():
         histogram = point["histogram"]
         calls, slowest = sum(histogram["counts"]), percentile_ms(histogram, 100)
@@ -157,7 +176,7 @@ def calls_chart(document: Json) -> Chart | None:
         marks = [Mark(1 / share, percentile_ms(histogram, 100 - 100 * share)) for share in shares]
         if marks:
             marks.append(Mark(max(float(calls), marks[-1].x), slowest))
-            name = name_in_charts(document, label, [point])
+            name = _name_in_charts(document, label, [point])
             series.append(Series(name, tuple(marks), look[label], plain=True))
     if not series:
         return None
@@ -194,7 +213,7 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
     xs = [float(point["intensity"]) for point in points]
     low, high = min(*xs, ridge) / 2, max(*xs, ridge) * 2
     roof = tuple(Mark(x, min(most, x * fastest)) for x in (low, ridge, high))
-    look, series = looks(document), [Series("measured limit", roof, BOUND, plain=True)]
+    look, series = _looks(document), [Series("measured limit", roof, BOUND, plain=True)]
     shares: list[tuple[float, str, str, str]] = []
     rows = []
     for label, chosen in by_label(points).items():
@@ -227,7 +246,7 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
 
 def _accuracy(document: Json) -> Chart | None:
     """Draw the accuracy of each setup against its p50 latency at the smallest batch."""
-    look, series, sentences, metric = looks(document), [], [], ""
+    look, series, sentences, metric = _looks(document), [], [], ""
     points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
     for label, (point, *_) in by_label(at_smallest(points)).items():
         row = accuracy_of(document["accuracy"], label, str(point["precision"]))
@@ -235,7 +254,7 @@ def _accuracy(document: Json) -> Chart | None:
         if row is None or p50 is None:
             continue
         share = {key: part * 100 for key, part in row["value"].items()}
-        series.append(Series(label, (mark(p50["value"], share),), look[label]))
+        series.append(Series(label, (_mark(p50["value"], share),), look[label]))
         text, metric = percent(row["value"], row["n"]), str(row["metric"])
         sentences.append(f"{label}: {text} at {number(p50['value'])}{SPACE}ms")
     if not series:
@@ -255,7 +274,7 @@ def _accuracy(document: Json) -> Chart | None:
 def served_chart(document: Json) -> Chart | None:
     """Draw the percentiles of each load level up to the maximum, on a logarithmic axis."""
     series: list[Series] = []
-    sentences, first = [], after_setups(document)
+    sentences, first = [], _after_setups(document)
     wanted = {result.get("slo_ms") for result in document["serving"]}
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
@@ -264,12 +283,12 @@ def served_chart(document: Json) -> Chart | None:
         if latency is None or latency["p50_ms"] is None:
             continue
         shares_left = (("p50_ms", 0.5), ("p90_ms", 0.1), ("p99_ms", 0.01))
-        marks = [mark(1 / left, latency[key]) for key, left in shares_left if latency[key]]
+        marks = [_mark(1 / left, latency[key]) for key, left in shares_left if latency[key]]
         if latency["samples"] > 100 and latency["max_ms"] is not None:
             marks.append(Mark(float(latency["samples"]), latency["max_ms"], text="max"))
         series.append(Series(label, tuple(marks), first + len(series)))
-        p99_ms = value(latency["p99_ms"])
-        tail = MISSING if p99_ms is None else f"{number(p99_ms)}{SPACE}ms"
+        p99 = latency["p99_ms"]
+        tail = MISSING if p99 is None else f"{number(p99['value'])}{SPACE}ms"
         sentences.append(f"{label}: p50 {number(latency['p50_ms']['value'])}{SPACE}ms, p99 {tail}")
     if not series:
         return None
@@ -281,7 +300,7 @@ def served_chart(document: Json) -> Chart | None:
         y_label="latency (ms)",
         series=tuple(series),
         x_ticks=_ticks(series),
-        limit=limit_line(wanted.pop(), "") if len(wanted) == 1 else None,
+        limit=_limit_line(wanted.pop(), "") if len(wanted) == 1 else None,
         x_log=True,
     )
 
@@ -305,7 +324,7 @@ def gpu_charts(document: Json) -> list[Chart]:
             name = gpu["name"] + f" {index + 1}" * (len(traced) > 1)
             last = max(len(values) - 1, 1)
             marks = [Mark(100 * i / last, y) for i, y in enumerate(values) if y is not None]
-            look = after_setups(document) + index
+            look = _after_setups(document) + index
             series.append(Series(name, tuple(marks), look, plain=True))
             low, high = (number(end([mark.y for mark in marks])) for end in (min, max))
             sentences.append(f"{name}: {low} to {high}")
@@ -368,7 +387,7 @@ def layers_chart(document: Json) -> list[Bars]:
             bars=tuple(
                 (f"{each['name']} · {each['op']}", each["ms"]) for each in found["layers"][:_DRAWN]
             ),
-            look=after_setups(document),
+            look=_after_setups(document),
             columns=COLUMNS,
             rows=tuple(layer_rows(found)),
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.files import asset
+from deploykit.core.files import LOOK
 from deploykit.evaluation.formatting import Table
 from deploykit.evaluation.html_tables import html_table, safe
 from deploykit.reporting.charts import Figure, draw
@@ -25,7 +25,7 @@ from deploykit.reporting.tables import (
     text_columns,
 )
 
-CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+CSS = "".join(p.read_text(encoding="utf-8") for p in (LOOK, Path(__file__).with_name("report.css")))
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 CONCLUSIONS = 6  # most after the headline; the others are at the end
 DISTURBED = "The machine was busy"  # the beginning of the sentence that says so

@@ -34,7 +34,6 @@ class Window(Record):
     `steal`: the share of CPU time that the hypervisor gave to others. `held`: of the time in which
     a limit of the control group stopped this process. `throttled`: the CPU lowered its clock for
     heat. `busiest`: the other process that used most, with its number; "" where none is visible.
-    `load_average`, `mhz`, `celsius`: in reports of earlier versions.
     """
 
     seconds: float = 0.0
@@ -44,9 +43,6 @@ class Window(Record):
     throttled: bool = False
     busiest: str = ""
     busiest_cores: float | None = None
-    load_average: float | None = None
-    mhz: float | None = None
-    celsius: float | None = None
 
 
 @dataclass(frozen=True)
@@ -150,12 +146,8 @@ class Watch:
         fields = [lines[name].split()[1:9] for cpu in self._cpus if (name := f"cpu{cpu}") in lines]
         used = [each for pid in self._family if (each := self._process(pid))]
         held = file_text(self.sys / "fs/cgroup/cpu.stat").partition("throttled_usec ")[2].split()
-        counts = [
-            file_text(
-                self.sys / f"devices/system/cpu/cpu{cpu}/thermal_throttle/core_throttle_count"
-            )
-            for cpu in self._cpus
-        ]
+        folder, count = self.sys / "devices/system/cpu", "thermal_throttle/core_throttle_count"
+        counts = [file_text(folder / f"cpu{cpu}" / count) for cpu in self._cpus]
         try:
             sums = [sum(map(int, column)) / _TICKS_PER_S for column in zip(*fields, strict=True)]
             user, nice, system, _, _, _, _, steal = sums

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -339,7 +339,7 @@ def _check_numbers(value: object, where: str) -> None:
     """Raise BadInput naming the key for huge or infinite numbers, NaN, and long lists."""
     items: Iterable[tuple[str | int, object]] = ()
     if is_dataclass(value):
-        items = ((each.name, getattr(value, each.name)) for each in fields(value))
+        items = vars(value).items()
     elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, (tuple, list)):

@@ -19,7 +19,6 @@ from deploykit.evaluation.formatting import (
     spread,
 )
 from deploykit.evaluation.html_tables import Json, or_infinite, parity_table
-from deploykit.reporting.charts import Mark
 
 NOT_MEASURED = "not measured"
 Columns = Mapping[str, Callable[[Any], str]]  # name of a column -> function from a row to its cell
@@ -41,29 +40,11 @@ def text_columns(names: Iterable[str]) -> tuple[int, ...]:
     return tuple(at for at, name in enumerate(names) if at == 0 or name in _TEXT)
 
 
-def looks(document: Json) -> dict[str, int]:
-    """Return the unique look of each setup in all charts; the baseline has 0."""
-    labels = list(dict.fromkeys(str(point["label"]) for point in document["points"]))
-    others = [label for label in labels if label != document["baseline"]]
-    return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
-
-
-def after_setups(document: Json) -> int:
-    """Return the first look after the setups', for load levels, GPUs and parts of a call."""
-    return len(looks(document)) if document.get("points") else 1
-
-
 def why_not(document: Json, point: Json) -> str:
     """Return why a point is not used for conclusions; "" if it is used."""
     if point["label"] in document.get("wrong", ()):
         return "wrong outputs"
     return "; ".join(point.get("marks") or ())
-
-
-def name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
-    """Return a label, with a warning if some of its points are not used for conclusions."""
-    marked = any(why_not(document, point) for point in points)
-    return f"✗ {label}" if marked else label
 
 
 def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
@@ -90,19 +71,6 @@ def at_smallest(points: Sequence[Json]) -> list[Json]:
     """Return the points at the smallest batch, which some setups may lack."""
     smallest = min((int(point["batch"]) for point in points), default=1)
     return [point for point in points if int(point["batch"]) == smallest]
-
-
-def value(parts: Json | None) -> float | None:
-    return None if parts is None else float(parts["value"])
-
-
-def mark(x: float, parts: Json, text: str = "") -> Mark:
-    return Mark(x, parts["value"], parts["low"], parts["high"], text)
-
-
-def limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
-    """Return the position and label of the wanted latency in a chart."""
-    return (slo_ms, f"wanted{of}: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
 def load_label(result: Json) -> str:

@@ -139,11 +139,8 @@ def _headlines(report: Report) -> Iterator[str]:
         at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
         rate = f"up to {spread(top.throughput_per_s.to_dict())} inferences/s at batch {top.batch}"
         sentences.append(f"{report.artefacts[0]['file']}: {at}{rate}, in {_session_text(top)}.")
-    sentences += [
-        f"No row of {name} gives a verdict."
-        for name, found in engines.items()
-        if not found and name not in report.wrong
-    ]
+    unusable = [name for name, found in engines.items() if not found and name not in report.wrong]
+    sentences += [f"No row of {name} gives a verdict." for name in unusable]
     asked = [found for found in engines.values() if found] if engines else [others]
     for found in asked[:_MOST]:
         sentences += _headline(report, found, own)

@@ -10,6 +10,7 @@ import os
 import secrets
 import ssl
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote as escape
@@ -36,7 +37,6 @@ _ERRORS: dict[int, type[DeploykitError]] = {
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
-
 OneItem = str | os.PathLike[str] | bytes | Any  # a PIL image
 
 
@@ -56,12 +56,14 @@ class ModelClient(Shown):
         *,
         token: str | None = None,
         ca: StrPath | None = None,
+        cert: StrPath | None = None,
+        key: StrPath | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self.url = url
+        self._connect = partial(connect, url, timeout_s, ca=ca, cert=cert, key=key)
         self._timeout_s = timeout_s
-        self._ca = ca
-        connection, self._base = connect(url, timeout_s, ca=ca)
+        connection, self._base = self._connect()
         # by process, as a forked one must not use those of its parent; removed by `close`
         self._idle: dict[int, list[http.client.HTTPConnection]] = {os.getpid(): [connection]}
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
@@ -187,7 +189,7 @@ class ModelClient(Shown):
         try:
             connection = idle.pop()
         except IndexError:
-            connection = connect(self.url, self._timeout_s, ca=self._ca)[0]
+            connection = self._connect()[0]
         fresh = connection.sock is None
         try:
             try:
@@ -208,14 +210,22 @@ class ModelClient(Shown):
 
 
 def client(
-    url: str, *, token: str | None = None, ca: StrPath | None = None, timeout_s: float = 60.0
+    url: str,
+    *,
+    token: str | None = None,
+    ca: StrPath | None = None,
+    cert: StrPath | None = None,
+    key: StrPath | None = None,
+    timeout_s: float = 60.0,
 ) -> ModelClient:
-    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL.
+    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL or file.
 
-    `url` may have a path, as behind a proxy. `ca`: a file with the certificates to trust instead of
-    the system's, such as that of a server's own CA.
+    `url` may have a path, as behind a proxy; `unix:FILE` is a server's socket on this machine.
+    `ca`: a file with the certificates to trust instead of the system's, such as that of a server's
+    own CA. `cert`: the client's certificate, for a server that wants one; `key`: its private key,
+    if that is in a file of its own.
     """
-    return ModelClient(url, token=token, ca=ca, timeout_s=timeout_s)
+    return ModelClient(url, token=token, ca=ca, cert=cert, key=key, timeout_s=timeout_s)
 
 
 def _send(

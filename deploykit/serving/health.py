@@ -25,6 +25,7 @@ _MOST_BYTES = 1 << 16  # the most bytes of an answer that are read
 _LONGEST_S = 3600
 _WAIT_S = 5.0  # how long to wait for an answer
 _FORM = "write it as http://HOST:PORT, with the path of a proxy if there is one"
+_OWN_CERT = "it may want a client certificate: dk.client(url, cert='cert.pem', key='key.pem')"
 _HOST = re.compile(r"[A-Za-z0-9.:_%-]+")
 _PATH = re.compile(r"(/[A-Za-z0-9._~%-]+)*")
 
@@ -58,14 +59,23 @@ def health(url: str = "http://127.0.0.1:8000") -> Readiness:
 
 
 def connect(
-    url: str, timeout_s: float, *, verify: bool = True, ca: StrPath | None = None
+    url: str,
+    timeout_s: float,
+    *,
+    verify: bool = True,
+    ca: StrPath | None = None,
+    cert: StrPath | None = None,
+    key: StrPath | None = None,
 ) -> tuple[http.client.HTTPConnection, str]:
     """Return an unopened connection to the server, and the path below which it is.
 
     `url`: http://..., https://..., or unix:FILE for a socket. `verify`: check an https certificate;
-    `ca`: a file of certificates to trust instead of the system's. Raises BadInput on a wrong URL or
-    file.
+    `ca`: a file of certificates to trust instead of the system's. `cert`: the client's own, and
+    `key` its private key, if that is in another file. Raises BadInput on a wrong URL or file.
     """
+    what = next((name for name, file in [("ca", ca), ("cert", cert), ("key", key)] if file), None)
+    if what is not None and not url.startswith("https:"):
+        raise BadInput(f"`{what}` is for https://, and the server is {without_secrets(url)}")
     if not 0 < timeout_s <= _LONGEST_S:
         raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
     if url.startswith("unix:"):
@@ -82,10 +92,14 @@ def connect(
         raise BadInput(f"'{without_secrets(url)}' is not a server's URL", hint=_FORM)
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port, timeout=timeout_s), path
+    what = f"`ca` {ca}: holds no certificate"
     try:
         context = ssl.create_default_context(cafile=ca)
-    except OSError as exc:  # of `ca`: it is missing, or holds no certificate
-        raise BadInput(f"`ca` {ca}: holds no certificate: {os_reason(exc)}") from exc
+        if own := cert or key:
+            what = f"`cert` {cert}, `key` {key}: no certificate and its key without a password"
+            context.load_cert_chain(own, key, password=lambda: b"")  # no question at the terminal
+    except OSError as exc:
+        raise BadInput(f"{what}: {os_reason(exc)}") from exc
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -107,19 +121,20 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def unreachable(kind: type[DeploykitError], url: str, exc: Exception) -> DeploykitError:
     reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
-    hint = "start one with: deploykit serve model.onnx"
+    closed = url.startswith("https:") and isinstance(exc, ConnectionResetError)
+    hint = _OWN_CERT if closed else "start one with: deploykit serve model.onnx"
     return kind(f"{url}: no server answers there: {reason}", hint=hint)
 
 
 def tls_error(url: str, exc: ssl.SSLError) -> BadInput:
     """Return the error for a TLS connection that cannot be made."""
     if isinstance(exc, ssl.SSLCertVerificationError):
-        return BadInput(
-            f"{url}: its certificate is not trusted: {exc.verify_message}",
-            hint="trust its CA: dk.client(url, ca='ca.pem'), or set SSL_CERT_FILE",
-        )
+        cure = "trust its CA: dk.client(url, ca='ca.pem'), or set SSL_CERT_FILE"
+        return BadInput(f"{url}: its certificate is not trusted: {exc.verify_message}", hint=cure)
     reason = (exc.reason or "no reason given").lower().replace("_", " ")
     hint = "is it a server without TLS? then write http://" if "version" in reason else None
+    if "alert" in reason:
+        hint = _OWN_CERT
     return BadInput(f"{url}: no TLS connection can be made: {reason}", hint=hint)
 
 

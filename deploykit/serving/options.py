@@ -102,10 +102,8 @@ class ServeOptions:
             object.__setattr__(self, "buckets", sizes)
             object.__setattr__(self, "pad", {**self.pad, **values})
         if self.pad and not self.buckets:
-            raise BadInput(
-                "`pad` has no effect without `buckets`",
-                hint="`buckets` T=16,32:ids=1 pads axis T to 16, 32",
-            )
+            hint = "`buckets` T=16,32:ids=1 pads axis T to 16, 32"
+            raise BadInput("`pad` has no effect without `buckets`", hint=hint)
         if not _ROOT.fullmatch(self.root_path):
             raise BadInput(f"`root_path` {self.root_path}: must begin with /, such as /models")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -126,9 +124,8 @@ class ServeOptions:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Return batch sizes to capture as CUDA graphs; smaller batches are padded to the next."""
-        return tuple(
-            sorted({self.max_batch, *(1 << n for n in range(self.max_batch.bit_length()))})
-        )
+        most = self.max_batch
+        return tuple(sorted({most, *(1 << n for n in range(most.bit_length()))}))
 
 
 def addresses(host: str, port: int, grpc_port: int | None) -> tuple[str, str | None]:

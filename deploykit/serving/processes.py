@@ -111,10 +111,8 @@ def threads_each(options: ServeOptions, workers: Workers) -> int | None:
 def check_on_cpu(name: str, device: str) -> None:
     """Raise Unsupported for an engine on a GPU that one of several workers has opened."""
     if device != "cpu":
-        raise Unsupported(
-            f"model '{name}' runs on {device}, which one process owns",
-            hint=f"`workers` {SHARED}2, or `device` cpu",
-        )
+        hint = f"`workers` {SHARED}2, or `device` cpu"
+        raise Unsupported(f"model '{name}' runs on {device}, which one process owns", hint=hint)
 
 
 def run_workers(
@@ -221,7 +219,6 @@ def time_threads(
     files: Mapping[str, Path], device: str, cores: int, _on_progress: Callable[[str, float], Any]
 ) -> Timed | str:
     """Time each model, or return why there cannot be several workers; 0: nothing to run."""
-
     timed = {}
     for name, file in files.items():
         found = []

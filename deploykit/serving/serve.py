@@ -24,7 +24,7 @@ from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
-from deploykit.serving import processes as multiprocess
+from deploykit.serving import processes
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.shadow import Shadow, check_reference
@@ -55,10 +55,8 @@ def name_models(values: Sequence[str]) -> dict[str, Path]:
         if found or not file or "/" in name:
             name, file = Path(text).stem, text
         if not _NAME.fullmatch(name) and (equals or Path(file).suffix):
-            raise BadInput(
-                f"{text}: '{name}' cannot be the name of a model",
-                hint=f"NAME=FILE, with a NAME of letters, digits, '.', '_' or '-': NAME={file}",
-            )
+            hint = f"NAME=FILE, with a NAME of letters, digits, '.', '_' or '-': NAME={file}"
+            raise BadInput(f"{text}: '{name}' cannot be the name of a model", hint=hint)
         if name in files:
             raise BadInput(f"{text}: the name '{name}' is taken", hint="give it another: NAME=FILE")
         files[name] = Path(file)
@@ -97,13 +95,13 @@ def serve(options: ServeOptions) -> RunningServer:
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
     check_installed(*PACKAGES)
-    multiprocess.parse_workers(options.workers)
+    processes.parse_workers(options.workers)
 
     def run(on_start: OnStart, stop: socket) -> int:
         service, chosen = _prepare(options)
         if not chosen.several:
             return service.run(on_start)
-        return multiprocess.run_workers_apart(
+        return processes.run_workers_apart(
             chosen, service.run, service.settings, service.names, on_start, stop
         )
 
@@ -132,7 +130,7 @@ def serve_until_stopped(
     Returns how many accepted requests were left unanswered.
     """
     check_installed(*PACKAGES)
-    multiprocess.parse_workers(options.workers)
+    processes.parse_workers(options.workers)
     with logs.configure(log_format):
         if find is not None:
             options = replace(options, models=find())
@@ -140,9 +138,7 @@ def serve_until_stopped(
         run = partial(service.run, on_serve=on_serve)
         if not chosen.several:
             return run(on_start)
-    return multiprocess.run_workers(
-        chosen, run, service.settings, log_format, service.names, on_start
-    )
+    return processes.run_workers(chosen, run, service.settings, log_format, service.names, on_start)
 
 
 def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
@@ -150,15 +146,15 @@ def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
     files, pipelines = _files_by_name(options.models), _files_by_name(options.pipelines)
     job = models_to_serve, pipelines, files
     # a pipeline may start threads, after which a fork would hang forever
-    apart = pipelines and multiprocess.parse_workers(options.workers).several
+    apart = pipelines and processes.parse_workers(options.workers).several
     served = run_apart("`pipelines`", *job) if apart else job[0](*job[1:])
     references = name_shadows(options.shadows, list(served))
     if not files and not pipelines:
         raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
     for file in (*files.values(), *references.values()):
         check_readable(file)
-    chosen = multiprocess.choose_workers(served, options)
-    threads = multiprocess.threads_each(options, chosen)
+    chosen = processes.choose_workers(served, options)
+    threads = processes.threads_each(options, chosen)
     settings = replace(options, models=(), pipelines=(), shadows=(), threads=threads)
     return _Service(files, pipelines, references, settings, [*served, *pipelines]), chosen
 
@@ -203,7 +199,7 @@ class _Service:
                     for engine in models[name]:
                         stack.callback(engine.close)
                         if group.count > 1 and not group.runs_engines:
-                            multiprocess.check_on_cpu(name, engine.device)
+                            processes.check_on_cpu(name, engine.device)
                 for name, file in self.references.items():
                     (reference,) = open_proven(file, "cpu", threads=1)  # cores are for serving
                     stack.callback(reference.close)

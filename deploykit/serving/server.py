@@ -160,13 +160,16 @@ class Server:
                 idle_s=options.idle_s,
                 max_age_s=options.max_connection_age_s or math.inf,
             )
+            places = math.ceil(grpc_limits.connections / group.count)
+            streams = math.ceil(grpc_limits.all_streams / group.count)
+            grpc_limits = replace(grpc_limits, connections=places, all_streams=streams)
             self._grpc = GrpcPort(
                 self.repository,
                 options,
                 access,
                 memory,
                 self._offload,
-                grpc_limits.divided(group.count),
+                grpc_limits,
                 group,
             )
             tls = tls_context(options, _PROTOCOLS[1])
@@ -265,7 +268,7 @@ class Server:
         finally:
             ticking.cancel()
             for connection in self._connections:
-                connection.abort()
+                connection.transport.abort()
         if self._signals.count > 1 or self._signals.interrupted:
             if dropped:
                 log.warning("%d accepted requests were not answered", dropped)
@@ -336,7 +339,7 @@ class Server:
             self._finished.run(partial(deliver_inline, (request,)))
 
     def _begin_drain(self) -> None:
-        self.repository.leave()
+        self.repository.leaving = True
         for port in self._ports:
             port.retire()
         self._stopped.set()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -88,16 +87,12 @@ class SharedMemory(Closing):
         the server has no file descriptor left.
         """
         if type(name) is not str or not _NAME.fullmatch(name):
-            raise BadInput(
-                f"{quote(name)} cannot be the name of a region",
-                hint="use 1 to 128 letters, digits, '.', '_' or '-'",
-            )
+            hint = "use 1 to 128 letters, digits, '.', '_' or '-'"
+            raise BadInput(f"{quote(name)} cannot be the name of a region", hint=hint)
         region, where = name, f"region '{name}'"
         bare = key.removeprefix("/") if type(key) is str else ""
         if not _NAME.fullmatch(bare) or bare in (".", "..") or bare.startswith(_INTERNAL):
-            raise BadInput(
-                f"{where}: {quote(key)} cannot be the key of a region", hint=_CREATE_HINT
-            )
+            raise BadInput(f"{where}: {quote(key)} cannot be the key", hint=_CREATE_HINT)
         start = _integer(where, "offset", offset, 0)
         size = _integer(where, "byte_size", byte_size, 1)
         with self._lock:
@@ -107,15 +102,9 @@ class SharedMemory(Closing):
                 raise BadInput(f"{where}: {MAX_REGIONS} regions are registered, the maximum")
             file = _open(where, bare)
             try:
-                end, info = start + size, os.fstat(file)
-                if not stat.S_ISREG(info.st_mode):
-                    raise BadInput(
-                        f"{where}: its key is not that of shared memory", hint=_CREATE_HINT
-                    )
-                if end > info.st_size:
-                    raise BadInput(
-                        f"{where}: it would end at byte {end}, the object has {info.st_size}"
-                    )
+                end, most = start + size, os.fstat(file).st_size  # 0 of what is no regular file
+                if end > most:
+                    raise BadInput(f"{where}: it would end at byte {end}, the object has {most}")
             except BaseException:
                 os.close(file)
                 raise

@@ -5,7 +5,7 @@ A recipe is the user's own code. What is wrong with it is reported by the name o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,24 +30,20 @@ def check_recipe(recipe: Recipe) -> None:
         check_arguments(Recipe, vars(recipe))
     except BadInput as exc:
         raise BadInput(f"the recipe's {exc.message}") from None
+
+    def check(names: str, fits: Callable[[Any], object], expected: str) -> None:
+        for name in names.split():
+            if not fits(value := getattr(recipe, name)):
+                raise BadInput(f"the recipe's `{name}` must be {expected}, got {value!r:.80}")
+
     specs = "TensorSpecs, such as (parse_spec('x:float32[N,3]'),)"
-    rules = [
-        (name, found and all(isinstance(each, TensorSpec) for each in found), specs)
-        for name, found in (("inputs", recipe.inputs), ("outputs", recipe.outputs))
-    ]
-    for name in ("loss", "metric"):  # a class would be called with a batch
-        is_class = isinstance(getattr(recipe, name), type)
-        rules.append((name, not is_class, "a function, or a module: torch.nn.CrossEntropyLoss()"))
-    for name in ("epochs", "batch_size"):
-        rules.append((name, getattr(recipe, name) >= 1, "1 or more"))
-    for name in ("learning_rate", "clip_norm"):
-        value = getattr(recipe, name)
-        rules.append((name, value is None or 0 < value < LARGEST, f"above 0, below {LARGEST:g}"))
-    rules.append(("schedule", recipe.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"))
-    for name, fits, expected in rules:
-        if not fits:
-            value = getattr(recipe, name)
-            raise BadInput(f"the recipe's `{name}` must be {expected}, got {value!r:.80}")
+    check("inputs outputs", lambda x: x and all(isinstance(each, TensorSpec) for each in x), specs)
+    function = "a function, or a module: torch.nn.CrossEntropyLoss()"
+    check("loss metric", lambda x: not isinstance(x, type), function)  # it is called with a batch
+    check("epochs batch_size", lambda x: x >= 1, "1 or more")
+    rate = f"above 0, below {LARGEST:g}"
+    check("learning_rate clip_norm", lambda x: x is None or 0 < x < LARGEST, rate)
+    check("schedule", lambda x: x in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
 
 
 def check_splits(recipe: Recipe, splits: Splits) -> Splits:
@@ -180,9 +176,7 @@ def score_classes(splits: Splits, scores: np.ndarray) -> dict[str, dict[str, int
 
 
 def explain_score(
-    low: float,
-    classes: Mapping[str, Mapping[str, int]],
-    shared: Mapping[str, Mapping[str, int]],
+    low: float, classes: Mapping[str, Mapping[str, int]], shared: Mapping[str, Mapping[str, int]]
 ) -> list[str]:
     """Return notes on a score whose interval begins at `low`: what it does not show."""
     notes = [

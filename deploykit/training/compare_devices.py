@@ -471,10 +471,8 @@ def device_rows(table: DeviceTable) -> Table:
 
 def _tables(table: DeviceTable) -> list[Table]:
     """Return the tables that have rows."""
-    cpu, gpu = (
-        next((row for row in table.rows if (row.device, row.precision, row.batch) == own), None)
-        for own in ((device, "float32", table.batch) for device in PRECISIONS)
-    )
+    rows_of = {(row.device, row.precision, row.batch): row for row in table.rows}
+    cpu, gpu = (rows_of.get((device, "float32", table.batch)) for device in PRECISIONS)
     what = f"{table.recipe} on this machine: {count(table.epochs)} epochs of "
     what += f"{count(table.samples)} samples at batch {table.batch}, float32"
     runs = (_spread(each.run_s if each else None) for each in (cpu, gpu))

@@ -432,13 +432,12 @@ def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Proc
 
 def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
     """Return the one that makes batches in less time. Not yet run on a GPU."""
-    times_ms = {"cpu": time_batches(on_cpu)}
+    times_ms = on_cpu.times_ms = {"cpu": time_batches(on_cpu)}
     try:
         on_gpu = make_on_gpu()
         times_ms["gpu"] = time_batches(on_gpu)
     except OutOfMemory as exc:
         on_cpu.note = f"augmentation runs on the CPU: {exc.message}"
-        on_cpu.times_ms = times_ms
         return on_cpu
     where, other = sorted(times_ms, key=times_ms.__getitem__)
     found = on_gpu if where == "gpu" else on_cpu

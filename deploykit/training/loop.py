@@ -235,22 +235,16 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
             hint="name a file that does not exist yet as `checkpoint`",
         )
     hint = "repeat that run's options, or name another `checkpoint`"
+    done, constant = len(state["state"]["history"]), run["schedule"] == "constant"
     for name, value in run.items():
         before = state["run"].get(name)
-        if (
-            name == "epochs"
-            and run["schedule"] == "constant"
-            and len(state["state"]["history"]) <= value
-        ):
-            continue  # each epoch is what it would be in a run of any length
-        if before != value:
-            if name == "epochs" and before < value:
-                hint = f"the {run['schedule']} schedule ends with epoch {before}: only a recipe "
-                hint += "with schedule='constant' can be lengthened; name another `checkpoint`"
-            raise BadInput(
-                f"{path}: is the state of another run: its {name} is {before}, here it is {value}",
-                hint=hint,
-            )
+        if before == value or (name == "epochs" and constant and done <= value):
+            continue  # with a constant rate each epoch is what it would be in a run of any length
+        if name == "epochs" and before < value:
+            hint = f"the {run['schedule']} schedule ends with epoch {before}: only a recipe "
+            hint += "with schedule='constant' can be lengthened; name another `checkpoint`"
+        what = f"its {name} is {before}, here it is {value}"
+        raise BadInput(f"{path}: is the state of another run: {what}", hint=hint)
     return dict(state)
 
 
@@ -421,9 +415,7 @@ def run_training(
     recipe = replace(recipe, learning_rate=options.learning_rate or recipe.learning_rate)
     splits = check_splits(recipe, splits)
     if options.patience and not len(splits.calibration.labels):
-        raise BadInput(
-            "`patience` needs validation data, and the recipe's calibration split is empty"
-        )
+        raise BadInput("`patience` needs validation data: the recipe's calibration split is empty")
     if weights is None and recipe.needs_weights:
         raise BadInput("this recipe needs `weights` to start from", hint=recipe.needs_weights)
     torch.manual_seed(options.seed)
@@ -554,9 +546,8 @@ class Run:
 
     def _has_batch_norm(self) -> bool:
         """Return whether a layer that trains normalises by the statistics of its batch."""
-        kind, fixed = torch.nn.modules.batchnorm._BatchNorm, set[torch.nn.Module]()
-        if self.backbone is not None:
-            fixed = set(self.backbone.modules())
+        kind = torch.nn.modules.batchnorm._BatchNorm
+        fixed = set(self.backbone.modules()) if self.backbone is not None else ()
         return any(isinstance(each, kind) and each not in fixed for each in self.module.modules())
 
     def train(self, on_progress: Progress) -> None:
@@ -666,9 +657,7 @@ class Run:
         if self.state.parts > parts:
             gradients = "with the gradients of the whole, where its loss is a mean over samples"
             if self._has_batch_norm():
-                gradients = (
-                    "and BatchNorm normalises each by itself: the gradients are not the whole's"
-                )
+                gradients = "and BatchNorm normalises each alone: the gradients are not the whole's"
             self.notes.append(
                 f"too little memory for a batch of {self.settings.batch_size}: each is computed "
                 f"in {self.state.parts} parts, {gradients}"
@@ -743,8 +732,7 @@ class Run:
             return {}
         if self.settings.options.fsdp:
             return {"processes": self.group.size, "fsdp": True}
-        inputs, labels, _ = next(iter(self.batches))
-        batch = (inputs, labels)
+        batch = next(iter(self.batches))[:2]
         found = measure_scaling(
             self.stepper.run, self.stepper.gradients, batch, self.group, self.settings.device
         )

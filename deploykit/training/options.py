@@ -89,9 +89,8 @@ class Settings:
 
 def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
     """Decide what `options` leaves open. Raises BadInput, or Unsupported for a missing device."""
-    epochs, batch_size = options.epochs, options.batch_size
-    epochs = recipe.epochs if epochs is None else epochs
-    batch_size = recipe.batch_size if batch_size is None else batch_size
+    epochs = recipe.epochs if options.epochs is None else options.epochs
+    batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
     counts = {"epochs": epochs, "batch_size": batch_size, "patience": options.patience}
     for name, value in counts.items():
         if value is not None and value < 1:

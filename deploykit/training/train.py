@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from deploykit.core.arguments import checked
-from deploykit.core.errors import MissingExtra
+from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.extras import install_command
 from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256, write_json
@@ -66,6 +70,7 @@ def train(
 
     The others are described in `training.options.TrainingOptions`.
     """
+    given = locals()
     out, start = Path(out), Path(weights) if weights else None
     read = (data, start, *named_files(recipe))
     claim(out, "torch", read, force=force)
@@ -84,27 +89,14 @@ def train(
     initial = runtime.load_weights(start) if start else None
     if on_progress:
         on_progress("reading the data", 0.0)
+    options = {each.name: given[each.name] for each in fields(TrainingOptions)}
+    options |= {"checkpoint": state, "tensorboard": events}
     with distributed.join_processes(device) as group:
         checks.check_recipe(chosen)
         trained = loop.run_training(
             chosen,
             read_splits(chosen, Path(data) if data else None),
-            TrainingOptions(
-                epochs=epochs,
-                batch_size=batch_size,
-                learning_rate=learning_rate,
-                device=device,
-                amp=amp,
-                seed=seed,
-                tf32=tf32,
-                compile=compile,
-                unfreeze=unfreeze,
-                fsdp=fsdp,
-                patience=patience,
-                checkpoint=state,
-                tensorboard=events,
-                augment=augment,
-            ),
+            TrainingOptions(**options),
             name=recipe,
             weights=initial,
             weights_from=start or Path("weights"),
@@ -126,22 +118,23 @@ def train(
             evidence=Evidence(training=record),
         )
         if group.first:
-            with atomic_write(manifest_path(out)) as about:  # whole before the checkpoint is there
-
-                def describe(written: Path) -> None:
-                    document = replace(manifest, sha256=sha256(written)).to_dict()
-                    write_json(about, document)
-
-                runtime.save_checkpoint(
-                    out,
-                    trained.module,
-                    recipe,
-                    chosen.inputs,
-                    chosen.outputs,
-                    splits,
-                    preprocess=chosen.preprocess,
-                    on_written=describe,
-                )
+            save = partial(
+                runtime.save_checkpoint,
+                module=trained.module,
+                recipe=recipe,
+                inputs=chosen.inputs,
+                outputs=chosen.outputs,
+                splits=splits,
+                preprocess=chosen.preprocess,
+            )
+            try:
+                _write(out, manifest, save)
+            except DeploykitError as exc:  # a full disk, a folder that is gone: keep the training
+                with suppress(DeploykitError, OSError):
+                    spare = Path(tempfile.mkdtemp(prefix="deploykit-")) / out.name
+                    _write(spare, manifest, save)
+                    exc.hint = f"the trained model is in {spare}, with its manifest: move them"
+                raise
             for place, split in zip(places, (splits.calibration, splits.test), strict=False):
                 write_npz(place, {**split.inputs, LABELS: split.labels}, kind=SPLIT)
         group.wait()
@@ -152,3 +145,13 @@ def train(
         notes.append(f"files skipped, {len(splits.skipped)}: {listed}")
     notes += [*trained.notes, *checks.explain_score(score.low, classes, shared)]
     return Made(out, replace(manifest, sha256=sha256(out)), tuple(notes))
+
+
+def _write(out: Path, manifest: Manifest, save: Callable[..., None]) -> None:
+    """Write a checkpoint by `save`, and its manifest."""
+    with atomic_write(manifest_path(out)) as about:  # whole before the checkpoint is there
+
+        def describe(written: Path) -> None:
+            write_json(about, replace(manifest, sha256=sha256(written)).to_dict())
+
+        save(out, on_written=describe)

@@ -25,7 +25,7 @@ from importlib.metadata import version
 from deploykit.engines.cuda.driver import CudaDevice
 device = CudaDevice(0)
 free, total = device.memory()
-answer = {**vars(device.describe()), "free_bytes": free, "total_bytes": total,
+answer = {**device.describe(), "free_bytes": free, "total_bytes": total,
           "bindings": version("cuda-bindings")}
 """,
     "tensorrt": """

@@ -15,7 +15,7 @@ import pytest
 import deploykit as dk
 from deploykit.benchmarking.bench import bench
 from deploykit.cli.main import main
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.files import manifest_path
 from deploykit.core.machine import this_machine
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
@@ -122,7 +122,7 @@ def test_an_unverified_engine_is_verified_before_it_is_timed(
     engine = dk.build(affine_onnx, "l4").path
     machine()
     timed(engine)
-    manifest = read_manifest(engine)
+    manifest = Artefact(engine).manifest
     assert manifest is not None
     assert manifest.evidence.verified is True
 

@@ -26,7 +26,7 @@ from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
 from deploykit.building.tensorrt.build import cache_path
 from deploykit.building.tensorrt.prove import prove_plan
-from deploykit.core.artefact import Artefact, read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
@@ -82,7 +82,7 @@ def test_an_engine_that_cannot_run_here_is_kept_as_unverified(
     use(layers=layers("Float"))
     made = built(model, tmp_path)
     assert made.path.read_bytes()[1:4] == b"trt"
-    manifest = read_manifest(made.path)
+    manifest = Artefact(made.path).manifest
     assert manifest is not None
     assert manifest.format == "tensorrt"
     assert manifest.precision == {"float32": 1}
@@ -323,7 +323,7 @@ def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onn
         dk.build(affine_onnx, "l4")
     assert caught.value.result.path.name == "affine.rejected.trt"
     assert not affine_onnx.with_suffix(".trt").exists()
-    kept = read_manifest(caught.value.result.path)
+    kept = Artefact(caught.value.result.path).manifest
     assert kept is not None
     assert kept.evidence.verified is False
     assert kept.evidence.golden.file == "affine.rejected.trt.golden.npz"

@@ -167,16 +167,14 @@ def test_a_version_compatible_plan_may_bring_its_own_code(use: Use, model: Path,
     assert does.seen["host_code"] is False
 
 
-@pytest.mark.parametrize(
-    ("layers", "why"), [(None, "could not be read back"), ("{broken", "cannot be read")]
-)
+@pytest.mark.parametrize("layers", [None, "{broken"])
 def test_without_layers_the_plan_is_kept_and_the_reason_noted(
-    use: Use, model: Path, out: Path, layers: str | None, why: str
+    use: Use, model: Path, out: Path, layers: str | None
 ) -> None:
     does = use(layers=layers)
     facts = build(model, out, options())
     assert facts.layers is None
-    assert why in facts.notes[-1]
+    assert "could not be read back" in facts.notes[-1]
     assert out.read_bytes() == does.plan
 
 

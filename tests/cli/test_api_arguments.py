@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 import deploykit as dk
-from deploykit.cli import deploy, make, prove, serve
+from deploykit.cli import deploy, make, plan, prove, serve
 
 CALLS: dict[Callable[..., None], Any] = {
     make.train: dk.train,
     make.export: dk.export,
     make.quantize: dk.quantize,
+    plan.plan: dk.plan,
     prove.compare: dk.compare,
     serve.load: dk.load_test,
     deploy.bundle: dk.bundle,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploykit import __version__
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import profile_names
 from tests.support.cli.command import Run
@@ -46,7 +46,7 @@ def test_quantize_to_int8_writes_file_manifest_and_accuracy(
     drop = document(ran.out)["drop"]
     assert drop["n"] == 60
     assert drop["drop"]["low"] <= drop["drop"]["value"] <= drop["drop"]["high"] <= 0.5
-    manifest = read_manifest(out)
+    manifest = Artefact(out).manifest
     assert manifest is not None
     assert manifest.precision["int8"] > 0
     assert manifest.evidence.accuracy.drop.n == 60

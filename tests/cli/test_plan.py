@@ -70,7 +70,7 @@ def test_a_latency_that_none_meets_is_exit_1_after_the_table(run: Run, model: Pa
     ("options", "message"),
     [
         (("--profile", "h300"), "error: no profile 'h300'\nhint: did you mean h200"),
-        (("--slo-ms", "nan"), "error: --slo-ms must be a number above 0, got nan"),
+        (("--slo-ms", "nan"), "error: --slo-ms must be 1e-09 to 1e+15, got nan"),
         (("--rate", "5"), "error: --rate needs the latency"),
         (("--axis", "T"), "error: --axis T: must be names of axes with a size each\nhint: --axis"),
         (("--axis", "T=3"), "no dynamic axis 'T'; it has: none but the batch"),

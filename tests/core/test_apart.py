@@ -75,7 +75,7 @@ def test_a_process_that_is_killed_before_it_gets_its_file_is_named(
     at_start(tmp_path, monkeypatch, "import os\nos.kill(os.getpid(), 9)\n")
     trial = Trial(tmp_path, exists, 60)
     trial._process.wait()
-    with pytest.raises(DeploykitError, match="the process that checked it"):
+    with pytest.raises(DeploykitError, match="loading it: the system ended it"):
         trial.run(lambda _: None)
 
 

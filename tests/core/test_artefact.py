@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deploykit.core import artefact as artefacts
-from deploykit.core.artefact import Artefact, read_manifest, sniff, torch_kind, wrong_format
+from deploykit.core.artefact import Artefact, sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Evidence, GoldenSamples
 from deploykit.core.files import manifest_path, sha256
@@ -45,11 +45,11 @@ def test_a_manifest_is_next_to_its_artefact() -> None:
 def test_a_manifest_is_read_back_unchanged(artefact: Path) -> None:
     manifest = replace(MANIFEST, sha256=sha256(artefact))
     write_manifest(artefact, manifest)
-    assert read_manifest(artefact) == manifest
+    assert Artefact(artefact).manifest == manifest
 
 
 def test_an_artefact_needs_no_manifest(artefact: Path) -> None:
-    assert read_manifest(artefact) is None
+    assert Artefact(artefact).manifest is None
 
 
 def test_changed_artefact_is_noticed(artefact: Path) -> None:
@@ -58,7 +58,7 @@ def test_changed_artefact_is_noticed(artefact: Path) -> None:
     content[50] ^= 1
     artefact.write_bytes(content)
     with pytest.raises(BadInput, match=r"model\.onnx: .*SHA-256 differs") as caught:
-        read_manifest(artefact)
+        _ = Artefact(artefact).manifest
     assert caught.value.hint is not None
     assert "model.onnx.json" in caught.value.hint
 
@@ -67,7 +67,7 @@ def test_manifest_of_a_missing_artefact_is_not_found(artefact: Path) -> None:
     write_manifest(artefact, replace(MANIFEST, sha256=sha256(artefact)))
     artefact.unlink()
     with pytest.raises(NotFound, match=r"model\.onnx: no such file"):
-        read_manifest(artefact)
+        _ = Artefact(artefact).manifest
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_manifest_of_a_missing_artefact_is_not_found(artefact: Path) -> None:
 def test_damaged_manifest_is_named(artefact: Path, content: bytes) -> None:
     manifest_path(artefact).write_bytes(content)
     with pytest.raises(BadInput, match=r"model\.onnx\.json: "):
-        read_manifest(artefact)
+        _ = Artefact(artefact).manifest
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_damaged_manifest_is_named(artefact: Path, content: bytes) -> None:
 def test_manifest_of_wrong_types_is_named(artefact: Path, key: str, value: object) -> None:
     manifest_path(artefact).write_text(json.dumps({**MANIFEST.to_dict(), key: value}))
     with pytest.raises(BadInput, match=rf"model\.onnx\.json: .*({key}|a tensor needs)"):
-        read_manifest(artefact)
+        _ = Artefact(artefact).manifest
 
 
 def test_pipe_in_place_of_a_manifest_is_refused(artefact: Path) -> None:
     """Reading it would wait for ever."""
     os.mkfifo(manifest_path(artefact))
     with pytest.raises(BadInput, match="not a regular file"):
-        read_manifest(artefact)
+        _ = Artefact(artefact).manifest
 
 
 def zipped(path: Path, *names: str) -> bytes:

@@ -112,7 +112,10 @@ def test_no_more_graphs_are_made_than_memory_should_hold() -> None:
     [(1, (1, True)), (2, (4, True)), (4, (4, True)), (5, (8, True)), (9, (9, False))],
 )
 def test_padding_takes_the_next_size_with_a_graph(rows_: int, expected: tuple[int, bool]) -> None:
-    assert pipeline(FakeCuda(), graphs=[8, 1, 4], pad=True).bucket(rows_) == expected
+    run = pipeline(FakeCuda(), graphs=[8, 1, 4])
+    run.prepare([], pad=True)
+    run.graphs = (1, 4, 8)  # all of which `prepare` would have captured
+    assert run.bucket(rows_) == expected
 
 
 @pytest.mark.parametrize(("rows_", "expected"), [(1, True), (2, False), (4, True), (None, True)])
@@ -123,8 +126,8 @@ def test_without_padding_only_the_same_size_has_a_graph(rows_: int | None, expec
 def test_a_padded_call_returns_its_own_rows_only() -> None:
     cuda = FakeCuda()
     seen = []
-    with pipeline(cuda, graphs=[4], pad=True) as run:
-        run({"x": rows(4, start=1000)})
+    with pipeline(cuda, graphs=[4]) as run:
+        run.prepare([{"x": rows(4, start=1000)}], pad=True)
         for _ in range(3):
             assert right(run({"x": rows(3)}), rows(3))
             staged = next(iter(cuda.host_blocks.values())).view(np.float32)[:16].reshape(4, 4)
@@ -134,7 +137,7 @@ def test_a_padded_call_returns_its_own_rows_only() -> None:
 
 def test_rows_are_not_padded_where_an_output_is_not_one_per_row() -> None:
     total = TensorSpec("y", "float32", (1,))
-    run = Pipeline(
-        FakeCuda(), functools.partial(Affine, FakeCuda()), [X], [total], graphs=[4], pad=True
-    )
+    run = Pipeline(FakeCuda(), functools.partial(Affine, FakeCuda()), [X], [total], graphs=[4])
+    run.prepare([], pad=True)
+    run.graphs = (4,)
     assert run.bucket(3) == (3, False)

@@ -169,6 +169,12 @@ def test_random_booleans_hide_no_whole_row(name: str) -> None:
     assert (alone == (name == "keep")).all()
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_random_flags_differ_from_row_to_row(width: int) -> None:
+    flags = random_feeds((parse_spec(f"flags:bool[N,{width}]"),), {"N": 50})["flags"]
+    assert len(np.unique(flags, axis=0)) == 2**width
+
+
 def test_random_integers_are_valid_ids() -> None:
     ids = random_feeds((parse_spec("i:int64[N]"),), {"N": 1000})["i"]
     assert ids.min() == 0

@@ -73,10 +73,10 @@ def test_a_session_does_not_keep_its_largest_outputs_for_ever(
     monkeypatch.setattr(engine, "_arena", Arena(ort, clock))
     for rows in (1, 2, 4, 8, 16, ROWS):
         assert engine(feeds(rows))["y"].shape == (rows, WIDTH)
-    before = this_process().resident_bytes
+    before = this_process()["resident_bytes"]
     clock.us += int(SHRINK_S * 1e6)
     assert engine(feeds(1))["y"][0, 0] == 1
-    freed = before - this_process().resident_bytes
+    freed = before - this_process()["resident_bytes"]
     assert freed > (ROWS - 2) * WIDTH * 4
     assert freed < ROWS * WIDTH * 4 * 1.5  # smaller runs' blocks were given back before
     engine.close()
@@ -85,7 +85,7 @@ def test_a_session_does_not_keep_its_largest_outputs_for_ever(
 def resident_bytes() -> int:
     """Without what malloc keeps: a server has it return large blocks (`return_large_blocks`)."""
     ctypes.CDLL(None).malloc_trim(0)
-    return this_process().resident_bytes
+    return this_process()["resident_bytes"]
 
 
 def test_a_server_that_is_ready_keeps_nothing_of_its_warm_up(wide: Path) -> None:

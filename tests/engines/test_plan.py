@@ -79,9 +79,9 @@ def test_onnx_file_by_another_name_is_named(tmp_path: Path, with_manifest: bool)
     path = save(linear(), tmp_path / "m.trt")
     if with_manifest:
         write_manifest(path, described())
-    with pytest.raises(BadInput, match="not a TensorRT engine; its format is onnx") as e:
+    with pytest.raises(BadInput, match="is an ONNX file, a TensorRT engine is needed") as e:
         open_plan(path, HERE, trust=True)
-    assert f"deploykit build {path}" in (e.value.hint or "")
+    assert "build" in (e.value.hint or "")
 
 
 def test_plan_without_manifest_needs_trust_and_comes_with_a_warning(plan: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import deploykit as dk
 from deploykit.building.builder import Shapes
 from deploykit.cli.main import main
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.engines.tensorrt.compatibility import (
@@ -191,7 +191,7 @@ def test_a_strangers_library_next_to_a_plan_is_not_loaded(
     except fetch.Unobtainable as exc:
         pytest.skip(str(exc))
     made = dk.build(affine_onnx, "l4")
-    manifest = read_manifest(made.path)
+    manifest = Artefact(made.path).manifest
     assert manifest is not None
     stranger = with_plugins(
         manifest, {library.name: hashlib.sha256(library.read_bytes()).hexdigest()}

@@ -11,7 +11,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.building.builder import Shapes
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.files import sha256
 from deploykit.core.manifest import write_manifest
@@ -119,7 +119,7 @@ def test_an_engine_built_with_a_plugin_loads_it_again(
     compile_library(library, "int here(void) { return 1; }")
     with gpu_machine(tmp_path, monkeypatch):
         made = dk.build(affine_onnx, "l4", shapes=Shapes(plugins=(library,)))
-        manifest = read_manifest(made.path)
+        manifest = Artefact(made.path).manifest
         assert manifest is not None
         assert manifest.plugins == {str(library): sha256(library)}
         here = Here("10.13.3.9", "NVIDIA L4", "8.9", 58, "580.65.06", "13.0")

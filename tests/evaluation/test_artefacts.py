@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Evidence
 from deploykit.core.tensors import parse_spec
@@ -61,7 +61,7 @@ def test_a_rejected_model_does_not_replace_the_accepted_models_weights(tmp_path:
     assert answer(out) == 256.0
     assert answer(rejected.path) == 512.0
     for path in (out, rejected.path):
-        assert read_manifest(path) is not None
+        assert Artefact(path).manifest is not None
 
 
 def test_changed_external_weights_are_refused(tmp_path: Path) -> None:

@@ -117,6 +117,82 @@ def test_a_gate_that_the_model_itself_fails_says_so(
     assert "auto" not in caught.value.hint
 
 
+def test_values_that_int8_loses_ask_for_calibration_samples(tmp_path: Path) -> None:
+    body = "q = MatMul(x, W) a = Abs(q) b = Add(a, e) y = Log(b)"
+    path = write_text(tmp_path, X4, body, {"W": W, "e": np.array(1e-30, np.float32)})
+    x = RNG.standard_normal((64, 4)).astype(np.float32) * np.logspace(-12, 0, 64)[:, None]
+    np.savez(tmp_path / "d.npz", x=x.astype(np.float32))
+    with pytest.raises(dk.GateFailed, match=r"SQNR .* is below 15 dB") as caught:
+        dk.quantize(path, "int8", calib=tmp_path / "d.npz")
+    assert caught.value.hint.startswith("calibrate on more samples, of all kinds; precision 'auto'")
+
+
+def test_a_domain_that_a_file_imports_and_does_not_use_excludes_no_target(tmp_path: Path) -> None:
+    path = write_text(tmp_path, X4, "y = MatMul(x, W)", {"W": W})
+    fits = dk.inspect(path).fits
+    model = onnx.load(path)
+    model.opset_import.add(domain="ai.onnx.ml", version=2)  # as tf2onnx writes every file
+    onnx.save(model, path)
+    assert dk.inspect(path).fits == fits
+    assert "l4" in fits
+
+
+def test_a_window_larger_than_an_axis_of_1_has_no_operations(tmp_path: Path) -> None:
+    kernel = RNG.standard_normal((2, 1, 9)).astype(np.float32)
+    head = "(float[N,1,T] x) => (float[N,2,L] y)"
+    path = write_text(tmp_path, head, "y = Conv(x, K)", {"K": kernel})
+    mix = dk.inspect(path).details["mix"]
+    assert sum(mix["flops"].values()) >= 0, mix
+    assert mix["unknown"], mix
+
+
+def test_a_build_of_a_model_that_draws_numbers_says_so(tmp_path: Path) -> None:
+    path = write_text(tmp_path, X4, "r = RandomUniformLike(x) y = Mul(x, r)", {})
+    with pytest.raises(dk.GateFailed, match=r"m\.cpu\.onnx against m\.onnx") as caught:
+        dk.build(path, "cpu")
+    assert caught.value.hint == "export it without: dropout in eval mode, noise as an input"
+    assert any("draws random numbers" in note for note in caught.value.result.notes)
+
+
+@pytest.mark.parametrize("to", ["int8", "int8-dynamic", "int8-weight-only"])
+def test_a_refusal_says_that_the_weights_are_in_the_body_of_an_if(tmp_path: Path, to: str) -> None:
+    bodies = "then_branch = t () => (float[N,4] t) { t = MatMul(x, W) }"
+    bodies += ", else_branch = e () => (float[N,4] e) { e = Relu(x) }"
+    head = "(float[N,4] x, bool c) => (float[N,4] y)"
+    path = write_text(tmp_path, head, f"y = If(c) <{bodies}>", {"W": W})
+    np.savez(tmp_path / "d.npz", x=RNG.standard_normal((8, 4)).astype(np.float32), c=np.array(True))
+    with pytest.raises(dk.BadInput, match="outside the bodies of If, Loop and Scan") as caught:
+        dk.quantize(path, to, calib=tmp_path / "d.npz" if to == "int8" else None)
+    assert "fp16" not in caught.value.hint
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_two_nodes_of_one_name_are_refused_with_the_cure(tmp_path: Path, inner: bool) -> None:
+    body = "h = Relu(x) y = Neg(h)"
+    if inner:
+        bodies = "then_branch = t () => (float[N,4] t) { h = Relu(x) t = Neg(h) }"
+        bodies += ", else_branch = e () => (float[N,4] e) { e = Relu(x) }"
+        body = f"y = If(c) <{bodies}>"
+    path = write_text(tmp_path, X4, body, {"c": np.array(True)})
+    model = onnx.load(path)
+    nodes = model.graph.node[0].attribute[0].g.node if inner else model.graph.node
+    for node in nodes:
+        node.name = "twin"
+    onnx.save(model, path)
+    for verb in (
+        lambda: dk.load(path),
+        lambda: dk.build(path, "cpu"),
+        lambda: dk.compare(path, path),
+    ):
+        with pytest.raises(dk.BadInput, match="ONNX Runtime refused it: two nodes") as caught:
+            verb()
+        assert "set each `node.name` to ''" in caught.value.hint
+    for node in nodes:
+        node.name = ""
+    onnx.save(model, path)
+    assert dk.build(path, "cpu", force=True).parity.passed
+
+
 @pytest.mark.parametrize(
     ("labels", "noted"),
     [

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.core import files
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.files import manifest_path
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation.verify import open_proven
@@ -48,7 +47,7 @@ def unproven_fixture(machine: Machine, affine_onnx: Path) -> Path:
 
 
 def verified(path: Path) -> object:
-    manifest = read_manifest(path)
+    manifest = Artefact(path).manifest
     assert manifest is not None
     return manifest.evidence.verified
 
@@ -99,7 +98,7 @@ def elsewhere(
     if request.param == "tensorrt":
         seen["nv"].__version__ = "10.14.1.48"
     else:
-        a30 = SimpleNamespace(**vars(seen["cuda"].describe()) | {"name": "NVIDIA A30"})
+        a30 = seen["cuda"].describe() | {"gpu": "NVIDIA A30"}
         monkeypatch.setattr(Cuda, "describe", lambda _: a30)
     return made.path, seen["cuda"]
 
@@ -116,7 +115,7 @@ def test_a_plan_is_proven_on_each_gpu_and_tensorrt_once(
 ) -> None:
     path, cuda = elsewhere
     assert [runs(path, cuda) > 0, runs(path, cuda)] == [True, 0]
-    manifest = read_manifest(path)
+    manifest = Artefact(path).manifest
     assert manifest is not None
     first, second = manifest.evidence.proven_on
     assert first == "NVIDIA L4 (8.9), TensorRT 10.13.3.9"
@@ -131,7 +130,7 @@ def test_a_plan_that_is_wrong_elsewhere_is_refused_there_and_keeps_its_proof(
 ) -> None:
     path, _ = elsewhere
     wrong(path, off=1.0)
-    manifest = read_manifest(path)
+    manifest = Artefact(path).manifest
     assert manifest is not None
     assert record_build(manifest)
     with pytest.raises(dk.GateFailed, match=r"affine\.trt: against affine\.onnx: output 'y'"):
@@ -154,15 +153,14 @@ def test_a_proof_made_elsewhere_first_does_not_count_where_it_was_built(
     manifest_path(path).write_text(json.dumps(values))
     cuda = machine().seen["cuda"]
     assert [runs(path, cuda) > 0, runs(path, cuda)] == [True, 0]
-    a30 = {"name": "NVIDIA A30", "compute_capability": "8.0"}
-    described = SimpleNamespace(**vars(cuda.describe()) | a30)
+    described = cuda.describe() | {"gpu": "NVIDIA A30", "compute_capability": "8.0"}
     monkeypatch.setattr(Cuda, "describe", lambda _: described)
     assert runs(path, cuda) > 0
 
 
 def test_an_unverified_engine_is_verified_against_its_graph_and_recorded(unproven: Path) -> None:
     assert opened(unproven) == []
-    manifest = read_manifest(unproven)
+    manifest = Artefact(unproven).manifest
     assert manifest is not None
     assert manifest.evidence.verified is True
     assert (manifest.evidence.parity.a, manifest.evidence.parity.b) == (
@@ -177,7 +175,7 @@ def test_without_its_graph_an_engine_is_verified_by_golden_samples(unproven: Pat
     (unproven.parent / "affine.onnx").unlink()
     assert opened(unproven) == []
     assert verified(unproven) is True
-    manifest = read_manifest(unproven)
+    manifest = Artefact(unproven).manifest
     assert manifest is not None
     assert "recorded" in manifest.evidence.parity.a
 
@@ -242,7 +240,7 @@ def test_an_engine_whose_outputs_differ_from_its_graph_is_refused(
         open_proven(unproven, trust=trust)
     assert e.value.exit_code == 1
     assert verified(unproven) is False
-    manifest = read_manifest(unproven)
+    manifest = Artefact(unproven).manifest
     assert manifest is not None
     assert manifest.evidence.parity.passed is False
 
@@ -276,7 +274,7 @@ def test_layers_not_read_back_by_the_build_are_read_on_open(
     manifest_path(path).write_text(json.dumps(values))
     machine()
     assert opened(path) == []
-    manifest = read_manifest(path)
+    manifest = Artefact(path).manifest
     assert manifest is not None
     assert manifest.evidence.verified is True
     assert manifest.evidence.precision.shares == {"float32": 1.0}
@@ -310,7 +308,7 @@ def test_a_manifest_that_cannot_be_written_is_a_note(
 def test_an_engine_rebuilt_during_open_keeps_its_own_manifest(unproven: Path) -> None:
     from deploykit.evaluation import verify
 
-    manifest = read_manifest(unproven)
+    manifest = Artefact(unproven).manifest
     assert manifest is not None
     values = json.loads(manifest_path(unproven).read_text())
     values["built_on"]["driver"] = "590.1"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -182,6 +185,42 @@ def test_two_at_once_are_refused_and_the_first_goes_on(model: Path, data: Path) 
     with partial.PartialOutputs(out, {}, axes), refused:
         run(model, data)
     assert run(model, data)[0] is not None
+
+
+def test_a_run_killed_at_any_change_of_its_files_is_no_obstacle(tmp_path: Path) -> None:
+    out, axes = tmp_path / "out.npz", partial.SampleAxes(FakeEngine(), {"x": 0})
+    changes, status = 0, -1
+    while status:
+        changes += 1
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                die_at(changes, ".parts")
+                for _ in range(2):  # what the first leaves is removed by the second
+                    with partial.PartialOutputs(out, {}, axes, restart=True) as made:
+                        made.append({"y": X[:8]}, 8, "")
+                os._exit(0)
+            os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, signal.SIGKILL)
+        with partial.PartialOutputs(out, {}, axes) as found:  # not refused
+            found.finish()
+        assert not out.with_name("out.npz.parts").exists()
+    assert changes > 10
+
+
+def die_at(count: int, where: str) -> None:
+    """Kill this process at its change number `count` of files below `where`."""
+    left = count
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in {"open", "os.remove", "os.rename", "os.mkdir"} and where in str(arguments[0]):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
 
 
 def test_a_folder_of_somebody_else_is_refused_and_stays(model: Path, data: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +68,29 @@ def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Pa
     assert "at other sizes" in found.note
     for made in (dk.quantize(path, "fp16"), dk.build(path, "cpu", out=tmp_path / "b.onnx")):
         assert any("at other sizes" in note for note in made.notes)
+
+
+def test_a_busy_machine_does_not_end_the_search_for_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = itertools.count(0.0, 3600.0)
+    clock = SimpleNamespace(monotonic=lambda: next(hours), thread_time=time.thread_time)
+    monkeypatch.setattr("deploykit.evaluation.feeds.time", clock)
+    with dk.load(write(tmp_path, "least"), "cpu") as engine:
+        assert random_inputs(engine, {}).sizes
+
+
+def test_the_reason_of_a_failed_run_is_that_of_the_innermost_node(tmp_path: Path) -> None:
+    body = "then_branch = t () => (float t) "
+    body += '{ p = Pad<mode = "reflect">(x, pads) t = ReduceMax<keepdims=0>(p) }'
+    body += ", else_branch = e () => (float e) { e = ReduceMax<keepdims=0>(x) }"
+    constants = {"c": np.array(True), "pads": np.array([0, 64, 0, 64])}
+    path = write_text(tmp_path, "(float[N,T] x) => (float y)", f"y = If(c) <{body}>", constants)
+    with dk.load(path, "cpu") as engine, pytest.raises(dk.BadInput) as caught:
+        engine({"x": np.zeros((1, 5), np.float32)})
+    assert "refused it: node '" in caught.value.message
+    assert "(Pad): Pad reflect" in caught.value.message
+    assert "Status Message" not in caught.value.message
 
 
 def test_sizes_that_the_user_gives_are_those_that_are_compared(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
-from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.files import (  # noqa: E402
     manifest_path,
     sha256,
@@ -165,7 +165,7 @@ def test_the_manifest_says_what_was_loaded_and_how_it_was_exported(
     made = dk.export(
         weights, out=tmp_path / "m.onnx", arch=f"{arch}:Net", inputs=[SPEC], profile="h200"
     )
-    manifest = read_manifest(made.path)
+    manifest = Artefact(made.path).manifest
     assert manifest is not None
     source = manifest.evidence.source
     assert source.kind == "state_dict"

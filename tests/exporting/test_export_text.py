@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 needs("onnxscript", "transformers", "tokenizers")
 
 import deploykit as dk  # noqa: E402
-from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.extras import installed  # noqa: E402
 from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.task import TaskOutputs, TextInput  # noqa: E402
@@ -84,7 +84,7 @@ def test_the_tokenizer_goes_along_with_what_is_made_of_the_model(made: Any, bert
         dk.quantize(made.path, "fp16", out=bert.parent / "h.onnx"),
         dk.build(made.path, "cpu", out=bert.parent / "b.onnx"),
     ):
-        found = read_manifest(result.path)
+        found = Artefact(result.path).manifest
         assert found is not None
         assert found.task == kept.named_after(result.path.name)
         copied = result.path.with_name(found.task.text.tokenizer)
@@ -120,7 +120,7 @@ def folder_with(bert: Path, folder: Path, **files: str | None) -> Path:
         ({"tokenizer": "{}"}, {}, "tokenizer.json: is not a tokenizer.json"),
         ({"tokenizer": "{"}, {}, "tokenizer.json: is not valid JSON"),
         ({}, {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
-        ({}, {"max_length": 1}, "`max_length` must be 2 or more, got 1"),
+        ({}, {"max_length": 1}, "`max_length` must be from 2 to 1048576, got 1"),
         ({}, {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
         ({}, {"task": "classify"}, "is for one image; the model takes input_ids"),
         ({}, {"preprocess": "imagenet"}, "`preprocess` is for an image"),

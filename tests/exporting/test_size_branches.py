@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -13,6 +14,7 @@ pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 from deploykit.core.errors import BadInput, GateFailed  # noqa: E402
 from deploykit.exporting.export import export  # noqa: E402
 from deploykit.exporting.reasons import SizeWatch, _always, explain  # noqa: E402
+from tests.support.campaign import only_in_a_campaign  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -137,8 +139,8 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     [
         (split, "x.split(2, dim=1)"),
         (chunks, "x.chunk("),
-        (rounds, "range(0, x.shape[1], 2)"),
-        (thirds, "torch.tensor_split(x, 3, dim=1)"),
+        pytest.param(rounds, "range(0, x.shape[1], 2)", marks=only_in_a_campaign),
+        pytest.param(thirds, "torch.tensor_split(x, 3, dim=1)", marks=only_in_a_campaign),
         (twice, "range(2 * x.shape[1])"),
     ],
 )
@@ -164,6 +166,32 @@ def test_a_window_of_pooling_that_follows_the_length_is_refused_with_its_rewrite
     with pytest.raises(BadInput, match=r"in pooled: `return torch.nn.functional.max_pool1d") as e:
         export(Cut(pooled), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx")
     assert "x.amax(dim)" in str(e.value.hint)
+
+
+class Quantized(torch.nn.Linear):
+    """Trained with fake quantization, whose scales it computes."""
+
+    def __init__(self, by_len: bool) -> None:
+        super().__init__(4, 3)
+        self.by_len = by_len
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales = self.weight.detach().abs().amax(1) / 127
+        rows = len(scales) if self.by_len else scales.shape[0]
+        zeros = torch.zeros(rows, dtype=torch.int32)
+        w = torch.fake_quantize_per_channel_affine(self.weight, scales, zeros, 0, -128, 127)
+        x = torch.fake_quantize_per_tensor_affine(x, 1 / 127, 0, -128, 127)
+        return torch.nn.functional.linear(x, w, self.bias)
+
+
+def test_fake_quantization_is_kept_or_refused_with_its_rewrite(tmp_path: Path) -> None:
+    x, out = torch.rand(2, 4), tmp_path / "m.onnx"
+    with pytest.raises(BadInput, match=r"keep one branch at .*len\(scales\)") as caught:
+        export(Quantized(by_len=True).eval(), x, out=out)
+    assert "x.shape[0], not len(x)" in str(caught.value.hint)
+    export(Quantized(by_len=False).eval(), x, out=out)
+    operators = [node.op_type for node in onnx.load(out).graph.node]
+    assert operators.count("DequantizeLinear") == 2
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:

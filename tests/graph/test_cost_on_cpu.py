@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
-from deploykit.graph.cost import INTERPRETED, costs_of
+from deploykit.graph.cost import costs_of
 from deploykit.graph.graph import Graph
 from deploykit.graph.shapes import fixed_shapes
 from tests.support.onnx_zoo import make
@@ -68,14 +68,14 @@ def test_a_cpu_runs_in_integers_what_onnx_runtime_does(
     runs = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
     integers = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat"} & runs
     known = fixed_shapes(Graph(model), {})
-    found = {cost.name: cost for cost in costs_of(known, INTERPRETED)}
+    found = {cost.name: cost for cost in costs_of(known, on_cpu=True)}
     assert found["node"].precision == ("int8" if integers else "float32")
     assert {each.precision for each in costs_of(known) if each.name == "node"} == {"int8"}
 
 
 def test_pairs_that_a_cpu_has_no_kernel_for_are_converted_in_every_call() -> None:
     known = fixed_shapes(Graph(pairs("Conv", "", "Relu Q", np.int8(0))), {})
-    found = {cost.name: cost for cost in costs_of(known, INTERPRETED)}
+    found = {cost.name: cost for cost in costs_of(known, on_cpu=True)}
     elements = 2 * 8 * 6 * 6
     assert found["dq"].traffic_bytes == elements * (1 + 4)
     assert found["dq of weights"].traffic_bytes == 8 * 8 * 9 * (1 + 4)

@@ -10,7 +10,7 @@ from onnx import helper
 
 from deploykit.engines.engine import load
 from deploykit.graph import cost as kinds
-from deploykit.graph.cost import INTERPRETED, costs_of, node_costs
+from deploykit.graph.cost import costs_of, node_costs
 from deploykit.graph.graph import Graph
 from deploykit.graph.shapes import fixed_shapes
 from deploykit.planning import probe as chains
@@ -53,7 +53,7 @@ def test_a_chain_holds_equal_nodes_of_its_kind_with_the_work_it_states(
         assert {cost.flops for cost in costs} == {chain.flops}
         assert chain.work == chain.flops / chain.steps
     else:
-        alone = costs_of(fixed_shapes(chain.graph, {}), INTERPRETED)
+        alone = costs_of(fixed_shapes(chain.graph, {}), on_cpu=True)
         assert {cost.traffic_bytes for cost in alone[1:]} == {chain.work}
     path = tmp_path / "chain.onnx"
     chain.graph.save(path, temporary=True)

@@ -169,11 +169,8 @@ def test_a_connection_that_ends_is_followed_by_another(
 
 @pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
 def test_a_server_that_dies_leaves_a_result_with_failures(options: dict[str, float]) -> None:
-    def infer(server: StandIn, n: int) -> bytes | None:
-        if n < 10:
-            return reply(200, ANSWER)
-        server.die()
-        return None
+    def infer(server: StandIn, n: int) -> object:
+        return reply(200, ANSWER) if n < 10 else server.die()
 
     refused = "cannot connect: Connection refused"
     for _ in range(TRIES):  # until it died early enough for another attempt to connect

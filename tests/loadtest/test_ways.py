@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
+import socketserver
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -199,29 +199,27 @@ def test_a_body_that_cannot_be_decompressed_is_named(
 
 def test_a_server_that_closes_after_each_answer_without_a_word_loses_no_request() -> None:
     """An orderly end after the request was read is a loss, see test_generator.py."""
+    answers: dict[str, object] = {
+        "/v2": {"extensions": ["binary_tensor_data"]},
+        "/v2/repository/index": [{"name": "m"}],
+        "/v2/models/m": {"name": "m", "inputs": [IMAGE]},
+    }
 
-    def serve(listener: socket.socket) -> None:
-        while True:
-            try:
-                connection = listener.accept()[0]
-            except OSError:
-                return
-            with connection:
-                if not (data := connection.recv(1 << 16)):
-                    continue
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            if data := self.request.recv(1 << 16):
                 path = data.split(b" ")[1].decode()
-                answers: dict[str, object] = {
-                    "/v2": {"extensions": ["binary_tensor_data"]},
-                    "/v2/repository/index": [{"name": "m"}],
-                    "/v2/models/m": {"name": "m", "inputs": [IMAGE]},
-                }
-                connection.sendall(reply(200, answers.get(path, ANSWER)))
+                self.request.sendall(reply(200, answers.get(path, ANSWER)))
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+    class Closing(socketserver.ThreadingTCPServer):
+        shutdown_request = socketserver.ThreadingTCPServer.close_request
+
+    with Closing(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        result = load(f"http://127.0.0.1:{listener.getsockname()[1]}", enough=at_least(3), **QUICK)
-        listener.shutdown(socket.SHUT_RDWR)
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        result = load(url, enough=at_least(3), **QUICK)
+        server.shutdown()
         thread.join(60)
     assert result.ok == result.sent >= 3, result.errors
     assert any("sent again" in note for note in result.notes)

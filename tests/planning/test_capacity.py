@@ -49,10 +49,9 @@ class Event:
             now_s, _, _, what, number = heapq.heappop(self.heap)
             if what == "arrives":
                 queue = self.queues[to[number]]
-                if queue.fits(1):
-                    ns = int(now_s * 1e9)
-                    queue.add(Pending({}, 1, (), _ignore, ns, 1 << 62, 1 << 62, decode_us=number))
-                else:
+                ns = int(now_s * 1e9)
+                request = Pending({}, 1, (), _ignore, ns, 1 << 62, 1 << 62, decode_us=number)
+                if queue.add(request) is None:
                     self.taken_s[number] = math.inf
                 self._push(now_s, 2, "looks", to[number])
             elif what == "ends":

@@ -237,7 +237,7 @@ def test_external_weights_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slo_ms": float("nan")}, "`slo_ms` must be a number above 0, got nan"),
+        ({"slo_ms": float("nan")}, "`slo_ms` must be 1e-09 to 1e+15, got nan"),
         ({"slo_ms": 0.0}, "`slo_ms`"),
         ({"rate_per_s": 5.0}, "`rate_per_s` needs the latency"),
         ({"slo_ms": 5.0, "rate_per_s": float("inf")}, "`rate_per_s` must be"),

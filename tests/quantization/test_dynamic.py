@@ -118,6 +118,31 @@ def test_an_lstm_becomes_the_operator_of_onnxruntime(tmp_path: Path) -> None:
     assert not {"W", "R"} & values.keys()
 
 
+def test_the_gates_of_an_lstm_may_be_put_in_order_in_the_graph(tmp_path: Path) -> None:
+    model, nodes, weights = lstm(), [], stored(lstm())
+    for name in ("W", "R"):  # as torch's exporter writes it without folding
+        values = np.roll(weights[name][0], 6, axis=0)
+        halves = (f"{name}_first", 6, 24), (f"{name}_last", 0, 6)
+        for half, start, end in halves:
+            nodes.append(helper.make_node("Slice", [f"{name}_torch", str(start), str(end)], [half]))
+        nodes.append(
+            helper.make_node("Concat", [half for half, *_ in halves], [f"{name}_2"], axis=0)
+        )
+        nodes.append(helper.make_node("Unsqueeze", [f"{name}_2", "0"], [name]))
+        weights[f"{name}_torch"] = values
+        del weights[name]
+    weights |= {str(n): np.array([n]) for n in (0, 6, 24)}
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in weights.items())
+    both = [*nodes, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(both)
+    int8, inputs = written(model), feeds(model, 3)
+    assert optimised(int8, tmp_path) == ["DynamicQuantizeLSTM"]
+    wanted = run(lstm(), inputs, tmp_path / "a.onnx")
+    assert sqnr_db(wanted, run(int8, inputs, tmp_path / "b.onnx")) > LEAST_SQNR_DB
+
+
 def test_an_activation_is_quantized_once_for_all_its_readers() -> None:
     kinds = [node.op_type for node in written(layers(3)).graph.node]
     assert kinds.count("DynamicQuantizeLinear") == 1

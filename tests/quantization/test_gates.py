@@ -10,7 +10,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.building.build import build
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import share_outputs
 from deploykit.quantization.quantize import quantize
@@ -34,7 +34,7 @@ def test_a_build_that_fails_parity_is_kept_under_the_rejected_name(
     assert out.read_bytes() == b"the one before"
     rejected = tmp_path / "built.rejected.onnx"
     assert caught.value.result.path == rejected
-    manifest = read_manifest(rejected)
+    manifest = Artefact(rejected).manifest
     assert manifest is not None
     assert not manifest.evidence.parity.passed
     assert not list(tmp_path.glob(".*"))
@@ -106,7 +106,7 @@ def test_a_graph_whose_pairs_were_moved_passes_the_gate_only_with_labelled_data(
     unchecked = build(for_tensorrt, "cpu", out=tmp_path / "unchecked.onnx")
     assert unchecked.evaluation is None
     assert any("accuracy of this graph was not checked" in note for note in unchecked.notes)
-    written = read_manifest(unchecked.path)
+    written = Artefact(unchecked.path).manifest
     assert written is not None
     assert any("not checked" in note for note in written.evidence.notes)
     checked = build(for_tensorrt, "cpu", out=tmp_path / "c.onnx", data=labelled, max_drop=0.5)

@@ -93,7 +93,7 @@ def test_onnxruntime_runs_a_foreign_file_in_integers_once_moved(case: str, tmp_p
     assert not [kind for kind in before if kind.startswith("QLinear")], before
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    done = optimised(to_proto(moved.graph), tmp_path)
+    done = optimised(to_proto(moved[0]), tmp_path)
     convs = sum(node.op_type == "Conv" for node in model.graph.node)
     # all but the last: what it writes is a result or, in float, what a head of float reads
     assert done.count("QLinearConv") >= convs - 1, done
@@ -102,10 +102,9 @@ def test_onnxruntime_runs_a_foreign_file_in_integers_once_moved(case: str, tmp_p
     wanted = run(model, inputs, tmp_path / "a.onnx")
     there = sqnr_db(wanted, run(to_proto(foreign), inputs, tmp_path / "b.onnx"))
     assert (
-        sqnr_db(wanted, run(to_proto(moved.graph), inputs, tmp_path / "c.onnx"))
-        > there - MOST_LOST_DB
+        sqnr_db(wanted, run(to_proto(moved[0]), inputs, tmp_path / "c.onnx")) > there - MOST_LOST_DB
     )
-    onnx.checker.check_model(to_proto(moved.graph), full_check=True)
+    onnx.checker.check_model(to_proto(moved[0]), full_check=True)
 
 
 def test_weights_that_pass_through_a_pair_are_taken_as_int8(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_weights_that_pass_through_a_pair_are_taken_as_int8(tmp_path: Path) -> N
     assert stored(to_proto(foreign))["w_stem"].dtype == np.float32
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    assert optimised(to_proto(moved.graph), tmp_path).count("QLinearConv") == 5
+    assert optimised(to_proto(moved[0]), tmp_path).count("QLinearConv") == 5
 
 
 def by_hand(
@@ -160,11 +159,11 @@ def test_weights_are_read_as_their_pairs_mean_them(
     source = by_hand(**options)
     moved = move_foreign_pairs(Graph(source), "onnxruntime")
     assert moved is not None
-    assert summarise(to_proto(moved.graph)).precision.get("int8") == 2
+    assert summarise(to_proto(moved[0])).precision.get("int8") == 2
     inputs = feeds(source, 64)
     wanted = run(source, inputs, tmp_path / "a.onnx")
     least = 12 if options.get("ends") else 20  # the steps of the last pair, which is gone
-    assert sqnr_db(wanted, run(to_proto(moved.graph), inputs, tmp_path / "b.onnx")) > least
+    assert sqnr_db(wanted, run(to_proto(moved[0]), inputs, tmp_path / "b.onnx")) > least
 
 
 def test_a_tensor_that_others_read_is_not_clipped_to_what_one_reader_needs(tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_a_tensor_that_others_read_is_not_clipped_to_what_one_reader_needs(tmp_p
     foreign = written_by_onnxruntime(model, tmp_path)
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    path = save(to_proto(moved.graph), tmp_path / "b.onnx")
+    path = save(to_proto(moved[0]), tmp_path / "b.onnx")
     from deploykit.engines.engine import load
 
     with load(path, "cpu") as engine:

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import deploykit as dk
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from tests.support.onnx_zoo import linear, make, mnist_like, save
 
 CLASSES = 10
@@ -63,7 +63,7 @@ def test_each_precision_is_in_the_file_and_the_outputs_stay_close(
     assert set(made.manifest.precision) == holds
     assert made.evaluation.passed
     assert made.evaluation.sqnr_db > 20
-    found = read_manifest(made.path)
+    found = Artefact(made.path).manifest
     assert found is not None
     assert found.evidence.quantize.to == to
     assert found.evidence.quantize.other_nodes == rest

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import deploykit as dk
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.core.evidence import CalibrationRecord
 from deploykit.engines.data.samples import Samples
 from deploykit.graph.graph import Graph
@@ -59,7 +59,7 @@ def test_the_calibrator_that_loses_least_is_kept_and_reported(
     worth = 10 * np.log10(1 / (1 - scales.WORTH))
     assert record.sqnr_db[record.method] > max(record.sqnr_db.values()) - worth
     assert made.evaluation.sqnr_db == pytest.approx(record.sqnr_db[record.method], abs=2.0)
-    assert read_manifest(made.path).evidence.calibration == record
+    assert Artefact(made.path).manifest.evidence.calibration == record
 
 
 @pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])

@@ -293,7 +293,7 @@ def test_what_there_was_no_time_for_is_named_in_a_note() -> None:
     network = Network(100, {"int8": fails(30)})
     outcome = network.search(110)
     assert len(network.ranked) == 50
-    assert outcome.record.notes[0] == "INT8: there was no time to rank 50 nodes"
+    assert outcome.record.notes[0] == "INT8: no time to rank 50 nodes"
     network = Network(3, {"fp8": fails(), "int8": fails(), "fp16": {}})
     assert network.search(15).record.notes == ("not tried, for lack of time: int8, fp16",)
 

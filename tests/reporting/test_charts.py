@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deploykit.core.files import asset
+from deploykit.core.files import LOOK
 from deploykit.evaluation.formatting import MISSING, count, number, points, spread
 from deploykit.evaluation.latency import CallHistogram
 from deploykit.reporting.charts import (
@@ -246,7 +246,7 @@ def test_a_limit_has_a_line_and_no_marker_of_a_setup() -> None:
 
 
 THEMES = dict(
-    zip(("light", "dark"), asset("look.css").split("prefers-color-scheme: dark"), strict=True)
+    zip(("light", "dark"), LOOK.read_text().split("prefers-color-scheme: dark"), strict=True)
 )
 # linear RGB as the eyes see it: Machado, Oliveira and Fernandes, 2009, at full severity
 EYES = {

@@ -17,6 +17,7 @@ import pytest
 from deploykit.core.errors import BadInput, DeploykitError, NotFound
 from deploykit.evaluation.latency import CallHistogram
 from deploykit.reporting.compare import compare_reports
+from deploykit.reporting.machine_load import Outside, Window
 from deploykit.reporting.report import Report, read, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +42,11 @@ def test_a_report_of_version_1_is_read(report: Report, tmp_path: Path) -> None:
     for point in old["points"]:
         del point["histogram"]
     del old["conditions"], old["wrong"]
+    window = {"seconds": 2.0, "load_average": 1.5, "mhz": 3000.0, "celsius": None}
+    old["outside"] = {"cpus": 2, "before": {}, "during": window, "after": {}}
     (tmp_path / "report.json").write_text(json.dumps(old))
-    assert read(tmp_path) == report
+    load = Outside(2, Window(), Window(seconds=2.0), Window())
+    assert read(tmp_path) == replace(report, outside=load)
 
 
 def test_a_list_of_numbers_takes_one_line(report: Report, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from tests.support.serving.running import request as raw_request
 
 PACKAGE = str(Path(deploykit.__file__).parent)
 CLIENTS = 32  # they form one batch, whose calls they share
-HTTP_CALLS, GRPC_CALLS = 67, 107  # of Python and C functions per request
+HTTP_CALLS, GRPC_CALLS = 64, 107  # of Python and C functions per request
 
 
 class Wire(asyncio.Transport):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.server
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,49 @@ def test_a_certificate_is_trusted_by_its_ca_alone(
     for wrong in ("absent.pem", "empty.pem"):
         with pytest.raises(dk.BadInput, match=rf"`ca` .*{wrong}: holds no certificate"):
             dk.client(address, ca=tmp_path / wrong)
+
+
+def test_a_server_may_want_a_certificate_of_the_client(
+    tmp_path: Path, pem: tuple[Path, Path]
+) -> None:
+    cert, key = pem
+    (tmp_path / "both.pem").write_text(cert.read_text() + key.read_text())
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:word"]
+    subprocess.run([*command, "-out", str(locked)], check=True, capture_output=True)
+    engine = opened(tmp_path, "classify")
+    with running({"m": engine}, tls_cert=cert, tls_key=key, tls_client_ca=cert) as server:
+        address = f"https://localhost:{server.port}"
+        for own in ({"cert": cert, "key": key}, {"cert": tmp_path / "both.pem"}):
+            with dk.client(address, ca=cert, **own) as client:
+                assert client.predict(LIGHT)["label"] == "light"
+        with dk.client(address, ca=cert) as client, pytest.raises(DeploykitError) as caught:
+            client.predict(LIGHT)
+        assert "dk.client(url, cert=" in (caught.value.hint or "")
+    wrong = [
+        (address, {"cert": cert, "key": locked}, "locked.pem: no certificate and its key"),
+        (address, {"cert": cert}, "`cert`"),
+        (address, {"cert": tmp_path / "absent.pem"}, "absent.pem"),
+        (address, {"key": key}, "`cert` None, `key`"),
+        ("http://localhost", {"ca": cert}, "`ca` is for https://"),
+        ("unix:/run/models.sock", {"cert": cert}, "`cert` is for https://"),
+    ]
+    for where, files, message in wrong:
+        with pytest.raises(dk.BadInput, match=message):
+            dk.client(where, **files)
+
+
+def test_a_server_may_listen_at_a_path(tmp_path: Path) -> None:
+    where = f"unix:{tmp_path}/models.sock"
+    with (
+        running({"m": opened(tmp_path, "classify")}, host=where),
+        dk.client(where) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        found = list(pool.map(client.predict, [LIGHT, DARK] * 10))
+    assert [each["label"] for each in found] == ["light", "dark"] * 10
+    with dk.client(where) as client, pytest.raises(dk.NotFound, match="no server answers"):
+        client.predict(LIGHT)
 
 
 def test_each_status_has_its_error() -> None:

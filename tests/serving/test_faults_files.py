@@ -16,7 +16,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.core.artefact import read_manifest
+from deploykit.core.artefact import Artefact
 from deploykit.engines.engine import load
 from tests.support.serving.faults import LIMIT_S, REAL, ROOT, until
 
@@ -91,9 +91,9 @@ def test_f7_a_build_killed_at_any_time_leaves_a_whole_file_or_none(
     if whole.exists():
         with load(whole, "cpu") as engine:
             engine({"x": np.ones((1, 512), np.float32)})
-        manifest = read_manifest(whole)  # raises when it describes another file
+        manifest = Artefact(whole).manifest  # raises when it describes another file
         assert manifest is None or manifest.sha256 == hashlib.sha256(whole.read_bytes()).hexdigest()
     with start(place, [*REAL, *BUILD]) as process:
         process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
-    assert read_manifest(whole) is not None
+    assert Artefact(whole).manifest is not None

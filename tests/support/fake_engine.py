@@ -42,7 +42,8 @@ class FakeEngine(Engine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self.closed:
             raise DeploykitError("fake: the engine is closed")
-        rows = check_feeds(self.inputs, feeds, "fake") or 0
+        check_feeds(self.inputs, feeds, "fake")
+        rows = len(feeds["x"])
         if self.max_batch is not None and rows > self.max_batch:
             raise BadInput(f"fake: batch {rows} is above {self.max_batch}")
         self.batches.append(rows)

@@ -92,17 +92,12 @@ class StandIn:
 
         async def main() -> None:
             self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
+            self.tasks |= asyncio.all_tasks()
             self.listener = await asyncio.start_server(self.connect, "127.0.0.1", 0)
             self.port = self.listener.sockets[0].getsockname()[1]
             ready.set()
             await self.stop.wait()
-            self.listener.close()
-            # asyncio accepts in tasks of its own: cancelled early, they leave their sockets open
-            while accepting := asyncio.all_tasks() - {asyncio.current_task()} - self.tasks:
-                await asyncio.wait(accepting)
-            self.die()
-            for task in self.tasks:
-                task.cancel()
+            await self.die()
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))
         thread.start()
@@ -114,8 +109,13 @@ class StandIn:
             thread.join(60)
             assert not thread.is_alive()
 
-    def die(self) -> None:
+    async def die(self) -> None:
         """Stop listening and drop every connection."""
+        for listening in self.listener.sockets:
+            self.loop.remove_reader(listening.fileno())
+        # asyncio accepts in tasks of its own: a server closed before they ran loses their sockets
+        while accepting := asyncio.all_tasks() - self.tasks:
+            await asyncio.wait(accepting)
         self.listener.close()
         for writer in list(self.writers):
             writer.transport.abort()

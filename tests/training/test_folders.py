@@ -224,9 +224,9 @@ def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_
 
 
 def test_the_manifest_of_a_checkpoint_says_what_it_was_trained_on(trained: Path) -> None:
-    from deploykit.core.artefact import read_manifest
+    from deploykit.core.artefact import Artefact
 
-    training = read_manifest(trained).evidence.training
+    training = Artefact(trained).manifest.evidence.training
     assert training is not None
     assert training.figures["classes"] == list(CLASSES)
     assert training.figures["image"] == RULES["letterbox"].to_dict()
@@ -256,8 +256,8 @@ def test_a_checkpoint_with_an_odd_image_or_odd_classes_is_refused(
         load_module(tmp_path / "m.pt", arch=str(trained.with_name("mine.py")))
 
 
-def test_every_file_of_a_class_is_read_or_counted(photos: Path, tmp_path: Path) -> None:
-    """WebP, a JPEG under another name and one of 26 million pixels; BMP and text are named."""
+def test_every_file_is_read_or_counted(photos: Path, tmp_path: Path) -> None:
+    """WebP, a JPEG under another name and one of 26 million pixels; others are named."""
     from PIL import Image
 
     for name in CLASSES:
@@ -268,9 +268,11 @@ def test_every_file_of_a_class_is_read_or_counted(photos: Path, tmp_path: Path) 
     Image.new("RGB", (6500, 4000)).save(odd / "large.jpg")
     Image.new("RGB", (9, 7)).save(odd / "scan.bmp")
     (odd / "notes.txt").write_text("none")
+    (tmp_path / "loose.jpg").write_bytes(encoded(noise(30, 45), "JPEG"))
     splits = class_splits(tmp_path, RULES["middle"])
     assert sum(len(part.labels) for part in (splits.train, splits.calibration, splits.test)) == 51
     assert [each.partition(":")[0] for each in splits.skipped] == [
+        str(tmp_path / "loose.jpg"),
         str(odd / "notes.txt"),
         str(odd / "scan.bmp"),
     ]
@@ -351,7 +353,13 @@ def samples(folder: Path) -> dict[str, list[tuple[int, int]]]:
 def test_folders_named_after_splits_are_the_splits(tmp_path: Path, val: str) -> None:
     layout = {f"{split}/{name}": 3 for split in ("train", val, "test") for name in ("cat", "dog")}
     folder = write(tmp_path, layout)
-    assert class_splits(folder, SMALL).classes == ("cat", "dog")
+    for place in (folder, folder / val):
+        (place / "loose.png").write_text("")
+    splits = class_splits(folder, SMALL)
+    assert splits.classes == ("cat", "dog")
+    assert splits.skipped == tuple(
+        f"{place / 'loose.png'}: is in no class folder" for place in (folder, folder / val)
+    )
     assert samples(folder) == {
         "train": [(0, 0), (1, 1)],
         "calibration": [(2, 0), (3, 1)],

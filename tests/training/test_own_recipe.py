@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import deploykit as dk  # noqa: E402
 from deploykit.cli.main import main  # noqa: E402
-from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
 from deploykit.core.recipe import Split, Splits  # noqa: E402
 from deploykit.core.task import ImageInput  # noqa: E402
@@ -196,7 +196,7 @@ def test_an_odd_recipe_is_trained(
     monkeypatch.setattr("deploykit.training.train.load_recipe", lambda _: replace(LINE, **changed))
     made = dk.train("./mine.py", tmp_path / "m.pt", epochs=9, device="cpu")
     assert made.accuracy.value > 0.5
-    assert read_manifest(tmp_path / "m.pt").evidence.training is not None
+    assert Artefact(tmp_path / "m.pt").manifest.evidence.training is not None
 
 
 def write_recipe(where: Path, change: str, body: str = "") -> str:

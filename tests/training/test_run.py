@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.core.recipe import Split  # noqa: E402
+from deploykit.engines.torch.open import load_module  # noqa: E402
 from deploykit.training import loop  # noqa: E402
 from deploykit.training import train as verb  # noqa: E402
 from deploykit.training.checks import SCHEDULES  # noqa: E402
@@ -128,6 +131,32 @@ def test_a_run_goes_on_where_the_disk_is_full_and_keeps_the_state_before(
     resumed = run_training(LINE, SPLITS, options)
     assert "went on after epoch 2" in resumed.notes[0]
     assert losses(resumed) == losses(trained) == losses(run_training(LINE, SPLITS, CPU))
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_trained_model_whose_folder_is_gone_is_kept_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
+) -> None:
+    pytest.importorskip("sklearn")
+    out, temporary = tmp_path / "out" / "m.pt", tmp_path / "temporary"
+    out.parent.mkdir()
+    temporary.mkdir()
+
+    def lose(text: str, _share: float) -> None:
+        if text.startswith("epoch 2/2") and out.parent.exists():
+            out.parent.rmdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(temporary if spare else out))
+
+    with pytest.raises(BadInput, match=r"m\.pt") as caught:
+        verb.train(str(OWN_RECIPE), out, epochs=2, device="cpu", on_progress=lose)
+    kept = list(temporary.rglob("m.pt"))
+    assert len(kept) == spare
+    for path in kept:
+        assert str(path) in (caught.value.hint or "")
+        manifest = Artefact(path).manifest
+        assert manifest is not None
+        assert manifest.evidence.training is not None
+        load_module(path, arch=str(OWN_RECIPE))
 
 
 def test_a_finished_run_is_lengthened_as_if_it_had_been_asked_at_first(tmp_path: Path) -> None:
@@ -318,7 +347,7 @@ def test_parts_of_a_batch_with_batch_norm_are_not_called_the_whole() -> None:
         return fails(LACKS) if len(y) > 10 else torch.nn.functional.cross_entropy(y, labels)
 
     trained = run_training(replace(LINE, build=with_batch_norm, loss=loss), SPLITS, CPU)
-    assert "in 2 parts, and BatchNorm normalises each by itself" in trained.notes[0]
+    assert "in 2 parts, and BatchNorm normalises each alone" in trained.notes[0]
 
 
 def test_a_note_says_that_this_cpu_has_no_half_precision() -> None:

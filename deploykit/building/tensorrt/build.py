@@ -46,32 +46,26 @@ from deploykit.building.tensorrt.options import (
     note_dla,
     ranges,
 )
-from deploykit.building.tensorrt.progress import BuildProgress, OnProgress, interruptible, monitor
+from deploykit.building.tensorrt.progress import BuildProgress, interruptible, monitor
 from deploykit.core.artefact import sniff
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.evidence import Layer
-from deploykit.core.files import (
-    atomic_write,
-    cache_folder,
-    check_data_file,
-    make_folder,
-    sha256,
-)
+from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import BuildMemory
-from deploykit.core.precision import ALL, Precision
+from deploykit.core.precision import ALL
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.inspector import read_layers
 from deploykit.engines.tensorrt.log import LogLines, logger
 from deploykit.engines.tensorrt.plugins import load_plugins
+from deploykit.evaluation.artefacts import Progress
 from deploykit.graph.facts import external_files, onnx_files, read_facts
 from deploykit.graph.graph import Graph
 
 if TYPE_CHECKING:
     import tensorrt as trt
-
 
 # GPU memory is checked before a build: one that runs out of memory takes minutes to fail, and where
 # CPU and GPU share their memory the system may kill it instead.
@@ -118,9 +112,6 @@ def mib(size: int) -> str:
     return f"{size / (1 << 20):,.0f} MiB"
 
 
-_BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if each.tensorrt_type}
-
-
 def check_inputs(network: trt.INetworkDefinition, model: Path) -> None:
     """Raise Unsupported for an input whose values TensorRT needs while it builds."""
     for tensor in map(network.get_input, range(network.num_inputs)):
@@ -158,22 +149,21 @@ def _with_own_axes(model: Path) -> Iterator[Path]:
 
 def element_types(network: trt.INetworkDefinition) -> set[str]:
     """Return the names of the TensorRT DataTypes of all tensors, such as {"FLOAT", "HALF"}."""
-    inputs = (network.get_input(number) for number in range(network.num_inputs))
+    inputs = map(network.get_input, range(network.num_inputs))
     return {tensor.dtype.name for tensor in (*inputs, *_tensors(network))}
 
 
 def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
     """Return the builder flags that a weakly typed network of these element types needs."""
     present = set(dtypes)
-    needed = (each for kind, each in _BY_TYPE.items() if kind in present)
-    return tuple(each.builder_flag for each in needed if each.builder_flag)
+    return tuple(x.builder_flag for x in ALL if x.builder_flag and x.tensorrt_type in present)
 
 
 def pin_linear(nv: Any, network: trt.INetworkDefinition) -> None:
     """Fix inputs and outputs in row-major order, as our buffers are; TensorRT may differ."""
     linear = 1 << int(nv.TensorFormat.LINEAR)
-    tensors = [network.get_input(number) for number in range(network.num_inputs)]
-    tensors += [network.get_output(number) for number in range(network.num_outputs)]
+    tensors = [*map(network.get_input, range(network.num_inputs))]
+    tensors += map(network.get_output, range(network.num_outputs))
     with contextlib.suppress(NotImplementedError):  # TensorRT's bindings on RTX's library
         for tensor in tensors:
             tensor.allowed_formats = linear
@@ -316,7 +306,7 @@ class BuildCheck(Record):
 
 
 def build(
-    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
+    model: Path, out: Path, options: Options, on_progress: Progress | None = None
 ) -> BuildResult:
     """Write the plan of `model` to `out`, completely or not at all. Takes seconds to hours.
 
@@ -330,7 +320,7 @@ def build(
     return interruptible(partial(_build, model, out, options), on_progress)
 
 
-def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) -> BuildResult:
+def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> BuildResult:
     try:
         from deploykit.engines.cuda.driver import CudaDevice
 
@@ -356,7 +346,7 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
         )
     layers, notes = read_back(nv, made.plan, options)
     notes += note_dla(layers, options, str(model))
-    progress.complete("built")
+    on_progress("built", 1.0)
     with atomic_write(out) as tmp:
         tmp.write_bytes(made.plan)
     return BuildResult(
@@ -368,12 +358,12 @@ def _build(model: Path, out: Path, options: Options, on_progress: OnProgress) ->
     )
 
 
-def check(model: Path, options: Options, on_progress: OnProgress | None = None) -> BuildCheck:
+def check(model: Path, options: Options, on_progress: Progress | None = None) -> BuildCheck:
     """Parse and build `model` with the installed builder; a refused graph is a result."""
     return interruptible(partial(_check, model, options), on_progress)
 
 
-def _check(model: Path, options: Options, on_progress: OnProgress) -> BuildCheck:
+def _check(model: Path, options: Options, on_progress: Progress) -> BuildCheck:
     nv, here = module(rtx=True), with_gpu(this_machine(), options.shapes.device)
     started, made, refused = time.perf_counter(), None, tuple[Reason, ...]()
     try:
@@ -409,12 +399,9 @@ def read_back(
             engine = given(runtime.deserialize_cuda_engine(plan))
             inspector = given(engine.create_engine_inspector())
             text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
+            return read_layers(text), ()
         except FAILURES as exc:
             return None, (f"the plan could not be read back: {reason_of(exc, lines).text}",)
-    try:
-        return read_layers(text), ()
-    except (TypeError, ValueError) as exc:
-        return None, (f"the engine inspector's JSON cannot be read: {exc}",)
 
 
 def flavour_of(plan: bytes) -> str:

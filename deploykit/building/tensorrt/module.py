@@ -21,7 +21,6 @@ from deploykit.engines.tensorrt.log import LogLines, logger
 if TYPE_CHECKING:
     import tensorrt as trt
 
-
 # TensorRT reports the condition that failed in its source ("false") or only writes to its log; the
 # messages matched here were collected by giving it files that it refuses.
 
@@ -41,74 +40,51 @@ class Reason:
 
 
 # pattern in TensorRT's message -> refusal; the first match wins
-_PARSER: Sequence[tuple[str, Reason]] = (
-    (
-        "Failed to parse the ONNX model",
-        Reason("is a truncated or damaged ONNX file", damaged=True),
+_PARSER = {
+    "Failed to parse the ONNX model": Reason("is a truncated or damaged ONNX file", damaged=True),
+    "Failed to import initializer": Reason(
+        "its weights cannot be read: {file}", "keep model and data together", damaged=True
     ),
-    (
-        "Failed to import initializer",
-        Reason("its weights cannot be read: {file}", "keep model and data together", damaged=True),
+    "type Int32 but must have type": Reason(
+        "{node} dequantizes an int32 bias, which TensorRT does not support", _QUANTIZE
     ),
-    (
-        "type Int32 but must have type",
-        Reason("{node} dequantizes an int32 bias, which TensorRT does not support", _QUANTIZE),
+    "Non-zero zero point": Reason(
+        "{node} has a zero point other than 0: TensorRT supports symmetric INT8 only", _QUANTIZE
     ),
-    (
-        "Non-zero zero point",
-        Reason(
-            "{node} has a zero point other than 0: TensorRT supports symmetric INT8 only", _QUANTIZE
-        ),
+    "unsupported input type of UINT8": Reason(
+        "{node} quantizes to uint8: TensorRT supports symmetric INT8 only", _QUANTIZE
     ),
-    (
-        "unsupported input type of UINT8",
-        Reason("{node} quantizes to uint8: TensorRT supports symmetric INT8 only", _QUANTIZE),
+    "Failed to convert ONNX date type": Reason(
+        "a tensor has a type that TensorRT does not support, such as string"
     ),
-    (
-        "Failed to convert ONNX date type",
-        Reason("a tensor has a type that TensorRT does not support, such as string"),
+    "must have same input types|must be of same type": Reason(
+        "{node} mixes the types {types}",
+        "write the precision into the file: deploykit quantize MODEL --to fp16",
+        damaged=True,
     ),
-    (
-        "must have same input types|must be of same type",
-        Reason(
-            "{node} mixes the types {types}",
-            "write the precision into the file: deploykit quantize MODEL --to fp16",
-            damaged=True,
-        ),
+    "Plugin not found|plugin creator|plugin registry": Reason(
+        "{node} needs a plugin that this TensorRT does not have"
     ),
-    (
-        "Plugin not found|plugin creator|plugin registry",
-        Reason("{node} needs a plugin that this TensorRT does not have"),
+}
+_BUILDER = {
+    "Could not infer output types for dequantize": Reason(
+        "this TensorRT refuses INT8 pairs with float16 scales on this GPU (10.16.2 on Orin)",
+        "quantize again without `other_nodes` fp16, or build with another TensorRT",
     ),
-)
-_BUILDER: Sequence[tuple[str, Reason]] = (
-    (
-        "Could not infer output types for dequantize",
-        Reason(
-            "this TensorRT refuses INT8 pairs with float16 scales on this GPU (10.16.2 on Orin)",
-            "quantize again without `other_nodes` fp16, or build with another TensorRT",
-        ),
+    "workspace limit|insufficient workspace|increase the .*workspace": Reason(
+        "no kernel fits into the workspace", "a larger `workspace_bytes` in the profile"
     ),
-    (
-        "workspace limit|insufficient workspace|increase the .*workspace",
-        Reason("no kernel fits into the workspace", "a larger `workspace_bytes` in the profile"),
+    "libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch": Reason(
+        "a version compatible plan needs TensorRT's lean runtime, which is not installed"
     ),
-    (
-        r"libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch",
-        Reason("a version compatible plan needs TensorRT's lean runtime, which is not installed"),
+    "out of memory|OutOfMemory|Requested amount of GPU memory": Reason(
+        "the GPU ran out of memory while building",
+        "stop other programs that use the GPU, or choose a smaller batch",
     ),
-    (
-        "out of memory|OutOfMemory|Requested amount of GPU memory",
-        Reason(
-            "the GPU ran out of memory while building",
-            "stop other programs that use the GPU, or choose a smaller batch",
-        ),
+    "Compute capability is invalid|compute capability is not supported|not support SM": Reason(
+        "this TensorRT does not build for this GPU's compute capability"
     ),
-    (
-        "Compute capability is invalid|compute capability is not supported|not support SM",
-        Reason("this TensorRT does not build for this GPU's compute capability"),
-    ),
-)
+}
 _TYPES = re.compile(r"types? (?:is )?(\w+) (?:and|but kernel is of type) (\w+)")
 _CAN_FAIL = re.compile(
     "strongly[ _-]?typed|any supported formats consistent with"
@@ -123,7 +99,7 @@ def parser_refusal(
 ) -> Reason:
     """Explain one parser error; `log`: the log's error lines, which name a missing data file."""
     node = f"{operator or 'a node'} '{name}'" if name else operator
-    for pattern, refusal in _PARSER:
+    for pattern, refusal in _PARSER.items():
         if re.search(pattern, message):
             types = _TYPES.search(message)
             file = re.search(r"Failed to open file: (\S.*)", "\n".join(log))
@@ -149,7 +125,7 @@ def build_refusal(errors: Sequence[str]) -> Reason:
     """Explain why a build produced no plan, from the error lines of its log, oldest first."""
     lines = [line for line in errors if NO_DRIVER not in line]
     for line in lines:
-        for pattern, refusal in _BUILDER:
+        for pattern, refusal in _BUILDER.items():
             if re.search(pattern, line, re.IGNORECASE):
                 return refusal
     if lines:
@@ -230,7 +206,6 @@ def collect_log(nv: Any) -> Iterator[LogLines]:
 
 
 _busy = threading.RLock()
-
 
 FAILURES = (RuntimeError, TypeError, ValueError)  # a null pointer, a failed call, a rank of -1
 

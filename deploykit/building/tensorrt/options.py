@@ -89,8 +89,7 @@ def ranges(
         if name not in dynamic:
             known = ", ".join(sorted(dynamic - {BATCH})) or "none but the batch"
             raise BadInput(
-                f"`axes`: no input has a dynamic axis '{name}'",
-                hint=f"dynamic axes: {known}",
+                f"`axes`: no input has a dynamic axis '{name}'", hint=f"dynamic axes: {known}"
             )
     batches = {str(spec.shape[0]) for spec in inputs if spec.batched} - set(others)
     if not batches:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deploykit.core.subprocesses import INSIDE
+from deploykit.evaluation.artefacts import Progress, no_progress
 
-OnProgress = Callable[[str, float], None]
 _T = TypeVar("_T")
 _POLL_S = 0.05
 
@@ -32,7 +32,7 @@ class BuildProgress:
     build has ended.
     """
 
-    def __init__(self, on_progress: OnProgress | None) -> None:
+    def __init__(self, on_progress: Progress) -> None:
         self.on_progress = on_progress
         self.failure: BaseException | None = None
         self.share = 0.0
@@ -60,17 +60,11 @@ class BuildProgress:
         """Call `on_progress` with the share of all open phases."""
         with self._lock:
             self.share = min(1.0, max(self.share, self._share(None)))
-            if self.on_progress is None or self.failure is not None:
-                return
-            try:
-                self.on_progress(phase, self.share)
-            except BaseException as exc:  # noqa: BLE001 - raised after the build, which drops it
-                self.failure = exc
-
-    def complete(self, phase: str) -> None:
-        """Report the share 1.0; the callback's exceptions propagate."""
-        if self.on_progress is not None:
-            self.on_progress(phase, 1.0)
+            if self.failure is None:
+                try:
+                    self.on_progress(phase, self.share)
+                except BaseException as exc:  # noqa: BLE001 - raised after the build, which drops it
+                    self.failure = exc
 
     def raise_failure(self) -> None:
         """Raise a callback's exception."""
@@ -100,13 +94,13 @@ def monitor(nv: Any, progress: BuildProgress) -> Any:
     return Monitor()
 
 
-def interruptible(function: Callable[[OnProgress], _T], on_progress: OnProgress | None) -> _T:
+def interruptible(function: Callable[[Progress], _T], on_progress: Progress | None) -> _T:
     """Return `function(on_progress)`, run in another thread so that Ctrl-C acts during its calls.
 
     An interrupt, or another exception of a signal's handler, is raised once TensorRT has stopped,
     which it does at its next step; a second one does not wait for that.
     """
-    interrupted, last = threading.Event(), 0.0
+    show, interrupted, last = on_progress or no_progress, threading.Event(), 0.0
     found: Future[_T] = Future()
 
     def report(phase: str, share: float) -> None:
@@ -114,8 +108,7 @@ def interruptible(function: Callable[[OnProgress], _T], on_progress: OnProgress 
         last = share
         if interrupted.is_set():
             raise KeyboardInterrupt
-        if on_progress is not None:
-            on_progress(phase, share)
+        show(phase, share)
 
     def run() -> None:
         with INSIDE:
@@ -133,8 +126,7 @@ def interruptible(function: Callable[[OnProgress], _T], on_progress: OnProgress 
         wait_for_it()
     except BaseException:
         interrupted.set()
-        if on_progress is not None:
-            on_progress("stopping at TensorRT's next step; Ctrl-C again ends it at once", last)
+        show("stopping at TensorRT's next step; Ctrl-C again ends it at once", last)
         wait_for_it()
         raise
     return found.result()

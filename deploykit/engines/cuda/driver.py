@@ -11,7 +11,6 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ _THREAD_LOCAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _ATTRIBUTES = cuda.CUdevice_attribute
 _MOST_NAME = 256
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-
-
-@dataclass(frozen=True)
-class Device:
-    """One GPU as CUDA describes it."""
-
-    name: str
-    compute_capability: str  # "9.0"
-    sm_count: int
-    integrated: bool
-    driver: str  # "580.65.06"; empty if the kernel does not report it
-    cuda: str  # the newest CUDA that the driver runs, "13.0"
 
 
 def _passing(call: str) -> Callable[..., None]:
@@ -66,18 +53,17 @@ class CudaDevice:
         mapped = cuda.CU_MEMHOSTALLOC_DEVICEMAP if self.integrated else 0
         self._host_flags = cuda.CU_MEMHOSTALLOC_PORTABLE | mapped
 
-    def describe(self) -> Device:
+    def describe(self) -> dict[str, Any]:
+        """Return what CUDA says of the GPU, by the names that `Here` has for it."""
         name = self._of("cuDeviceGetName", _MOST_NAME, self._handle)
-        major = self._attribute("COMPUTE_CAPABILITY_MAJOR")
-        minor = self._attribute("COMPUTE_CAPABILITY_MINOR")
-        return Device(
-            name.partition(b"\0")[0].decode(errors="replace").strip(),
-            f"{major}.{minor}",
-            self._attribute("MULTIPROCESSOR_COUNT"),
-            self.integrated,
-            driver_version(),
-            cuda_version(self._of("cuDriverGetVersion")),
-        )
+        parts = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        return {
+            "gpu": name.partition(b"\0")[0].decode(errors="replace").strip(),
+            "compute_capability": ".".join(map(str, parts)),
+            "sm_count": self._attribute("MULTIPROCESSOR_COUNT"),
+            "driver": driver_version(),
+            "cuda": cuda_version(self._of("cuDriverGetVersion")),
+        }
 
     def memory(self) -> tuple[int, int]:
         """Return the (free, total) bytes of the device.

@@ -52,11 +52,10 @@ class Buffer:
         size = round_up(nbytes)
         try:
             self.host = self.driver.pin(size)
-            if not self.host_only:
-                zero_copy, driver = self.driver.integrated, self.driver
-                self.device = (
-                    driver.device_address(self.host) if zero_copy else driver.allocate(size)
-                )
+            if not self.host_only and self.driver.integrated:
+                self.device = self.driver.device_address(self.host)
+            elif not self.host_only:
+                self.device = self.driver.allocate(size)
         except DeploykitError:
             self.release()
             raise
@@ -120,15 +119,9 @@ class StreamSlot:
     waits. The layout of each combination of shapes is kept.
     """
 
-    def __init__(
-        self,
-        driver: CudaDevice,
-        make: MakeWork,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
-        scratch_bytes: int,
-    ) -> None:
-        self.driver, self.make, self.inputs, self.outputs = driver, make, inputs, outputs
+    def __init__(self, owner: Pipeline) -> None:
+        self.driver, self.make = owner.driver, owner.make
+        self.inputs, self.outputs = owner.inputs, owner.outputs
         self.notes: list[str] = []  # reasons why a graph was refused
         self.copies_us = (0, 0)  # the last call's copies on the host, to and from pinned memory
         self.stream = self.event = self.scratch = 0
@@ -140,10 +133,10 @@ class StreamSlot:
         self._bound: _Layout | None = None  # the layout that the shared work is set to
         self._late: dict[str, Buffer] = {}
         try:
-            self.stream = driver.open_stream()
-            self.event = driver.open_event()
-            if scratch_bytes:
-                self.scratch = driver.allocate(scratch_bytes)
+            self.stream = self.driver.open_stream()
+            self.event = self.driver.open_event()
+            if owner.scratch_bytes:
+                self.scratch = self.driver.allocate(owner.scratch_bytes)
         except DeploykitError:
             self.release()
             raise
@@ -160,10 +153,7 @@ class StreamSlot:
 
         `rows`: pad axis 0 of every array with zeros up to this size; None for no padding.
         """
-        if rows is None:
-            key = tuple(array.shape for array in arrays)
-        else:
-            key = tuple((rows, *array.shape[1:]) for array in arrays)
+        key = tuple(a.shape if rows is None else (rows, *a.shape[1:]) for a in arrays)
         layout = self._layouts.get(key) or self._lay_out(key, capture)
         before_ns = time.perf_counter_ns()
         for view, array in zip(layout.feeds, arrays, strict=True):
@@ -352,9 +342,7 @@ class Pipeline(Closing):
     """Runs calls of one model, up to `slots` of them in flight, for one thread at a time.
 
     `graphs`: batch sizes captured with their copies as a CUDA graph at their second run; other
-    sizes are enqueued step by step. `pad`: fill a call with zero rows up to the next size of
-    `graphs`, for models whose rows are independent. `scratch_bytes`: device memory for the work of
-    each slot.
+    sizes are enqueued step by step. `scratch_bytes`: device memory for the work of each slot.
     """
 
     def __init__(
@@ -366,7 +354,6 @@ class Pipeline(Closing):
         *,
         slots: int = 2,
         graphs: Sequence[int] = (),
-        pad: bool = False,
         scratch_bytes: int = 0,
     ) -> None:
         self.driver, self.make = driver, make
@@ -374,7 +361,7 @@ class Pipeline(Closing):
         self.graphs = tuple(sorted(graphs))
         first = {spec.shape[:1] for spec in (*inputs, *outputs)}
         self._paddable = len(first) == 1 and bool(inputs) and inputs[0].batched
-        self.pad = pad and self._paddable
+        self.pad = False  # see `prepare`
         self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
         self.slots = slots
@@ -404,7 +391,8 @@ class Pipeline(Closing):
         """Run each call in every slot, twice for a graph, so that later calls allocate nothing.
 
         The largest call runs first, as a growing buffer drops the graphs. Afterwards no other size
-        is captured. `pad`: see above.
+        is captured. `pad`: fill a call with zero rows up to the next size of `graphs`, for models
+        whose rows are independent.
         """
         self.pad = self.pad or (pad and self._paddable)
         wanted, self.graphs = self.graphs, ()
@@ -495,7 +483,7 @@ class Pipeline(Closing):
         A second slot takes memory only when two calls are in flight.
         """
         if not self._free and len(self._all) < self.slots:
-            slot = StreamSlot(self.driver, self.make, self.inputs, self.outputs, self.scratch_bytes)
+            slot = StreamSlot(self)
             self._all.append(slot)
             return slot
         if not self._free:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploykit.core.tensors import TensorSpec, batch_axes, carrier, concrete, steps_counted
+from deploykit.core.tensors import (
+    TensorSpec,
+    batch_axes,
+    carrier,
+    concrete,
+    dynamic_sizes,
+    steps_counted,
+)
 from deploykit.engines.data.samples import random_feeds
 
 
@@ -20,13 +27,8 @@ class Example:
 
     def sizes(self, specs: Sequence[TensorSpec]) -> dict[str, int]:
         """Return the sizes that the dynamic axes have in the example."""
-        return {
-            axis: size
-            for spec in specs
-            if self._fits(spec)
-            for axis, size in zip(spec.shape, self.arrays[spec.name].shape, strict=True)
-            if isinstance(axis, str)
-        }
+        shapes = {name: array.shape for name, array in self.arrays.items()}
+        return dynamic_sizes(list(filter(self._fits, specs)), shapes)
 
     def feeds(
         self,

@@ -23,7 +23,7 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.memory import does_not_fit, free_bytes
 from deploykit.core.recipe import Split, Splits
 from deploykit.core.task import ImageInput
-from deploykit.engines.data.samples import list_entries
+from deploykit.engines.data.samples import list_class, list_entries
 
 if TYPE_CHECKING:
     from deploykit.engines.tasks.images import PlacedImages  # it needs Pillow
@@ -51,10 +51,10 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
     folders are the classes. Folders train, val (valid, validation) and test are the splits; val is
     for calibration. A missing split is taken from each training class: 20 per cent to test, 10 to
     calibrate. `classes`: the required number, else the name of a size that the model takes from
-    the data. Every file is tried, whatever its name; `skipped`: those that cannot be read. Raises
-    NotFound or BadInput.
+    the data. Every file is tried, whatever its name; `skipped`: those that cannot be read or are in
+    no class folder. Raises NotFound or BadInput.
     """
-    files = _files(folder)
+    files, loose = _files(folder)
     names = tuple(each.name for each in files[_TRAIN])
     wanted = classes or max(2, len(names))
     if len(names) != wanted:
@@ -65,7 +65,8 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
         )
     from deploykit.engines.tasks.images import PlacedImages
 
-    reader, skipped = PlacedImages(image), list[str]()
+    reader = PlacedImages(image)
+    skipped = [f"{path}: is in no class folder" for path in loose]
     missing = [split for split in _SHARES if split not in files]
     rows: dict[str, list[int]] = {split: [] for split in (*files, *missing)}
     count = sum(len(paths) for kinds in files.values() for paths in kinds.values())
@@ -111,17 +112,21 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
     )
 
 
-def _files(folder: Path) -> dict[str, _Classes]:
-    """Return the images by split; without folders for splits, all of them are for training."""
+def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
+    """Return the images by split, and the files in no class folder.
+
+    Without folders for splits, all images are for training.
+    """
     if not folder.is_dir():
         reason = "is a file, not a folder" if folder.exists() else "no such folder"
         raise NotFound(f"{folder}: {reason}", hint="name a folder with one per class")
-    _, inner = list_entries(folder)
+    loose, inner = list_entries(folder)
     if not inner or not {each.name.lower() for each in inner} <= set(_SPLITS):
-        return {_TRAIN: _classes(inner)}
+        return {_TRAIN: _classes(inner)}, loose
     found: dict[str, _Classes] = {}
     for each in inner:
-        split, kinds = _SPLITS[each.name.lower()], list_entries(each)[1]
+        split, (files, kinds) = _SPLITS[each.name.lower()], list_entries(each)
+        loose += files
         if not kinds:
             raise BadInput(
                 f"{each}: holds no class folders, and its name is that of a split, not of a class",
@@ -143,21 +148,13 @@ def _files(folder: Path) -> dict[str, _Classes]:
                     f"{each}: the class '{each.name}' is not in {where}",
                     hint="every split needs a folder for every class",
                 )
-    return found
+    return found, loose
 
 
 def _classes(folders: Sequence[Path]) -> _Classes:
     """Return the files of each class folder. Raises BadInput if one contains folders."""
-    found = {}
-    for each in folders:
-        files, deeper = list_entries(each)
-        if deeper:
-            raise BadInput(
-                f"{deeper[0]}: is a folder; a class folder contains images only",
-                hint=f"for splits, the folders are {', '.join(_SPLITS)} and no others",
-            )
-        found[each] = files
-    return found
+    hint = f"for splits, the folders are {', '.join(_SPLITS)} and no others"
+    return {each: list_class(each, hint) for each in folders}
 
 
 def _decode(reader: PlacedImages, paths: Sequence[Path]) -> Iterator[np.ndarray | BadInput]:

@@ -235,9 +235,8 @@ def _check_header(image: Any, where: object, most: int) -> None:
     size = f"{image.width}x{image.height}"
     if image.width * image.height > most:
         limit = f"{most / 1e6:.0f} million pixels"
-        hint = None
-        if most != FILE_PIXELS:
-            hint = "send a smaller image, or start the server with a larger `max_pixels`"
+        cure = "send a smaller image, or start the server with a larger `max_pixels`"
+        hint = None if most == FILE_PIXELS else cure
         raise BadInput(f"{where}: is {size}, above the limit of {limit}", hint=hint)
     if max(image.size) > _MOST_SIDE:
         raise BadInput(f"{where}: is {size}, a side has {_MOST_SIDE} at most")

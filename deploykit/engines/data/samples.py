@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import zipfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,10 +30,12 @@ from deploykit.core.memory import check_fits, check_memory
 from deploykit.core.task import Task
 from deploykit.core.tensors import (
     BATCH,
+    Specs,
     TensorSpec,
     batch_axes,
     carrier,
     concrete,
+    fits_shape,
     mismatch,
     steps_counted,
 )
@@ -85,9 +88,7 @@ class DataSource:
         return read_arrays(self.files[number], {"": self.parts[number][name]})[""]
 
 
-def find_source(
-    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
-) -> DataSource:
+def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataSource:
     """Find the data of `path` for a model with these `inputs`: see `read_samples`."""
     files, classes, of_images = [path], list[int](), False
     if is_folder(path):
@@ -147,11 +148,8 @@ def sample_axes(
             if len(places) > 1 or len(shape) != len(spec.shape):
                 places = [0] if spec.shape else []  # it does not fit, which is reported
         axes[spec.name] = next(iter(places), None)
-    counts = {
-        shapes[name][axis]
-        for name, axis in axes.items()
-        if axis is not None and axis < len(shapes[name])
-    }
+    placed = [(shapes[name], axis) for name, axis in axes.items() if axis is not None]
+    counts = {shape[axis] for shape, axis in placed if axis < len(shape)}
     if not counts:  # one batch as the model has it
         first = next((shapes[spec.name][:1] for spec in specs if spec.shape), ())
         return {
@@ -171,7 +169,7 @@ def sample_axes(
 
 
 def _choose(
-    path: Path, inputs: tuple[TensorSpec, ...], headers: Mapping[str, Header]
+    path: Path, inputs: Specs, headers: Mapping[str, Header]
 ) -> tuple[dict[str, str], tuple[str, ...], dict[str, int | None]]:
     """Return the array for each input, those that are neither inputs nor labels, and the axes."""
     golden = {n.removeprefix(INPUTS): n for n in headers if n.startswith(INPUTS)}
@@ -198,14 +196,11 @@ def _choose(
             cure = None if found.dtype.name == spec.dtype else f"x.astype('{spec.dtype}')"
             if found.dtype == np.uint8 and spec.dtype.startswith("float"):
                 cure = "normalise as for training, or export with `preprocess`"
-            shapes = replace(spec, shape=(BATCH, *spec.shape[1:]))
+            wanted = (BATCH, *spec.shape[1:])
             for layout, order in (("NHWC", (0, 3, 1, 2)), ("NCHW", (0, 2, 3, 1))):
                 if len(found.shape) == len(spec.shape) == 4:
                     moved = [found.shape[axis] for axis in order]
-                    fits = [
-                        mismatch(shapes, spec.dtype, each) is None for each in (found.shape, moved)
-                    ]
-                    if fits == [False, True]:
+                    if fits_shape(wanted, moved) and not fits_shape(wanted, found.shape):
                         problem += f"; it looks like {layout}"
                         cure = f"np.transpose(x, {order})"
             raise BadInput(f"{path}: {problem}", hint=cure)
@@ -236,12 +231,7 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
                 hint="name all class folders after labels; or none of them, in the labels' order",
             )
         number = names.index(kind.name) if named else position
-        images, deeper = list_entries(kind)
-        if deeper:
-            raise BadInput(
-                f"{deeper[0]}: is a folder; a class folder contains images only",
-                hint=f"for one split of several, name its folder: {kind}",
-            )
+        images = list_class(kind, f"for one split of several, name its folder: {kind}")
         if not images:
             raise BadInput(f"{kind}: the class folder is empty")
         files += images
@@ -274,11 +264,16 @@ def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
     return [path for path in found if path not in set(folders)], folders
 
 
-def is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False  # opening it reports the error
+def list_class(folder: Path, hint: str) -> list[Path]:
+    """Return the files of a class folder. Raises BadInput if it contains folders."""
+    files, deeper = list_entries(folder)
+    if deeper:
+        message = f"{deeper[0]}: is a folder; a class folder contains images only"
+        raise BadInput(message, hint=hint)
+    return files
+
+
+is_folder = os.path.isdir  # False for a path that cannot be looked at: opening it reports the error
 
 
 def _join_headers(
@@ -382,9 +377,7 @@ class Samples:
         return fixed, len(self) // fixed * fixed
 
 
-def read_samples(
-    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
-) -> Samples:
+def read_samples(path: Path, inputs: Specs, *, task: Task | None = None) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
     `sample_axes` says where the samples lie in each array. Files are read, and class folders are
@@ -434,7 +427,7 @@ _TAIL = 4  # places of padding at most, fewer than a window of attention has
 
 
 def random_feeds(
-    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0, *, integers: int = 10
+    specs: Specs, sizes: Mapping[str, int], seed: int = 0, *, integers: int = 10
 ) -> dict[str, np.ndarray]:
     """Return seeded inputs for timing and parity.
 
@@ -461,7 +454,8 @@ def random_feeds(
             feeds[spec.name] = (found != hides).astype(spec.dtype)
         elif spec.dtype == "bool":
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
-            if found.ndim > 1:  # either value may mean masked
+            # either value may mean masked, but an axis that is 1 or 2 always is no sequence
+            if found.ndim > 1 and spec.shape[-1] not in (1, 2):
                 found[..., :1] = "pad" not in spec.name.lower()
                 found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
         elif (steps := steps_counted(spec, specs, sizes)) is not None:

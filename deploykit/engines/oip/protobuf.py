@@ -16,7 +16,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-__all__ = ["DESCRIPTORS", "FILES", "MESSAGES", "POOL", "DecodeError", "Message", "message_from"]
+__all__ = ["CONTENTS", "FILES", "MESSAGES", "POOL", "DecodeError", "Message", "message_from"]
 
 DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")  # scripts/make_descriptors.py writes it
 
@@ -39,6 +39,19 @@ def _classes() -> dict[str, Any]:
 
 
 MESSAGES: Final[Mapping[str, Any]] = _classes()
+
+
+# The field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none.
+CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
 
 
 def message_from(name: str, values: Mapping[str, Any]) -> Message:

@@ -231,16 +231,29 @@ def preload(
 
 
 _NODE = re.compile(r"running (\w+) node. Name:'(.*?)' Status Message: ")
-_MASK_CURE = "ONNX Runtime needs masks of [.., queries, keys]: put an Expand before the Attention"
+_PREFIX = re.compile(
+    r"\[ONNXRuntimeError\] : \d+ : \w+ : "
+    r"(Load model from .*? failed: ?)?(This is an invalid model\. )?(Error: )?"
+)
+_CURES = {
+    "attn_mask": (
+        "ONNX Runtime needs masks of [.., queries, keys]: put an Expand before the Attention"
+    ),
+    "two nodes with same node name": (
+        "a node may have no name: with the `onnx` package set each `node.name` to '' and save"
+    ),
+}
 
 
 def reason(exc: Exception) -> str:
-    """Return the first line of `exc`; for a failed node, its name and operator come first."""
-    text = first_line(exc)
-    node = _NODE.search(text)
-    _, checked, why = text.rpartition(" was false. ")
-    if not (checked and why):
-        return text
+    """Return the first line of `exc`; for a failed node, its name and operator come first.
+
+    That is the innermost one: a node in the body of an If fails with the If.
+    """
+    text = _PREFIX.sub("", first_line(exc), count=1)
+    *_, node = [None, *_NODE.finditer(text)]
+    why = text[node.end() :] if node else text
+    why = why.rpartition(" was false. ")[2] or why
     return f"node '{node[2]}' ({node[1]}): {why}" if node else why
 
 
@@ -548,13 +561,13 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
         raise damaged(path) from exc
     except ort_state.NoSuchFile as exc:
-        raise BadInput(f"{path}: {first_line(exc)}") from exc
+        raise BadInput(f"{path}: {reason(exc)}") from exc
     except ort_state.NotImplemented as exc:
-        raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
+        raise Unsupported(f"{path}: {reason(exc)}", hint="see: deploykit doctor") from exc
     except (*_OF_CUDA, ort_state.InvalidGraph, ValueError) as exc:
         refused = isinstance(exc, _REFUSALS)
         error = BadInput if refused or "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
-        hint = _MASK_CURE if "attn_mask" in str(exc) else None
+        hint = next((cure for words, cure in _CURES.items() if words in str(exc)), None)
         verb = "refused it" if refused else "failed"
         raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}", hint=hint) from exc
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.task import KINDS, ImageInput, Task, TextInput
-from deploykit.core.tensors import Bytes, TensorSpec, mismatch
-from deploykit.engines.engine import Engine
+from deploykit.core.tensors import Bytes, Specs, TensorSpec, mismatch
+from deploykit.engines.engine import Arrays, Engine
 
 if TYPE_CHECKING:
     from deploykit.engines.tasks.images import PlacedImage  # it needs Pillow
@@ -29,18 +29,13 @@ if TYPE_CHECKING:
 # embed     {"embedding": [...]}
 # Boxes and masks are in pixels of the image as it was sent, turned upright.
 Answer = dict[str, Any]
+Placed: TypeAlias = "Sequence[PlacedImage | None]"
 
 RLE, PNG = "rle", "png"
 _NO_ANSWER = 255  # PNG mask: pixels outside the model's input
 
 
-def answer(
-    task: Task,
-    outputs: Mapping[str, np.ndarray],
-    placed: Sequence[PlacedImage | None],
-    *,
-    mask: str = RLE,
-) -> list[Answer]:
+def answer(task: Task, outputs: Arrays, placed: Placed, *, mask: str = RLE) -> list[Answer]:
     """Return one answer per row of `outputs`; `placed` has each row's image, None for a text.
 
     `mask`: "rle", COCO's run lengths for each label, or "png", one image of label indices.
@@ -50,9 +45,7 @@ def answer(
     return rows
 
 
-def label_rows(
-    task: Task, outputs: Mapping[str, np.ndarray], _placed: object, _mask: str
-) -> list[Answer]:
+def label_rows(task: Task, outputs: Arrays, _placed: object, _mask: str) -> list[Answer]:
     rows = []
     for scores in _finite(outputs, task.outputs.scores):
         scores = scores.reshape(-1)
@@ -62,37 +55,24 @@ def label_rows(
     return rows
 
 
-def box_rows(
-    task: Task,
-    outputs: Mapping[str, np.ndarray],
-    placed: Sequence[PlacedImage | None],
-    _mask: str,
-) -> list[Answer]:
+def box_rows(task: Task, outputs: Arrays, placed: Placed, _mask: str) -> list[Answer]:
     names, rows = task.outputs, []
     arrays = _finite(outputs, names.scores), _finite(outputs, names.boxes), outputs[names.classes]
     for image, scores, boxes, classes in zip(placed, *arrays, strict=True):
         assert image is not None
         kept = np.flatnonzero((scores >= task.threshold) & (scores > 0))
         kept = kept[np.argsort(-scores[kept], kind="stable")]
+        corners = image.to_original(boxes[kept]).round(2).tolist()
+        parts = zip(map(int, classes[kept]), map(float, scores[kept]), corners, strict=True)
         found = [
             {"label": task.label(index), "index": index, "score": score, "box": box}
-            for index, score, box in zip(
-                map(int, classes[kept]),
-                map(float, scores[kept]),
-                image.to_original(boxes[kept]).round(2).tolist(),
-                strict=True,
-            )
+            for index, score, box in parts
         ]
         rows.append({"boxes": found, "width": image.width, "height": image.height})
     return rows
 
 
-def segment_rows(
-    task: Task,
-    outputs: Mapping[str, np.ndarray],
-    placed: Sequence[PlacedImage | None],
-    form: str,
-) -> list[Answer]:
+def segment_rows(task: Task, outputs: Arrays, placed: Placed, form: str) -> list[Answer]:
     rows = []
     for classes, image in zip(outputs[task.outputs.mask], placed, strict=True):
         assert image is not None
@@ -102,13 +82,11 @@ def segment_rows(
     return rows
 
 
-def embedding_rows(
-    task: Task, outputs: Mapping[str, np.ndarray], _placed: object, _mask: str
-) -> list[Answer]:
+def embedding_rows(task: Task, outputs: Arrays, _placed: object, _mask: str) -> list[Answer]:
     return [{"embedding": row} for row in _finite(outputs, task.outputs.embedding).tolist()]
 
 
-def _finite(outputs: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+def _finite(outputs: Arrays, name: str) -> np.ndarray:
     array = outputs[name]
     if not np.isfinite(array).all():
         raise BadInput(f"the model's output '{name}' holds NaN or infinity")
@@ -167,7 +145,7 @@ MOST_ROWS = 32  # per call, if rows may be joined
 class ModelRow:
     """One item as one row of the model's inputs; `placed`: the image, None for a text."""
 
-    feeds: Mapping[str, np.ndarray]
+    feeds: Arrays
     placed: PlacedImage | None = None
 
 
@@ -178,13 +156,7 @@ class TaskSteps:
     not fit the model, MissingExtra without Pillow or `tokenizers`.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        folder: Path,
-    ) -> None:
+    def __init__(self, task: Task, inputs: Specs, outputs: Specs, folder: Path) -> None:
         self.task = task
         _check_outputs(task, {spec.name: spec for spec in outputs})
         specs = {spec.name: spec for spec in inputs}
@@ -209,8 +181,7 @@ class TaskSteps:
     ) -> ModelRow:
         """Turn an item into a row. Raises BadInput naming `where`, TooLarge above `most_pixels`."""
         if self.task.image is None:
-            row = self._tokens.encode(item, where or "the text")
-            return ModelRow(self._tokens.feeds([row], self._length))
+            return ModelRow(self._tokens.feeds(item, where or "the text", self._length))
         from deploykit.engines.tasks.images import read_image
 
         if isinstance(item, str):
@@ -246,20 +217,15 @@ class TaskEngine:
     ) -> list[Answer]:
         """Return one answer per item; errors use `names` for the items. Raises BadInput."""
         found: list[Answer] = []
+        names = names or [f"item {number}" for number in range(1, len(items) + 1)]
         for at in range(0, len(items), self._rows):
-            several = range(at, min(at + self._rows, len(items)))
-            named = [names[n] if names else f"item {n + 1}" for n in several]
-            rows = [
-                self.steps.read(items[n], name, own_file=True)
-                for n, name in zip(several, named, strict=True)
-            ]
+            some = slice(at, at + self._rows)
+            pairs = zip(items[some], names[some], strict=True)
+            rows = [self.steps.read(item, name, own_file=True) for item, name in pairs]
             # adjacent rows of one shape, as shorter sentences would need padding
             for _, group in groupby(rows, lambda row: [a.shape for a in row.feeds.values()]):
                 same = list(group)
-                feeds = {
-                    name: np.concatenate([row.feeds[name] for row in same])
-                    for name in same[0].feeds
-                }
+                feeds = {n: np.concatenate([row.feeds[n] for row in same]) for n in same[0].feeds}
                 outputs = self.engine(feeds)
                 placed = [row.placed for row in same]
                 found += answer(self.steps.task, outputs, placed, mask=mask)

@@ -7,7 +7,6 @@ middle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,16 +55,11 @@ class PlacedImage:
 
 def check_image_input(image: ImageInput) -> None:
     """Raise BadInput for an unknown rule or a value out of range."""
-    known: Mapping[str, tuple[str, Any]] = {
-        "resize": (image.resize, RESIZE_RULES),
-        "interpolation": (image.interpolation, _FILTERS),
-        "colours": (image.colours, _MODES),
-    }
-    for name, (value, choices) in known.items():
-        if value not in choices:
-            raise BadInput(
-                f"the task's image has `{name}` {value!r}", hint=f"one of: {', '.join(choices)}"
-            )
+    known = {"resize": RESIZE_RULES, "interpolation": (*_FILTERS,), "colours": (*_MODES,)}
+    for name, choices in known.items():
+        if (value := getattr(image, name)) not in choices:
+            hint = f"one of: {', '.join(choices)}"
+            raise BadInput(f"the task's image has `{name}` {value!r}", hint=hint)
     free = (image.height, image.width, image.resize) == (0, 0, SHORTEST_EDGE)
     if min(image.height, image.width) < 1 - free or image.height * image.width > MAX_PIXELS:
         raise BadInput(f"the task's image is {image.width}x{image.height} pixels")

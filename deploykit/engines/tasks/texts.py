@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +16,6 @@ from deploykit.core.tensors import Bytes
 tokenizers = require("tokenizers")
 
 _BYTES = 100  # per token of the model; an English token has about four
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """The token ids of one sentence, special ones included, and the segment of each."""
-
-    ids: Sequence[int]
-    types: Sequence[int]
 
 
 class Tokens:
@@ -52,8 +42,14 @@ class Tokens:
     def largest_id(self) -> int:
         return max(self._tokenizer.get_vocab().values(), default=0)
 
-    def encode(self, text: str | Bytes, where: str = "the text") -> Encoded:
-        """Encode a string. Raises BadInput if it is empty, not UTF-8 or too long for the model."""
+    def feeds(
+        self, text: str | Bytes, where: str = "the text", length: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Encode a string to the int64 inputs [1, length] by name.
+
+        `length`: the tokens that the row is filled up to, None for its own number. Raises BadInput
+        if the string is empty, not UTF-8 or too long for the model.
+        """
         most = self._text.max_length
         too_long = BadInput(
             f"{where}: is above {_BYTES * most} bytes, the model takes {most} tokens"
@@ -72,15 +68,9 @@ class Tokens:
         found = self._tokenizer.encode_batch([characters])[0]  # unlike `encode` without the GIL
         if len(found.ids) > most:
             raise BadInput(f"{where}: has {len(found.ids)} tokens, the model takes {most}")
-        return Encoded(found.ids, found.type_ids)
-
-    def feeds(self, rows: Sequence[Encoded], length: int | None = None) -> dict[str, np.ndarray]:
-        """Return the int64 inputs [rows, length] by name; `length` None: the longest row's."""
-        text, length = self._text, length or max(len(row.ids) for row in rows)
-        ids = np.full((len(rows), length), text.pad_id, np.int64)
+        names, count = self._text, len(found.ids)
+        ids = np.full((1, length or count), names.pad_id, np.int64)
         mask, types = np.zeros_like(ids), np.zeros_like(ids)
-        for at, row in enumerate(rows):
-            count = len(row.ids)
-            ids[at, :count], mask[at, :count], types[at, :count] = row.ids, 1, row.types
-        named = {text.ids: ids, text.mask: mask, text.types: types}
-        return {name: array for name, array in named.items() if name}
+        ids[0, :count], mask[0, :count], types[0, :count] = found.ids, 1, found.type_ids
+        arrays = {names.ids: ids, names.mask: mask, names.types: types}
+        return {name: array for name, array in arrays.items() if name}

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from deploykit.core.artefact import Artefact, ArtefactLike, sniff
+from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
 from deploykit.core.extras import install_command
 from deploykit.core.files import cache_folder, make_folder, manifest_path
@@ -133,10 +133,10 @@ def open_plan(
     source: ArtefactLike, here: Here, trust: bool = False
 ) -> tuple[PlanFile, Manifest | None]:
     """Return the plan, as `check_plan` does, and its manifest. An Artefact is not hashed again."""
-    path = Path(source)
-    check_format(path)
-    manifest = Artefact.open(source).manifest
-    return check_plan(path, manifest, here, trust), manifest
+    artefact = Artefact.open(source)
+    if artefact.format != "tensorrt":
+        raise wrong_format(artefact, artefact.format, "a TensorRT engine")
+    return check_plan(artefact.path, artefact.manifest, here, trust), artefact.manifest
 
 
 def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> PlanFile:
@@ -185,23 +185,9 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
             f"{path}: {code}, and was not built by you on this machine",
             hint="an engine can run code: build it here, or open your own with `trust`",
         )
-    core = manifest.built_on.get("dla", "")
-    return PlanFile(
-        content,
-        _notes(path, manifest, here),
-        manifest.version_compatible,
-        int(core) if re.fullmatch("[0-9]", core) else None,
-    )
-
-
-def check_format(path: Path) -> None:
-    """Raise NotFound, BadInput or, for TensorRT for RTX, Unsupported unless this may be a plan."""
-    found = sniff(path)
-    if found != "tensorrt":
-        raise BadInput(
-            f"{path}: is not a TensorRT engine; its format is {found}",
-            hint=f"deploykit build {_quote(path)} -o engine.trt" if found == "onnx" else None,
-        )
+    core, notes = manifest.built_on.get("dla", ""), _notes(path, manifest, here)
+    dla = int(core) if re.fullmatch("[0-9]", core) else None
+    return PlanFile(content, notes, manifest.version_compatible, dla)
 
 
 def differences(
@@ -293,7 +279,7 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
     words += [f"--plugin {shlex.quote(library)}" for library in manifest.plugins]
     words += ["--version-compatible"] * manifest.version_compatible
     words += ["--no-tf32"] * (built.get("tf32") == "no")
-    words += ["-o", _quote(path)]
+    words += ["-o", shlex.quote(str(path))]
     if manifest.made_from and not source:
         words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
     return " ".join(words)
@@ -303,10 +289,6 @@ def _name(built: Mapping[str, str], key: str) -> str:
     """Return a quoted file name without its folder, as paths in a manifest are not trusted."""
     name = PurePosixPath(built.get(key, "")).name
     return shlex.quote(name) if name else ""
-
-
-def _quote(path: Path) -> str:
-    return shlex.quote(str(path))
 
 
 def check_version(version: str, *, full: bool = True) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
-from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.core.tensors import Specs, TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
 from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
@@ -45,9 +45,7 @@ _DTYPES: Mapping[str, str] = {
 Ranges = Mapping[str, tuple[Shape, Shape, Shape]]  # input -> smallest, optimum, largest shape
 
 
-def specs(
-    engine: trt.ICudaEngine, path: Path, manifest: Manifest | None
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def specs(engine: trt.ICudaEngine, path: Path, manifest: Manifest | None) -> tuple[Specs, Specs]:
     """Return the inputs and outputs; the manifest names the dynamic axes.
 
     Raises Unsupported for a type that NumPy lacks, or a tensor that is not linear device memory.
@@ -168,10 +166,8 @@ class TensorRtEngine(Engine):
             "optimisation profiles", optimisation_profiles, engine, path, self.inputs
         )
         batched = [spec.name for spec in self.inputs if spec.batched]
-        if batched:
-            self.max_batch = max(
-                min(each[name][2][0] for name in batched) for each in self.profiles
-            )
+        most = [min(each[name][2][0] for name in batched) for each in self.profiles if batched]
+        self.max_batch = max(most, default=None)
         self.limits = {
             axis: (low, high)
             for spec in self.inputs
@@ -320,9 +316,7 @@ class TensorRtEngine(Engine):
         return self._engine
 
     def _context(self, stream: int, scratch: int) -> Context:
-        return Context(
-            self._nv, self._opened(), self._driver, self.profiles, self._log_errors, stream, scratch
-        )
+        return Context(self, stream, scratch)
 
     @property
     def slots(self) -> int:  # type: ignore[override]  # never set
@@ -346,17 +340,9 @@ class TensorRtEngine(Engine):
 class Context:
     """An execution context as a `Work`, bound to one stream and to `scratch`."""
 
-    def __init__(
-        self,
-        nv: Any,
-        engine: trt.ICudaEngine,
-        driver: CudaDevice,
-        profiles: Sequence[Ranges],
-        log_errors: LogErrors,
-        stream: int,
-        scratch: int,
-    ) -> None:
-        self._stream, self._profiles = stream, profiles
+    def __init__(self, owner: TensorRtEngine, stream: int, scratch: int) -> None:
+        nv, engine, log_errors = owner._nv, owner._opened(), owner._log_errors
+        self._stream, self._profiles = stream, owner.profiles
         strategy = nv.ExecutionContextAllocationStrategy.USER_MANAGED
         context: trt.IExecutionContext = log_errors.call(
             "create_execution_context", engine.create_execution_context, strategy
@@ -365,13 +351,9 @@ class Context:
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
         self.handle = context
-        self._outputs = [
-            name
-            for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
-            if engine.get_tensor_mode(name) == nv.TensorIOMode.OUTPUT
-        ]
+        self._outputs = [spec.name for spec in owner.outputs]
         self._profile = -1  # TensorRT sets a profile only for the first context
-        self._late = {name: _output_allocator(nv)(driver) for name in self._outputs}
+        self._late = {name: _output_allocator(nv)(owner._driver) for name in self._outputs}
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
         """Set the inputs' shapes; return the outputs', None if they depend on the data."""

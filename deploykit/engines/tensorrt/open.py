@@ -70,17 +70,8 @@ def open_engine(
 
 def here(driver: CudaDevice) -> Here:
     """Return the facts about this device that a plan depends on."""
-    found = driver.describe()
-    return Here(
-        str(trt.__version__),
-        found.name,
-        found.compute_capability,
-        found.sm_count,
-        found.driver,
-        found.cuda,
-        tensorrt_cuda(),
-        platform.machine(),
-    )
+    version, major = str(trt.__version__), tensorrt_cuda()
+    return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
 
 
 @functools.cache

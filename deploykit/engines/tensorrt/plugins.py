@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,6 @@ def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
         _loaded[path] = found  # keep it loaded: running plans use its code
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a manifest may hold impossible file names
-        return False
-
-
 def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
     """Return the libraries that a plan needs, next to it or where they were at the build.
 
@@ -59,7 +53,7 @@ def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
     found = []
     for name, digest in recorded.items():
         places = (plan.parent / Path(name).name, Path(name))
-        path = next(filter(_is_file, places), None)
+        path = next(filter(os.path.isfile, places), None)  # a name may be impossible
         if path is None:
             raise NotFound(
                 f"{plan}: needs the plugin library {quote(Path(name).name)}",

@@ -37,6 +37,8 @@ _REWRITES = {  # torch's message, or an operator that it cannot translate -> adv
     "(x.unsqueeze(-1) > boundaries).sum(-1)",
     r"aten\.unique_consecutive": "return what it is given, and drop repeats outside the model",
     r"aten\.(_?linalg|cholesky|_?lu_|geqrf|triangular)": _LINEAR_ALGEBRA,
+    "fake_quantize": "torch's older exporter keeps it where sizes are x.shape[0], not len(x) or "
+    "int(...); else switch it off, export, and: deploykit quantize --to int8 --calib DATA",
     r"\b(aten|prims)\.": "write that line with other operators, or compute it outside the model",
 }
 

@@ -5,7 +5,6 @@ The vectors of a text's tokens are pooled into one as sentence-transformers does
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from deploykit.core.extras import require
 from deploykit.core.files import read_json
 from deploykit.core.task import CLASSIFY, CLS, EMBED, MEAN
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.torch.loaded import Loaded, by_position
-from deploykit.engines.torch.outputs import adapt
+from deploykit.engines.torch.loaded import Loaded
 from deploykit.exporting.heads.classify import SCORES
 from deploykit.exporting.heads.head import INSIDE, AnswerRule, HeadRequest, TaskHead
 
@@ -59,33 +57,25 @@ def with_pooling(loaded: Loaded, pooling: str | None, folder: Path | None) -> Lo
     pooling = pooling or _stated_pooling(folder)
     if pooling is None:
         return loaded
-    at = _TOKENS.find(loaded, (3,))
+    request, at = HeadRequest(loaded, EMBED), _TOKENS.find(loaded, (3,))
     if at is None:
         needs = "a vector of each token is needed, float [N,T,size]"
-        raise HeadRequest(loaded, EMBED).misfit(needs, f"`pooling` {pooling}")
-    masks = [place for place, spec in enumerate(loaded.inputs) if "mask" in spec.name]
-    pooled = _Pooled(loaded.module, at, masks[0] if masks else None, mean=pooling == MEAN)
-    batch, _, size = loaded.outputs[at].shape
-    module = adapt(pooled.eval(), by_position, len(loaded.inputs))
-    return replace(loaded, module=module, outputs=(TensorSpec("pooled", "float32", (batch, size)),))
+        raise request.misfit(needs, f"`pooling` {pooling}")
+    inputs = enumerate(loaded.inputs, len(loaded.outputs))
+    masks = [place for place, spec in inputs if "mask" in spec.name]
 
-
-class _Pooled(torch.nn.Module):  # type: ignore[misc, name-defined] # torch comes through require
-    def __init__(self, module: Any, at: int, mask: int | None, *, mean: bool) -> None:
-        super().__init__()
-        self.module = module
-        self.at = at
-        self.mask = mask
-        self.mean = mean
-
-    def forward(self, *inputs: Any) -> Any:
-        tokens_NTD = self.module(*inputs)[self.at].to(torch.float32)
-        if not self.mean:
+    def pool(tokens_NTD: Any, *mask_NT: Any) -> Any:
+        tokens_NTD = tokens_NTD.to(torch.float32)
+        if pooling == CLS:
             return (tokens_NTD[:, 0],)
-        if self.mask is None:
+        if not mask_NT:
             return (tokens_NTD.mean(1),)
-        counts_NT1 = inputs[self.mask].to(torch.float32).unsqueeze(-1)
+        counts_NT1 = mask_NT[0].to(torch.float32).unsqueeze(-1)
         return ((tokens_NTD * counts_NT1).sum(1) / counts_NT1.sum(1).clamp(min=1e-9),)
+
+    batch, _, size = loaded.outputs[at].shape
+    out = TensorSpec("pooled", "float32", (batch, size))
+    return request.head(pool, [at, *masks[:1]], [out]).loaded
 
 
 def _stated_pooling(folder: Path | None) -> str | None:

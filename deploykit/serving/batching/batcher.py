@@ -209,10 +209,10 @@ class Batcher(Closing):
 
         Raises Overloaded if the queue is full or closed.
         """
-        queue = self._queue
         with self._lock:
-            if not self._closing and queue.fits(request.rows):
-                if queue.add(request) and self._idle:
+            wakes = None if self._closing else self._queue.add(request)
+            if wakes is not None:
+                if wakes and self._idle:
                     if not self._has_loop:
                         self._idle.pop().wake.release()
                     elif not self._scheduled:
@@ -287,7 +287,8 @@ class Batcher(Closing):
         """Return the batch that is due, the expired requests, and the time. Needs the lock."""
         queue, now_us = self._queue, self._clock_us()
         late = queue.take_late(now_us)
-        mark_expired(late, now_us)
+        if late:
+            mark_expired(late, now_us)
         batch: list[Pending] = []
         if not worker.lost:
             batch = worker.running = queue.take(now_us, hurry=self._closing)
@@ -318,7 +319,7 @@ class Batcher(Closing):
         """Accept no more requests. With an `error`, it answers every waiting request."""
         with self._lock:
             self._closing = True
-            refused = self._queue.take_all() if error is not None else []
+            refused = self._queue.take_late(math.inf) if error is not None else []
             for request in refused:
                 request.finished = True
                 request.error = error
@@ -332,7 +333,9 @@ class Batcher(Closing):
     ) -> None:
         """Deliver requests that are marked as finished."""
         for request in requests:
-            for watcher in self.watchers if request.error is not None else ():
+            if request.error is None:
+                continue
+            for watcher in self.watchers:
                 try:
                     watcher.record_failure(request, now_us)
                 except Exception:  # a failing watcher must not hold up the replies
@@ -354,12 +357,11 @@ class Batcher(Closing):
                 self._scheduled = True
                 self._call_soon(self._run_next)
                 return
-            worker = self._idle.pop()
-            delay_us = policy.max_delay_us  # only the thread can wait for it to pass
+            worker, most = self._idle.pop(), self.inline_max_rows
+            # more rows wait than an inline batch has, or there is a delay for the thread to wait
+            long = policy.max_delay_us or (rows > most and policy.max_batch > most)
             slow = self._paused_until_us and self._clock_us() < self._paused_until_us
-            most = self.inline_max_rows
-            long = min(rows, policy.max_batch) > most  # more rows wait than one batch may have
-            if delay_us or not most or long or slow:
+            if long or slow or not most:
                 worker.wake.release()
                 return
             batch, late, now_us = self._take(worker)
@@ -367,7 +369,8 @@ class Batcher(Closing):
             self._single = 0 if len(batch) > 1 else self._single + 1
         computed_ns = thread_time_ns()
         try:
-            self._finish(late, now_us)
+            if late:
+                self._finish(late, now_us)
             if batch:
                 self._run(worker, worker.start(batch, now_us), deliver_inline)
         finally:

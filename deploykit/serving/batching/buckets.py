@@ -57,7 +57,7 @@ class Buckets:
                 self._where.setdefault(axis, (spec.name, number))
             if named:
                 self._fill[spec.name] = _fill(spec, pad.get(spec.name, 0))
-        self._outputs = {spec.name: self._axes(spec) for spec in outputs}
+        self._outputs = {spec.name: axes for spec in outputs if (axes := self._axes(spec))}
         for axis, found in self.lengths.items():
             if axis not in self._where:
                 raise BadInput(f"model '{name}': no input has an axis '{axis}' besides the batch")
@@ -109,17 +109,14 @@ class Buckets:
 
     def cut(self, request: Pending, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Crop each bucketed axis of the outputs to the length of the request's own inputs."""
-        return {name: self._crop(name, array, request) for name, array in outputs.items()}
-
-    def _crop(self, name: str, array: np.ndarray, request: Pending) -> np.ndarray:
-        axes = self._outputs.get(name)
-        if not axes:
-            return array
-        parts = [slice(None)] * array.ndim
-        for number, axis in axes.items():
-            given, at = self._where[axis]
-            parts[number] = slice(request.feeds[given].shape[at])
-        return array[tuple(parts)]
+        cropped = dict(outputs)
+        for name, axes in self._outputs.items():
+            parts = [slice(None)] * outputs[name].ndim
+            for number, axis in axes.items():
+                given, at = self._where[axis]
+                parts[number] = slice(request.feeds[given].shape[at])
+            cropped[name] = outputs[name][tuple(parts)]
+        return cropped
 
     def sizes(self) -> list[dict[str, int]]:
         """Return every combination of buckets, shortest first."""

@@ -1,25 +1,28 @@
 """Queue requests for an engine, grouped by priority and shape, oldest first.
 
 No locks and no clock: `Batcher` has them. Requests of other shapes do not split a batch. Only the
-search for expired requests visits all of them, and it runs only when some have expired.
+search for expired requests visits all of them, and it runs only when some have expired; so do
+turns: once requests wait for long, clients share the engine, by rows (start-time fair queuing).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import InputKey
 from deploykit.engines.engine import Arrays
+from deploykit.pipelines.threads import NOBODY
 
 LEVELS = 3  # priorities; 1 is run first
 DEFAULT_LEVEL = 2  # for a request without a valid priority, as in Triton
 NEVER_US = 1 << 60
+_LONG_US = 100_000  # a wait from which on it is the clients' turns that count, not the arrival
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,11 @@ class Pending:
     priority: int = 0  # as the client sent it
     trace: str | None = None  # the client's W3C traceparent
     decode_us: int = 0  # time to decode the request, before it arrived here
+    id: str | None = None  # the client's name for it
+    sender: Any = None  # whose `peer` takes turns with others
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     error: DeploykitError | None = None
     finished: bool = False
-    id: str | None = None  # the client's name for it
 
 
 class BatchRun(NamedTuple):
@@ -102,20 +106,14 @@ def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
     of more rows runs alone.
     """
     take = rows = 0
-    oldest_us = now_us
-    full = False
+    oldest_us = next((request.arrived_us for request in waiting), now_us)
     for request in waiting:
-        if take and rows + request.rows > policy.max_batch:
-            full = True  # the next one cannot join, so waiting gains nothing
+        rows += request.rows
+        take += not take or rows <= policy.max_batch
+        if rows >= policy.max_batch:  # it is full, or the next one cannot join
             break
-        if not take:
-            oldest_us = request.arrived_us
-        take, rows = take + 1, rows + request.rows
-        if rows >= policy.max_batch:
-            full = True
-            break
-    late = policy.max_delay_us > 0 and now_us - oldest_us >= policy.max_delay_us
-    return take if full or late or not policy.max_delay_us else 0
+    late = not policy.max_delay_us or now_us - oldest_us >= policy.max_delay_us
+    return take if late or rows >= policy.max_batch else 0
 
 
 class _Group:
@@ -141,32 +139,39 @@ class _Group:
 
 
 class RequestQueue:
-    """The waiting requests: `count` of `rows` rows. `added_rows` counts all rows ever added."""
+    """The waiting requests: `count` of `rows` rows."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.count = 0
         self.most = 0  # the largest count before a removal; its reader resets it
         self.rows = 0
-        self.added_rows = 0
+        self._removed_rows = 0
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
         self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
         self._soonest_us = NEVER_US  # no deadline is earlier
+        self._now = 0  # the virtual time, in rows
+        self._spent: dict[Hashable, int] = {}  # when a client's next rows may start
+        self._starts: dict[Pending, tuple[int, Hashable]] = {}  # of those in turns
 
-    def fits(self, rows: int) -> bool:
-        """Return whether the queue accepts it; a request that would be alone always fits."""
-        policy = self.policy
+    @property
+    def added_rows(self) -> int:
+        """Return the rows ever added."""
+        return self._removed_rows + self.rows
+
+    def add(self, request: Pending) -> bool | None:
+        """Add a request; return whether an idle engine should look at the queue again.
+
+        Return None, without adding it, if the queue is full. One that would be alone always fits.
+        """
+        policy, count, rows = self.policy, self.count, request.rows
         most = policy.queue_rows
-        return self.count < policy.queue and (
-            most is None or not self.count or self.rows + rows <= most
-        )
-
-    def add(self, request: Pending) -> bool:
-        """Add a request; return whether an idle engine should look at the queue again."""
+        if count >= policy.queue or (most is not None and count and self.rows + rows > most):
+            return None
         level = request.priority
         if not 0 < level <= LEVELS:
             level = DEFAULT_LEVEL
-        group, rows = self._last, request.rows
+        group = self._last
         if group.key is not request.key or group.level != level:
             group = self._groups.get((level, request.key)) or _Group(level, request.key)
             self._last = group
@@ -175,15 +180,11 @@ class RequestQueue:
             self._groups[(level, request.key)] = group
         group.requests[request] = None
         group.rows += rows
-        self.count += 1
+        self.count = count + 1
         self.rows += rows
-        self.added_rows += rows
         if request.deadline_us < self._soonest_us:
             self._soonest_us = request.deadline_us
-        policy = self.policy
-        if was_empty or not policy.max_delay_us:
-            return True
-        return group.rows >= policy.max_batch
+        return was_empty or not policy.max_delay_us or group.rows >= policy.max_batch
 
     def take(self, now_us: int, *, hurry: bool = False) -> list[Pending]:
         """Return the next batch, or nothing if it should wait. `hurry`: ignore the delay."""
@@ -200,40 +201,51 @@ class RequestQueue:
                 requests.clear()
                 self._count_removed(group, batch)
                 return batch
+            if group.rows > policy.max_batch and now_us - group.oldest.arrived_us > _LONG_US:
+                self._take_turns(requests)
             count = due(requests, policy, now_us)
             if not count and hurry:
                 count = len(requests)  # more rows than `max_batch` would have run already
             if count:
                 batch = [requests.popitem(False)[0] for _ in range(count)]
+                if self._starts:
+                    self._spend(batch)
                 self._count_removed(group, batch)
                 return batch
             if not policy.max_delay_us:
                 break
         return []
 
-    def take_late(self, now_us: int) -> list[Pending]:
+    def _take_turns(self, requests: OrderedDict[Pending, None]) -> None:
+        """Order requests by the rows that their clients had before: addresses, else connections."""
+        keys = [request.sender.peer if request.sender else NOBODY for request in requests]
+        at = int(all(key.address == keys[0].address for key in keys))
+        spent = {key: max(rows, self._now) for key, rows in self._spent.items()}
+        for request, peer in zip(requests, keys, strict=True):
+            start = spent.get(peer[at], self._now)
+            self._starts[request] = start, peer[at]
+            spent[peer[at]] = start + request.rows
+        for request in sorted(requests, key=lambda request: self._starts[request][0]):
+            requests.move_to_end(request)
+
+    def _spend(self, batch: Iterable[Pending]) -> None:
+        for request in batch:
+            self._now, key = self._starts[request]
+            self._spent[key] = self._now + request.rows
+        self._starts = {}
+        self._spent = {key: rows for key, rows in self._spent.items() if rows > self._now}
+
+    def take_late(self, now_us: float) -> list[Pending]:
         """Remove and return the requests past their deadline."""
         if now_us < self._soonest_us:
             return []
-        late = []
-        self._soonest_us = NEVER_US
-        for group in list(self._groups.values()):
-            here = [request for request in group.requests if request.deadline_us <= now_us]
-            for request in here:
-                del group.requests[request]
-            late += here
-            for request in group.requests:
-                self._soonest_us = min(self._soonest_us, request.deadline_us)
-            self._count_removed(group, here)
+        waiting = [request for group in self._groups.values() for request in group.requests]
+        late = [request for request in waiting if request.deadline_us <= now_us]
+        for request in late:
+            self.remove(request)
+        left_us = (request.deadline_us for request in waiting if request.deadline_us > now_us)
+        self._soonest_us = min(left_us, default=NEVER_US)
         return late
-
-    def take_all(self) -> list[Pending]:
-        """Empty the queue and return its requests."""
-        found = [request for group in self._groups.values() for request in group.requests]
-        self._groups.clear()
-        self._last = _Group(DEFAULT_LEVEL, ())
-        self.count = self.rows = 0
-        return found
 
     def remove(self, request: Pending) -> bool:
         """Remove a request; return False when it is not waiting here."""
@@ -259,8 +271,10 @@ class RequestQueue:
         rows = sum([request.rows for request in requests]) if group.requests else group.rows
         group.rows -= rows
         self.rows -= rows
+        self._removed_rows += rows
         self.count -= len(requests)
         if not group.requests:
             del self._groups[(group.level, group.key)]
             if not self._groups:
                 self._soonest_us = NEVER_US
+                self._now, self._spent = 0, {}

@@ -55,13 +55,13 @@ class Splitter:
         self, outputs: Sequence[TensorSpec], *, joined: bool, cut: Cut | None = None
     ) -> None:
         self._declared = [(s.name, np.dtype(carrier(s.dtype)), s.shape) for s in outputs]
-        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape that fitted its declaration
+        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape of each
         self._joined = joined
         self._cut = cut
 
     def __call__(self, batch: Sequence[Pending], outputs: Mapping[str, np.ndarray]) -> None:
         """Set each request's `outputs`. On EngineFailed, none are set."""
-        self.check(outputs, sum([request.rows for request in batch]))
+        total_bytes = self.check(outputs, sum([request.rows for request in batch]))
         if len(batch) == 1:
             batch[0].outputs = dict(outputs)
         else:
@@ -74,7 +74,7 @@ class Splitter:
         if self._cut is not None:
             for request in batch:
                 request.outputs = self._cut(request, request.outputs)
-        if sum([array.nbytes for array in outputs.values()]) > _LARGE_BYTES:
+        if total_bytes > _LARGE_BYTES:
             # Copy large views of the memory of the whole batch, or of the engine: a slow client
             # would keep all of it alive, or make ONNX Runtime's arena grow, although only the
             # array's own bytes are counted in the memory budget.
@@ -83,26 +83,34 @@ class Splitter:
                     if array.nbytes > _LARGE_BYTES and not array.flags.owndata:
                         request.outputs[name] = array.copy()
 
-    def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> None:
-        """Raise EngineFailed unless these can be the outputs of `rows` rows."""
+    def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> int:
+        """Return the outputs' bytes. Raises EngineFailed if they cannot be of `rows` rows."""
+        total_bytes = 0
         for name, dtype, axes in self._declared:
             array = outputs.get(name)
             if array is None or array.dtype != dtype:
                 got = "nothing" if array is None else array.dtype.name
                 raise EngineFailed(f"the engine returned {got} for output '{name}' ({dtype})")
-            shape, wanted = array.shape, ""
+            total_bytes += array.nbytes
+            shape = array.shape
             if self._joined and (not shape or shape[0] != rows):
-                wanted = f"{rows} rows were expected"
-            elif shape != self._seen.get(name) and axes:  # a file may leave a shape out
-                fits = len(shape) == len(axes) and all(
-                    isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True)
-                )
-                wanted = "" if fits else f"which is [{', '.join(map(str, axes))}]"
-            if wanted:
                 raise EngineFailed(
-                    f"the engine returned shape {list(shape)} for output '{name}', {wanted}"
+                    f"the engine returned shape {list(shape)} for output '{name}', "
+                    f"{rows} rows were expected"
                 )
+            if shape == self._seen.get(name) or not axes:  # a file may leave a shape out
+                continue
             self._seen[name] = shape
+            if len(shape) != len(axes) or any(
+                isinstance(w, int) and w != n for w, n in zip(axes, shape, strict=True)
+            ):
+                text = "output '%s' is %s, not %s as declared; `deploykit build` corrects the file"
+                log.warning(text, name, list(shape), list(axes))
+                known = (
+                    (each, kind, sizes) for each, kind, sizes in self._declared if each != name
+                )
+                self._declared = [*known, (name, dtype, ())]  # warn once
+        return total_bytes
 
 
 class Flight(NamedTuple):
@@ -151,7 +159,7 @@ class Runner:
         self._stack = stack
         self._split = split
         self._clock_us = clock_us
-        self._instance = instance
+        self._number = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
         self.slots = engine.slots if overlaps and not self._strings else 1
         self.ended_us = 0
@@ -169,7 +177,7 @@ class Runner:
             from_us = [r.arrived_us if r.arrived_us > since_us else since_us for r in batch]
             idle_us = len(batch) * started_us - sum(from_us)
         call: InFlight | dict[str, np.ndarray] | Exception | None = None
-        if len(batch) == 1 or not self._strings or _count_strings(batch) <= MOST_STRINGS:
+        if not self._strings or len(batch) == 1 or _count_strings(batch) <= MOST_STRINGS:
             try:
                 feeds = self._stack(batch)
                 stacked_us = self._clock_us()
@@ -190,7 +198,7 @@ class Runner:
         batch = flight.batch
         if flight.call is not None:
             error = self._finish(flight, watchers)
-            if len(batch) == 1 or error is None or isinstance(error, Overloaded):
+            if error is None or len(batch) == 1 or isinstance(error, Overloaded):
                 return [error] * len(batch)
         errors: list[DeploykitError | None] = []
         for request in batch:
@@ -204,18 +212,18 @@ class Runner:
 
     def _finish(self, flight: Flight, watchers: Sequence[Watcher]) -> DeploykitError | None:
         """Wait for one call of the engine. Sets each request's outputs, or returns the error."""
-        batch, started_us, stacked_us, submitted_us, idle_us, call = flight
-        self.since_us = started_us
-        waited_us = max(0, self.ended_us - submitted_us)  # for the batch before it
+        batch, started_us, stacked_us, ran_us, idle_us, call = flight
         try:
             if isinstance(call, Exception):
                 raise call
             if isinstance(call, dict):
-                outputs, ran_us = call, submitted_us
+                outputs = call
             else:
                 assert call is not None
                 with INSIDE:
                     outputs = call.result()
+                waited_us = max(0, self.ended_us - ran_us)  # for the batch before it
+                started_us, stacked_us = started_us + waited_us, stacked_us + waited_us
                 ran_us = self._clock_us()
             self._split(batch, outputs)
         except Exception as exc:  # noqa: BLE001 - the engine's thread must survive any error
@@ -235,31 +243,21 @@ class Runner:
                     hint="try again later, with fewer rows, or start the server with less "
                     "`max_batch`",
                 )
+            hint = "the server's log says why"
             if isinstance(exc, BadInput):  # the engine rejects what passed our own checks
-                return BadInput(
-                    f"model '{name}': the engine refused the values or the shape of this request",
-                    hint="the server's log says why",
-                )
-            return EngineFailed(
-                f"model '{name}': the engine failed on this request",
-                hint="the server's log says why",
-            )
+                what = "the engine refused the values or the shape of this request"
+                return BadInput(f"model '{name}': {what}", hint=hint)
+            return EngineFailed(f"model '{name}': the engine failed on this request", hint=hint)
         finally:
             self.since_us = None
-        started_us, stacked_us = started_us + waited_us, stacked_us + waited_us
         ended_us = self.ended_us = self._clock_us()
         self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
+        served = [request for request in batch if not request.finished]
+        stack_us, split_us = stacked_us - started_us, ended_us - ran_us
+        engine_us = max(0, ran_us - stacked_us - in_us - out_us)
         run = BatchRun(
-            [request for request in batch if not request.finished],
-            started_us,
-            stacked_us - started_us,
-            in_us,
-            max(0, ran_us - stacked_us - in_us - out_us),
-            out_us,
-            ended_us - ran_us,
-            idle_us,
-            self._instance,
+            served, started_us, stack_us, in_us, engine_us, out_us, split_us, idle_us, self._number
         )
         for watcher in watchers:
             try:
@@ -276,7 +274,5 @@ def _count_strings(batch: Sequence[Pending]) -> int:
 
 def device_lost(name: str) -> Overloaded:
     """Return the error that every request gets once a GPU is lost."""
-    return Overloaded(
-        f"model '{name}': the GPU is lost to this server, which will stop",
-        hint="send the request elsewhere, or try again when the server was started again",
-    )
+    hint = "send the request elsewhere, or try again when the server was started again"
+    return Overloaded(f"model '{name}': the GPU is lost to this server, which will stop", hint=hint)

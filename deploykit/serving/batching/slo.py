@@ -24,6 +24,7 @@ Pure: the clock is passed in.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -127,27 +128,17 @@ class Steering:
 
     def _mean_us(self, rows: float) -> float:
         points = sorted(self._measured.values(), key=lambda point: point.rows)
-        below = None
-        for point in points:
-            if point.rows >= rows:
-                if below is None:
-                    return point.us
-                share = (rows - below.rows) / (point.rows - below.rows)
-                return below.us + share * (point.us - below.us)
-            below = point
-        last = points[-1]
-        return last.us * (rows / last.rows if rows > _STEP * last.rows + 1 else 1)
+        at, last = bisect_left(points, rows, key=lambda point: point.rows), points[-1]
+        if at == len(points):
+            return last.us * (rows / last.rows if rows > _STEP * last.rows + 1 else 1)
+        below, above = points[max(0, at - 1)], points[at]
+        share = (rows - below.rows) / (above.rows - below.rows) if at else 0
+        return below.us + share * (above.us - below.us)
 
     def _largest(self, limit_us: float) -> int:
         """Return the most rows whose batch takes `limit_us` or less; at least 1."""
-        low, high = 1, max(1, self._base.max_batch)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.time_us(middle) <= limit_us:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        sizes = range(1, self._base.max_batch + 1)
+        return max(1, bisect_right(sizes, limit_us, key=self.time_us))
 
     def _delay_us(self, slack_us: float) -> int:
         saved_us = max(0.0, 2 * self.time_us(1) - self.time_us(2))

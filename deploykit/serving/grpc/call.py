@@ -111,8 +111,8 @@ class MessageReader:
 class Method:
     """The handlers of a method. `message(call, data, at)`: the message is `data[at:]`.
 
-    `ended(call)` is called after the last of several messages. `public`: needs no token.
-    `max_bytes`: the most bytes of a message; the server's limit applies too.
+    Its error is the reply. `ended(call)` is called after the last of several messages. `public`:
+    needs no token. `max_bytes`: the most bytes of a message.
     """
 
     message: Callable[[Any, bytes, int], None]  # called with the Call
@@ -186,19 +186,27 @@ def parse_head(
     )
 
 
-def error_block(status: str, message: str) -> bytes:
-    """Return the trailers of a call that failed."""
-    encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
-    return literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", encoded)
-
-
 class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_reader",
-        "_received_bytes", "_received_one", "_sizes", "about", "cancel", "deadline_s",
-        "head", "held_bytes", "opened", "slots", "unreplied"
+        "_answer_bytes",
+        "_by_s",
+        "_in_turn",
+        "_inflating",
+        "_reader",
+        "_received_bytes",
+        "_received_one",
+        "_sizes",
+        "about",
+        "begun_s",
+        "cancel",
+        "deadline_s",
+        "head",
+        "held_bytes",
+        "opened",
+        "slots",
+        "unreplied"
     )  # fmt: skip
 
     def __init__(self, link: Http2Connection, number: int, head: CallHead) -> None:
@@ -218,7 +226,7 @@ class GrpcCall(Stream):
         self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
         self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
-        self._begun_s = shared.clock_s() if shared.records else 0.0
+        self.begun_s = shared.clock_s() if shared.records else 0.0
         self.about: About | None = None
         timeout_us = head.timeout_us
         deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
@@ -226,17 +234,11 @@ class GrpcCall(Stream):
 
     @property
     def peer(self) -> Peer:
-        return Peer.of(self.link.address, self.link)
+        return Peer.of(self.link.transport.get_extra_info("peername"), self.link)
 
     @property
     def unanswered(self) -> int:
         return self.unreplied or (1 if self.unsent or self.trailers is not None else 0)
-
-    @property
-    def _max_bytes(self) -> int:
-        """Return the largest message of the call's method, in bytes."""
-        method, most = self.head.method, self.link.shared.max_message_bytes
-        return most if method is None else min(most, method.max_bytes)
 
     @property
     def left_us(self) -> int | None:
@@ -306,7 +308,6 @@ class GrpcCall(Stream):
         if method is None:
             return False
         shared, left, most = link.shared, _MESSAGES_PER_TURN, method.max_bytes
-        most = most if most < shared.max_message_bytes else shared.max_message_bytes
         while reader.need and not self.gone:
             if reader.need - PREFIX_BYTES > most:
                 text = f"the message is above {most} bytes"
@@ -363,12 +364,15 @@ class GrpcCall(Stream):
         self.unreplied += 1
         if data[0]:
             self._decompress(method, data)
-        else:
+            return
+        try:
             method.message(self, data, at)
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            fail_with(self, exc)
 
     def _decompress(self, method: Method, data: bytes) -> None:
         """Deliver a compressed message, at once if it is small."""
-        encoding, limit = self.head.encoding, self._max_bytes
+        encoding, limit = self.head.encoding, method.max_bytes
         if data[0] != 1 or encoding == b"identity":
             self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
             return
@@ -408,7 +412,10 @@ class GrpcCall(Stream):
             if self._sizes:
                 self._sizes[-1] += len(plain)
             if self._reserve(len(plain)):
-                method.message(self, plain, 0)
+                try:
+                    method.message(self, plain, 0)
+                except Exception as exc:  # noqa: BLE001 - every error is a reply
+                    fail_with(self, exc)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -498,7 +505,7 @@ class GrpcCall(Stream):
         """End the call with status OK."""
         if not self.gone and self.trailers is None:
             self._record("OK")
-        self._end(OK)
+            self._end(OK)
 
     def fail(self, status: str, message: str) -> None:
         """End the call with an error, after the replies before it."""
@@ -509,7 +516,8 @@ class GrpcCall(Stream):
             cancel()
         log.info("%s: %s %s", quote(self.head.path), status, quote(message))
         self._record(status)
-        block = error_block(status, message)
+        text = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
+        block = literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", text)
         if not self.opened:
             block = (REPLY_HEADERS if self.head.speaks_grpc else NOT_GRPC) + block
         self._end(block)
@@ -519,19 +527,10 @@ class GrpcCall(Stream):
         shared = self.link.shared
         shared.replies[status] += 1
         if shared.records:
-            shared.record(
-                quote(self.head.path)[1:-1],
-                status,
-                self._begun_s,
-                self.head.trace,
-                self.about,
-                self.link.transport,
-                failed=status != "OK",
-            )
+            path, failed = quote(self.head.path)[1:-1], status != "OK"
+            shared.record(self, path, status, self.link.transport, failed=failed)
 
     def _end(self, block: bytes) -> None:
-        if self.gone or self.trailers is not None:
-            return
         self.unreplied = 0
         self.slots.clear()
         self.end(frame(HEADERS, END_HEADERS | END_STREAM, self.id, block))

@@ -157,7 +157,7 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
 class GrpcInference(Inference):
     """One inference message. Its source is the message with the result of `split_request`."""
 
-    __slots__ = ("_decoded_bytes", "_plan")
+    __slots__ = ("_plan",)
 
     client: Replying
 
@@ -173,16 +173,12 @@ class GrpcInference(Inference):
 
     def decode_large(self) -> Request:
         request = super().decode_large()
-        self._decoded_bytes = sum(
+        copied = (
             array_bytes(request.feeds[part.name])
             for part in self._plan.parts
             if not isinstance(part.data, Binary) or not part.slot.item_bytes
         )
-        return request
-
-    def decoded_bytes(self) -> int:
-        """Return the bytes that were decoded in addition to the message."""
-        return self._decoded_bytes
+        return request._replace(copied_bytes=sum(copied))
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > _LONG_BYTES

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
+from deploykit.core.errors import NotFound, Unsupported, quote
 from deploykit.engines.oip.protobuf import message_from
 from deploykit.serving.grpc.call import GrpcCall, Method, fail_with, parse_head
 from deploykit.serving.grpc.infer import InferMethods
@@ -90,9 +91,14 @@ class GrpcPort(Http2Port):
         for name, handler in handlers.items():
             public = name in ("ServerLive", "ServerReady")
             methods[f"/{SERVICE}/{name}"] = _small(name, handler, public=public)
+        most = options.max_body_bytes
+        methods = {
+            path: replace(each, max_bytes=min(each.max_bytes, most))
+            for path, each in methods.items()
+        }
         parse = partial(parse_head, methods, access.allows, limits.headers)
         large = partial(offload, lane=Lane.LARGE)
-        super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
+        super().__init__(parse, GrpcCall, limits, most, memory, large)
 
     def tick(self, now_s: float) -> None:
         """Send health changes to the Watch calls as well."""
@@ -151,12 +157,7 @@ class GrpcPort(Http2Port):
         return {"status": status}
 
     def _watch(self, call: GrpcCall, data: bytes, at: int) -> None:
-        try:
-            name = infer.parse("HealthCheckRequest", data[at:]).service
-        except BadInput as exc:
-            fail_with(call, exc)
-            return
-        link = call.link
+        name, link = infer.parse("HealthCheckRequest", data[at:]).service, call.link
         if self._watches[link] >= _WATCHES_EACH or self._watches.total() >= _WATCHES:
             text = f"of at most {_WATCHES_EACH} Watch calls of a client and {_WATCHES} of all"
             call.fail("RESOURCE_EXHAUSTED", f"there is one too many, {text}; use Check instead")
@@ -201,13 +202,10 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
             else:
                 call.reply([reply])
 
-        try:
-            handle(infer.parse(f"{name}Request", data[at:]), then)
-        except Exception as exc:  # noqa: BLE001 - every error is a reply
-            fail_with(call, exc)
+        handle(infer.parse(f"{name}Request", data[at:]), then)
 
     return Method(message, public=public, max_bytes=_SMALL_BYTES)
 
 
-def _not_offered(call: GrpcCall, _data: bytes, _at: int) -> None:
-    fail_with(call, Unsupported("this extension is not offered by this server"))
+def _not_offered(_call: GrpcCall, _data: bytes, _at: int) -> None:
+    raise Unsupported("this extension is not offered by this server")

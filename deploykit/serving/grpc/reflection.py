@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploykit.core.errors import BadInput
-from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL, Message
-from deploykit.serving.grpc.call import STATUS, GrpcCall, Method, fail_with
+from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL
+from deploykit.serving.grpc.call import STATUS, GrpcCall, Method
 from deploykit.serving.oip import messages
 
 # of the same messages: some tools ask for the older one
@@ -18,17 +17,13 @@ def reflection_method() -> Method:
     """Return the method ServerReflectionInfo, which answers each message of a stream."""
 
     def message(call: GrpcCall, data: bytes, at: int) -> None:
-        try:
-            request = messages.parse("ServerReflectionRequest", data[at:])
-        except BadInput as exc:
-            fail_with(call, exc)
-        else:
-            call.send_message([reflect(request).SerializeToString()])
+        request = messages.parse("ServerReflectionRequest", data[at:])
+        call.send_message([reflect(request).SerializeToString()])
 
     return Method(message, GrpcCall.complete, max_bytes=_MOST_BYTES)
 
 
-def reflect(request: Any) -> Message:
+def reflect(request: Any) -> Any:
     """Return the answer to one ServerReflectionRequest. None of our files imports another."""
     kind = request.WhichOneof("message_request") or ""
     find = {"file_by_filename": POOL.FindFileByName, "file_containing_symbol": _file_with}
@@ -44,8 +39,7 @@ def reflect(request: Any) -> Message:
         except KeyError:
             answer.error_response.error_code = STATUS["NOT_FOUND"]
             answer.error_response.error_message = "there is no such file, symbol or extension"
-    made: Message = answer
-    return made
+    return answer
 
 
 def _file_with(symbol: str) -> Any:

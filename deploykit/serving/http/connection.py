@@ -76,7 +76,7 @@ class Exchange(Call):
 
     @property
     def peer(self) -> Peer:
-        return Peer.of(self.connection.address, self.connection)
+        return Peer.of(self.connection.transport.get_extra_info("peername"), self.connection)
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
@@ -94,7 +94,8 @@ class Exchange(Call):
                 raise Overloaded(self.memory.message)
         listener.replies[status] += 1
         if listener.records:
-            connection.record(self, status)
+            asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
+            listener.record(self, asked, str(status), connection.transport, failed=status >= 400)
         if listener.draining and connection.exchanges[-1] is self:
             self.keep_alive = False
         end = b"\r\n"
@@ -103,11 +104,11 @@ class Exchange(Call):
         size = b"Content-Length: %d\r\n" % length
         if head.method == "HEAD":
             parts = ()
-        lines = listener.lines[status], headers, head.cors, size, end
-        if large:
-            self.pending_reply = [b"".join(lines), *parts]
-        else:
-            self.pending_reply = [b"".join((*lines, *parts))]
+        lines: list[Bytes] = [listener.lines[status], headers, head.cors, size, end]
+        if not large:
+            lines += parts
+            parts = ()
+        self.pending_reply = [b"".join(lines), *parts]
         connection.flush()
 
 
@@ -221,27 +222,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
 
-    @property
-    def address(self) -> object:
-        """Return the client's address."""
-        return self._transport.get_extra_info("peername")
-
-    def record(self, exchange: Exchange, status: int) -> None:
-        head = exchange.head
-        self.listener.record(
-            f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}",
-            str(status),
-            exchange.begun_s,
-            head.trace,
-            exchange.about,
-            self._transport,
-            failed=status >= 400,
-        )
-
     # -- asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         self.listener.connections.add(self)
         self._state = NEW if self.listener.make_room(self) else SPARE
@@ -300,14 +284,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._ended = True
         self.exchanges[-1].keep_alive = False
         self._begun_bytes = len(_START)
-        self._transport.write(_START)
+        self.transport.write(_START)
         return True
 
     def pause_writing(self) -> None:
-        self._unread = unread_bytes(self._transport)
+        self._unread = unread_bytes(self.transport)
         self._by_s = self.listener.now_s + self._limits.stall_s
         self._pause()
-        more = self._transport.get_write_buffer_size() - self._unsent_bytes
+        more = self.transport.get_write_buffer_size() - self._unsent_bytes
         if more > 0:  # small replies, which count only if the client does not read them
             self._unsent_bytes += more
             self.listener.memory.add(more, 0)
@@ -322,11 +306,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _pause(self) -> None:
         self._paused = True
-        self._transport.pause_reading()
+        self.transport.pause_reading()
 
     def _wait(self, work: Callable[[], None]) -> None:
         """Read no more until `work` is called in one of the next turns of the event loop."""
-        self._transport.pause_reading()
+        self.transport.pause_reading()
         self.listener.turns.wait(work)
 
     def _resume(self, *, urgent: bool = False) -> None:
@@ -336,8 +320,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._paused = False
             if self._kept:  # not in this turn: another connection may be using the shared buffer
                 self.listener.turns.wait(self._read_kept, urgent=urgent)
-            elif not (self._ended or self._transport.is_closing()):
-                self._transport.resume_reading()
+            elif not (self._ended or self.transport.is_closing()):
+                self.transport.resume_reading()
 
     def _read_kept(self) -> None:
         data = self._take_kept()
@@ -345,7 +329,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.listener.view[: len(data)] = data
             self._read(len(data))
             if not (self._paused or self._kept):
-                self._transport.resume_reading()
+                self.transport.resume_reading()
 
     def _keep(self, at: int, end: int) -> None:
         """Keep this part of the shared buffer, which other connections will use."""
@@ -359,7 +343,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def release_sent(self) -> None:
         """Remove replies from the memory budget once the client has read them all."""
-        if self._unsent_bytes and not self._transport.get_write_buffer_size():
+        if self._unsent_bytes and not self.transport.get_write_buffer_size():
             self.listener.memory.release(self._unsent_bytes)
             self._unsent_bytes = 0
 
@@ -372,9 +356,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         while at < end and self._state < LAST and not self._paused:
             if at:
                 steps += 1
-                if (
-                    steps == self._limits.pipelined
-                ):  # the rest in the next turn, after other clients
+                if steps == self._limits.pipelined:  # the rest in the next turn
                     self._pause()
                     break
             if self._state is CHUNKED:
@@ -419,7 +401,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._complete(exchange, bytes(view[at : at + length]) if length else b"")
             return at + length
         if head.expect and not received and not self.exchanges:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
             self._enter(CHUNKED)
             self._reader = ChunkedBody(self._limits, self.listener.max_body_bytes)
@@ -501,7 +483,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 answer[0] = answer[0][self._begun_bytes :]
                 self._begun_bytes = 0
             if len(answer) == 1 and not exchange.held_bytes:
-                self._transport.write(answer[0])
+                self.transport.write(answer[0])
             else:
                 self._write_large(exchange, answer)
             exchange.pending_reply = None
@@ -520,9 +502,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._tls:  # the TLS transport forwards each write whole and does not count it
             for part in answer:
                 for at in range(0, len(part), READ_BYTES):
-                    self._transport.write(memoryview(part)[at : at + READ_BYTES])
+                    self.transport.write(memoryview(part)[at : at + READ_BYTES])
         else:
-            self._transport.writelines(answer)
+            self.transport.writelines(answer)
         self.release_sent()
 
     def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
@@ -544,10 +526,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.exchanges.popleft().abandon()
         refused = self._state is REFUSED
         self._enter(LINGERING if refused else LAST)
-        if refused and not self._ended and self._transport.can_write_eof():
-            self._transport.write_eof()
+        if refused and not self._ended and self.transport.can_write_eof():
+            self.transport.write_eof()
         else:
-            self._transport.close()
+            self.transport.close()
 
     def _discard(self) -> None:
         """Free the data of an incomplete request."""
@@ -567,23 +549,23 @@ class HttpConnection(asyncio.BufferedProtocol):
         waited_s, state = now_s - self._since_s, self._state
         self.release_sent()
         if self._unread is not None:
-            size = unread_bytes(self._transport)
+            size = unread_bytes(self.transport)
             self._by_s = extend(self._by_s, self._unread - size, now_s, self._limits.stall_s)
             self._unread = size
             if now_s > self._by_s:
-                self._transport.abort()
+                self.transport.abort()
         elif self.exchanges or self._kept or state is WHOLE:  # the client waits for the server
-            if self._ended and self._transport.get_extra_info("socket").getsockopt(
+            if self._ended and self.transport.get_extra_info("socket").getsockopt(
                 SOL_SOCKET, SO_ERROR
             ):  # the client has refused what was sent; nothing else shows it
-                self._transport.abort()
+                self.transport.abort()
         elif state in (SIZED, CHUNKED):
             if now_s > self._by_s:
                 self._refuse(408, "the request's body stalled, or came too slowly")
         elif waited_s <= self.listener.longest_s[state]:
             pass
         elif state >= LAST:  # closed, except for what the client has not read
-            self._transport.abort()
+            self.transport.abort()
         elif state <= IDLE:
             self.close()
         else:
@@ -593,7 +575,4 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Close once all written data is sent."""
         self._enter(LAST)
         self._discard()
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
+        self.transport.close()

@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import cast
 
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http.predict import from_base64
+from deploykit.serving.http.predict import HttpTaskCall, PipelineRoute, from_base64
 from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Lane
-from deploykit.serving.models.pipelines import ServedPipeline, over_budget
-from deploykit.serving.models.task_call import Items, TaskCall
+from deploykit.serving.models.pipelines import over_budget
+from deploykit.serving.models.task_call import Items
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.oip.response import Result
@@ -32,9 +32,6 @@ LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is off
 _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
 
 
-header_length = lru_cache(256)(json.header_length)  # clients repeat theirs
-
-
 class InferRoute(ModelRoute):
     """Answers the inference requests of one model."""
 
@@ -42,7 +39,7 @@ class InferRoute(ModelRoute):
         """Answer a request. Raises BadInput for a wrong header."""
         head, body = call.head, call.body
         try:
-            json_bytes = header_length(head.json_bytes)
+            json_bytes = json.header_length(head.json_bytes)
         except BadInput:
             self.model.metrics.count("bad_request")
             raise
@@ -72,14 +69,10 @@ class InferRoute(ModelRoute):
 class HttpInference(Inference):
     """One inference call. Its source is the body and the length of the body's JSON part."""
 
-    __slots__ = ("_decoded_bytes",)
-    _decoded_bytes: int
+    __slots__ = ()
 
     client: Call
     route: InferRoute
-
-    def decoded_bytes(self) -> int:
-        return self._decoded_bytes
 
     def decode(self, source: tuple[Bytes, int | None]) -> Request:
         route = self.route
@@ -99,8 +92,7 @@ class HttpInference(Inference):
                 raise
         with ONE_JSON if len(body) > LARGE_BYTES else contextlib.nullcontext():
             request = json.decode(body, json_bytes, route.model.signature, route.memory)
-        self._decoded_bytes = sum(map(array_bytes, request.feeds.values()))
-        return request
+        return request._replace(copied_bytes=sum(map(array_bytes, request.feeds.values())))
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES
@@ -141,10 +133,9 @@ def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -
     call.reply(200, JSON if json_bytes is None else _BINARY % json_bytes, parts)
 
 
-class HttpTaskInference(TaskCall):
+class HttpTaskInference(HttpTaskCall):
     """A request with images, which JSON has in base64, or sentences: one BYTES input."""
 
-    client: Call
     route: InferRoute
 
     def items(self, source: tuple[Bytes, int | None]) -> Items:
@@ -160,9 +151,6 @@ class HttpTaskInference(TaskCall):
     def reply(self, answers: Sequence[bytes]) -> None:
         _reply(self.client, self.route.model.name, self.request, self.outputs_of(answers))
 
-    def refuse(self, error: Exception) -> None:
-        reply_exception(self.client, error)
-
 
 def _from_json(item: bytes, number: int) -> bytes:
     """Return an image that came as it is, or in base64 where it came as a string of JSON."""
@@ -171,12 +159,8 @@ def _from_json(item: bytes, number: int) -> bytes:
     return item
 
 
-class PipelineInferRoute:
+class PipelineInferRoute(PipelineRoute):
     """Answers inference requests of a pipeline: a BYTES input, or an image's UINT8 pixels."""
-
-    def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
-        self._pipeline = pipeline
-        self._max_body_bytes = max_body_bytes
 
     def __call__(self, call: Call) -> None:
         """Start the pipeline. Raises BadInput for a wrong header, Overloaded at the shutdown."""

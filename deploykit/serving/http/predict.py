@@ -36,12 +36,11 @@ _HEAD_BYTES = 8 << 10  # the largest head of one part
 _PADDING_BYTES = 64  # of blanks after a boundary
 _WINDOW_BYTES = 1 << 20  # searched at once: a search of all of it would keep other threads waiting
 
-
 Field = tuple[str, Bytes]  # name and content
 
 
-def split_parts(body: Bytes, content_type: bytes, most: int) -> list[Field]:
-    """Split a form (RFC 7578) into fields. Raises BadInput, TooLarge above `most` of them."""
+def split_parts(body: Bytes, content_type: bytes) -> list[Field]:
+    """Split a form (RFC 7578) into fields. Raises BadInput, TooLarge above MOST_ITEMS of them."""
     match = _BOUNDARY.search(content_type)
     if match is None:
         raise BadInput("the Content-Type multipart/form-data has no boundary")
@@ -56,8 +55,8 @@ def split_parts(body: Bytes, content_type: bytes, most: int) -> list[Field]:
         rest = bytes(body[end : end + _PADDING_BYTES]).lstrip(b" \t")
         if stop < start or not (rest[:2] == b"\r\n" or bytes(body[end : end + 2]) == b"--"):
             continue  # the first one, or a line that only begins like the boundary
-        if len(found) == most:
-            raise TooLarge(f"the form has more than {most} fields")
+        if len(found) == MOST_ITEMS:
+            raise TooLarge(f"the form has more than {MOST_ITEMS} fields")
         found.append(_part(body, start, stop))
         start = end
     if bytes(body[start : start + 2]) != b"--":
@@ -85,18 +84,17 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
     return name, compression.to_utf8(content, kind) if b"text/" in kind else content
 
 
-def split_urlencoded(body: Bytes, most: int) -> list[Field] | None:
+def split_urlencoded(body: Bytes) -> list[Field] | None:
     """Split the form of a browser or of `curl -d`; None for other bytes under that type."""
     if _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])) is None or not bytes(body).isascii():
         return None
     if len(body) > _MOST_URL_BYTES:
-        raise TooLarge(
-            f"the urlencoded form is above {_MOST_URL_BYTES} bytes", hint="send multipart/form-data"
-        )
+        text = f"the urlencoded form is above {_MOST_URL_BYTES} bytes"
+        raise TooLarge(text, hint="send multipart/form-data")
     try:
-        pairs = parse_qsl(bytes(body).decode("ascii"), True, max_num_fields=most)
+        pairs = parse_qsl(bytes(body).decode("ascii"), True, max_num_fields=MOST_ITEMS)
     except ValueError as exc:
-        raise TooLarge(f"the form has more than {most} fields") from exc
+        raise TooLarge(f"the form has more than {MOST_ITEMS} fields") from exc
     return [(name, value.encode()) for name, value in pairs]
 
 
@@ -161,7 +159,7 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     is_json = kind == b"application/json" or kind.endswith(b"+json")
     if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
         return _split_json(text, content_type, body)
-    fields = _fields(kind, content_type, body, MOST_ITEMS)
+    fields = _fields(kind, content_type, body)
     if kind == b"text/plain" and text:
         body = compression.to_utf8(body, content_type)
     elif kind not in (_FORM, *_UNNAMED) and (text or not kind.startswith(b"image/")):
@@ -178,9 +176,8 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
         fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
-            raise BadInput(
-                f"the form has a field {quote(name)}", hint=f"possible: {', '.join(known)}"
-            )
+            hint = f"possible: {', '.join(known)}"
+            raise BadInput(f"the form has a field {quote(name)}", hint=hint)
     found: list[Item] = [content for _, content in fields]
     if kind == _URL_FORM and not text:  # `curl -d image=$(base64 FILE)` leaves its plus signs
         strings = [bytes(content).decode().replace(" ", "+") for _, content in fields]
@@ -188,11 +185,11 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     return Items(found, several=len(found) > 1)
 
 
-def _fields(kind: bytes, content_type: bytes, body: Bytes, most: int) -> list[Field] | None:
+def _fields(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None:
     """Return the fields of a form; None if the body is not one."""
     if kind == _FORM:
-        return split_parts(body, content_type, most)
-    return split_urlencoded(body, most) if kind == _URL_FORM else None
+        return split_parts(body, content_type)
+    return split_urlencoded(body) if kind == _URL_FORM else None
 
 
 class HttpTaskCall(TaskCall):
@@ -290,7 +287,6 @@ def _hint(text: bool) -> str:
     )
 
 
-MOST_FIELDS = 64  # the most fields of a form
 _BYTES = b"Content-Type: application/octet-stream\r\n"
 
 
@@ -315,7 +311,7 @@ class PipelineRoute:
         kind, takes = _kind(content_type), self._pipeline.takes
         is_json = kind == b"application/json"
         body = compression.decompress(body, head.encoding, self._max_body_bytes)
-        fields = _fields(kind, content_type, body, MOST_FIELDS)
+        fields = _fields(kind, content_type, body)
         if is_json or kind.startswith(b"text/"):
             body = compression.to_utf8(body, content_type)
         if fields is not None:

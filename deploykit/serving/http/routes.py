@@ -87,10 +87,8 @@ class Scrapes:
             self._write()
 
     def _write(self) -> None:
-        calls, self._waiting = self._waiting, []
-        self._busy = bool(calls)
-        if calls:
-            self._group.collect("samples", partial(self._expose, calls))
+        calls, self._waiting, self._busy = self._waiting, [], True
+        self._group.collect("samples", partial(self._expose, calls))
 
     def _expose(self, calls: list[Call], samples: Result[Iterable[Sample]]) -> None:
         wanted = {_wanted(call) for call in calls}
@@ -159,8 +157,7 @@ class Routes:
         self._root_path = repository.options.root_path.rstrip("/")
         self._offer()
         self._table: dict[str, tuple[str, Route]] = {
-            "/v2": ("GET", _value(repository.metadata)),
-            "/v2/": ("GET", _value(repository.metadata)),
+            **dict.fromkeys(("/v2", "/v2/"), ("GET", _value(repository.metadata))),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
             "/v2/health/ready": ("GET", _ready(repository.why_not_ready, {"ready": True})),
             "/v2/models/stats": ("GET", partial(self._statistics, None)),
@@ -170,8 +167,9 @@ class Routes:
             "/openapi.json": ("GET", _file("application/json", openapi(self._root_path))),
             "/docs": ("GET", self._guide),
         }
-        if self._root_path:
-            self._table[self._root_path] = ("GET", self._add_slash)
+        if self._root_path:  # links of the dashboard are relative to this folder
+            slash = f"Location: {self._root_path}/\r\n".encode()
+            self._table[self._root_path] = ("GET", lambda call: call.reply(308, slash, []))
         for path, (content_type, body) in FILES.items():
             self._table[path] = ("GET", _file(content_type, body))
         for name, served in repository.served.items():
@@ -264,15 +262,10 @@ class Routes:
     def _change(self, action: str, arguments: tuple[Any, ...], call: Call) -> None:
         self.group.change(action, arguments, lambda done: reply_with(call, lambda: done() or b""))
 
-    def _add_slash(self, call: Call) -> None:
-        """Answer the root path itself: links of the dashboard are relative to its folder."""
-        call.reply(308, f"Location: {self._root_path}/\r\n".encode(), [])
-
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
-        root = self._root_path
-        address = guide.Address(self._scheme, host, self._grpc_port, token, root)
+        address = guide.Address(self._scheme, host, self._grpc_port, token, self._root_path)
         page = guide.page(self._repository, address)
         call.reply(200, PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 
@@ -288,9 +281,7 @@ class Routes:
 def _document(call: Call) -> dict[str, Any]:
     """Parse the JSON of a request other than inference, on the event loop's thread."""
     if len(call.body) > _DOCUMENT_BYTES:
-        raise TooLarge(
-            f"the body is above {_DOCUMENT_BYTES} bytes, which this route has no use for"
-        )
+        raise TooLarge(f"the body is above {_DOCUMENT_BYTES} bytes, more than this route needs")
     body = decompress(call.body, call.head.encoding, _DOCUMENT_BYTES)
     return parse_json(bytes(to_utf8(body, call.head.content_type or b"")))
 

@@ -15,7 +15,7 @@ import time
 from abc import abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, cast
 
@@ -197,11 +197,6 @@ class Http2Limits:
     max_age_s: float = math.inf  # then the client is asked to connect again
     linger_s: float = 2.0  # for reading the reason of a close
 
-    def divided(self, parts: int) -> Http2Limits:
-        """Return the limits of one of `parts` processes, which share those of all connections."""
-        connections, streams = -(-self.connections // parts), -(-self.all_streams // parts)
-        return replace(self, connections=connections, all_streams=streams)
-
 
 class Http2Port(Port):
     """State that all HTTP/2 connections of a server share.
@@ -283,7 +278,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._left = b""  # an incomplete frame, and frames that wait for the next turn of the loop
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
         self._block: list[bytes] = []  # an incomplete header block
-        self._block_bytes = 0
         self._block_of = (0, 0)  # its flags and its stream
         self.empty_frames = 0
         # streams
@@ -311,11 +305,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._unread = 0  # bytes that the client had not received then
         self._read_by_s: float | None = None  # when the client must have read more
         self._stalled = False  # the transport takes no more
-
-    @property
-    def address(self) -> object:
-        """Return the client's address."""
-        return self.transport.get_extra_info("peername")
 
     @property
     def unanswered(self) -> int:
@@ -515,7 +504,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._open(payload, flags, number)
         else:
             self._block, self._block_of = [payload], (flags, number)
-            self._block_bytes = len(payload)
             self.phase = IN_HEADERS
             self.since_s = self.shared.now_s
 
@@ -524,8 +512,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         block, limits = self._block, self.shared.limits
         block.append(payload)
-        self._block_bytes += len(payload)
-        if self._block_bytes > limits.header_bytes or len(block) > limits.header_frames:
+        if sum(map(len, block)) > limits.header_bytes or len(block) > limits.header_frames:
             raise ConnectionFault(ENHANCE_YOUR_CALM, "the headers are too large")
         self.count_frame()
         if flags & END_HEADERS:
@@ -579,9 +566,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.count_frame()
         size = _SIZES.get(kind, len(payload))
         if len(payload) != size:
-            raise ConnectionFault(
-                FRAME_SIZE_ERROR, f"a frame of type {kind} must have {size} bytes"
-            )
+            raise ConnectionFault(FRAME_SIZE_ERROR, f"a frame of type {kind} has {size} bytes")
         if kind in (SETTINGS, PING, GOAWAY) and number:
             raise ConnectionFault(PROTOCOL_ERROR, f"a frame of type {kind} belongs on stream 0")
         if kind == WINDOW_UPDATE:
@@ -814,10 +799,10 @@ class Http2Connection(asyncio.BufferedProtocol):
             return True
         unread = unread_bytes(self.transport)
         read_bytes, self._unread = sent_bytes + self._unread - unread, unread
-        by_s = self._read_by_s
-        self._read_by_s = by_s = (
-            now_s + stall_s if by_s is None else extend(by_s, read_bytes, now_s, stall_s)
-        )
+        by_s = now_s + stall_s
+        if self._read_by_s is not None:
+            by_s = extend(self._read_by_s, read_bytes, now_s, stall_s)
+        self._read_by_s = by_s
         return now_s <= by_s
 
     def retire(self) -> None:
@@ -855,9 +840,6 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _finish_all(self) -> None:
         for stream in list(self.streams.values()):
             stream.finish()
-
-    def abort(self) -> None:
-        self.transport.abort()
 
 
 def _checked_window(window: int) -> int:

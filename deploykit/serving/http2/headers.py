@@ -16,9 +16,7 @@ _VALUE = re.compile(rb"[^\0\r\n \t](?:[^\0\r\n]*[^\0\r\n \t])?|")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _REQUEST = frozenset((b":method", b":scheme", b":path"))
 _OPTIONAL = frozenset((b":authority",))
-_OF_A_CONNECTION = frozenset(
-    (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
-)
+_HOP_BY_HOP = b"connection proxy-connection keep-alive transfer-encoding upgrade".split()
 
 H = TypeVar("H")
 Pairs = list[tuple[bytes, bytes]]
@@ -107,5 +105,5 @@ def check_fields(pairs: Pairs) -> None:
             raise MalformedHeaders("a header has characters that it cannot have, or is misplaced")
         if name == b"content-length" and not _LENGTH.fullmatch(value):
             raise MalformedHeaders("content-length is not a number")
-        if name in _OF_A_CONNECTION or (name == b"te" and value != b"trailers"):
+        if name in _HOP_BY_HOP or (name == b"te" and value != b"trailers"):
             raise MalformedHeaders("a header is about the connection, which HTTP/2 forbids")

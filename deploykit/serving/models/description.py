@@ -154,11 +154,8 @@ def _platform(engine: Engine) -> tuple[str, str]:
 
 def _config_entry(slot: Slot, batched: bool) -> dict[str, Any]:
     dims = _shape(slot.spec)[1 if batched else 0 :]
-    return {
-        "name": slot.spec.name,
-        "data_type": "TYPE_STRING" if slot.datatype == "BYTES" else f"TYPE_{slot.datatype}",
-        "dims": dims,
-    }
+    kind = "STRING" if slot.datatype == "BYTES" else slot.datatype
+    return {"name": slot.spec.name, "data_type": f"TYPE_{kind}", "dims": dims}
 
 
 def _shape(spec: TensorSpec) -> list[int]:

@@ -34,12 +34,7 @@ class ModelRoute:
     `limit_us` from the arrival of a request.
     """
 
-    def __init__(
-        self,
-        repository: ModelRepository,
-        model: ServedModel,
-        offload: Offload,
-    ) -> None:
+    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
         self.model = model
         self.offload = offload
         self.memory = repository.memory
@@ -64,6 +59,7 @@ class Inference:
 
     request: Request
     pending: Pending
+    lane: Lane  # where it waits if it is offloaded; set before
 
     def __init__(self, route: ModelRoute, client: Receiver, source: Any, trace: str | None) -> None:
         self.route = route
@@ -72,7 +68,6 @@ class Inference:
         self._source = source
         self._admitted = False
         self._started_us = monotonic_us()
-        self.lane = Lane.LARGE  # where it waits if it is offloaded
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -106,7 +101,7 @@ class Inference:
 
     def decoded_bytes(self) -> int:
         """Return the bytes of memory of an offloaded `request`."""
-        return self.request.region_bytes
+        return self.request.copied_bytes
 
     def encodes_slowly(self) -> bool:
         """Return whether `encode` takes long enough to be offloaded; sets `lane`."""
@@ -139,34 +134,35 @@ class Inference:
 
     def start(self, decoded: Result[Request] | None = None) -> None:
         """Queue the request, which another thread may have `decoded`."""
-        model, name = self.route.model, None
+        model, trace = self.route.model, self.trace
+        name, began_us = None, self._started_us
         try:
-            self.request = request = self.decode(self._source) if decoded is None else decoded()
+            if decoded is None:
+                self.request = request = self.decode(self._source)
+                size = request.copied_bytes
+            else:
+                self.request = request = decoded()
+                size, limit_us = self.decoded_bytes(), self.route.limit_us
+                left_us = min(request.timeout_us or limit_us, limit_us) + began_us
+                request = request._replace(timeout_us=max(1, left_us - monotonic_us()))
+                self.request = request
             name = request.id
             self.client.about = name, request.rows
             self._source = None  # frees the source; arrays keep the bytes that they use
-            if decoded is None:
-                size = request.region_bytes
-            else:
-                size = self.decoded_bytes()
-                limit_us = self.route.limit_us
-                wait_us = min(request.timeout_us or limit_us, limit_us)
-                self.request = request._replace(
-                    timeout_us=max(1, wait_us - (monotonic_us() - self._started_us))
-                )
             if size:
                 self.reserve(size)
             pending = model.submit(
                 request,
                 self._on_run,
-                trace=self.trace,
-                started_us=self._started_us,
+                trace=trace,
+                started_us=began_us,
                 admitted=self._admitted,
+                sender=self.client,
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):
                 self.client.about = self.client.about or (None, 0)
-                model.refuse(exc, self._started_us, self.trace, name)
+                model.refuse(exc, began_us, trace, name)
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)
@@ -180,12 +176,9 @@ class Inference:
         self._offload_decoding()
 
     def _offload_decoding(self) -> None:
+        lane, peer = self.lane, self.client.peer
         self.route.offload(
-            self.decode_large,
-            self._on_decode,
-            lane=self.lane,
-            peer=self.client.peer,
-            limit_s=self.left_s(),
+            self.decode_large, self._on_decode, lane=lane, peer=peer, limit_s=self.left_s()
         )
 
     def _discard(self) -> None:
@@ -221,30 +214,21 @@ class Inference:
             self.reserve(self._answer_bytes())
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
+            left_s = max(_LEAST_ENCODE_S, (pending.give_up_us - monotonic_us()) / 1e6)
             self.route.offload(
-                self.encode,
-                self._reply,
-                lane=self.lane,
-                peer=client.peer,
-                limit_s=self.encode_s(),
+                self.encode, self._reply, lane=self.lane, peer=client.peer, limit_s=left_s
             )
         except Overloaded as exc:
             self.fail(exc)
 
     def _answer_bytes(self) -> int:
         """Return the bytes of the outputs, and at most those of their numbers in JSON."""
-        arrays = self.pending.outputs
-        numbers = [
-            arrays[wanted.name]
-            for wanted in self.request.outputs
-            if not (wanted.binary or wanted.classes or arrays[wanted.name].dtype.kind == "O")
-        ]
-        text = sum(array.size * (3 * array.itemsize + 3) for array in numbers)
-        return text + sum(array.nbytes for array in arrays.values())
-
-    def encode_s(self) -> float:
-        """Return the seconds until a request that is being answered is past its time limit."""
-        return max(_LEAST_ENCODE_S, (self.pending.give_up_us - monotonic_us()) / 1e6)
+        size = sum(array.nbytes for array in self.pending.outputs.values())
+        for wanted in self.request.outputs:
+            array = self.pending.outputs[wanted.name]
+            if not (wanted.binary or wanted.classes or array.dtype.kind == "O"):
+                size += array.size * (3 * array.itemsize + 3)
+        return size
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending, client = self.pending, self.client

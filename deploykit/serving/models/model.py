@@ -14,7 +14,6 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.machine import usable_cores
-from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.pipelines.threads import FairGate
@@ -50,15 +49,11 @@ def check_compatible(name: str, served: Engine, other: Engine) -> None:
         ("output", served.outputs, other.outputs),
     ):
         if tuple(have) != tuple(got):
+            one, another = (", ".join(map(str, specs)) or "none" for specs in (have, got))
             raise BadInput(
-                f"model '{name}': the {kind}s of one engine are {_list_specs(have)}, "
-                f"those of another {_list_specs(got)}",
+                f"model '{name}': the {kind}s of one engine are {one}, those of another {another}",
                 hint="serve another model under another name",
             )
-
-
-def _list_specs(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(map(str, specs)) or "none"
 
 
 log = logging.getLogger(__name__)
@@ -198,13 +193,12 @@ class ServedModel:
     def notes(self) -> tuple[str, ...]:
         """Return messages for the operator: settings that could not be met, engines that hang."""
         found = [note for engine in self.engines for note in engine.notes]
-        hung = self.batcher.hung
-        if hung:
+        if hung := self.batcher.hung:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
-        remark = self.remark()
-        proof = [_ALONE.format(self._dependent)] if self._dependent else []
-        remarks = [each for each in (remark, self.task.note) if each]
-        return tuple(dict.fromkeys([*found, *proof, *self._warm_notes, *remarks]))
+        if self._dependent:
+            found.append(_ALONE.format(self._dependent))
+        found += [*self._warm_notes, self.remark() or "", self.task.note]
+        return tuple(dict.fromkeys(filter(None, found)))
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -216,31 +210,39 @@ class ServedModel:
         trace: str | None = None,
         started_us: int | None = None,
         admitted: bool = False,
+        sender: Any = None,
     ) -> Pending:
         """Queue a request; `done` is called with its outputs or its error set.
 
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
-        is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
+        is still answered. `sender`: its `peer` takes turns with others. Raises Overloaded,
+        and BadInput for an input longer than its buckets.
         """
-        started_us = self._clock_us() if started_us is None else started_us
+        feeds, rows, key, _, name, wait_us, level, _ = request
+        now_us, limit_us = self._clock_us(), self._limit_us
+        if started_us is None:
+            started_us = now_us
         if self.draining and not admitted:
-            raise self.refuse(shutting_down(), started_us, trace, request.id)
-        key = request.key if self.buckets is None else self.buckets.key(request.key)
-        limit_us, now_us = self._limit_us, self._clock_us()
-        wait_us = request.timeout_us or limit_us
-        wait_us = wait_us if wait_us < limit_us else limit_us
+            raise self.refuse(shutting_down(), started_us, trace, name)
+        if self.buckets is not None:
+            key = self.buckets.key(key)
+        if not wait_us or wait_us > limit_us:
+            wait_us = limit_us
+        deadline_us, give_up_us = now_us + wait_us, now_us + limit_us
+        waited_us = now_us - started_us
         pending = Pending(
-            request.feeds,
-            request.rows,
+            feeds,
+            rows,
             key,
             done,
             now_us,
-            now_us + wait_us,
-            now_us + limit_us,
-            request.priority,
+            deadline_us,
+            give_up_us,
+            level,
             trace,
-            now_us - started_us,
-            id=request.id,
+            waited_us,
+            name,
+            sender,
         )
         return self.enqueue(pending)
 
@@ -421,20 +423,16 @@ class ServedModel:
 
         `known`: times of the first engine that were measured already.
         """
-        lengths = self.buckets.sizes() if self.buckets else [{}]
+        clock_us, lengths = self._clock_us, self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
         inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
+            own = known if engine is engines[0] else None
             warm_up = WarmUp(
-                self.name,
-                engine,
-                self._clock_us,
-                max_batch=self.max_batch,
-                lengths=lengths,
-                known=known if engine is engines[0] else None,
+                self.name, engine, clock_us, max_batch=self.max_batch, lengths=lengths, known=own
             )
             steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
@@ -443,7 +441,7 @@ class ServedModel:
             self._times_us = times
             if steering is not None:
                 for rows, taken_us in times.items():
-                    steering.record_time(rows, taken_us, self._clock_us())
+                    steering.record_time(rows, taken_us, clock_us())
         if misplaced := description.misplaced_pairs(engines[0]):
             notes = (*notes, misplaced)
         for note in notes:

@@ -125,11 +125,11 @@ def _result_of(work: Callable[[], T]) -> Result[T]:
         # again forms a cycle with it until the garbage collector runs
         if isinstance(exc, DeploykitError):
             exc.__traceback__ = exc.__cause__ = exc.__context__ = None
-        return partial(_raise, exc)
+        return partial(raise_error, exc)
     return lambda: result
 
 
-def _raise(error: BaseException) -> NoReturn:
+def raise_error(error: BaseException) -> NoReturn:
     raise error
 
 

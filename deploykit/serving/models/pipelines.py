@@ -111,7 +111,7 @@ class PipelineCounts:
         self._waiting = waiting
         self._lock = threading.Lock()
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
-        self._seconds = Histogram(REQUEST_US, US)
+        self.seconds = Histogram(REQUEST_US, US)  # durations of successes
         self._lost_us = 0  # total duration of requests that did not succeed
         self._last_s = 0.0
         self.in_flight = 0
@@ -120,20 +120,15 @@ class PipelineCounts:
         """Record one request. `us`: how long it took."""
         with self._lock:
             self._outcomes[outcome] += 1
-            if outcome != "success":
+            if outcome == "success":
+                self._last_s = time.time()
+                self.seconds.add_one(us)
+            else:
                 self._lost_us += us
-                return
-            self._last_s = time.time()
-            self._seconds.add_one(us)
-
-    @property
-    def total_us(self) -> int:
-        """Return the total duration of all successes."""
-        return self._seconds.total
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics as for a model; the whole duration counts as compute time."""
-        outcomes, us = dict(self._outcomes), self._seconds.total
+        outcomes, us = dict(self._outcomes), self.seconds.total
         count = outcomes.pop("success")
         times_us = {"success": us, "compute_infer": us}
         failures = sum(outcomes.values())
@@ -147,7 +142,7 @@ class PipelineCounts:
 
     def status(self) -> dict[str, Any]:
         """Return the same form as `ModelMetrics.status`, without stages."""
-        seconds = self._seconds
+        seconds = self.seconds
         return {
             "outcomes": dict(self._outcomes),
             **dict.fromkeys(("rows", "runs", "idle_us"), 0),
@@ -157,7 +152,7 @@ class PipelineCounts:
         }
 
     def samples(self) -> list[Sample]:
-        outcomes, seconds = dict(self._outcomes), self._seconds
+        outcomes, seconds = dict(self._outcomes), self.seconds
         name, labels = self._prefix, self._labels
         more = [] if self._waiting is None else [("waiting", self._waiting())]
         return [
@@ -185,16 +180,6 @@ class PipelineStage:
         self.threads = FairThreads(most, f"stage {name}")
         labels = {"pipeline": pipeline.name, "stage": name}
         self.counts = PipelineCounts(labels, lambda: self.threads.waiting)
-
-    def enter(self) -> None:
-        """Count a request that enters. Raises Overloaded at the limit."""
-        if self.counts.in_flight >= self.limit:
-            self.counts.record("rejected")
-            raise Overloaded(
-                f"stage '{self.name}' has {self.limit} requests in flight, its limit",
-                hint="try again later",
-            )
-        self.counts.in_flight += 1
 
 
 class ServedPipeline(Closing):
@@ -288,7 +273,7 @@ class ServedPipeline(Closing):
         def read() -> Sent:
             request = decode()
             requests.append(request._replace(feeds={}))
-            return Sent(self._input_of(request), request.region_bytes, request.timeout_us)
+            return Sent(self._input_of(request), request.copied_bytes, request.timeout_us)
 
         def finish(answer: bytes | Exception, _json: bool) -> None:
             client.cancel = None
@@ -327,13 +312,10 @@ class ServedPipeline(Closing):
 
     def statistics(self) -> dict[str, Any]:
         """Return one entry of `model_stats`; `response_stats` has the times of the stages."""
-        times = {
-            name: each.counts.statistics()["inference_stats"] for name, each in self.stages.items()
-        }
-        stages = {
-            name: {key: stats[key] for key in ("compute_infer", "success", "fail")}
-            for name, stats in times.items()
-        }
+        stages = {}
+        for name, each in self.stages.items():
+            stats = each.counts.statistics()["inference_stats"]
+            stages[name] = {key: stats[key] for key in ("compute_infer", "success", "fail")}
         about = {"name": self.name, "version": VERSION}
         return {**about, **self.counts.statistics(), "response_stats": stages}
 
@@ -344,7 +326,7 @@ class ServedPipeline(Closing):
 
     def counted(self) -> dict[str, Any]:
         """Return the counters for the dashboard, with the total time of each stage."""
-        stages_us = {n: each.counts.total_us for n, each in self.stages.items()}
+        stages_us = {n: each.counts.seconds.total for n, each in self.stages.items()}
         return {**self.counts.status(), "stages_us": stages_us}
 
     def status(self) -> dict[str, Any]:
@@ -450,11 +432,12 @@ class PipelineRun:
 
     def _begin(self, name: str) -> None:
         stage = self._stages[name]
-        try:
-            stage.enter()
-        except Overloaded as exc:  # `enter` has counted it
-            self._fail(exc, stage)
+        if stage.counts.in_flight >= stage.limit:
+            stage.counts.record("rejected")
+            what = f"stage '{name}' has {stage.limit} requests in flight, its limit"
+            self._fail(Overloaded(what, hint="try again later"), stage)
             return
+        stage.counts.in_flight += 1
         self._began_us[name] = monotonic_us()
         if stage.timeout_ms is not None:
             later = self._pipeline.loop.call_later
@@ -503,8 +486,7 @@ class PipelineRun:
 
     def _leave(self, stage: PipelineStage) -> None:
         stage.counts.in_flight -= 1
-        timer = self._timers.pop(stage.name, None)
-        if timer is not None:
+        if timer := self._timers.pop(stage.name, None):
             timer.cancel()
 
     def _run_function(self, stage: PipelineStage) -> Any:
@@ -560,10 +542,8 @@ class PipelineRun:
             if not left:
                 go_on()
 
-        model, waiting = (
-            self._pipeline.repository.find(stage.model),
-            self._calls.setdefault(stage, []),
-        )
+        model = self._pipeline.repository.find(stage.model)
+        waiting = self._calls.setdefault(stage, [])
         left_us = max(1, self._started_us + self._limit_us - monotonic_us())
         slots = model.signature.inputs
         try:

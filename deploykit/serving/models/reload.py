@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -215,7 +216,9 @@ class _Watch(threading.Thread):
         attempt = _Attempt(self._source, model, files, limit_s)
         end_s = time.monotonic() + limit_s
         attempt.start()
-        while not attempt.over.wait(min(reloader.poll_s, max(_LEAST_S, end_s - time.monotonic()))):
+        while not wait(
+            [attempt.outcome], min(reloader.poll_s, max(_LEAST_S, end_s - time.monotonic()))
+        ).done:
             changed = self._files()[0] != files[0]
             late = time.monotonic() >= end_s
             if (changed or late or reloader.closing.is_set()) and attempt.give_up():
@@ -224,11 +227,11 @@ class _Watch(threading.Thread):
                     self.given_up += 1
                     raise DeploykitError(f"it was given up: not loaded within {limit_s:.0f} s")
                 return None
-        return attempt.result()
+        return attempt.outcome.result()
 
 
 class _Attempt(threading.Thread):
-    """Checks one new file and puts it into use. `over` is set at the end."""
+    """Checks one new file and puts it into use."""
 
     def __init__(
         self, source: Source, model: ServedModel, files: tuple[File, ...], limit_s: float
@@ -241,49 +244,44 @@ class _Attempt(threading.Thread):
         self._trial: Trial | None = None
         self._wanted = True
         self._used = False
-        self._engines: Sequence[Engine] | None = None
         self._lock = threading.Lock()
-        self._problem: Exception | None = None
-        self.over = threading.Event()
+        # the engines in use, None if the file changed meanwhile, or the error of the file
+        self.outcome = Future[Sequence[Engine] | None]()
 
     def run(self) -> None:
         try:
-            source = self._source
-            if source.check is None:
-                self._see(external_files(source.path))
-            else:
-                trial = Trial(source.path, source.check, self._limit_s)
-                with self._lock:
-                    self._trial = trial
-                if not self._wanted:
-                    trial.end()
-                trial.run(self._see)
-            if self._files[0] == source.files()[0]:
-                with INSIDE:
-                    engines = source.load()
-                    try:
-                        if source.files()[:-1] == self._files[:-1] and self._wanted:
-                            self._model.replace(engines, self._take)
-                    finally:
-                        if not self._used:
-                            for engine in engines:
-                                engine.close()
-                    self._engines = engines if self._used else None
-        except Exception as exc:  # noqa: BLE001 - raised by `result`
-            self._problem = exc
-        finally:
-            self.over.set()
+            self.outcome.set_result(self._load())
+        except Exception as exc:  # noqa: BLE001 - raised by `outcome.result`
+            self.outcome.set_exception(exc)
 
-    def result(self) -> Sequence[Engine] | None:
-        """Return the engines in use. Raises the error of the file."""
-        if self._problem is not None:
-            raise self._problem
-        return self._engines
+    def _load(self) -> Sequence[Engine] | None:
+        source = self._source
+        if source.check is None:
+            self._see(external_files(source.path))
+        else:
+            trial = Trial(source.path, source.check, self._limit_s)
+            with self._lock:
+                self._trial = trial
+            if not self._wanted:
+                trial.end()
+            trial.run(self._see)
+        if self._files[0] != source.files()[0]:
+            return None
+        with INSIDE:
+            engines = source.load()
+            try:
+                if source.files()[:-1] == self._files[:-1] and self._wanted:
+                    self._model.replace(engines, self._take)
+            finally:
+                if not self._used:
+                    for engine in engines:
+                        engine.close()
+        return engines if self._used else None
 
     def give_up(self) -> bool:
         """Never use the file; return False if it is in use already, or was found invalid."""
         with self._lock:
-            if self.over.is_set() or self._used:
+            if self.outcome.done() or self._used:
                 return False
             self._wanted = False
             trial = self._trial

@@ -67,7 +67,8 @@ class ModelRepository:
         for name in models:
             _check_name(name)
         self.options = options
-        self.leaving = self.draining = False  # see `leave`, `drain`
+        self.leaving = False  # whether it reports not ready, although requests are still accepted
+        self.draining = False  # see `drain`
         self.elsewhere: str | None = None  # why another process of this server is not ready
         self.models: dict[str, ServedModel] = {}
         self.pipelines: dict[str, ServedPipeline] = {}  # their models are among `models`
@@ -159,10 +160,6 @@ class ModelRepository:
     @property
     def unanswered(self) -> int:
         return sum(model.unanswered for model in self.models.values())
-
-    def leave(self) -> None:
-        """Report not ready; requests are still accepted."""
-        self.leaving = True
 
     def drain(self) -> None:
         """Accept no more requests and report not ready; accepted ones are still answered."""

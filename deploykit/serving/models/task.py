@@ -24,6 +24,7 @@ class ModelTask:
         manifest = engine.source.manifest if engine.source else None
         self.task: Task | None = manifest.task if manifest else None
         self.note = ""
+        self.ready = False  # whether the model takes images or sentences
         self._steps: TaskSteps | None = None
         self._why: DeploykitError = Unsupported(
             f"model '{name}' has no task, so it takes only tensors: POST /v2/models/{name}/infer",
@@ -34,6 +35,7 @@ class ModelTask:
         try:
             folder = engine.source.path.parent
             self._steps = TaskSteps(self.task, engine.inputs, engine.outputs, folder)
+            self.ready = True
         except MissingExtra as exc:
             self._why = exc
             self.note = f"takes only tensors: {exc.message}; {exc.hint}"
@@ -45,11 +47,6 @@ class ModelTask:
         if self._steps is None:
             raise self._why
         return self._steps
-
-    @property
-    def ready(self) -> bool:
-        """Return whether the model takes images or sentences."""
-        return self._steps is not None
 
     @property
     def parameters(self) -> dict[str, str]:

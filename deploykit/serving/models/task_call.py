@@ -53,10 +53,8 @@ def item_signature(takes: str, most_bytes: int) -> Signature:
 
 
 def too_many(count: int) -> TooLarge:
-    return TooLarge(
-        f"the request has {count} items, {MOST_ITEMS} are possible",
-        hint="send several requests: they are joined all the same",
-    )
+    hint = "send several requests: they are joined all the same"
+    return TooLarge(f"the request has {count} items, {MOST_ITEMS} are possible", hint=hint)
 
 
 class TaskCall:
@@ -109,14 +107,11 @@ class TaskCall:
         """Split a large `source` into items on another thread, then start them."""
         self._source = source
         self.client.cancel = self._discard  # otherwise bodies of disconnected clients could pile up
+        lane, peer = Lane.LARGE if large else Lane.SMALL, self.client.peer
         left_s = self.route.limit_us / 1e6
         try:
             self.route.offload(
-                lambda: split(self._take()),
-                self._on_split,
-                lane=Lane.LARGE if large else Lane.SMALL,
-                peer=self.client.peer,
-                limit_s=left_s,
+                lambda: split(self._take()), self._on_split, lane=lane, peer=peer, limit_s=left_s
             )
         except Overloaded as exc:
             self.fail(exc)
@@ -142,13 +137,9 @@ class TaskCall:
 
     def _expire(self) -> None:
         waiting = sum(1 for _ in self._items)
-        self.fail(
-            Expired(
-                f"{waiting} of {len(self._answers)} {self.kind}s waited for others past the "
-                "time limit",
-                hint="send fewer at once, or allow more time ('timeout', `timeout_ms`)",
-            )
-        )
+        of = f"{waiting} of {len(self._answers)} {self.kind}s"
+        hint = "send fewer at once, or allow more time ('timeout', `timeout_ms`)"
+        self.fail(Expired(f"{of} waited for others past the time limit", hint=hint))
 
     def _begin_next(self, leave: Callable[[], None]) -> None:
         if self.done:

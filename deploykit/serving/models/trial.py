@@ -1,54 +1,46 @@
 """Test a replaced file in a separate process, which may hang, crash or use all memory.
 
 The process has a time and a memory limit and a low priority, and is the first that a machine
-without memory ends. It writes two lines of JSON: the model's files of external weights, then the
-error.
+without memory ends. It sends the model's files of external weights, then the error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pickle
 import re
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from deploykit.core.errors import DeploykitError, Overloaded, first_line, os_reason
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
-from deploykit.core.subprocesses import module_command, start_blocked
+from deploykit.core.subprocesses import Child
 from deploykit.graph.facts import external_files
 
 Check = Callable[[Path], object]  # can be pickled; raises the error of the file
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LATE_S = 5  # after so long the process ends itself if the server has not ended it
 _NICE = 5
 _SHARE = 0.9  # share of the available memory
 
 
-class Trial:
+class Trial(Child):
     """Runs `check(path)` in a separate process. Raises Overloaded if that cannot be started."""
 
     def __init__(self, path: Path, check: Check, limit_s: float) -> None:
-        self._task = pickle.dumps((path, check, limit_s))
-        pipe = subprocess.PIPE
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until `_try` ignores them
         try:
-            self._process = start_blocked(
-                module_command(__name__),
-                signal.SIGTERM,
-                signal.SIGHUP,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=subprocess.DEVNULL,
-            )
+            super().__init__("loading it", _try, path, check, limit_s)
         except OSError as exc:  # the system has no file descriptor or memory left
             raise Overloaded(f"no process can be started to check it: {os_reason(exc)}") from exc
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def run(self, see: Callable[[list[str]], None]) -> None:
         """Wait for the process. Raises the error of the file.
@@ -56,22 +48,12 @@ class Trial:
         `see` receives the names of files with weights, relative to the folder of `path`, before
         their content is read.
         """
-        with self._process as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # the process has ended
-                process.stdin.write(self._task)
-                process.stdin.flush()
-                line = process.stdout.readline()
-                if line:
-                    see(json.loads(line))
-                process.stdin.write(b"\n")
-            line = process.stdout.readline()
-            if not line:
-                code = process.wait()
-                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                raise DeploykitError(f"loading it ended the process that checked it ({how})")
-        problem = json.loads(line)
+        try:
+            see(self.receive())
+            self.send(None)
+            problem = self.receive()
+        finally:
+            self.close()
         if problem is not None:
             raise DeploykitError(problem)
 
@@ -80,15 +62,13 @@ class Trial:
         self._process.kill()
 
 
-def main() -> None:
-    """Read the task from standard input, try it, and write the result to standard output."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print to it
-    path, check, limit_s = pickle.load(sys.stdin.buffer)  # noqa: S301 - our server wrote it
+def _try(pipe: Connection[Any, Any], path: Path, check: Check, limit_s: float) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_s + _LATE_S)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server ends this process
+    for number in (signal.SIGINT, *_ENDING):  # the server ends this process
         signal.signal(number, signal.SIG_IGN)
+    for file in (1, 2):  # libraries print to them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
         os.nice(_NICE)
@@ -99,18 +79,14 @@ def main() -> None:
         most = int(used[1]) * 1024 + int(_SHARE * available)
         with contextlib.suppress(ValueError, OSError):  # the user's limit is lower
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    pipe.send(external_files(path))
+    pipe.recv()  # waits until the server has looked at them
     problem: str | None = None
     try:
-        out.write(f"{json.dumps(external_files(path))}\n")
-        sys.stdin.buffer.readline()  # waits until the server has looked at them
         check(path)
     except DeploykitError as exc:
         problem = exc.message
-    except Exception as exc:  # noqa: BLE001 - whatever is wrong with the file
+    except BaseException as exc:  # noqa: BLE001 - whatever is wrong with the file
         problem = f"{type(exc).__name__}: {first_line(exc)}"
-    out.write(f"{json.dumps(problem)}\n")
+    pipe.send(problem)
     os._exit(0)  # threads of libraries may still run
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 class LogQueue(QueueHandler, Closing):
     """Queues records for a thread that writes them to the file descriptor `fd`."""
 
-    def __init__(self, formatter: logging.Formatter, fd: int) -> None:
+    def __init__(self, formatter: logging.Formatter, fd: int, worker: int | None = None) -> None:
+        self._worker = worker
         self._records: queue.SimpleQueue[Any] = queue.SimpleQueue()
         super().__init__(self._records)
         self.dropped = 0
@@ -36,6 +37,8 @@ class LogQueue(QueueHandler, Closing):
         self._listener.start()
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        if self._worker is not None:
+            record.worker = self._worker
         return record  # the listener's thread formats the record
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -96,14 +99,7 @@ def configure(
     """
     if kind not in _FORMATTERS:
         raise BadInput(f"`log_format` {kind}: must be one of {', '.join(_FORMATTERS)}")
-    handler = LogQueue(_FORMATTERS[kind](), fd)
-    if worker is not None:
-
-        def name(record: logging.LogRecord) -> bool:
-            record.worker = worker
-            return True
-
-        handler.addFilter(name)
+    handler = LogQueue(_FORMATTERS[kind](), fd, worker)
     logging.getLogger().addHandler(handler)
     logging.getLogger("deploykit").setLevel(level)
     return handler
@@ -151,9 +147,7 @@ def escape(text: str) -> str:
     """Escape unprintable characters: line ends, terminal commands, direction marks."""
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _time(record: logging.LogRecord) -> str:

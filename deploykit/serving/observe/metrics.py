@@ -40,7 +40,6 @@ REQUEST_US = (50, *(int(step * decade) for decade in _DECADES[1:] for step in _F
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _RECENT = 256  # runs counted together
 
-
 _COMPUTE = ("compute_input", "compute_infer", "compute_output")
 
 
@@ -170,16 +169,14 @@ class ModelMetrics(Watcher):
         with self._lock:
             self._count_recent()
             failures = sum(self._outcomes.values()) - self._outcomes["success"]
-            count = int(self._compute[3])
+            count, times_us = int(self._compute[3]), self._times_us()
             return {
                 "name": self.name,
                 "version": self.version,
                 "last_inference": int(self._last_s * 1000),
                 "inference_count": self._rows,
                 "execution_count": self._runs,
-                "inference_stats": inference_stats(
-                    count, self._times_us(), failures, self._fail_us
-                ),
+                "inference_stats": inference_stats(count, times_us, failures, self._fail_us),
                 "batch_stats": [
                     {"batch_size": rows, **durations(int(n), dict(zip(_COMPUTE, us, strict=True)))}
                     for rows, (*us, n) in sorted(self._by_rows.items())
@@ -256,23 +253,11 @@ _PROCESS = {
 
 
 @dataclass(frozen=True)
-class Process:
-    """The state of this process. `started_s`: seconds since 1970."""
-
-    resident_bytes: int
-    cpu_s: float
-    started_s: float
-    open_fds: int
-    max_fds: int
-    threads: int
-
-
-@dataclass(frozen=True)
 class Snapshot:
-    """The state at `at_s` of the monotonic clock. `process` is None if it could not be read."""
+    """The state at `at_s` of the monotonic clock. `process` is empty if it could not be read."""
 
     at_s: float
-    process: Process | None
+    process: Mapping[str, float]
     gpus: tuple[GpuState, ...]
 
 
@@ -310,7 +295,7 @@ class Sampler:
         latest = self.latest()
         if latest is None:
             return []
-        process = vars(latest.process) if latest.process else {}
+        process = latest.process
         return [
             *(Sample(name, {}, process[field]) for name, field in _PROCESS.items() if process),
             *(sample for gpu in latest.gpus for sample in gpu_samples(gpu)),
@@ -331,7 +316,7 @@ class Sampler:
                 try:
                     process = this_process()
                 except OSError:  # the process has no file descriptor left
-                    process = None
+                    process = {}
                 snapshot = Snapshot(at_s, process, devices.read())
                 with self._changed:
                     self._newest = snapshot
@@ -344,19 +329,22 @@ class Sampler:
             devices.close()
 
 
-def this_process() -> Process:
-    """Read /proc for this process. Raises OSError. Slow with many open files."""
+def this_process() -> dict[str, float]:
+    """Read /proc for this process: the values of `_PROCESS`. Raises OSError. Slow with many files.
+
+    `started_s`: seconds since 1970.
+    """
     root = Path("/proc/self")
     fields = (root / "stat").read_text().rpartition(")")[2].split()
     ticks = os.sysconf("SC_CLK_TCK")
-    return Process(
-        resident_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
-        cpu_s=(int(fields[11]) + int(fields[12])) / ticks,
-        started_s=_since_1970_s(int(fields[19]) / ticks),
-        open_fds=sum(1 for _ in (root / "fd").iterdir()),
-        max_fds=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        threads=int(fields[17]),
-    )
+    return {
+        "resident_bytes": int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+        "cpu_s": (int(fields[11]) + int(fields[12])) / ticks,
+        "started_s": _since_1970_s(int(fields[19]) / ticks),
+        "open_fds": sum(1 for _ in (root / "fd").iterdir()),
+        "max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "threads": int(fields[17]),
+    }
 
 
 @lru_cache(maxsize=1)

@@ -30,7 +30,7 @@ from deploykit.serving.oip.request import (
     plan,
 )
 from deploykit.serving.oip.response import Result, collect_results
-from deploykit.serving.oip.tensors import to_bytes, to_json
+from deploykit.serving.oip.tensors import number_bytes, to_bytes, to_json
 from deploykit.serving.shared_memory import SharedMemory
 
 MAX_NESTING = 100
@@ -62,9 +62,7 @@ def decode(
     elif json_bytes == 0:
         return _raw(body, model)
     elif json_bytes > size:
-        raise BadInput(
-            f"Inference-Header-Content-Length is {json_bytes}, but the body has {size} bytes"
-        )
+        raise BadInput(f"Inference-Header-Content-Length is {json_bytes}, the body is {size} bytes")
     head = bytes(body[:json_bytes])
     read = _read_cached if json_bytes <= _CACHED_HEAD_BYTES else _read
     planned, binary_bytes = read(head, model)
@@ -189,16 +187,14 @@ def encode(
     JSON cannot represent.
     """
     if request.id is None:
-        shapes = tuple([outputs[wanted.name].shape for wanted in request.outputs])
-        head = _cached_head(name, version, request.outputs, shapes, model)
+        requested = request.outputs
+        arrays = [outputs[wanted.name] for wanted in requested]
+        shapes = tuple([array.shape for array in arrays])
+        head = _cached_head(name, version, requested, shapes, model)
         if head is not None:
-            tails = [
-                to_bytes(outputs[w.name], model.outputs[w.name].datatype) for w in request.outputs
-            ]
-            return [head, *tails], len(head)
-    return encode_results(
-        name, version, request.id, collect_results(request, outputs, model, memory)
-    )
+            return [head, *map(number_bytes, arrays)], len(head)
+    results = collect_results(request, outputs, model, memory)
+    return encode_results(name, version, request.id, results)
 
 
 def encode_results(
@@ -207,20 +203,16 @@ def encode_results(
     """Return a response as `encode` does."""
     items: list[dict[str, Any]] = []
     tails = []
-    for result in results:
-        item: dict[str, Any] = {
-            "name": result.name,
-            "datatype": result.datatype,
-            "shape": result.shape,
-        }
-        if result.array is None:
+    for output, datatype, shape, array, requested in results:
+        item: dict[str, Any] = {"name": output, "datatype": datatype, "shape": shape}
+        if array is None:
             pass  # in shared memory; no 'parameters': with them the C++ client expects a tail
-        elif result.requested.binary:
-            tail = result.raw_contents()
+        elif requested.binary:
+            tail = to_bytes(array, datatype)
             item["parameters"] = {"binary_data_size": len(tail)}
             tails.append(tail)
         else:
-            item["data"] = to_json(result.array, result.datatype, result.name)
+            item["data"] = to_json(array, datatype, output)
         items.append(item)
     parts = _json_parts(name, version, request_id, items)
     return [*parts, *tails], sum(map(len, parts)) if any(tails) else None
@@ -272,7 +264,6 @@ def _cached_head(
             return None
         if each.classes or each.region is not None:
             return None
-        parameters = {"binary_data_size": size}
         item = {"name": each.name, "datatype": slot.datatype, "shape": shape}
-        items.append({**item, "parameters": parameters})
+        items.append({**item, "parameters": {"binary_data_size": size}})
     return _head(name, version, None, items)

@@ -14,7 +14,7 @@ from typing import Any
 from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.core.json_value import MOST_JSON_VALUES
 from deploykit.core.tensors import Bytes
-from deploykit.engines.oip.protobuf import MESSAGES, DecodeError, Message
+from deploykit.engines.oip.protobuf import CONTENTS, MESSAGES, DecodeError
 from deploykit.serving.oip.request import (
     Binary,
     InputData,
@@ -25,7 +25,7 @@ from deploykit.serving.oip.request import (
     plan,
 )
 from deploykit.serving.oip.response import Result
-from deploykit.serving.oip.tensors import typed_values
+from deploykit.serving.oip.tensors import to_bytes
 
 _INPUT, _RAW_INPUT = 5, 7  # field numbers of ModelInferRequest
 _RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # keys of fields 6 and 2, with length
@@ -98,11 +98,8 @@ def _split(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
     parts.append((begin, end))
     size = sum([end - begin for begin, end in parts])
     if size > _MAX_HEAD_BYTES:  # it would be copied on the event loop's thread
-        raise TooLarge(
-            f"the message has {size} bytes without raw_input_contents, above the limit of "
-            f"{_MAX_HEAD_BYTES}",
-            hint=_INSTEAD,
-        )
+        text = f"the message has {size} bytes without raw_input_contents, above {_MAX_HEAD_BYTES}"
+        raise TooLarge(text, hint=_INSTEAD)
     return b"".join([data[begin:end] for begin, end in parts]), tuple(spans)
 
 
@@ -253,6 +250,16 @@ def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
     return InputData(item.name, item.datatype, list(item.shape), data)
 
 
+def typed_values(name: str, datatype: str, contents: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return the values of gRPC's typed contents, given each field's. Raises BadInput."""
+    right = CONTENTS.get(datatype, "")
+    for key, values in contents.items():
+        if key != right and len(values):
+            of = f"belongs in {right}" if right else "has no typed contents, use raw contents"
+            raise BadInput(f"input {quote(name)}: {quote(datatype)} {of}, got {key}")
+    return list(contents.get(right, ()))
+
+
 def _parameters(message: Any) -> dict[str, Any]:
     values = {}
     for key, value in message.parameters.items():
@@ -268,10 +275,9 @@ def encode(
     """Encode a ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
     outputs = []
     contents: list[Bytes] = []
-    for result in results:
-        output, datatype, shape, array, requested = result
+    for output, datatype, shape, array, requested in results:
         outputs.append((output, datatype, shape, requested.region if array is None else None))
-        raw = result.raw_contents()
+        raw = b"" if array is None else to_bytes(array, datatype)
         contents += (_RAW_OUTPUT + _varint(len(raw)), raw)
     head = _response_head(name, version, tuple(outputs))
     if request_id is None:
@@ -317,7 +323,5 @@ def _varint(value: int) -> bytes:
 
 def stream_error(text: str) -> list[Bytes]:
     """Encode a ModelStreamInferResponse with an error message."""
-    message: Message = MESSAGES["ModelStreamInferResponse"](
-        error_message=text, infer_response=_FINAL
-    )
+    message = MESSAGES["ModelStreamInferResponse"](error_message=text, infer_response=_FINAL)
     return [message.SerializeToString()]

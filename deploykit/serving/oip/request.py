@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from deploykit.serving.shared_memory import Region, SharedMemory
 
 _MAX_ID_BYTES = 1024
 MAX_CLASSES = 10_000
-_MAX_NAME_BYTES = 256  # the longest name of a shared-memory region
+_NAME_BYTES = 256  # the longest name of a shared-memory region
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,7 @@ def signature(
     return Signature(takes, gives, max_batch, max_bytes)
 
 
+@final
 class Binary(NamedTuple):
     """The location of `size` bytes in `body`, from `at` on. None: the body passed to `fill`."""
 
@@ -93,7 +94,7 @@ class Request(NamedTuple):
     id: str | None = None
     timeout_us: int | None = None  # how long the request may wait; None: the server's default
     priority: int = 0  # 1 is the highest; 0: the server's default
-    region_bytes: int = 0  # bytes of its inputs copied from shared memory
+    copied_bytes: int = 0  # bytes of its inputs that are not in the received message
 
 
 class Part(NamedTuple):
@@ -156,18 +157,20 @@ def fill(
 
     The caller has checked that `body` is long enough. Raises BadInput.
     """
-    if plan.regions and memory is None:
+    parts, fields, regions = plan  # this and `type` are faster than attributes and isinstance
+    if regions and memory is None:
         raise BadInput("shared memory is not enabled", hint="send binary data")
     feeds = {}
-    for name, slot, shape, count, size, data in plan.parts:
-        if isinstance(data, Binary):
-            source, at = (body, start + data.at) if data.body is None else (data.body, data.at)
+    for name, slot, shape, count, size, data in parts:
+        if type(data) is Binary:
+            own, at, _ = data
+            source, at = (body, start + at) if own is None else (own, at)
             feeds[name] = from_bytes(source, at, size, count, shape, slot)
         elif not isinstance(data, Region):
             feeds[name] = data
         elif memory is not None:
             feeds[name] = from_bytes(memory.read(data), 0, size, count, shape, slot)
-    return Request(feeds, *plan.fields)
+    return Request(feeds, *fields)
 
 
 def check_parameters(parameters: object, where: str) -> Mapping[str, Any]:
@@ -192,15 +195,12 @@ def find_region(parameters: Mapping[str, Any], where: str) -> Region | None:
         if any(key.startswith("shared_memory_") for key in parameters):
             raise BadInput(f"{where}: 'shared_memory_region' is missing")
         return None
-    if type(name) is not str or not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
-        raise BadInput(
-            f"{where}: 'shared_memory_region' must be a name of at most {_MAX_NAME_BYTES} bytes"
-        )
+    if type(name) is not str or not 0 < len(name.encode()) <= _NAME_BYTES:
+        raise BadInput(f"{where}: 'shared_memory_region' must be a name of 1-{_NAME_BYTES} bytes")
     if "shared_memory_byte_size" not in parameters:
         raise BadInput(f"{where}: 'shared_memory_byte_size' is missing")
-    offset, size = (
-        _integer(parameters, f"shared_memory_{what}", "bytes") for what in ("offset", "byte_size")
-    )
+    offset = _integer(parameters, "shared_memory_offset", "bytes")
+    size = _integer(parameters, "shared_memory_byte_size", "bytes")
     return Region(name, offset, size)
 
 
@@ -251,10 +251,8 @@ def _outputs(
         if classes is not None and datatype == "BYTES":
             raise BadInput(f"{where} is BYTES, which cannot be classified")
         if classes is None and not as_bytes and datatype in BINARY_ONLY:
-            raise BadInput(
-                f"{where} is {datatype}, which has no JSON form",
-                hint="request it with 'binary_data': true",
-            )
+            hint = "request it with 'binary_data': true"
+            raise BadInput(f"{where} is {datatype}, which has no JSON form", hint=hint)
         chosen[name] = RequestedOutput(name, as_bytes, classes or 0, region)
     if len(chosen) != len(requested):
         raise BadInput("the same output is requested twice")

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import Request, RequestedOutput, Signature
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.shared_memory import SharedMemory
@@ -40,10 +39,6 @@ class Result(NamedTuple):
     shape: tuple[int, ...]
     array: np.ndarray | None
     requested: RequestedOutput
-
-    def raw_contents(self) -> Bytes:
-        """Return the elements as binary data; empty if they are in shared memory."""
-        return b"" if self.array is None else to_bytes(self.array, self.datatype)
 
 
 def collect_results(

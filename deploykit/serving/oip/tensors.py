@@ -6,10 +6,11 @@ to int8, 1e300 to inf. Strings are arrays of `str`, bfloat16 is float32: see `co
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from deploykit.core.tensors import (
     Bytes,
     TensorSpec,
     carrier,
+    fits_shape,
     without_batch,
 )
 
@@ -30,18 +32,6 @@ STRING_BYTES = 64  # memory of a short Python string and its reference
 LENGTH_BYTES = 4  # the length in front of every element of BYTES
 _COPIED_BYTES = 64 << 10  # below this size a copy costs less than a view
 _BLOCK = 16 << 10  # strings converted at once
-
-# The field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none.
-CONTENTS: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
 
 
 @dataclass(frozen=True)
@@ -69,10 +59,7 @@ def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
         raise BadInput(
             f"input '{spec.name}': 'shape' must be a list of integers >= 0, got {quote(shape)}"
         )
-    fits = len(shape) == len(spec.shape) and all(
-        want == got or isinstance(want, str) for want, got in zip(spec.shape, shape, strict=True)
-    )
-    if not fits:
+    if not fits_shape(spec.shape, shape):
         lacks = without_batch(spec, shape)
         raise BadInput(f"input '{spec.name}' is {spec}, got shape {quote(shape)}{lacks}")
     if max_batch and shape[0] > max_batch:
@@ -142,22 +129,6 @@ def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot
     return array
 
 
-def typed_values(
-    name: object, datatype: object, contents: Mapping[str, Sequence[Any]]
-) -> list[Any]:
-    """Return the values of gRPC's typed contents, given each field's. Raises BadInput."""
-    right = CONTENTS.get(datatype) if type(datatype) is str else None
-    for key, values in contents.items():
-        if key != right and len(values):
-            of = (
-                "has no typed contents, use raw contents"
-                if right is None
-                else f"belongs in {right}"
-            )
-            raise BadInput(f"input {quote(name)}: {quote(datatype)} {of}, got {key}")
-    return list(contents.get(right, ())) if right else []
-
-
 def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> list[Any]:
     """Return the `count` elements of a list that is flat or nested like `shape`."""
     name = slot.spec.name
@@ -217,10 +188,7 @@ def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
 
 
 def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
-    """Encode an output as binary; bfloat16 is rounded to nearest, ties to even.
-
-    Large numeric arrays that own their memory are not copied.
-    """
+    """Encode an output as binary; bfloat16 is rounded to nearest, ties to even."""
     if datatype == "BYTES":
         return b"".join([b"".join(map(_to_element, block)) for block in string_blocks(array)])
     if datatype == "BF16":
@@ -229,6 +197,11 @@ def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
         nans = np.isnan(array.reshape(-1))  # rounding would turn some NaN into infinity
         upper[nans] = (bits[nans] >> 16) | 0x40
         return upper.tobytes()
+    return number_bytes(array)
+
+
+def number_bytes(array: np.ndarray) -> Bytes:
+    """Return the bytes of numbers; of a large array that owns its memory without a copy."""
     if array.nbytes > _COPIED_BYTES and array.flags.owndata and array.flags.c_contiguous:
         return array.reshape(-1).view(np.uint8).data
     return array.tobytes()
@@ -255,16 +228,12 @@ def _to_element(element: object) -> bytes:
 def to_json(array: np.ndarray, datatype: str, name: str) -> list[str] | np.ndarray:
     """Return an output as orjson takes it, flat. Raises BadInput for what JSON cannot represent."""
     if datatype == "BYTES":
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             return [x.decode() if type(x) is bytes else str(x) for x in array.flat]
-        except UnicodeDecodeError:
-            raise BadInput(
-                f"output '{name}' holds bytes that are not UTF-8, which JSON cannot represent",
-                hint="request it with 'binary_data': true",
-            ) from None
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise BadInput(
-            f"output '{name}' holds NaN or infinity, which JSON cannot represent",
-            hint="request it with 'binary_data': true",
-        )
-    return np.ascontiguousarray(array).reshape(-1)
+        what = "bytes that are not UTF-8"
+    elif array.dtype.kind != "f" or np.isfinite(array).all():
+        return np.ascontiguousarray(array).reshape(-1)
+    else:
+        what = "NaN or infinity"
+    text = f"output '{name}' holds {what}, which JSON cannot represent"
+    raise BadInput(text, hint="request it with 'binary_data': true")

@@ -179,10 +179,8 @@ def message_of(error: DeploykitError) -> str:
 
 
 def body_too_large(most_bytes: int) -> TooLarge:
-    return TooLarge(
-        f"the body is above {most_bytes} bytes",
-        hint="start the server with a larger `max_body_bytes`",
-    )
+    hint = "start the server with a larger `max_body_bytes`"
+    return TooLarge(f"the body is above {most_bytes} bytes", hint=hint)
 
 
 def reply_exception(call: Call, error: Exception) -> None:
@@ -261,10 +259,8 @@ def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
         return body
     name = names[0]
     if len(names) > 1 or name.encode() not in _WINDOWS:
-        raise UnknownEncoding(
-            f"Content-Encoding {quote(text)} is not supported",
-            hint="send gzip, deflate or plain bytes",
-        )
+        hint = "send gzip, deflate or plain bytes"
+        raise UnknownEncoding(f"Content-Encoding {quote(text)} is not supported", hint=hint)
     try:
         return _inflate(body, name, max_bytes)
     except zlib.error as exc:

@@ -65,13 +65,14 @@ def unread_bytes(transport: asyncio.Transport) -> int:
 class Client(Protocol):
     """A connection as its port uses it."""
 
+    transport: asyncio.Transport
+
     @property
     def idle_since_s(self) -> float | None: ...  # None while it has a request
     @property
     def unanswered(self) -> int: ...  # complete requests whose replies have not been written
     def check(self, now_s: float) -> None: ...  # closes it if it is past a limit
     def close(self) -> None: ...
-    def abort(self) -> None: ...
 
 
 class Port(ABC):
@@ -105,26 +106,22 @@ class Port(ABC):
         """Return the protocol of a new connection."""
 
     def record(
-        self,
-        asked: str,
-        status: str,
-        begun_s: float,
-        trace: str | None,
-        about: About | None,
-        transport: asyncio.BaseTransport,
-        *,
-        failed: bool,
+        self, call: Any, asked: str, status: str, transport: asyncio.Transport, *, failed: bool
     ) -> None:
-        """Log an answered request, and trace one that failed before a model had it."""
+        """Log an answered call, and trace one that failed before a model had it.
+
+        `call`: an Exchange or a GrpcCall, with `begun_s`, `about` and `head.trace`.
+        """
+        about: About | None = call.about
         if failed and about is None and self.trace_failure is not None:
-            self.trace_failure(asked, status, begun_s, trace)
+            self.trace_failure(asked, status, call.begun_s, call.head.trace)
         if self.logs_access:
             client = transport.get_extra_info("peername")
             place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
-            ms = 1000 * (self.turns.clock_s() - begun_s)
+            ms = 1000 * (self.turns.clock_s() - call.begun_s)
             name, rows = about or (None, 0)
             more = [f" rows={rows}"] if rows else []
-            names = {"id": name, "trace": trace}
+            names = {"id": name, "trace": call.head.trace}
             more += [f" {key}={quote(value)}" for key, value in names.items() if value]
             access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, "".join(more))
 
@@ -172,7 +169,7 @@ class Port(ABC):
         idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
         chosen = heapq.nsmallest(_CLOSED_AT_ONCE, idle, key=itemgetter(0))
         for _, connection in chosen:
-            connection.abort()
+            connection.transport.abort()
         return len(chosen)
 
 

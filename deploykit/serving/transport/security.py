@@ -187,10 +187,8 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
         if path is not None and b"-----BEGIN " not in data:
             raise BadInput(f"{parameter} {path}: not a PEM file", hint="it begins with -----BEGIN")
         if path is key and b"ENCRYPTED" in data:
-            raise BadInput(
-                f"{parameter} {path}: the key is encrypted",
-                hint="openssl pkey -in KEY -out PLAIN writes it without its password",
-            )
+            hint = "openssl pkey -in KEY -out PLAIN writes it without its password"
+            raise BadInput(f"{parameter} {path}: the key is encrypted", hint=hint)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])

@@ -156,9 +156,8 @@ def _curl(name: str, shapes: list[tuple[Slot, list[int]]], address: Address) -> 
     as_json = sum(sizes) <= _MOST_VALUES and not any(s.datatype in BINARY_ONLY for s, _ in shapes)
     inputs, zeros = [], 0
     for (slot, shape), size in zip(shapes, sizes, strict=True):
-        data: dict[str, Any] = {
-            "data": [{"BYTES": "text", "BOOL": True}.get(slot.datatype, 1)] * size
-        }
+        value = {"BYTES": "text", "BOOL": True}.get(slot.datatype, 1)
+        data: dict[str, Any] = {"data": [value] * size}
         if not as_json:
             count = size * (slot.item_bytes or LENGTH_BYTES)
             zeros, data = zeros + count, {"parameters": {"binary_data_size": count}}

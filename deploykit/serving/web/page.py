@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploykit.core.files import FOLDER, NAMES
+from deploykit.core.files import LOOK
 
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
@@ -15,10 +15,9 @@ _TYPES: Mapping[str, str] = {
 }
 _FOLDER = Path(__file__).with_suffix("")
 
-
 FILES = {  # by path: type and content
     f"/{path.name}".replace("index.html", ""): (_TYPES[path.suffix], path.read_bytes())
-    for path in (*sorted(_FOLDER.iterdir()), *(FOLDER / name for name in NAMES))
+    for path in (*sorted(_FOLDER.iterdir()), LOOK)
 }
 _OPENAPI = _FOLDER.with_name("openapi.json").read_bytes()  # the same for every server
 

@@ -72,30 +72,25 @@ class Status:
     def counts(self) -> dict[str, dict[str, Any]]:
         """Return the counters by model."""
         repository = self._repository
-        return {
-            **{name: each.counted() for name, each in repository.pipelines.items()},
-            **{name: each.metrics.status() for name, each in repository.models.items()},
-        }
+        counts = {name: each.counted() for name, each in repository.pipelines.items()}
+        return counts | {name: each.metrics.status() for name, each in repository.models.items()}
 
     def most_waiting(self) -> dict[str, int]:
         """Return, by model, the most requests that waited since the last call."""
         repository = self._repository
-        return {
-            **{name: each.waiting for name, each in repository.pipelines.items()},
-            **{name: each.take_most_waiting() for name, each in repository.models.items()},
-        }
+        most = {name: each.waiting for name, each in repository.pipelines.items()}
+        return most | {name: each.take_most_waiting() for name, each in repository.models.items()}
 
     def now(self) -> dict[str, Any]:
         """Return totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
+        process = {**sample.process, "at_s": sample.at_s} if sample and sample.process else None
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
             "at_s": time.time(),
             "not_ready": repository.why_not_ready(),
-            "process": (
-                {**vars(sample.process), "at_s": sample.at_s} if sample and sample.process else None
-            ),
+            "process": process,
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [

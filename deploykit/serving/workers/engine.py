@@ -120,19 +120,11 @@ class FrontEnd(RecordConnection):
         buckets = model.model.buckets
         key = layout.key if buckets is None else buckets.key(layout.key)
         trace, _, name = more[end:].decode().partition("\n")
+        done = partial(self._answer, number)
         request = Pending(
-            feeds,
-            rows,
-            key,
-            partial(self._answer, number),
-            arrived_us,
-            deadline_us,
-            give_up_us,
-            level,
-            trace or None,
-            decode_us,
-            id=name or None,
+            feeds, rows, key, done, arrived_us, deadline_us, give_up_us, level, decode_us=decode_us
         )
+        request.trace, request.id = trace or None, name or None
         self._open[number] = model, request
         try:
             model.model.enqueue(request)

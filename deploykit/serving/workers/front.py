@@ -54,19 +54,13 @@ class RemoteEngine(Engine):
 
     @classmethod
     def of(cls, model: ServedModel) -> RemoteEngine:
-        engine = model.engines[0]
+        copied = ("inputs", "outputs", "max_batch", "device", "runtime", "batching", "source")
         return cls(
-            engine.inputs,
-            engine.outputs,
-            engine.max_batch,
-            engine.device,
-            engine.runtime,
-            model.notes,
-            engine.batching,
-            engine.source,
-            len(model.engines),
-            model.not_batched,
-            model.in_use,
+            **{name: getattr(model.engines[0], name) for name in copied},
+            notes=model.notes,
+            count=len(model.engines),
+            not_batched=model.not_batched,
+            in_use=model.in_use,
         )
 
     @property

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, cast
 from deploykit.core.errors import DeploykitError, first_line, os_reason
 from deploykit.serving.models import reload
 from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.offload import raise_error
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import bind
@@ -202,7 +203,7 @@ class Member(ServerGroup):
         self._link = WorkerLink(self._receive, self._on_lost)
         self._asked: dict[int, Then] = {}
         self._numbers = itertools.count()
-        self._may_open: asyncio.Event | None = None
+        self._may_open = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
@@ -212,12 +213,10 @@ class Member(ServerGroup):
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         """Divide the queue and the memory among the processes."""
-        held = options.max_held_bytes
-        return replace(
-            options,
-            queue=math.ceil(options.queue / self.count),
-            max_held_bytes=None if held is None else max(1, held // self.count),
-        )
+        queue, held_bytes = math.ceil(options.queue / self.count), options.max_held_bytes
+        if held_bytes is not None:
+            held_bytes = max(1, held_bytes // self.count)
+        return replace(options, queue=queue, max_held_bytes=held_bytes)
 
     def bind(self, host: str, port: int, parameter: str) -> socket.socket:  # noqa: ARG002 - bound
         found = self._sockets[parameter]
@@ -226,7 +225,7 @@ class Member(ServerGroup):
 
     async def join(self, hooks: Hooks) -> None:
         """Report to the parent that the models are ready; wait for the state of the others."""
-        self._hooks, self._may_open = hooks, asyncio.Event()
+        self._hooks = hooks
         await self._link.connect(self._end)
         loop = self._loop = asyncio.get_running_loop()
         loop.add_reader(self._control.fileno(), self._receive_memory, loop)
@@ -329,20 +328,18 @@ class Member(ServerGroup):
         self._stop_waiting()
         waiting, self._asked = self._asked, {}
         for then in waiting.values():
-            then(_raising(DeploykitError("the server is shutting down")))
+            then(partial(raise_error, DeploykitError("the server is shutting down")))
         if self._hooks is not None:
             self._hooks.drain()
 
     def _stop_waiting(self) -> None:
         """End `join`."""
-        if self._may_open is not None:
-            self._may_open.set()
+        self._may_open.set()
         if self._engine is not None:
             self._engine.connected.set()
 
     def _receive(self, message: Message) -> None:
         assert self._hooks is not None
-        assert self._may_open is not None
         match message:
             case "report", number, names:
                 self._link.send("done", number, {name: self._reports[name]() for name in names})
@@ -350,7 +347,8 @@ class Member(ServerGroup):
                 self._link.send("done", number, self._do(what, arguments))
             case "answer", number, value:
                 then = self._asked.pop(number)
-                then(_raising(value) if isinstance(value, Exception) else lambda: value)
+                failed = isinstance(value, Exception)
+                then(partial(raise_error, value) if failed else lambda: value)
             case "engines", engines:
                 if self._engine is not None and not self._engine.describe(engines):
                     self._hooks.drain()  # other models are served now: the successor knows them
@@ -378,13 +376,6 @@ def of_model(name: str | None, statistics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the statistics of one model, or of all."""
     found = [each for each in statistics["model_stats"] if name in (None, each["name"])]
     return {"model_stats": found}
-
-
-def _raising(error: Exception) -> Result:
-    def result() -> Any:
-        raise error
-
-    return result
 
 
 def become_worker(

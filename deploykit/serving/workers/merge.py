@@ -73,14 +73,10 @@ def merge_statistics(reports: Sequence[Report]) -> Figures:
     """Merge the statistics of the Open Inference Protocol over all workers."""
     models: dict[str, Figures] = {}
     for each in (each for report in reports for each in report["statistics"]["model_stats"]):
-        sizes = {batch["batch_size"]: batch for batch in each["batch_stats"]}
-        found = {
-            **each,
-            "batch_stats": {
-                n: {name: value for name, value in b.items() if name != "batch_size"}
-                for n, b in sizes.items()
-            },
-        }
+        sizes = {batch["batch_size"]: dict(batch) for batch in each["batch_stats"]}
+        for times in sizes.values():
+            del times["batch_size"]
+        found = {**each, "batch_stats": sizes}
         before = models.get(each["name"])
         models[each["name"]] = found if before is None else add(before, found)
     for model in models.values():

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsupported, os_reason
@@ -60,7 +61,7 @@ class Forked:
     last: int  # a pipe for its result at its end
     control: socket.socket  # for connections to the engines
     begun_s: float
-    link: WorkerLink | None = None
+    send: Callable[..., None] = lambda *_: None  # a message, once it is connected
     ready: bool = False
     serving: bool = False
     drained: bool = False
@@ -184,14 +185,12 @@ class Hub:
                 if worker.missed >= MOST_MISSED:
                     log.error("worker %d does not answer its parent and is killed", worker.number)
                     os.kill(worker.pid, signal.SIGKILL)
-            if not reports:
-                continue
-            counts = merge.merge_counts(reports)
             models = []
-            for name, counted in counts.items():
+            for name, counted in merge.merge_counts(reports).items():
                 waiting = sum(each.get("most_waiting", {}).get(name, 0) for each in reports)
                 models.append({"name": name, **counted, "waiting": waiting})
-            self._history.add(time.monotonic_ns() // 1000, models)
+            if models:
+                self._history.add(time.monotonic_ns() // 1000, models)
 
     async def _collect(self) -> None:
         """Answer all requests for figures, with figures counted after they arrived."""
@@ -205,8 +204,7 @@ class Hub:
                 value = values[what]
                 if what == "status" and not isinstance(value, Exception):
                     value = value, self._history.since(since_us)
-                if worker.link is not None:
-                    worker.link.send("answer", number, value)
+                worker.send("answer", number, value)
             await asyncio.sleep(_PAUSE_S)
         self._collecting = False
 
@@ -235,9 +233,9 @@ class Hub:
         number, futures = next(self._numbers), []
         kind, *content = message
         for worker in self._workers.values():
-            if worker.ready and worker.link is not None:
+            if worker.ready:
                 future = worker.waiting[number] = asyncio.get_running_loop().create_future()
-                worker.link.send(kind, number, *content)
+                worker.send(kind, number, *content)
                 futures.append(future)
         if futures:
             await asyncio.wait(futures, timeout=REPORT_S)
@@ -260,8 +258,7 @@ class Hub:
         elif what == "unregister":
             for each in [each for each in self.regions if name in (None, each)]:
                 del self.regions[each]
-        if worker.link is not None:
-            worker.link.send("answer", number, problem)
+        worker.send("answer", number, problem)
 
 
 log = logging.getLogger(__name__)
@@ -281,11 +278,8 @@ OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 def check_supported() -> None:
     """Raise Unsupported where the system does not divide connections among processes."""
     if sys.platform != "linux" or not hasattr(socket, "SO_REUSEPORT"):
-        raise Unsupported(
-            f"`workers` above 1 need Linux, which divides connections among processes; "
-            f"this is {sys.platform}",
-            hint="`workers` 1",
-        )
+        what = "`workers` above 1 need Linux, which divides connections among processes"
+        raise Unsupported(f"{what}; this is {sys.platform}", hint="`workers` 1")
 
 
 class Parent:
@@ -377,8 +371,8 @@ class Parent:
         ticking = asyncio.ensure_future(self._hub.keep_history())
         await self._stopped.wait()
         for worker in self._workers.values():
-            if worker.ready and worker.link is not None:
-                worker.link.send("drain")
+            if worker.ready:
+                worker.send("drain")
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
@@ -387,8 +381,7 @@ class Parent:
             remove_path(each)  # just before the workers accept the last clients of a path
         await self._until(self._ended, self._end_s)
         for worker in self._workers.values():
-            if worker.link is not None:
-                worker.link.send("abort")
+            worker.send("abort")
         await self._until(lambda: not self._workers, ABORT_S)
         for worker in self._workers.values():
             log.error("worker %d does not end and is killed", worker.number)
@@ -440,12 +433,9 @@ class Parent:
             before.__exit__(None, None, None)
 
     async def _connect(self, worker: Forked, end: socket.socket) -> None:
-        link = WorkerLink(
-            lambda message: self._receive(worker, message),
-            lambda: self._do(self._reap(worker)),
-        )
+        link = WorkerLink(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
+        worker.send = link.send
         await link.connect(end)
-        worker.link = link
 
     async def _reap(self, worker: Forked) -> None:
         """Wait for a worker that has closed its end: it ends, or has ended."""
@@ -517,7 +507,6 @@ class Parent:
     # -- messages of workers ---------------------------------------------------------------------
 
     def _receive(self, worker: Forked, message: Message) -> None:
-        assert worker.link is not None
         match message:
             case "state", not_ready:
                 worker.not_ready = not_ready
@@ -525,16 +514,16 @@ class Parent:
             case ("ready",):
                 worker.ready = True
                 if self._stopped.is_set():
-                    worker.link.send("drain")
+                    worker.send("drain")
                 else:
                     self._join_engine(worker)
-                    worker.link.send("open", list(self._hub.regions.values()))
+                    worker.send("open", list(self._hub.regions.values()))
                     self._share_state()
             case "engines", engines:
                 self._engines = engines
                 for each in self._workers.values():
-                    if each.number != ENGINE and each.ready and each.link is not None:
-                        each.link.send("engines", engines)
+                    if each.number != ENGINE and each.ready:
+                        each.send("engines", engines)
             case ("connect",):
                 self._join_engine(worker)
             case ("drained",):
@@ -571,15 +560,15 @@ class Parent:
         if self._stopped.is_set() and not all(worker.drained for worker in serving):
             return
         for worker in serving:
-            if worker.drained and worker.link is not None:
-                worker.link.send("close")
+            if worker.drained:
+                worker.send("close")
 
     def _share_state(self) -> None:
         """Send each worker the reason why another one is not ready."""
         for worker in self._workers.values():
             others = [each.not_ready for each in self._workers.values() if each is not worker]
-            if worker.ready and worker.link is not None:
-                worker.link.send("elsewhere", next((each for each in others if each), None))
+            if worker.ready:
+                worker.send("elsewhere", next((each for each in others if each), None))
 
 
 def _crash(text: str, code: int) -> DeploykitError:

@@ -31,38 +31,38 @@ def tokens(text: TextInput, tmp_path: Path) -> Tokens:
 START, END, GOOD, BAD = (WORDS[word] for word in ("[CLS]", "[SEP]", "good", "bad"))
 
 
-def test_sentences_become_rows_of_ids_padded_to_the_longest(tokens: Tokens) -> None:
-    rows = [tokens.encode("good"), tokens.encode("bad bad good")]
-    feeds = tokens.feeds(rows)
-    assert feeds["ids"].tolist() == [[START, GOOD, END, 9, 9], [START, BAD, BAD, GOOD, END]]
-    assert feeds["mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+def test_a_sentence_becomes_a_row_of_ids(tokens: Tokens) -> None:
+    feeds = tokens.feeds("bad bad good")
+    assert feeds["ids"].tolist() == [[START, BAD, BAD, GOOD, END]]
     assert {name: (a.dtype, a.shape) for name, a in feeds.items()} == {
-        name: (np.dtype("int64"), (2, 5)) for name in ("ids", "mask", "types")
+        name: (np.dtype("int64"), (1, 5)) for name in ("ids", "mask", "types")
     }
 
 
 def test_a_model_of_a_fixed_length_gets_as_many_tokens(tokens: Tokens) -> None:
-    assert tokens.feeds([tokens.encode("good")], 6)["ids"].tolist() == [[START, GOOD, END, 9, 9, 9]]
+    feeds = tokens.feeds("good", length=6)
+    assert feeds["ids"].tolist() == [[START, GOOD, END, 9, 9, 9]]
+    assert feeds["mask"].tolist() == [[1, 1, 1, 0, 0, 0]]
 
 
 def test_inputs_that_a_model_lacks_are_not_made(tmp_path: Path) -> None:
     sha256 = write_tokenizer(tmp_path / "words.json")
     tokens = Tokens(TextInput("ids", "words.json", sha256, 6), tmp_path)
-    assert list(tokens.feeds([tokens.encode("good")])) == ["ids"]
+    assert list(tokens.feeds("good")) == ["ids"]
 
 
 def test_bytes_are_utf8(tokens: Tokens) -> None:
-    assert tokens.encode(b"good").ids == tokens.encode("good").ids
-    assert tokens.encode(memoryview(b"good")).ids == tokens.encode("good").ids
+    for given in ("good", b"good", memoryview(b"good")):
+        assert tokens.feeds(given)["ids"].tolist() == [[START, GOOD, END]]
 
 
 def test_the_files_own_truncation_and_padding_do_not_count(tmp_path: Path) -> None:
     """Else a text that is too long would be answered as if its end were not there."""
     sha256 = write_tokenizer(tmp_path / "words.json", truncation=4, padding=6)
     tokens = Tokens(TextInput("ids", "words.json", sha256, 5), tmp_path)
-    assert tokens.encode("good").ids == [START, GOOD, END]
+    assert tokens.feeds("good")["ids"].tolist() == [[START, GOOD, END]]
     with pytest.raises(BadInput, match="has 6 tokens, the model takes 5"):
-        tokens.encode("good bad good bad")
+        tokens.feeds("good bad good bad")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_no_text_or_too_long_is_refused(
     tokens: Tokens, given: str | bytes, reason: str
 ) -> None:
     with pytest.raises(BadInput, match=f"^{reason}$"):
-        tokens.encode(given)
+        tokens.feeds(given)
 
 
 def test_another_file_than_the_models_own_is_refused(text: TextInput, tmp_path: Path) -> None:

@@ -437,11 +437,11 @@ def test_bad_input_raised_by_the_engine_is_reported_to_the_client_as_bad_input(
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        *((np.zeros(n, np.float32), str(list(n))) for n in ((1, 5), (1,), (), (1, 4, 1))),
+        *((np.zeros(n, np.float32), str(list(n))) for n in ((2, 4), ())),
         (np.zeros((1, 4), np.float64), "float64"),
         (None, "nothing"),
     ],
-    ids=["wider", "flatter", "a scalar", "deeper", "another dtype", "none"],
+    ids=["more rows", "a scalar", "another dtype", "none"],
 )
 def test_an_output_that_does_not_match_its_spec_is_an_error_that_says_how(
     answers: Answers, wrong: np.ndarray | None, reason: str

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from deploykit.core.tensors import InputKey
+from deploykit.pipelines.threads import Peer
 from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, RequestQueue, due
 
 A: InputKey = (("x", "FP32", (4,)),)
@@ -55,6 +59,45 @@ def test_the_oldest_request_runs_first_whatever_its_shape() -> None:
     queue = filled(BatchPolicy(2), *(pending(n, us=n) for n in range(3)), pending(9, key=B, us=1))
     queue.add(pending(3, us=3))
     assert drained(queue) == [[0, 1], [9], [2, 3]]
+
+
+def sent(number: int, peer: Peer, rows: int = 32) -> Pending:
+    request = pending(number, rows=rows)
+    request.sender = SimpleNamespace(peer=peer)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("most", "other"), [(Peer("a", 0), Peer("b", 0)), (Peer("a", 0), Peer("a", 1))], ids=str
+)
+def test_clients_take_turns_once_requests_wait_for_long(most: Peer, other: Peer) -> None:
+    """The requests of one do not delay a single one of another: addresses, else connections."""
+    queue = filled(BatchPolicy(32), *(sent(number, most) for number in range(64)))
+    assert numbers(queue.take(200_000)) == [0]
+    queue.add(sent(100, other, rows=1))
+    order = [queue.take(200_000) for _ in range(3)]
+    assert 100 in [number for batch in order for number in numbers(batch)]
+    queue.add(sent(101, other))
+    queue.add(sent(102, other))
+    found = [batch[0] for batch in drained(queue, 200_000)]
+    assert found.index(101) < 3
+    assert found.index(102) < 5
+    alone = [number for number in found if number < 100]
+    assert alone == sorted(alone)
+
+
+def test_a_short_wait_is_by_arrival() -> None:
+    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", 0)) for number in range(4)))
+    queue.add(sent(9, Peer("b", 0)))
+    assert drained(queue, 50_000) == [[0], [1], [2], [3], [9]]
+
+
+def test_many_connections_of_an_address_have_one_share() -> None:
+    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", number)) for number in range(30)))
+    for number in range(50, 60):
+        queue.add(sent(number, Peer("b", 0)))
+    found = [batch[0] for batch in drained(queue, 200_000)]
+    assert found.index(59) < 21
 
 
 def test_a_lower_priority_number_runs_first_and_equal_ones_by_arrival() -> None:
@@ -115,9 +158,9 @@ def test_a_shape_can_be_queued_again_after_its_queue_was_emptied() -> None:
     assert queue.added_rows == 6
 
 
-def test_take_all_empties_the_queue() -> None:
+def test_in_the_end_all_are_late() -> None:
     queue = filled(BatchPolicy(8), pending(0), pending(1, key=B))
-    assert sorted(numbers(queue.take_all())) == [0, 1]
+    assert sorted(numbers(queue.take_late(math.inf))) == [0, 1]
     queue.add(pending(2))
     assert drained(queue) == [[2]]
 
@@ -132,7 +175,8 @@ def test_a_request_fits_while_the_queued_rows_stay_within_queue_rows(
 ) -> None:
     policy = BatchPolicy(8, queue_rows=4)
     queue = filled(policy, *(pending(n, rows=rows) for n, rows in enumerate(waiting)))
-    assert queue.fits(rows) is fits
+    assert (queue.add(pending(9, rows=rows)) is not None) is fits
+    assert queue.count == len(waiting) + fits
 
 
 def test_next_us_is_the_earliest_deadline_or_end_of_a_delay() -> None:

@@ -79,10 +79,9 @@ class Simulation:
         return self.answers
 
     def _arrive(self, now_us: int) -> None:
-        if not self.queue.fits(1):
+        request = Pending({}, 1, (), lambda _: None, now_us, 1 << 60, 1 << 60)
+        if self.queue.add(request) is None:
             self.answers.append(Answer(now_us, None))
-            return
-        self.queue.add(Pending({}, 1, (), lambda _: None, now_us, 1 << 60, 1 << 60))
 
     def _answer(self, started_us: int, requests: list[Pending], now_us: int) -> None:
         if self.steering:

@@ -40,6 +40,7 @@ class Client:
 
     def __init__(self, idle_since_s: float | None) -> None:
         self.idle_since_s = idle_since_s
+        self.transport = self
         self.aborted = False
         self.unanswered = 0
 

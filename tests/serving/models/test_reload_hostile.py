@@ -119,8 +119,8 @@ def _runs(number: int) -> bool:
 @pytest.mark.parametrize(
     ("check", "why"),
     [
-        (checks.dies, r"ended the process that checked it \(SIGABRT\)"),
-        (checks.leaves_at_once, r"ended the process that checked it \(exit code 3\)"),
+        (checks.dies, "its process ended with code -6"),
+        (checks.leaves_at_once, "its process ended with code 3"),
         (checks.fills_memory, "MemoryError"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 
 from deploykit.core.errors import BadInput, Overloaded, Unsupported
 from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.serving.batching.queue import Pending
+from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, RequestedOutput
@@ -208,3 +212,39 @@ def test_every_metrics_line_belongs_to_a_declared_family() -> None:
         name, _, value = line.rpartition(" ")
         assert float(value) >= 0
         assert any(name.startswith(family) for family in families)
+
+
+class Plain(Inference):
+    """Its source is the request; it sends no reply."""
+
+    def decode(self, source: Request) -> Request:
+        return source
+
+    def decoded_bytes(self) -> int:
+        return 0
+
+    def encode(self) -> tuple[object, ...]:
+        return ()
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+def test_the_time_on_the_decoding_thread_counts_towards_the_limit() -> None:
+    repository = ModelRepository({"m": FakeEngine()}, ServeOptions(timeout_ms=2000))
+    model = repository.find("m")
+    client: Any = SimpleNamespace(about=None, gone=False, peer=None, reply=lambda: None)
+
+    def decode_elsewhere(work: Callable[[], Request], then: Any, **_: object) -> None:
+        decoded = work()
+        then(lambda: decoded)
+
+    inference = Plain(ModelRoute(repository, model, decode_elsewhere), client, ask(), None)
+    inference._started_us -= 1_500_000
+    sent: list[Pending] = []
+    model.enqueue = sent.append  # type: ignore[method-assign,assignment]
+    inference.set_lane(1, 0)
+    inference.start_offloaded()
+    (pending,) = sent
+    repository.close()
+    assert 0 < pending.deadline_us - pending.arrived_us <= 500_000

@@ -201,10 +201,17 @@ def test_a_batch_that_fails_in_the_warm_up_is_named(
     repository.close()
 
 
-def test_an_engine_whose_output_does_not_match_its_spec_fails_the_warm_up() -> None:
+def test_an_output_whose_shape_is_declared_wrongly_is_served_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = FakeEngine()
     engine.outputs = (TensorSpec("y", "float32", ("N", 5)),)
     repository = ModelRepository({"m": engine}, ServeOptions())
-    with pytest.raises(DeploykitError, match=r"returned shape \[1, 4\] for output 'y'"):
+    repository.warm_up()
+    repository.close()
+    assert "output 'y' is [1, 4], not ['N', 5] as declared" in caplog.text
+    engine.outputs = (TensorSpec("y", "int64", ("N", 4)),)
+    repository = ModelRepository({"m": engine}, ServeOptions())
+    with pytest.raises(DeploykitError, match=r"returned float32 for output 'y' \(int64\)"):
         repository.warm_up()
     repository.close()

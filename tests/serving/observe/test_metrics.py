@@ -316,11 +316,11 @@ def sampling(sampler: Sampler) -> Iterator[Sampler]:
 
 def test_this_process_reports_memory_files_threads_and_cpu_time() -> None:
     process = this_process()
-    assert process.resident_bytes > 10 << 20
-    assert 3 <= process.open_fds < process.max_fds
-    assert process.threads >= 1
-    assert process.cpu_s > 0
-    assert process.started_s == this_process().started_s
+    assert process["resident_bytes"] > 10 << 20
+    assert 3 <= process["open_fds"] < process["max_fds"]
+    assert process["threads"] >= 1
+    assert process["cpu_s"] > 0
+    assert process["started_s"] == this_process()["started_s"]
 
 
 def test_devices_are_read_only_after_the_first_request(eventually: Eventually) -> None:
@@ -409,7 +409,7 @@ try:
         descriptors.append(os.dup(0))
 except OSError:
     pass
-until(lambda: (s := sampler.latest()) and s.process is None)
+until(lambda: (s := sampler.latest()) and not s.process)
 for fd in descriptors:
     os.close(fd)
 until(lambda: (s := sampler.latest()) and s.process)

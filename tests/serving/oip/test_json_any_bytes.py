@@ -16,6 +16,7 @@ from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import Binary, InputData, Request, Signature, check_parameters
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.tensors import to_bytes
 from tests.support.campaign import rounds
 from tests.support.serving.requests import (
     DTYPES,
@@ -206,7 +207,8 @@ def test_encoded_binary_outputs_decode_to_the_same_array(dtype: str, draw: st.Da
     signature = model(dtype)
     request = Request({}, len(array), (), _all(signature, binary=True))
     (result,) = collect_results(request, {"y": array}, signature)
-    payload = result.raw_contents()
+    assert result.array is not None
+    payload = to_bytes(result.array, result.datatype)
     item = InputData("x", result.datatype, list(result.shape), Binary(payload, 0, len(payload)))
     again = build([item], None, {}, None, signature, binary=True)
     expected = array

@@ -12,7 +12,9 @@ import pytest
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.oip.protobuf import CONTENTS
 from deploykit.serving.oip import json as oip
+from deploykit.serving.oip.messages import typed_values
 from deploykit.serving.oip.request import (
     Binary,
     InputData,
@@ -20,7 +22,7 @@ from deploykit.serving.oip.request import (
     plan,
 )
 from deploykit.serving.oip.request import signature as signature_of
-from deploykit.serving.oip.tensors import CONTENTS, to_bytes, typed_values
+from deploykit.serving.oip.tensors import to_bytes
 from tests.support.serving.requests import (
     DTYPES,
     LIMIT,

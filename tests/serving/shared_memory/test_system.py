@@ -175,7 +175,7 @@ def test_links_fifos_and_folders_are_not_opened(
         os.mkfifo(names["fifo"])
         names["folder"].mkdir()
         for path in (*names.values(), FOLDER / "test-not-there"):
-            with pytest.raises(BadInput, match="region 'frame': its ") as caught:
+            with pytest.raises(BadInput, match=r"region 'frame': it(s| would) ") as caught:
                 memory.register("frame", f"/{path.name}", 0, 1)
             assert "/dev" not in caught.value.message
             assert path.name not in caught.value.message

@@ -236,7 +236,7 @@ def asked(**headers: str) -> bytes:
 def buffered(server: Running) -> int:
     """The bytes that connections keep: replies that are not sent, requests not processed."""
     return sum(
-        each._transport.get_write_buffer_size() + len(each._kept)
+        each.transport.get_write_buffer_size() + len(each._kept)
         for each in list(server.server._listener.connections)
     )
 
@@ -286,7 +286,7 @@ def test_an_answer_counts_whole_until_its_last_byte_is_taken(eventually: Eventua
         raw = server.connect(receive_buffer=64 << 10)
         eventually(lambda: len(server.server._listener.connections) == 1)
         (connection,) = server.server._listener.connections
-        sender = connection._transport.get_extra_info("socket")
+        sender = connection.transport.get_extra_info("socket")
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         raw.send(asked())
         eventually(lambda: buffered(server) > 0)

@@ -164,18 +164,12 @@ def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
 # -- What the parent asks of its workers, and which of them it takes to hang
 
 
-class Silent:
-    """The link of a worker that does not answer."""
-
-    def send(self, *_: object) -> None: ...
-
-
 def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each counted as if it were another second: a client with 30 regions had it killed."""
     monkeypatch.setattr(hub, "REPORT_S", 0.01)
-    worker = Forked(1, os.getpid(), 0, cast("Any", None), 0.0, cast("Any", Silent()), ready=True)
+    worker = Forked(1, os.getpid(), 0, cast("Any", None), 0.0, ready=True)
 
     async def change() -> list[Any]:
         found = hub.Hub({worker.pid: worker}, 1, lambda _: None)

@@ -45,15 +45,14 @@ class Cuda(FakeCuda):
 
     sm_count = 58
 
-    def describe(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            name=GPU,
-            compute_capability="8.9",
-            sm_count=self.sm_count,
-            integrated=False,
-            driver="580.65.06",
-            cuda="13.0",
-        )
+    def describe(self) -> dict[str, Any]:
+        return {
+            "gpu": GPU,
+            "compute_capability": "8.9",
+            "sm_count": self.sm_count,
+            "driver": "580.65.06",
+            "cuda": "13.0",
+        }
 
 
 @contextmanager
