@@ -95,11 +95,7 @@ def prove_export(
                     hint="export with a fixed size for that axis, or find where the model reads it "
                     "as a Python number",
                 ) from exc
-            few = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-            axes = batch_axes(loaded.inputs)
-            if not any(axis in spec.shape[1:] for axis in axes for spec in loaded.inputs):
-                cut = {spec.name for spec in loaded.inputs if spec.batched}
-                few = {n: a[: golden.SAMPLES] if n in cut else a for n, a in few.items()}
+            few = _few_rows(reference, feeds)
             recorded = golden.record(reference, few, tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most)
             notes = (*left_out, *rows_note(most))
@@ -151,6 +147,19 @@ def _taken(
             lost.append(" ".join(f"{axis}={size}" for axis, size in sorted(sizes.items())))
     notes = (f"not compared at {', '.join(lost)}, which the model does not take",)
     return kept, notes if lost else ()
+
+
+def _few_rows(reference: Engine, feeds: Sequence[Arrays]) -> Arrays:
+    """Return rows of the largest feeds, or all of them where edges of a graph point at rows."""
+    specs = reference.inputs
+    most = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
+    cut = {spec.name for spec in specs if spec.batched}
+    few = {name: a[: golden.SAMPLES] if name in cut else a for name, a in most.items()}
+    with suppress(DeploykitError):
+        if not any(axis in spec.shape[1:] for axis in batch_axes(specs) for spec in specs):
+            reference(few)
+            return few
+    return most
 
 
 class _ChosenBy:

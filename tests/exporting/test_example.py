@@ -220,6 +220,18 @@ def test_a_hidden_row_in_the_samples_is_named_and_no_random_number(tmp_path: Pat
     assert "random numbers" not in caught.value.message
 
 
+def test_a_graph_network_whose_edges_point_at_rows_is_exported(tmp_path: Path) -> None:
+    def summed(_: Any, x: Any, edges: Any) -> Any:
+        return torch.zeros_like(x).index_add(0, edges[1], x.index_select(0, edges[0]))
+
+    edges = torch.tensor([[5, 0, 1, 3, 4], [0, 5, 2, 1, 5]])
+    axes = {"other": {1: "E"}}
+    example = (torch.randn(6, 8), edges)
+    made = dk.export(Applied(summed), example, out=tmp_path / "m.onnx", dynamic_axes=axes)
+    assert made.parity is not None
+    assert made.parity.passed
+
+
 def test_hooks_see_the_arguments_that_go_by_position(tmp_path: Path) -> None:
     module = Applied(lambda _, x: x * 2, width=4)
     module.register_forward_pre_hook(lambda _, given: (given[0] + 1,))
