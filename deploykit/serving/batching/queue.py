@@ -23,6 +23,7 @@ LEVELS = 3  # priorities; 1 is run first
 DEFAULT_LEVEL = 2  # for a request without a valid priority, as in Triton
 NEVER_US = 1 << 60
 _LONG_US = 100_000  # a wait from which on it is the clients' turns that count, not the arrival
+_TURNS_US = 25_000  # how often they are counted: a millisecond for 2,000 requests
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class RequestQueue:
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
         self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
         self._soonest_us = NEVER_US  # no deadline is earlier
+        self._turns_us = 0  # when turns are next counted
         self._now = 0  # the virtual time, in rows
         self._spent: dict[Hashable, int] = {}  # when a client's next rows may start
         self._starts: dict[Pending, tuple[int, Hashable]] = {}  # of those in turns
@@ -201,7 +203,9 @@ class RequestQueue:
                 requests.clear()
                 self._count_removed(group, batch)
                 return batch
-            if group.rows > policy.max_batch and now_us - group.oldest.arrived_us > _LONG_US:
+            waited_us = now_us - group.oldest.arrived_us
+            if group.rows > policy.max_batch and waited_us > _LONG_US and now_us >= self._turns_us:
+                self._turns_us = now_us + _TURNS_US
                 self._take_turns(requests)
             count = due(requests, policy, now_us)
             if not count and hurry:
@@ -209,10 +213,9 @@ class RequestQueue:
             if count:
                 batch = [requests.popitem(False)[0] for _ in range(count)]
                 for request in batch if self._starts else ():
-                    start, client = self._starts[request]
+                    start, client = self._starts.pop(request, (self._now, None))
                     self._now = max(self._now, start)
                     self._spent[client] = start + request.rows
-                self._starts = {}
                 self._count_removed(group, batch)
                 return batch
             if not policy.max_delay_us:
@@ -272,4 +275,4 @@ class RequestQueue:
             del self._groups[(group.level, group.key)]
             if not self._groups:
                 self._soonest_us = NEVER_US
-                self._now, self._spent = 0, {}
+                self._now, self._spent, self._starts = 0, {}, {}
