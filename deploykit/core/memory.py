@@ -83,11 +83,9 @@ def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> O
     asked = ASKED_BYTES.search(what)
     sizes = [f"{int(asked[1]) / 2**20:,.1f} MiB were needed at once"] if asked else []
     sizes += [f"{size} were needed at once" for size in _NUMPY_ASKED.findall(what)]
-    held = sum(each.stat().st_size for each in files if each.is_file())
-    if held:
+    if held := sum(each.stat().st_size for each in files if each.is_file()):
         sizes.append(f"{held / 2**20:,.1f} MiB are in its files, to load it takes up to twice that")
-    free = free_bytes()
-    if free is not None:
+    if (free := free_bytes()) is not None:
         sizes.append(f"{free / 2**20:,.1f} MiB are free")
     text = f"{where}: does not fit into memory" if str(where) else "not enough memory"
     return OutOfMemory(f"{text}: {'; '.join(sizes)}", hint=USE_LESS)

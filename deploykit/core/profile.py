@@ -210,10 +210,8 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
         if known.name.lower().removeprefix("mode_") == wanted:
             return replace(profile, power_mode=known.name)
     names = ", ".join(known.name for known in profile.power_modes)
-    raise NotFound(
-        f"profile '{profile.name}' has no power mode '{mode}'",
-        hint=f"one of: {names}" if names else "this target has no power modes",
-    )
+    hint = f"one of: {names}" if names else "this target has no power modes"
+    raise NotFound(f"profile '{profile.name}' has no power mode '{mode}'", hint=hint)
 
 
 def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa: C901 - checks in a row

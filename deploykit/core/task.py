@@ -189,16 +189,11 @@ class Task(Record):
         """Return this task for the file `artefact`, with its tokenizer's file named after it."""
         if self.text is None:
             return self
-        return replace(self, text=replace(self.text, tokenizer=tokenizer_name(artefact)))
+        return replace(self, text=replace(self.text, tokenizer=f"{artefact}{TOKENIZER}"))
 
     def label(self, index: int) -> str:
         """Return the label's name, or its index if labels have no names."""
         return self.labels[index] if 0 <= index < len(self.labels) else str(index)
-
-
-def tokenizer_name(artefact: str) -> str:
-    """Return the name of the file next to `artefact` that holds its tokenizer."""
-    return f"{artefact}{TOKENIZER}"
 
 
 # `Preprocess` is part of the graph, so that clients send bytes, and training, ONNX Runtime, an

@@ -90,8 +90,7 @@ def prove_rows(
     `sizes`: sizes of dynamic axes. `samples`: inputs that the model is known to run; others are
     invented in addition. `times_us` gets the time of the largest batch. Raises DeviceLost.
     """
-    why = why_no_batch(engine.inputs, engine.outputs)
-    if why:
+    if why := why_no_batch(engine.inputs, engine.outputs):
         return RowIndependence(False, why)
     most = min(max(2, most_rows), engine.max_batch or most_rows + 2)
     if most < 2:

@@ -280,8 +280,7 @@ def check_feeds(specs: Specs, feeds: Arrays, where: str) -> None:
                 f"{where}: input '{name}' has the other byte order than this machine",
                 hint="array.astype(array.dtype.newbyteorder('='))",
             )
-        problem = mismatch(spec, array.dtype.name, array.shape)
-        if problem is not None:
+        if (problem := mismatch(spec, array.dtype.name, array.shape)) is not None:
             raise BadInput(f"{where}: {problem}")
         for axis, size in zip(spec.shape, array.shape, strict=True):
             if isinstance(axis, str) and sizes.setdefault(axis, size) != size:

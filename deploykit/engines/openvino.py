@@ -54,8 +54,7 @@ def openvino_errors(path: Path) -> Iterator[None]:
 
 
 def _error(path: Path, text: str) -> DeploykitError:
-    unknown = _UNKNOWN.search(text)
-    if unknown:
+    if unknown := _UNKNOWN.search(text):
         names = ", ".join(name.strip() for name in unknown[1].split(","))
         return Unsupported(f"{path}: OpenVINO has no operator {names}", hint=OTHER_RUNTIME)
     if any(each in text for each in _NOT_READ):

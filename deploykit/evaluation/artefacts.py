@@ -29,7 +29,7 @@ from deploykit.core.files import StrPath, check_inside, sha256, temporary_folder
 from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
-from deploykit.core.task import Task, tokenizer_name
+from deploykit.core.task import TOKENIZER, Task
 from deploykit.evaluation import html_tables
 from deploykit.evaluation.outputs import SIDECARS, claim, rejected
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
@@ -180,7 +180,7 @@ def carry_task(source: Artefact, to: Path) -> Task | None:
     """
     task = source.task
     if task is not None and task.text is not None:
-        tokenizer = to.with_name(tokenizer_name(to.name))
+        tokenizer = Path(f"{to}{TOKENIZER}")
         copy_checked(source.path, task.text.tokenizer, task.text.sha256, tokenizer)
     return task and task.named_after(to.name)
 

@@ -103,8 +103,7 @@ def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
     """Yield the ONNX files next to `path` that it was made from, then the sources of these."""
     hashes, wanted = _hashes_next_to(path), list(manifest.made_from)
     while wanted:
-        found = hashes.pop(wanted.pop(0), None)
-        if found is not None:
+        if (found := hashes.pop(wanted.pop(0), None)) is not None:
             yield found
             before = Artefact(found).manifest
             wanted += before.made_from if before else ()

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import io
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from deploykit.core.extras import require
@@ -30,6 +31,7 @@ from deploykit.exporting.reasons import CallWatch, Decision, SizeWatch, baked, e
 torch: ModuleType = require("torch")
 transformer: Any = require("torch.nn.modules.transformer")
 onnxscript: ModuleType = require("onnxscript")
+matcher: Any = require("onnxscript.rewriter._matcher")
 optimizer: ModuleType = require("onnxscript.optimizer")
 
 # The sizes are distinct, so that a constant in the graph shows its axis; none is 0 or 1, which
@@ -245,6 +247,8 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     transformer._detect_is_causal_mask = lambda _, is_causal=None, _size=None: is_causal is True
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    # the optimizer takes 1e-8 for 0 and removes it: x / (norm + 1e-8) would be NaN where x is 0
+    matcher.math = SimpleNamespace(isclose=lambda value, constant, **_: value == constant)
     silent = io.StringIO()
     try:
         with (
@@ -259,6 +263,7 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         transformer._detect_is_causal_mask = detect
+        matcher.math = math
 
 
 @contextlib.contextmanager

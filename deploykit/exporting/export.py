@@ -151,7 +151,7 @@ def export(
         with _naming_causes(done):
             proof = prove_export(source, tmp, feeds, max_error, place.name, done)
         _check_found(proof.parity, job, place)
-        with _naming_causes(done, proof.cause):
+        with _naming_causes(replace(done, decided=proof.decided), proof.cause):
             on_progress("writing the manifest", 0.95)
             manifest, notes = _record(source, job, done, proof, target, tmp)
             return keep_if_equal(tmp, Made(place, manifest, notes), proof.parity)

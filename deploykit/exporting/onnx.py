@@ -30,6 +30,7 @@ from deploykit.exporting.capture import (
     watch_calls,
 )
 from deploykit.exporting.reasons import (
+    BY_DATA_HINT,
     DECIDES,
     FREE_HINT,
     Decision,
@@ -63,6 +64,8 @@ def simplify(model: Any) -> None:
     for node in list(model.graph):
         if node.op_type == "Attention" and node.domain == "":
             _expand_mask(node)
+        elif node.op_type == "SequenceMap":  # gives a list, typed like one of its elements
+            node.outputs[0].type = node.outputs[0].shape = None
         elif node.op_type == "Where":
             changed |= _drop_guard(node)
         elif node.op_type == "Reshape":
@@ -391,7 +394,12 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     if job.opset not in TORCHSCRIPT_OPSETS:
         raise _add_advice(first, job)
     if first.by_data:
-        if watch_calls(job).reads_inputs:
+        watch = watch_calls(job)
+        if watch.reads_inputs:
+            stopped = first.message.removesuffix(DECIDES)  # maybe at a size in a tensor
+            if watch.reads and stopped in watch.fixed - set(watch.reads):
+                first.message = f"{watch.reads[0]}{DECIDES}"
+                first.hint = hint_for(watch.reads[0], BY_DATA_HINT)
             raise first
         first.message = first.message.replace(DECIDES, " decides by tensors that no input changes")
         first.hint = "keep them as Python numbers: .item() or .tolist() in __init__"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -94,11 +95,7 @@ def prove_export(
                     hint="export with a fixed size for that axis, or find where the model reads it "
                     "as a Python number",
                 ) from exc
-            few = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-            axes = batch_axes(loaded.inputs)
-            if not any(axis in spec.shape[1:] for axis in axes for spec in loaded.inputs):
-                cut = {spec.name for spec in loaded.inputs if spec.batched}
-                few = {n: a[: golden.SAMPLES] if n in cut else a for n, a in few.items()}
+            few = _few_rows(reference, feeds)
             recorded = golden.record(reference, few, tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most)
             notes = (*left_out, *rows_note(most))
@@ -114,6 +111,8 @@ def prove_export(
                 notes += probe_outside(reference, exported, few)
             elif (others := without_hidden_rows(loaded.inputs, feeds)) is not None:
                 cause = _HIDDEN if check(reference, exported, others).passed else ""
+            if not (parity.passed or cause or _fails_elsewhere(parity, reference, exported, done)):
+                done.job.suspects[:], decided = [], ()
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             least = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             least = sorted(least, key=lambda each: sum(array.size for array in each.values()))
@@ -148,6 +147,19 @@ def _taken(
             lost.append(" ".join(f"{axis}={size}" for axis, size in sorted(sizes.items())))
     notes = (f"not compared at {', '.join(lost)}, which the model does not take",)
     return kept, notes if lost else ()
+
+
+def _few_rows(reference: Engine, feeds: Sequence[Arrays]) -> Arrays:
+    """Return rows of the largest feeds, or all of them where edges of a graph point at rows."""
+    specs = reference.inputs
+    most = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
+    cut = {spec.name for spec in specs if spec.batched}
+    few = {name: a[: golden.SAMPLES] if name in cut else a for name, a in most.items()}
+    with suppress(DeploykitError):
+        if not any(axis in spec.shape[1:] for axis in batch_axes(specs) for spec in specs):
+            reference(few)
+            return few
+    return most
 
 
 class _ChosenBy:
@@ -215,6 +227,18 @@ def _limits(decision: Decision, reference: Engine, exported: Engine, done: Expor
         feeds = [done.job.given.feeds(reference.inputs, outside, floats=True)]
         with suppress(DeploykitError):
             return not compare_engines(reference, exported, feeds).passed
+    return True
+
+
+def _fails_elsewhere(parity: Parity, reference: Engine, exported: Engine, done: Exported) -> bool:
+    """Return whether the graph is worse, by far, in `parity` than at the sizes of the export."""
+    feeds = done.job.given.feeds(reference.inputs, done.job.sizes, floats=True)
+    with suppress(DeploykitError):
+        there, here = (
+            max((inf if row.problem else row.error for row in rows), default=0.0)
+            for rows in (parity.rows, compare_engines(reference, exported, [feeds]).rows)
+        )
+        return there > 10 * here
     return True
 
 

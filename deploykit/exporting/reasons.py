@@ -72,6 +72,7 @@ _LINES = {  # of the user's code -> what to write instead
 _CHECKED = "torch.distributions checks its arguments by their values"
 _CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
 DECIDES = " decides by the data, which a graph cannot hold"
+BY_DATA_HINT = "write it with torch.where or torch.cond, or compute it outside the model"
 FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
 
@@ -139,9 +140,7 @@ def explain(
             )
         return NotExported(
             f"{place or 'the model'}{DECIDES}",
-            hint=hint_for(
-                place, "write it with torch.where or torch.cond, or compute it outside the model"
-            ),
+            hint=hint_for(place, BY_DATA_HINT),
             by_data=True,
         )
     reason = first_line(chain[-1])
@@ -339,8 +338,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
     wrote to, by name. `suspects`: what torch's exporter is known to write wrongly, and the rewrite,
-    by line. `types`: of all tensors. `value_read`: the running call read a value. `reads_inputs`:
-    Python got a value, or a size, that follows the inputs' values, so that these decide what runs.
+    by line. `types`: of all tensors. `value_read`: the running call read a value. `reads`: where
+    Python got a value, or a size, that follows the inputs' values, so that these decide what runs;
+    `fixed`: where it got another tensor's value.
     """
 
     def __init__(self, module: Any) -> None:
@@ -349,7 +349,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         self.lines: dict[str, str] = {}
         self.suspects: dict[str, tuple[str, str]] = {}
         self.types: set[str] = set()
-        self.ended = self.read = self.value_read = False
+        self.ended = self.value_read = False
+        self.reads: list[str] = []
+        self.fixed: set[str] = set()
         self._inputs: tuple[Any, ...] = ()
         self._following: dict[int, Any] = {}  # the inputs, and what was computed of them
         self.random = ""
@@ -382,10 +384,17 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         self.types |= {str(each.dtype).removeprefix("torch.") for each in tensors}
-        if any(_memory(each) in self._following for each in tensors):
-            made = torch.utils._pytree.tree_leaves(found)
-            self.read |= torch.Tag.dynamic_output_shape in func.tags
-            self.value_read |= any(isinstance(each, (bool, int, float)) for each in made)
+        made = torch.utils._pytree.tree_leaves(found)
+        value = any(isinstance(each, (bool, int, float)) for each in made)
+        if not any(_memory(each) in self._following for each in tensors):
+            self.fixed |= {place} if value else set()
+        else:
+            kinds = {each.dtype for each in tensors[1:]}  # x[i] is as long as an integer i
+            if torch.Tag.dynamic_output_shape in func.tags and (
+                func._opname != "index" or kinds & {torch.bool, torch.uint8}
+            ):
+                self.reads.append(place)
+            self.value_read |= value
             self._follow([*made, *tensors[: func._schema.is_mutable]])
         return found
 
@@ -406,7 +415,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
     @property
     def reads_inputs(self) -> bool:
-        return self.read or not self.ended
+        return bool(self.reads) or not self.ended
 
     def add_to(self, error: BadInput | Any) -> bool:
         """Say in `error` why the model's answers differ from call to call; False if they do not."""
@@ -459,7 +468,8 @@ class _PythonCalls(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name
         del types
         found, watch = func(*args, **(kwargs or {})), self.watch
         leaves = torch.utils._pytree.tree_leaves(found)
-        watch.read |= watch.value_read and not any(isinstance(x, torch.Tensor) for x in leaves)
+        if watch.value_read and not any(isinstance(each, torch.Tensor) for each in leaves):
+            watch.reads.append(innermost(sys._getframe()))
         watch.value_read = False
         return found
 

@@ -21,12 +21,12 @@ from deploykit.core.task import (
     LETTERBOX,
     MEAN,
     SHORTEST_EDGE,
+    TOKENIZER,
     ImageInput,
     Kind,
     Preprocess,
     Task,
     TextInput,
-    tokenizer_name,
 )
 from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.exporting.load import ExportSource
@@ -71,7 +71,7 @@ class Tasked:
         """Copy the tokenizer next to `graph`, and return the task that names the copy."""
         if self.task is None or self.tokenizer is None:
             return self.task
-        shutil.copyfile(self.tokenizer, graph.with_name(tokenizer_name(graph.name)))
+        shutil.copyfile(self.tokenizer, Path(f"{graph}{TOKENIZER}"))
         return self.task.named_after(graph.name)
 
 

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from deploykit.core.errors import BadInput
 from deploykit.graph import storage
 from deploykit.graph.graph import Graph, opset
-from deploykit.graph.skeleton import all_nodes, read_names
+from deploykit.graph.skeleton import all_nodes, read_names, unused_name
 
 
 class Editor:
@@ -54,19 +54,13 @@ class Editor:
 
     def fresh(self, name: str) -> str:
         """Return an unused tensor name."""
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
-        return name
+        return unused_name(name, self._taken)
 
     def node(
         self, kind: str, inputs: Sequence[str], output: str, **attributes: Any
     ) -> onnx.NodeProto:
         """Return a new node with one output; attributes that are None are left out."""
-        name = f"{kind}_{output}"
-        while name in self._named:
-            name += "_"
-        self._named.add(name)
+        name = unused_name(f"{kind}_{output}", self._named)
         return helper.make_node(kind, inputs, [output], name=name, **attributes)
 
     def finish(self, nodes: Sequence[onnx.NodeProto]) -> Graph:

@@ -29,6 +29,7 @@ from deploykit.graph.skeleton import (
     make_skeleton,
     stored_bytes,
     stored_elements,
+    unused_name,
 )
 from deploykit.graph.validate import RUNTIME_DOMAINS, for_checker, read_model
 
@@ -309,11 +310,7 @@ def name_nodes(model: onnx.ModelProto) -> None:
     seen: set[str] = set()
     for number, node in enumerate(model.graph.node):
         if not node.name or node.name in seen:
-            name = f"{node.op_type}_{number}"
-            while name in taken:
-                name += "_"
-            node.name = name
-            taken.add(name)
+            node.name = unused_name(f"{node.op_type}_{number}", taken)
         seen.add(node.name)
 
 

@@ -86,6 +86,14 @@ def reads(node: onnx.NodeProto) -> list[str]:
     return [name for name in (*node.input, *inner_reads(node)) if name]
 
 
+def unused_name(name: str, taken: set[str]) -> str:
+    """Return `name`, with underscores behind it if it is taken; it is taken from now on."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
 def copy_fields(source: Any, target: Any, *, left_out: str) -> None:
     for field, value in source.ListFields():
         if field.name == left_out:

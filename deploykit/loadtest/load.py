@@ -138,11 +138,9 @@ def load_test(
         )
         capacity, processes = trial.achieved_per_s.value, trial.processes
         if capacity == 0:
-            raise BadInput(
-                f"{remote}: no request had a good answer in {CAPACITY_S:g} s: "
-                f"{trial.first_error or 'no answer'}",
-                hint="choose the load with `rate` or `concurrency`",
-            )
+            why = f"in {CAPACITY_S:g} s: {trial.first_error or 'no answer'}"
+            hint = "choose the load with `rate` or `concurrency`"
+            raise BadInput(f"{remote}: no request had a good answer {why}", hint=hint)
         most = 0.99 * MAX_SENDS / (duration_s + warmup_s)
         rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
@@ -180,11 +178,9 @@ def _check_options(
             hint=f"the limit on open files (ulimit -n) less 64, and {MAX_CONNECTIONS} at most",
         )
     if rate is not None and not 1 <= rate * duration_s <= MAX_SENDS - rate * warmup_s:
-        raise BadInput(
-            f"`rate` {short_bound(rate)} for {short_bound(duration_s)} s is not from 1 to "
-            f"{MAX_SENDS:,} requests",
-            hint="give a higher rate or a longer duration, or less of both",
-        )
+        asked = f"`rate` {short_bound(rate)} for {short_bound(duration_s)} s"
+        hint = "give a higher rate or a longer duration, or less of both"
+        raise BadInput(f"{asked} is not from 1 to {MAX_SENDS:,} requests", hint=hint)
 
 
 def _most_connections() -> int:

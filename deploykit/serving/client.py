@@ -140,10 +140,8 @@ class ModelClient(Shown):
             metadata = self._ask("GET", f"/v2/models/{escape(model, safe='')}")
             takes = metadata.get("parameters", {}).get("takes")
             if takes is None:
-                raise Unsupported(
-                    f"model '{model}' at {self.url} has no task, so it takes only tensors",
-                    hint="export it with `task`",
-                )
+                text = f"model '{model}' at {self.url} has no task, so it takes only tensors"
+                raise Unsupported(text, hint="export it with `task`")
             self._takes[model] = takes, metadata.get("platform") == "deploykit_pipeline"
         return self._takes[model]
 
@@ -264,10 +262,8 @@ def _image(item: OneItem) -> bytes:
     if isinstance(item, (str, os.PathLike)):
         return check_readable(Path(item)).read_bytes()
     if not hasattr(item, "save") or not hasattr(item, "mode"):
-        raise BadInput(
-            f"the model takes images, and the item is a {type(item).__name__}",
-            hint="give a path, the bytes of an image file or a PIL image",
-        )
+        text = f"the model takes images, and the item is a {type(item).__name__}"
+        raise BadInput(text, hint="give a path, the bytes of an image file or a PIL image")
     if item.mode[0] in "IF":  # rejected as on the server: conversion to bytes would clip
         raise BadInput(f"the image has more than 8 bits per channel ({item.mode})")
     data = io.BytesIO()

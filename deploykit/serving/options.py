@@ -178,11 +178,9 @@ def _parse_buckets(
         pads = {name: value for name, _, value in parts}
         known = axis in sizes or values.keys() & pads.keys() or len(pads) < len(parts)
         if not axis or known or "" in pads or not all(map(_NUMBER.fullmatch, pads.values())):
-            raise BadInput(
-                f"`buckets` {text}: AXIS=16,32,64 or AXIS=16,32,64:INPUT=VALUE is needed, "
-                "each name once",
-                hint="deploykit inspect shows the names of the axes and inputs",
-            )
+            form = "AXIS=16,32,64 or AXIS=16,32,64:INPUT=VALUE is needed, each name once"
+            hint = "deploykit inspect shows the names of the axes and inputs"
+            raise BadInput(f"`buckets` {text}: {form}", hint=hint)
         sizes[axis] = tuple(map(int, numbers.split(",")))
         values |= {name: float(value) for name, value in pads.items()}
     return sizes, values

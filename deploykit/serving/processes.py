@@ -66,10 +66,9 @@ def parse_workers(workers: int | str) -> Workers:
     if text == AUTO:
         return Workers(None)
     if not (number.isascii() and number.isdigit() and len(number) < 6 and 1 <= int(number) <= MOST):
-        raise BadInput(
-            f"`workers` {text}: must be a number from 1 to {MOST}, {SHARED}N or {AUTO}",
-            hint=f"{SHARED}2 are two, and one more process that runs the engines for both",
-        )
+        form = f"must be a number from 1 to {MOST}, {SHARED}N or {AUTO}"
+        hint = f"{SHARED}2 are two, and one more process that runs the engines for both"
+        raise BadInput(f"`workers` {text}: {form}", hint=hint)
     return Workers(int(number), number != text)
 
 

@@ -77,10 +77,8 @@ def name_shadows(
                 raise BadInput(f"`shadows` {text}: of which model?", hint="`shadows` NAME=FILE")
             name, file = "".join(models[:1]), text
         if name not in models or name in found:
-            raise BadInput(
-                f"`shadows` {text}: " + ("is given twice" if name in found else "no such model"),
-                hint="served here: " + ", ".join(models),
-            )
+            why = "is given twice" if name in found else "no such model"
+            raise BadInput(f"`shadows` {text}: {why}", hint=f"served here: {', '.join(models)}")
         found[name] = Path(file)
     return found
 
@@ -226,11 +224,9 @@ class _Service:
         padded = {s.name for s in inputs if any(axis in lengths for axis in s.shape[1:])}
         for name in self.settings.pad:
             if name not in padded:
-                raise BadInput(
-                    f"`pad` {name}: no served model has an input '{name}' with an axis in "
-                    "`buckets`",
-                    hint=f"the padded inputs are: {', '.join(sorted(padded)) or 'none'}",
-                )
+                why = f"no served model has an input '{name}' with an axis in `buckets`"
+                hint = f"the padded inputs are: {', '.join(sorted(padded)) or 'none'}"
+                raise BadInput(f"`pad` {name}: {why}", hint=hint)
 
     def _watch(
         self,

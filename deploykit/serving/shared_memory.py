@@ -101,13 +101,10 @@ class SharedMemory(Closing):
             if len(self._regions) >= MAX_REGIONS:
                 raise BadInput(f"{where}: {MAX_REGIONS} regions are registered, the maximum")
             file = _open(where, bare)
-            try:
-                end, most = start + size, os.fstat(file).st_size  # 0 of what is no regular file
-                if end > most:
-                    raise BadInput(f"{where}: it would end at byte {end}, the object has {most}")
-            except BaseException:
+            end, most = start + size, os.fstat(file).st_size  # 0 of what is no regular file
+            if end > most:
                 os.close(file)
-                raise
+                raise BadInput(f"{where}: it would end at byte {end}, the object has {most}")
             self._regions[region] = _OpenRegion(str(key), start, size, file)
 
     def unregister(self, name: str | None = None) -> None:
@@ -131,11 +128,9 @@ class SharedMemory(Closing):
     def read(self, region: Region) -> memoryview:
         """Return a read-only copy of the bytes. Raises BadInput, TooLarge above `max_bytes`."""
         if region.byte_size > self._max_bytes:
-            raise TooLarge(
-                f"region {quote(region.name)}: {quote(region.byte_size)} bytes are above the limit "
-                f"of {self._max_bytes}",
-                hint="start the server with a larger `max_body_bytes`",
-            )
+            text = f"{quote(region.byte_size)} bytes are above the limit of {self._max_bytes}"
+            hint = "start the server with a larger `max_body_bytes`"
+            raise TooLarge(f"region {quote(region.name)}: {text}", hint=hint)
         with self._lock:
             found = self._find(region)
             copy = np.empty(region.byte_size, np.uint8)
@@ -149,10 +144,8 @@ class SharedMemory(Closing):
         with self._lock:
             found = self._find(region)
             if view.nbytes > region.byte_size:
-                raise BadInput(
-                    f"region '{region.name}': the output has {view.nbytes} bytes, the request "
-                    f"reserved {region.byte_size}"
-                )
+                sizes = f"{view.nbytes} bytes, the request reserved {region.byte_size}"
+                raise BadInput(f"region '{region.name}': the output has {sizes}")
             found.write(region.name, region.offset, view)
 
     def close(self) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
 from deploykit.core.arguments import checked
@@ -117,22 +115,29 @@ def train(
             made_with=tool_versions("torch"),
             evidence=Evidence(training=record),
         )
+
+        def write(place: Path) -> None:
+            with atomic_write(manifest_path(place)) as about:  # whole before the checkpoint is
+                runtime.save_checkpoint(
+                    place,
+                    trained.module,
+                    recipe,
+                    chosen.inputs,
+                    chosen.outputs,
+                    splits,
+                    preprocess=chosen.preprocess,
+                    on_written=lambda file: write_json(
+                        about, replace(manifest, sha256=sha256(file)).to_dict()
+                    ),
+                )
+
         if group.first:
-            save = partial(
-                runtime.save_checkpoint,
-                module=trained.module,
-                recipe=recipe,
-                inputs=chosen.inputs,
-                outputs=chosen.outputs,
-                splits=splits,
-                preprocess=chosen.preprocess,
-            )
             try:
-                _write(out, manifest, save)
+                write(out)
             except DeploykitError as exc:  # a full disk, a folder that is gone: keep the training
                 with suppress(DeploykitError, OSError):
                     spare = Path(tempfile.mkdtemp(prefix="deploykit-")) / out.name
-                    _write(spare, manifest, save)
+                    write(spare)
                     exc.hint = f"the trained model is in {spare}, with its manifest: move them"
                 raise
             for place, split in zip(places, (splits.calibration, splits.test), strict=False):
@@ -145,13 +150,3 @@ def train(
         notes.append(f"files skipped, {len(splits.skipped)}: {listed}")
     notes += [*trained.notes, *checks.explain_score(score.low, classes, shared)]
     return Made(out, replace(manifest, sha256=sha256(out)), tuple(notes))
-
-
-def _write(out: Path, manifest: Manifest, save: Callable[..., None]) -> None:
-    """Write a checkpoint by `save`, and its manifest."""
-    with atomic_write(manifest_path(out)) as about:  # whole before the checkpoint is there
-
-        def describe(written: Path) -> None:
-            write_json(about, replace(manifest, sha256=sha256(written)).to_dict())
-
-        save(out, on_written=describe)

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploykit.core.errors import BadInput
 from deploykit.graph.storage import varint
 from tests.support.any_model import verbs
-from tests.support.campaign import rounds
+from tests.support.campaign import only_in_a_campaign, rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -200,8 +200,10 @@ def limited(nbytes: int) -> None:
     [
         ("build", "m.onnx", "--profile", "cpu", "-o", "b.onnx"),
         ("bench", "m.onnx", "--quick", "-o", "report"),
-        ("compare", "m.onnx", "m.onnx"),
-        ("quantize", "m.onnx", "--to", "fp16", "-o", "q.onnx"),
+        pytest.param(("compare", "m.onnx", "m.onnx"), marks=only_in_a_campaign),
+        pytest.param(
+            ("quantize", "m.onnx", "--to", "fp16", "-o", "q.onnx"), marks=only_in_a_campaign
+        ),
         ("serve", "--engine", "m.onnx", "--http-port", "0", "--grpc-port=none"),
         ("predict", "m.onnx", "d.npz", "-o", "p.npz"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.campaign import only_in_a_campaign
 from tests.support.cli.command import Run
 
 torch = pytest.importorskip("torch")
@@ -43,7 +44,14 @@ def weights() -> dict[str, dict[str, Any]]:
     return {name: build_named(name, {}).state_dict() for name in ("resnet18", "shufflenet_v2_x0_5")}
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("bare", "of DataParallel", "of an attribute", "with own classes"),
+        pytest.param("of a training script", marks=only_in_a_campaign),
+        pytest.param("without counters", marks=only_in_a_campaign),
+    ],
+)
 def test_the_model_of_a_file_of_weights_is_named(
     run: Run, tmp_path: Path, kind: str, weights: dict[str, dict[str, Any]]
 ) -> None:

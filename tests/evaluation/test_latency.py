@@ -13,6 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
 from deploykit.evaluation.latency import Latency, fewest_calls
 from tests.support import campaign
+from tests.support.campaign import only_in_a_campaign
 
 SPREAD = 0.3
 POINTS = {50: 0.0, 90: 1.281552, 99: 2.326348}  # of the normal distribution
@@ -92,8 +93,18 @@ def drifting(random: Random, rounds: int, size: int) -> list[np.ndarray]:
         (lambda random: calls(random, 5, 400), SPREAD, (50, 90, 99)),
         (lambda random: calls(random, 1, 2000), SPREAD, (50, 90, 99)),
         (lambda random: calls(random, 5, 2000, 0.9), SPREAD, (50, 90)),
-        (lambda random: calls(random, 1, 20_000, 0.9), SPREAD, (50, 90, 99)),
-        (lambda random: calls(random, 5, 10_000, 0.99), SPREAD, (50, 90)),
+        pytest.param(
+            lambda random: calls(random, 1, 20_000, 0.9),
+            SPREAD,
+            (50, 90, 99),
+            marks=only_in_a_campaign,
+        ),
+        pytest.param(
+            lambda random: calls(random, 5, 10_000, 0.99),
+            SPREAD,
+            (50, 90),
+            marks=only_in_a_campaign,
+        ),
         (lambda random: uneven_rounds(random, 5, 2000), math.hypot(0.1, 0.01), (50, 90, 99)),
     ],
     ids=["independent", "one series", "0.9", "0.9, one series", "0.99", "rounds differ by 1 %"],

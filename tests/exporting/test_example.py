@@ -178,6 +178,7 @@ OUTSIDE: dict[str, tuple[Any, Any, list[str]]] = {
         (torch.randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)),
         ["'other' false everywhere", "a row that 'other' hides as a whole"],
     ),
+    "zeros": (lambda _, x: functional.gelu(1 / x), torch.rand(2, 8) + 1, ["with zeros the graph"]),
     "a softmax": (lambda _, x: x.softmax(-1) * x, torch.randn(2, 8), []),
 }
 
@@ -197,6 +198,17 @@ def test_where_a_graph_leaves_pytorch_is_noted(tmp_path: Path, case: str) -> Non
         np.testing.assert_allclose(got, functional.logsigmoid(torch.tensor(x)), atol=1e-6)
 
 
+def test_no_size_is_blamed_where_the_graph_differs_at_those_of_the_export(tmp_path: Path) -> None:
+    def distances(_: Any, x: Any) -> Any:  # PyTorch loses digits from 26 rows on
+        parts = [each + 100 for each in torch.unbind(x, 1)]
+        return torch.cdist(torch.stack(parts, 1), torch.stack(parts, 1))
+
+    example = torch.randn(2, 30, 8)
+    with pytest.raises(dk.GateFailed, match="is above") as caught:
+        dk.export(Applied(distances), example, out=tmp_path / "m.onnx", max_error=1e-4)
+    assert "a size decides" not in caught.value.message
+
+
 def test_a_hidden_row_in_the_samples_is_named_and_no_random_number(tmp_path: Path) -> None:
     keep = np.ones((16, 6), bool)
     keep[::2] = False
@@ -206,6 +218,18 @@ def test_a_hidden_row_in_the_samples_is_named_and_no_random_number(tmp_path: Pat
     with pytest.raises(dk.GateFailed, match="only where a mask hides a whole row") as caught:
         dk.export(Applied(attended), example, out=tmp_path / "m.onnx", samples=tmp_path / "s.npz")
     assert "random numbers" not in caught.value.message
+
+
+def test_a_graph_network_whose_edges_point_at_rows_is_exported(tmp_path: Path) -> None:
+    def summed(_: Any, x: Any, edges: Any) -> Any:
+        return torch.zeros_like(x).index_add(0, edges[1], x.index_select(0, edges[0]))
+
+    edges = torch.tensor([[5, 0, 1, 3, 4], [0, 5, 2, 1, 5]])
+    axes = {"other": {1: "E"}}
+    example = (torch.randn(6, 8), edges)
+    made = dk.export(Applied(summed), example, out=tmp_path / "m.onnx", dynamic_axes=axes)
+    assert made.parity is not None
+    assert made.parity.passed
 
 
 def test_hooks_see_the_arguments_that_go_by_position(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.campaign import only_in_a_campaign
 from tests.support.installed import needs
 
 torch = pytest.importorskip("torch")
@@ -266,7 +267,10 @@ class Whole(SkipConnection):
         return image + torch.nn.functional.interpolate(deep, scale_factor=2)
 
 
-@pytest.mark.parametrize(("kind", "multiple"), [(Segments, 1), (SkipConnection, 4), (Whole, 2)])
+@pytest.mark.parametrize(
+    ("kind", "multiple"),
+    [(Segments, 1), (SkipConnection, 4), pytest.param(Whole, 2, marks=only_in_a_campaign)],
+)
 def test_a_segmentation_of_any_ratio_sees_the_whole_image(
     kind: type[Any], multiple: int, tmp_path: Path
 ) -> None:

@@ -58,6 +58,40 @@ def test_the_older_exporter_is_the_fallback_and_the_reason_is_noted(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_branch_by_constants_is_written_where_integers_pick_columns(tmp_path: Path) -> None:
+    done = export_module(
+        models.ChosenColumns(), [ROW], [parse_spec("y:float32[N,3]")], tmp_path / "m.onnx"
+    )
+    assert "decides by tensors that no input changes" in done.fallback
+    found = ran(tmp_path / "m.onnx", x=rows(3))["y"]
+    np.testing.assert_array_equal(found, rows(3)[:, [3, 2, 1]])
+
+
+@pytest.mark.parametrize("small", [1e-8, 1e-12, 1e-30])
+def test_a_small_constant_is_no_zero_and_a_factor_near_1_no_1(tmp_path: Path, small: float) -> None:
+    example = rows(2) + 0.5
+    done = export_module(models.Unit(small), [ROW], [ANSWER], tmp_path / "m.onnx")
+    assert done.exporter == "dynamo"
+    zeros = np.zeros((2, 4), np.float32)
+    np.testing.assert_array_equal(ran(tmp_path / "m.onnx", x=zeros)["y"], zeros)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
+    assert (kinds.count("Add"), kinds.count("Mul")) == (1, 1)  # not x + 0 and x * 1
+    expected = models.Unit(small)(torch.tensor(example))[0].numpy()
+    np.testing.assert_allclose(ran(tmp_path / "m.onnx", x=example)["y"], expected, rtol=1e-6)
+
+
+def test_a_list_of_tensors_becomes_a_sequence_that_the_runtime_opens(tmp_path: Path) -> None:
+    export_module(
+        models.Listed(),
+        [ROW],
+        [parse_spec("y:float32[N,3,4]")],
+        tmp_path / "m.onnx",
+        sizes={"N": 3},
+    )
+    found = ran(tmp_path / "m.onnx", x=rows(2))["y"]
+    np.testing.assert_array_equal(found, np.stack([rows(2) + 1] * 3, 1))
+
+
 def test_a_fallback_that_would_freeze_a_branch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"data pointer.*older exporter would keep one branch at"):
         export_module(models.AddressAndBranch(), [ROW], [ANSWER], tmp_path / "m.onnx")

@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {},
         [line("if x.sum() > 0:"), "torch.where"],
     ),
+    "a branch on the data after one that no input changes": (
+        models.BranchesByATensor,
+        {},
+        [line("if x.max() > 1:") + " decides by the data", "torch.where"],
+    ),
     "a loop on the data": (models.Repeat, {}, ["`while (x < 10).all():`"]),
     "an axis that a loop fixes": (
         lambda: models.Wrapper(models.PerStep()),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
+from deploykit.serving.batching.queue import Pending
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, running
 
@@ -295,3 +296,24 @@ def test_the_client_works_with_tls_and_a_token(pem: tuple[Path, Path]) -> None:
         answer = client.infer("fp32", [input_of("FP32")], headers=headers)
         check("FP32", answer.as_numpy("y"))
         client.close()
+
+
+def test_requests_in_the_queue_know_their_client() -> None:
+    """By that clients take turns, over both protocols."""
+    grpc = pytest.importorskip("tritonclient.grpc")
+    peers: list[Any] = []
+    with running({"m": Linear()}, grpc_port=0) as server:
+        model = server.server.repository.find("m")
+        enqueue = model.enqueue
+
+        def keep(pending: Pending) -> Pending:
+            peers.append(pending.sender.peer)
+            return enqueue(pending)
+
+        model.enqueue = keep  # type: ignore[method-assign]
+        for kind, port in ((triton, server.port), (grpc, server.server.grpc_port)):
+            with kind.InferenceServerClient(f"127.0.0.1:{port}") as client:
+                x = kind.InferInput("x", [1, 3], "FP32")
+                x.set_data_from_numpy(np.ones((1, 3), np.float32))
+                client.infer("m", [x])
+    assert [str(peer.address) for peer in peers] == ["127.0.0.1"] * 2

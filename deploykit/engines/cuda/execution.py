@@ -483,9 +483,8 @@ class Pipeline(Closing):
         A second slot takes memory only when two calls are in flight.
         """
         if not self._free and len(self._all) < self.slots:
-            slot = StreamSlot(self)
-            self._all.append(slot)
-            return slot
+            self._all.append(StreamSlot(self))
+            return self._all[-1]
         if not self._free:
             self.finish(next(iter(self._busy)))
         return self._free.pop()

@@ -113,10 +113,7 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
 
 
 def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
-    """Return the images by split, and the files in no class folder.
-
-    Without folders for splits, all images are for training.
-    """
+    """Return the images by split, by default all for training, and files in no class folder."""
     if not folder.is_dir():
         reason = "is a file, not a folder" if folder.exists() else "no such folder"
         raise NotFound(f"{folder}: {reason}", hint="name a folder with one per class")

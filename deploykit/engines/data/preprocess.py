@@ -39,8 +39,7 @@ def load_preprocess(reference: str) -> Preprocess:
     path = Path(reference)
     values = read_toml(path)
     known = ("mean", "std", "scale", *_CHOICES, *_BYTES)
-    unknown = set(values) - set(known)
-    if unknown:
+    if unknown := set(values) - set(known):
         raise BadInput(
             f"{path}: unknown key '{sorted(unknown)[0]}'", hint=f"the keys are: {', '.join(known)}"
         )

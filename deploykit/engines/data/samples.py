@@ -454,8 +454,7 @@ def random_feeds(
             feeds[spec.name] = (found != hides).astype(spec.dtype)
         elif spec.dtype == "bool":
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
-            # either value may mean masked, but an axis that is 1 or 2 always is no sequence
-            if found.ndim > 1 and spec.shape[-1] not in (1, 2):
+            if found.ndim > 1 and spec.shape[-1] not in (1, 2):  # either value may mean masked
                 found[..., :1] = "pad" not in spec.name.lower()
                 found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
         elif (steps := steps_counted(spec, specs, sizes)) is not None:

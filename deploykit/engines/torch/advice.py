@@ -16,7 +16,7 @@ torch = require("torch")
 
 _OWN = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
-_TOOLS = {"onnxscript", "onnx_ir", "numpy", "einops"}  # installed, but no libraries of models
+_TOOLS = {"onnxscript", "onnx_ir", "numpy", "einops", "einx"}  # no libraries of models
 _LINEAR_ALGEBRA = (
     "ONNX has no linear algebra but products: compute it before the export where it is of weights, "
     "else outside the model"

@@ -23,6 +23,7 @@ LEVELS = 3  # priorities; 1 is run first
 DEFAULT_LEVEL = 2  # for a request without a valid priority, as in Triton
 NEVER_US = 1 << 60
 _LONG_US = 100_000  # a wait from which on it is the clients' turns that count, not the arrival
+_TURNS_US = 25_000  # how often they are counted: a millisecond for 2,000 requests
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class RequestQueue:
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
         self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
         self._soonest_us = NEVER_US  # no deadline is earlier
+        self._turns_us = 0  # when turns are next counted
         self._now = 0  # the virtual time, in rows
         self._spent: dict[Hashable, int] = {}  # when a client's next rows may start
         self._starts: dict[Pending, tuple[int, Hashable]] = {}  # of those in turns
@@ -201,15 +203,19 @@ class RequestQueue:
                 requests.clear()
                 self._count_removed(group, batch)
                 return batch
-            if group.rows > policy.max_batch and now_us - group.oldest.arrived_us > _LONG_US:
+            waited_us = now_us - group.oldest.arrived_us
+            if group.rows > policy.max_batch and waited_us > _LONG_US and now_us >= self._turns_us:
+                self._turns_us = now_us + _TURNS_US
                 self._take_turns(requests)
             count = due(requests, policy, now_us)
             if not count and hurry:
                 count = len(requests)  # more rows than `max_batch` would have run already
             if count:
                 batch = [requests.popitem(False)[0] for _ in range(count)]
-                if self._starts:
-                    self._spend(batch)
+                for request in batch if self._starts else ():
+                    start, client = self._starts.pop(request, (self._now, None))
+                    self._now = max(self._now, start)
+                    self._spent[client] = start + request.rows
                 self._count_removed(group, batch)
                 return batch
             if not policy.max_delay_us:
@@ -218,22 +224,16 @@ class RequestQueue:
 
     def _take_turns(self, requests: OrderedDict[Pending, None]) -> None:
         """Order requests by the rows that their clients had before: addresses, else connections."""
-        keys = [request.sender.peer if request.sender else NOBODY for request in requests]
-        at = int(all(key.address == keys[0].address for key in keys))
-        spent = {key: max(rows, self._now) for key, rows in self._spent.items()}
-        for request, peer in zip(requests, keys, strict=True):
-            start = spent.get(peer[at], self._now)
-            self._starts[request] = start, peer[at]
-            spent[peer[at]] = start + request.rows
-        for request in sorted(requests, key=lambda request: self._starts[request][0]):
-            requests.move_to_end(request)
-
-    def _spend(self, batch: Iterable[Pending]) -> None:
-        for request in batch:
-            self._now, key = self._starts[request]
-            self._spent[key] = self._now + request.rows
-        self._starts = {}
+        peers = [request.sender.peer if request.sender else NOBODY for request in requests]
+        at = int(all(peer.address == peers[0].address for peer in peers))
         self._spent = {key: rows for key, rows in self._spent.items() if rows > self._now}
+        ends, self._starts = dict(self._spent), {}
+        for request, peer in zip(requests, peers, strict=True):
+            start = ends.get(peer[at], self._now)
+            self._starts[request] = start, peer[at]
+            ends[peer[at]] = start + request.rows
+        for request in sorted(requests, key=lambda each: self._starts[each][0] + each.rows):
+            requests.move_to_end(request)  # a small one before others that start then
 
     def take_late(self, now_us: float) -> list[Pending]:
         """Remove and return the requests past their deadline."""
@@ -259,10 +259,8 @@ class RequestQueue:
 
     def next_us(self) -> int:
         """Return when the next delay or deadline passes."""
-        oldest_us = min(
-            (group.oldest.arrived_us for group in self._groups.values()), default=NEVER_US
-        )
-        return min(oldest_us + self.policy.max_delay_us, self._soonest_us)
+        first_us = min((each.oldest.arrived_us for each in self._groups.values()), default=NEVER_US)
+        return min(first_us + self.policy.max_delay_us, self._soonest_us)
 
     def _count_removed(self, group: _Group, requests: list[Pending]) -> None:
         """Update the counts after `requests` were removed from `group`."""
@@ -277,4 +275,4 @@ class RequestQueue:
             del self._groups[(group.level, group.key)]
             if not self._groups:
                 self._soonest_us = NEVER_US
-                self._now, self._spent = 0, {}
+                self._now, self._spent, self._starts = 0, {}, {}

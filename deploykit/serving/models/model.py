@@ -228,21 +228,9 @@ class ServedModel:
             key = self.buckets.key(key)
         if not wait_us or wait_us > limit_us:
             wait_us = limit_us
-        deadline_us, give_up_us = now_us + wait_us, now_us + limit_us
-        waited_us = now_us - started_us
+        due_us, end_us, waited_us = now_us + wait_us, now_us + limit_us, now_us - started_us
         pending = Pending(
-            feeds,
-            rows,
-            key,
-            done,
-            now_us,
-            deadline_us,
-            give_up_us,
-            level,
-            trace,
-            waited_us,
-            name,
-            sender,
+            feeds, rows, key, done, now_us, due_us, end_us, level, trace, waited_us, name, sender
         )
         return self.enqueue(pending)
 

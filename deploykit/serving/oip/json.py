@@ -91,10 +91,8 @@ def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
         data: object = find_region(more, where)
         size = more.get("binary_data_size")
         if ("data" in item) + (size is not None) + (data is not None) != 1:
-            raise BadInput(
-                f"{where} needs exactly one of 'data', 'binary_data_size' and "
-                "'shared_memory_region'"
-            )
+            sources = "'data', 'binary_data_size' and 'shared_memory_region'"
+            raise BadInput(f"{where} needs exactly one of {sources}")
         if size is not None:
             data = Binary(None, at, size)
             at += size if type(size) is int else 0

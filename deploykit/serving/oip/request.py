@@ -244,10 +244,8 @@ def _outputs(
         region, classes = find_region(own, where), own.get("classification")
         as_bytes = _flag(own, "binary_data", by_default) or binary or region is not None
         if classes is not None and (type(classes) is not int or not 0 < classes <= MAX_CLASSES):
-            raise BadInput(
-                f"{where}: 'classification' must be an integer from 1 to {MAX_CLASSES}, "
-                f"got {quote(classes)}"
-            )
+            wanted = f"an integer from 1 to {MAX_CLASSES}"
+            raise BadInput(f"{where}: 'classification' must be {wanted}, got {quote(classes)}")
         if classes is not None and datatype == "BYTES":
             raise BadInput(f"{where} is BYTES, which cannot be classified")
         if classes is None and not as_bytes and datatype in BINARY_ONLY:

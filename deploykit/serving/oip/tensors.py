@@ -146,10 +146,8 @@ def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> lis
             elif len(flat) != length:
                 raise BadInput(f"input '{name}': 'data' has {len(flat)} rows, shape {list(shape)}")
     if len(flat) != count:
-        raise BadInput(
-            f"input '{name}': shape {quote(list(shape))} has {quote(count)} elements, "
-            f"'data' has {len(flat)}"
-        )
+        sizes = f"shape {quote(list(shape))} has {quote(count)} elements"
+        raise BadInput(f"input '{name}': {sizes}, 'data' has {len(flat)}")
     return flat
 
 

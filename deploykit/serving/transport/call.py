@@ -178,9 +178,9 @@ def message_of(error: DeploykitError) -> str:
     return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
-def body_too_large(most_bytes: int) -> TooLarge:
+def body_too_large(most_bytes: int, when: str = "") -> TooLarge:
     hint = "start the server with a larger `max_body_bytes`"
-    return TooLarge(f"the body is above {most_bytes} bytes", hint=hint)
+    return TooLarge(f"the body is above {most_bytes} bytes{when}", hint=hint)
 
 
 def reply_exception(call: Call, error: Exception) -> None:
@@ -283,10 +283,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
                 raise BadInput(f"the body ends in the middle of its {name} data")
             got = stream.decompress(piece, min(remaining + 1, _GROWTH_BYTES))
             if len(got) > remaining:
-                raise TooLarge(
-                    f"the body is above the limit of {max_bytes} bytes when decompressed",
-                    hint="start the server with a larger `max_body_bytes`",
-                )
+                raise body_too_large(max_bytes, " when decompressed")
             remaining -= len(got)
             out.write(got)
         at = min(at, len(body)) - len(stream.unused_data)

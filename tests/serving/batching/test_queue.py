@@ -41,10 +41,14 @@ def filled(policy: BatchPolicy, *requests: Pending) -> RequestQueue:
     return queue
 
 
+BATCH_US = 30_000
+
+
 def drained(queue: RequestQueue, now_us: int = 0) -> list[list[int]]:
     found = []
     while batch := queue.take(now_us):
         found.append(numbers(batch))
+        now_us += BATCH_US
     assert (queue.count, queue.rows) == (0, 0)
     return found
 
@@ -75,21 +79,40 @@ def test_clients_take_turns_once_requests_wait_for_long(most: Peer, other: Peer)
     queue = filled(BatchPolicy(32), *(sent(number, most) for number in range(64)))
     assert numbers(queue.take(200_000)) == [0]
     queue.add(sent(100, other, rows=1))
-    order = [queue.take(200_000) for _ in range(3)]
+    order = [queue.take(200_000 + BATCH_US * at) for at in range(1, 4)]
     assert 100 in [number for batch in order for number in numbers(batch)]
     queue.add(sent(101, other))
     queue.add(sent(102, other))
-    found = [batch[0] for batch in drained(queue, 200_000)]
+    found = [batch[0] for batch in drained(queue, 400_000)]
     assert found.index(101) < 3
     assert found.index(102) < 5
     alone = [number for number in found if number < 100]
     assert alone == sorted(alone)
 
 
+def test_a_small_request_is_before_large_ones_of_other_connections() -> None:
+    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", number)) for number in range(64)))
+    queue.add(sent(100, Peer("a", 100), rows=1))
+    assert 100 in numbers([*queue.take(200_000), *queue.take(200_000)])
+
+
+def test_turns_hold_while_more_requests_arrive() -> None:
+    """Two clients get as many rows, whatever each of them queues."""
+    queue, served = RequestQueue(BatchPolicy(4, max_delay_us=1000)), [0, 0]
+    for now in range(100):
+        for request in range(3):
+            queue.add(sent(0, Peer("a", request), rows=2))
+        queue.add(sent(1, Peer("b", 0), rows=2))
+        for request in queue.take(now * 90_000):
+            served[numbers([request])[0]] += request.rows
+    assert served[0] + served[1] == 400
+    assert abs(served[0] - served[1]) < 40
+
+
 def test_a_short_wait_is_by_arrival() -> None:
     queue = filled(BatchPolicy(32), *(sent(number, Peer("a", 0)) for number in range(4)))
     queue.add(sent(9, Peer("b", 0)))
-    assert drained(queue, 50_000) == [[0], [1], [2], [3], [9]]
+    assert [numbers(queue.take(50_000)) for _ in range(5)] == [[0], [1], [2], [3], [9]]
 
 
 def test_many_connections_of_an_address_have_one_share() -> None:

@@ -26,6 +26,50 @@ class Branch(nn.Module):
         return (x - 1,)
 
 
+class Unit(nn.Module):
+    """Divides a row by its norm and a small number: 0 for a row of zeros."""
+
+    def __init__(self, small: float) -> None:
+        super().__init__()
+        self.small = small
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        norm = x.pow(2).sum(-1, keepdim=True).sqrt()
+        return ((x + 0) * 1 / (norm + self.small) * 1.000004,)
+
+
+class Listed(nn.Module):
+    """Gives a function a list of tensors, which torch writes as a sequence."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        (x,) = torch.atleast_1d([x])
+        return (x.unsqueeze(1).expand(-1, 3, -1) + 1,)
+
+
+class BranchesByATensor(nn.Module):
+    """Branches by a tensor that no input changes, where torch stops, then by the input's values."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        if torch.tensor([1.0, 2.0]).sum() > 2:
+            x = x + 1
+        if x.max() > 1:
+            x = x + 1
+        return (x,)
+
+
+class ChosenColumns(nn.Module):
+    """Branches by a tensor that no input changes, and picks columns by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.tensor([3, 0, 2, 1])
+        self.kept = torch.tensor([True, False, True, True])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = x[..., self.order]
+        return (torch.stack([x[..., at] for at, kept in enumerate(self.kept) if kept], -1),)
+
+
 class Repeat(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         while (x < 10).all():
