@@ -92,7 +92,11 @@ def _unusual(
             made[spec.name] = np.asarray(values, arrays[spec.name].dtype)
         yield "large", f"values of up to {size:g}", {**arrays, **made}
     if floats:
-        yield "zeros", "zeros", {**arrays, **{x.name: 0 * arrays[x.name] for x in floats}}
+        yield (
+            "zeros",
+            "zeros",
+            {**arrays, **{x.name: np.zeros_like(arrays[x.name]) for x in floats}},
+        )
     for spec in (each for each in specs if each.dtype == "bool"):
         for value in (True, False):
             made = {spec.name: np.full_like(arrays[spec.name], value)}
