@@ -31,8 +31,9 @@ from deploykit.exporting.reasons import CallWatch, Decision, SizeWatch, baked, e
 torch: ModuleType = require("torch")
 transformer: Any = require("torch.nn.modules.transformer")
 onnxscript: ModuleType = require("onnxscript")
-matcher: Any = require("onnxscript.rewriter._matcher")
 optimizer: ModuleType = require("onnxscript.optimizer")
+# private: where another version of onnxscript has none, its own rule for constants stays
+matcher: Any = sys.modules.get("onnxscript.rewriter._matcher", SimpleNamespace())
 
 # The sizes are distinct, so that a constant in the graph shows its axis; none is 0 or 1, which
 # torch.export takes for constants.
