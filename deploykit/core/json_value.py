@@ -20,12 +20,14 @@ from deploykit.core.notebook import Shown
 
 # A JSON parser holds the GIL for up to 0.1 s, so only one runs at a time.
 ONE_JSON = threading.Lock()
-MOST_JSON_VALUES = 1 << 18
+MOST_JSON_VALUES, MOST_JSON_BYTES = 1 << 18, 24 << 20
 _WINDOW_BYTES = 1 << 20
 
 
 def check_json_size(text: bytes | memoryview, hint: str) -> None:
-    """Raise TooLarge for more than MOST_JSON_VALUES values, keys and lists."""
+    """Raise TooLarge for more than MOST_JSON_VALUES values, keys and lists, or MOST_JSON_BYTES."""
+    if len(text) > MOST_JSON_BYTES:
+        raise TooLarge(f"the JSON is longer than {MOST_JSON_BYTES >> 20} MiB", hint=hint)
     left = MOST_JSON_VALUES
     for at in range(0, len(text) if len(text) > left else 0, _WINDOW_BYTES):
         left -= sum(map(bytes(text[at : at + _WINDOW_BYTES]).count, (b",", b":", b"[", b"{")))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
+from deploykit.core.json_value import MOST_JSON_BYTES, MOST_JSON_VALUES, ONE_JSON
 from deploykit.pipelines.connect import connect_engines
 from deploykit.pipelines.file import read_pipeline
 from deploykit.serving.models.pipelines import _json_parts
@@ -60,6 +60,15 @@ def test_json_above_the_limit_is_refused_with_the_other_formats(
     assert status == 413
     assert answer["error"].startswith(f"stage 'request': {LIMIT_MESSAGE}")
     assert all(each in answer["error"] for each in ("str", "numpy.ndarray", ".npy"))
+
+
+def test_a_long_document_of_few_values_is_refused_as_well(words: Client) -> None:
+    """A parser holds the interpreter's lock for each of its bytes."""
+    gzipped = gzip.compress(b'["' + b"a" * MOST_JSON_BYTES + b'"]', 1)
+    status, answer = words.predict(
+        "echo", gzipped, Content_Type="application/json", Content_Encoding="gzip"
+    )
+    assert (status, "the JSON is longer than 24 MiB" in answer["error"]) == (413, True)
 
 
 def test_a_text_has_the_limit_as_json_only(words: Client) -> None:
