@@ -248,6 +248,7 @@ def _fit(
 DEFAULT_OPSET = 20  # torch's exporter writes it by default; NVIDIA's parsers take it
 OPSETS = range(18, 24)  # older ones torch's current exporter does not write
 TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
+_WRONG_TYPE = "TypeInferenceError"  # onnx's name for a type that torch wrote: no size's fault
 _BRANCH_HINT = (
     "torch.where computes both branches and torch.cond keeps both; else give the axis a fixed size "
     "in `inputs`"
@@ -353,7 +354,7 @@ def add_cause(
     if decided:
         error.message += f"; the graph keeps what was decided at {', '.join(map(str, decided))}"
         error.hint = _BRANCH_HINT
-    elif place := next(filter(None, job.suspects), ""):
+    elif (place := next(filter(None, job.suspects), "")) and _WRONG_TYPE not in error.message:
         error.message += f"; a size decides at {place}"
         error.hint = hint_for(place, FREE_HINT)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import onnx
 import pytest
@@ -12,8 +14,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
 from deploykit.core.errors import BadInput, GateFailed  # noqa: E402
+from deploykit.exporting import onnx as exporter  # noqa: E402
 from deploykit.exporting.export import export  # noqa: E402
-from deploykit.exporting.reasons import SizeWatch, _always, explain  # noqa: E402
+from deploykit.exporting.reasons import CallWatch, SizeWatch, _always, explain  # noqa: E402
 from tests.support.campaign import only_in_a_campaign  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -213,3 +216,15 @@ def test_an_inequality_of_sizes_that_torch_cannot_solve_is_no_last_word() -> Non
     error = explain(AssertionError("Expected op to be '==', got <= for T // 2 <= 4"), [], {})
     assert error.fixed
     assert "Expected op" in error.message
+
+
+def test_a_type_that_torch_wrote_wrongly_is_not_called_a_sizes_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporter, "watch_calls", lambda _: CallWatch(torch.nn.Identity()))
+    job: Any = SimpleNamespace(suspects=["", "a.py:1"])
+    wrong, cut = BadInput("[TypeInferenceError] (11) vs (1)"), BadInput("got 3, expected 2")
+    for error in (wrong, cut):
+        exporter.add_cause(error, job)
+    assert wrong.message == "[TypeInferenceError] (11) vs (1)"
+    assert cut.message == "got 3, expected 2; a size decides at a.py:1"
