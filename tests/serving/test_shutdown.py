@@ -308,6 +308,13 @@ def test_a_host_that_cannot_be_bound_is_named(host: str) -> None:
         Server({"m": FakeEngine()}, ServeOptions(host=host, http_port=0))
 
 
+def test_a_server_that_cannot_start_releases_its_port() -> None:
+    port = quiet_port()
+    with pytest.raises(BadInput, match="cannot be the name"):
+        Server({"a/b": FakeEngine()}, ServeOptions(http_port=port))
+    socket.create_server(("127.0.0.1", port)).close()
+
+
 def test_a_server_listens_at_a_path_over_http_and_grpc(tmp_path: Path) -> None:
     path = tmp_path / "dk.sock"
     with socket.socket(socket.AF_UNIX) as killed:  # a server that left its file
@@ -325,10 +332,3 @@ def test_a_server_listens_at_a_path_over_http_and_grpc(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(BadInput, match="No such file"):
         Server({"m": FakeEngine()}, ServeOptions(host=f"unix:{tmp_path}/no/dk.sock"))
-
-
-def test_a_server_that_cannot_start_releases_its_port() -> None:
-    port = quiet_port()
-    with pytest.raises(BadInput, match="cannot be the name"):
-        Server({"a/b": FakeEngine()}, ServeOptions(http_port=port))
-    socket.create_server(("127.0.0.1", port)).close()
