@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import gzip
 import threading
 import weakref
 from collections import Counter
@@ -14,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import TooLarge
-from deploykit.core.tensors import Bytes, parse_spec
+from deploykit.core.tensors import parse_spec
 from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
@@ -24,7 +21,6 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip import response
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.turns import DELIVERY_S
 from tests.support.fake_engine import FakeEngine
@@ -65,20 +61,13 @@ def test_a_large_answer_keeps_only_its_own_rows_of_a_batch() -> None:
         assert not np.shares_memory(found, whole)
 
 
-def test_a_large_answer_leaves_the_memory_of_the_engine() -> None:
-    """ONNX Runtime's arrays lie in its arena, which grows with each one that is still in use."""
-    arena = np.ones(2 * WIDTH, np.float32)
-    request = pending()
-    Splitter(SPECS, joined=True)([request], {"y": arena[:WIDTH].reshape(1, WIDTH)})
-    assert not np.shares_memory(request.outputs["y"], arena)
-
-
 def test_small_answers_and_those_that_own_their_memory_are_not_copied() -> None:
+    arena = np.ones(2 * WIDTH, np.float32)  # such as ONNX Runtime's, which grows while it is in use
     small, own = np.ones((1, 4), np.float32)[:], np.ones((1, WIDTH), np.float32)
-    for array in (small, own):
+    for array, copied in ((small, False), (own, False), (arena[:WIDTH].reshape(1, WIDTH), True)):
         request = pending()
         Splitter(SPECS, joined=True)([request], {"y": array})
-        assert request.outputs["y"] is array
+        assert np.shares_memory(request.outputs["y"], array) is not copied
 
 
 @pytest.mark.parametrize(
@@ -121,40 +110,6 @@ def test_the_outputs_of_a_disconnected_client_are_released_before_they_are_encod
     finally:
         repository.close(drain=False)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
-
-
-@pytest.mark.parametrize("grpc", [False, True])
-def test_bodies_that_are_refused_on_another_thread_are_freed_at_once(
-    monkeypatch: pytest.MonkeyPatch, eventually: Eventually, grpc: bool
-) -> None:
-    """Twelve clients with 60 KB of gzip each kept 1.1 GB until the garbage collector ran."""
-    seen: list[weakref.ref[np.ndarray]] = []
-
-    def inflate(body: Bytes, name: str, most: int) -> Bytes:
-        del body
-        plain = np.zeros(1 << 20, np.uint8)
-        seen.append(weakref.ref(plain))
-        if grpc:
-            raise TooLarge(f"{name} above {most}")
-        return plain.data
-
-    monkeypatch.setattr(compression, "_inflate", inflate)
-    bomb = gzip.compress(bytes(1 << 20))
-    gc.collect()
-    gc.disable()
-    try:
-        if grpc:
-            with serving() as server, frames(server.port) as client:
-                client.start(1, bomb + bytes(100_000), compressed=1, **{"grpc-encoding": "gzip"})
-                assert client.answer(1).status == 8
-                eventually(lambda: [each() for each in seen] == [None])
-        else:
-            with running() as server:
-                reply = server.ask("POST", "/v2/models/m/infer", bomb, Content_Encoding="gzip")
-                assert reply.status == 400
-                eventually(lambda: [each() for each in seen] == [None] * len(seen))
-    finally:
-        gc.enable()
 
 
 # -- what one turn of the loop does
@@ -246,26 +201,6 @@ def test_long_strings_are_encoded_on_another_thread(
         assert answer.status == 0
         assert element * count in answer.data
         assert threads != [server.see(threading.get_ident)]
-
-
-def test_long_typed_contents_are_decoded_on_another_thread() -> None:
-    """Four clients with 4 million values each stopped the loop for 2.5 s from a thread."""
-    values = np.arange(50_000, dtype=np.float32)
-    message = MESSAGES["ModelInferRequest"](model_name="m")
-    typed = message.inputs.add(name="x", datatype="FP32", shape=[1, len(values)])
-    typed.contents.fp32_contents.extend(values.tolist())
-    with running({"m": FakeEngine(width=len(values))}, grpc_port=0) as server:
-        port = server.server.grpc_port
-        assert port is not None
-        with unlimited_window(port) as client:
-            answer = client.call(1, message.SerializeToString())
-            assert answer.status == 0
-            got = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
-            assert got.raw_output_contents[0] == (values * 2 + 1).tobytes()
-            typed.shape[1] += 1
-            assert client.call(3, message.SerializeToString()).status == 3
-            short = MESSAGES["ModelInferRequest"].FromString(infer_bytes(width=len(values)))
-            assert client.call(5, short.SerializeToString()).status == 0
 
 
 def test_a_stream_that_has_failed_takes_no_more_answers(
