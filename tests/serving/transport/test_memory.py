@@ -7,7 +7,6 @@ import gc
 import gzip
 import json
 import random
-import socket
 import ssl
 import threading
 import weakref
@@ -201,24 +200,6 @@ def test_no_engine_runs_for_an_answer_that_does_not_fit(eventually: Eventually) 
         assert [reply.status for reply in (other.reply(), other.reply())] == [503, 503]
         assert len(engine.batches) == ran
         alone.close()
-
-
-def test_an_answer_counts_whole_until_its_last_byte_is_taken(eventually: Eventually) -> None:
-    with running({"m": Wide()}, max_held_bytes=ANSWERS) as server:
-        raw = server.connect(receive_buffer=64 << 10)
-        eventually(lambda: len(server.server._listener.connections) == 1)
-        (connection,) = server.server._listener.connections
-        sender = connection.transport.get_extra_info("socket")
-        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
-        raw.send(asked())
-        eventually(lambda: buffered(server) > 0)
-        before = buffered(server)
-        raw._stream.read(ANSWER // 2)
-        eventually(lambda: buffered(server) < before)
-        assert buffered(server) > 0
-        assert held_bytes(server) >= ANSWER
-        raw._stream.read(ANSWER // 2)
-        eventually(lambda: held_bytes(server) == 0)
 
 
 def test_small_answers_count_that_wait_for_an_earlier_one(eventually: Eventually) -> None:
@@ -492,25 +473,6 @@ def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually,
         eventually(is_served)  # not at once: some of the closed connections are yet to be accepted
         eventually(lambda: not server.server._listener.connections)
         eventually(lambda: counted.bytes == 0)
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("grpc_port", [None, 0])
-def test_a_connection_made_during_shutdown_does_not_break_it(grpc_port: int | None) -> None:
-    with running(grpc_port=grpc_port) as served:
-        server = served.server
-        port = served.port if grpc_port is None else server.grpc_port
-
-        def end() -> None:
-            server._begin_drain()
-            clients.append(socket.create_connection(("127.0.0.1", port or 0), WAIT_S))
-
-        clients: list[socket.socket] = []
-        server._loop.call_soon_threadsafe(end)
-        while not clients:
-            threading.Event().wait(0.001)
-        clients[0].close()
-        assert served.stop() == 0
 
 
 # -- gRPC

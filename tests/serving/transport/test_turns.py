@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,6 @@ from deploykit.serving.http2.connection import (
     DATA,
     HEADERS,
     PREFACE,
-    READ_BYTES,
     RST_STREAM,
     SETTINGS,
     Http2Connection,
@@ -27,7 +25,7 @@ from deploykit.serving.http2.connection import (
 )
 from deploykit.serving.server import Server
 from deploykit.serving.transport import turns
-from deploykit.serving.transport.turns import BUSY_BYTES, Turns
+from deploykit.serving.transport.turns import BUSY_BYTES, TURN_S, Turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving import wired
 from tests.support.serving.faults import until
@@ -136,41 +134,33 @@ def server() -> Iterator[Running]:
         yield found
 
 
+BODY = infer_json([1] * 30_000, [1, 30_000])
+ASKED = request("POST", "/v2/models/m/infer", BODY)
+SCRAPE, LIVE = request("GET", "/metrics"), request("GET", "/v2/health/live")
+PIPELINED = {  # 200 clients that pipelined scrapes of /metrics stopped the loop for 10.7 s
+    "scrapes": (SCRAPE * 5 + LIVE, 6),
+    "bodies": (ASKED + LIVE + ASKED, 3),
+}
+
+
+@pytest.mark.parametrize(("data", "count"), PIPELINED.values(), ids=PIPELINED)
 def test_slow_requests_of_many_clients_are_one_in_each_turn(
-    server: Running, eventually: Eventually
+    server: Running, eventually: Eventually, data: bytes, count: int
 ) -> None:
-    """200 clients that pipelined scrapes of /metrics stopped the loop for 10.7 s."""
     slow = Slow(server)
     raws = [server.connect() for _ in range(6)]
     for raw in raws:
-        raw.send(request("GET", "/metrics") * 5 + request("GET", "/v2/health/live"))
+        raw.send(data[: len(ASKED) - 1])
     for raw in raws:
-        replies = [raw.reply() for _ in range(6)]
-        assert [reply.status for reply in replies] == [200] * 6
-        last = replies[-1]
-        assert last is not None
-        assert last.json == {"live": True}
-    assert sum(slow.turns) == 36
+        raw.send(data[len(ASKED) - 1 :])
+    for raw in raws:
+        replies = [raw.reply() for _ in range(count)]
+        assert [reply.status for reply in replies] == [200] * count
+        if count == 3:
+            assert replies[1].json == {"live": True}
+            assert replies[2].json["outputs"][0]["data"][0] == 3
+    assert sum(slow.turns) == 6 * count
     assert max(slow.turns) <= 2  # of the work that waited, and of what was just received
-    eventually(lambda: held_bytes(server) == 0)
-
-
-def test_whole_bodies_wait_for_their_turn(server: Running, eventually: Eventually) -> None:
-    slow = Slow(server)
-    body = infer_json([1] * 30_000, [1, 30_000])
-    asked = request("POST", "/v2/models/m/infer", body)
-    raws = [server.connect() for _ in range(6)]
-    for raw in raws:
-        raw.send(asked[:-1])
-    for raw in raws:
-        raw.send(asked[-1:] + request("GET", "/v2/health/live") + asked)
-    for raw in raws:
-        first, second, third = raw.reply(), raw.reply(), raw.reply()
-        assert json.loads(first.body)["outputs"][0]["data"][0] == 3
-        assert second.json == {"live": True}
-        assert json.loads(third.body)["outputs"][0]["data"][0] == 3
-    assert sum(slow.turns) == 18
-    assert max(slow.turns) <= 2
     eventually(lambda: held_bytes(server) == 0)
 
 
@@ -178,12 +168,9 @@ def test_clients_that_leave_while_their_requests_wait_are_forgotten(
     server: Running, eventually: Eventually
 ) -> None:
     Slow(server)
-    body = infer_json([1] * 30_000, [1, 30_000])
-    asked = request("POST", "/v2/models/m/infer", body)
-    raws = [Raw(server.port) for _ in range(8)]
-    for number, raw in enumerate(raws):
-        raw.send(asked if number % 2 else request("GET", "/metrics") * 9)
-        raw.close()
+    for number in range(8):
+        with contextlib.closing(Raw(server.port)) as raw:
+            raw.send(ASKED if number % 2 else SCRAPE * 9)
     eventually(lambda: not server.server._listener.connections)
     eventually(lambda: held_bytes(server) == 0)
     assert server.ask("GET", "/v2/health/ready").status == 200
@@ -211,31 +198,22 @@ def received(server: Server, data: bytes) -> bytes:
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/health/none"])
 def test_a_health_check_does_not_wait_for_its_turn(idle: Server, method: str, path: str) -> None:
     """It waited for 5 s behind 200 clients that asked for pages."""
-    turns = idle._listener.turns
+    turns, handle = idle._listener.turns, idle._listener.handle
     turns.busy = turns._scheduled = True  # the turn does not end
+    turns.clock_s = now = Now()
+
+    def slow(exchange: Exchange) -> None:
+        now.s += TURN_S
+        handle(exchange)
+
     asked = request(method, path)
     assert received(idle, asked).startswith((b"HTTP/1.1 200", b"HTTP/1.1 404"))
     for other in (request("GET", "/docs"), asked[:-1], asked + asked, b"X" + asked):
         turns.busy = True
         assert received(idle, other) == b""
-    turns.overdrawn = True
-    assert received(idle, asked) == b""
-    assert len(turns._urgent) == 1  # but it is the first of the next turn
-
-
-def test_health_checks_are_counted_in_the_turn_too(idle: Server) -> None:
-    shared = idle._listener.turns
-    shared.clock_s = now = Now()
-    shared.busy = shared._scheduled = True
-    handle = idle._listener.handle
-
-    def slow(exchange: Exchange) -> None:
-        now.s += turns.TURN_S
-        handle(exchange)
-
     idle._listener.handle = slow
-    asked = request("GET", "/v2/health/live")
-    assert [bool(received(idle, asked)) for _ in range(5)] == [True, True, True, False, False]
+    assert [bool(received(idle, asked)) for _ in range(4)] == [True, True, True, False]
+    assert len(turns._urgent) == 1  # but it is the first of the next turn
 
 
 def test_the_time_for_new_heads_is_counted_in_the_turn(
@@ -398,26 +376,6 @@ def test_connections_that_reach_a_limit_together_are_closed_in_many_turns(idle: 
     assert all(b" 408 " in wire.out for wire in wires)
 
 
-@pytest.mark.parametrize("tls", [False, True])
-def test_little_is_received_in_a_busy_turn(idle: Server, tls: bool) -> None:
-    """64 TLS clients with records of one byte stopped the loop for 283 ms, all in decryption."""
-    now_s, listener = [0.0], idle._listener
-    listener.turns.clock_s = lambda: now_s[0]
-    connection, wire = HttpConnection(listener), Socket()
-
-    async def main() -> None:
-        connection._tls = tls
-        assert len(connection.get_buffer(-1)) > 4096
-        now_s[0] += 2 * turns.TURN_S
-        if not tls:  # what the system has received for others is counted when it is processed
-            listener.turns.busy = True
-        assert len(connection.get_buffer(-1)) == BUSY_BYTES[tls]
-        await asyncio.sleep(0)
-
-    connection.connection_made(wire)
-    asyncio.run(main())
-
-
 # -- Whatever calls do at one moment, all of them together stop the event loop for one turn onl
 
 
@@ -485,34 +443,17 @@ def opened(count: int, data: bytes = b"", **headers: str) -> bytes:
     )
 
 
-def test_messages_of_many_streams_share_a_turn(counted: Callable[..., Counted]) -> None:
+@pytest.mark.parametrize("in_streams", [True, False])
+def test_messages_that_arrive_in_one_piece_share_a_turn(
+    counted: Callable[..., Counted], in_streams: bool
+) -> None:
     """16 connections with 500 streams of 60 empty messages stopped the loop for seconds."""
     wire = counted(2)
     for link in wire.links:
-        wire.turn(link.data_received, opened(40, bytes(5) * 30))
-    assert sum(wire.steps.values()) == 2 * 40 * 30
+        data = opened(40, bytes(5) * 30) if in_streams else opened(480, bytes(5))
+        wire.turn(link.data_received, data)
+    assert sum(wire.steps.values()) == 2 * (1200 if in_streams else 480)
     assert max(wire.steps.values()) <= IN_A_TURN + 64  # one stream may begin at the end of a turn
-
-
-def test_calls_that_arrive_in_one_piece_share_a_turn(
-    counted: Callable[..., Counted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """8 clients that asked 500 times for the statistics, which take long, stopped it for 1.3 s."""
-    wire = counted(1)
-
-    def message(call: GrpcCall, _data: bytes, _at: int) -> None:
-        wire.step()
-        call.reply([b"answer"])
-
-    monkeypatch.setitem(wired.METHODS, "/echo", Method(message))
-    head = block(path="/echo")
-    calls = [
-        frame(HEADERS, 4, number, head) + frame(DATA, 1, number, bytes(5))
-        for number in range(1, 400, 2)
-    ]
-    wire.turn(wire.links[0].data_received, b"".join(calls))
-    assert sum(wire.steps.values()) == 200
-    assert max(wire.steps.values()) <= IN_A_TURN + 16  # calls, until the time is first checked
 
 
 def test_a_tick_waits_until_the_last_one_has_seen_all_connections(
@@ -617,20 +558,26 @@ def test_resets_that_a_client_provokes_count_as_frames_without_content() -> None
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_little_is_received_over_grpc_in_a_busy_turn(
-    counted: Callable[..., Counted], tls: bool
+@pytest.mark.parametrize("protocol", ["HTTP", "gRPC"])
+def test_little_is_received_in_a_busy_turn(
+    idle: Server, counted: Callable[..., Counted], protocol: str, tls: bool
 ) -> None:
-    """1,000 connections with 240 kB each took 76 ms of one turn, before any frame was read."""
-    wire, sizes = counted(2), list[int]()
-    first, second = wire.links
+    """64 TLS clients with records of one byte stopped the loop for 283 ms, all in decryption."""
+    wire, now, sizes = counted(2), Now(), list[int]()
+    idle._listener.turns.clock_s = now
+    turns = wire.shared.turns if protocol == "gRPC" else idle._listener.turns
+    first, second = wire.links if protocol == "gRPC" else [HttpConnection(idle._listener)] * 2
 
     def both() -> None:
-        for link in wire.links:
-            link._tls = tls
+        first._tls = second._tls = tls
         sizes.append(len(first.get_buffer(-1)))
-        wire.now_s += 2 * turns.TURN_S
-        wire.shared.turns.busy = not tls  # without TLS reading counts when it is processed
+        now.s += 2 * TURN_S
+        wire.now_s += 2 * TURN_S
+        turns.busy = not tls  # without TLS reading counts when it is processed
         sizes.append(len(second.get_buffer(-1)))
 
+    if protocol == "HTTP":
+        first.connection_made(Socket())
     wire.turn(both)
-    assert sizes == [READ_BYTES, turns.BUSY_BYTES[tls]]
+    assert sizes[0] > 4096
+    assert sizes[1] == BUSY_BYTES[tls]
