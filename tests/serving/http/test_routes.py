@@ -175,60 +175,35 @@ def test_the_repository_index_reads_any_small_body_as_its_headers_say(
 TOKEN = "0123456789abcdef"
 
 
-def test_refusals_before_a_model_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Guesses of a token and wrong paths left no trace in the metrics."""
+def test_refusals_before_a_model_are_counted_logged_and_traced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Guesses of a token and wrong paths left no trace; the model traces its own failures."""
     key = {"Authorization": f"Bearer {TOKEN}"}
-    with running(token=TOKEN, grpc_port=0, access_log=True) as server:
-        caplog.set_level(logging.INFO, "deploykit.access")
-        for _ in range(3):
-            assert server.ask("GET", "/v2").status == 401
-        assert server.ask("POST", INFER, GOOD, Traceparent="00-ab", **key).status == 200
-        assert server.ask("GET", "/nothing", **key).status == 404
-        named = infer_json([1.0] * 8, [2, 4], id="order 7")
-        assert server.ask("POST", INFER, named, **key).status == 200
-        with frames(server.server.grpc_port or 0) as client:
-            assert client.call(1, infer_bytes()).status == 16
-            assert client.call(3, infer_bytes(), authorization=key["Authorization"]).status == 0
-        metrics = server.ask("GET", "/metrics", **key).body.decode()
-    for line in (
-        'deploykit_http_responses_total{code="401"} 3.0',
-        'deploykit_http_responses_total{code="200"} 2.0',
-        'deploykit_http_responses_total{code="404"} 1.0',
-        'deploykit_grpc_responses_total{code="UNAUTHENTICATED"} 1.0',
-        'deploykit_grpc_responses_total{code="OK"} 1.0',
-    ):
-        assert line in metrics
-    lines = [each.message for each in caplog.records if each.name == "deploykit.access"]
-    assert len(lines) == 9
-    assert all(line.isprintable() for line in lines)
-    assert re.fullmatch(
-        r"127\.0\.0\.1:\d+ POST /v2/models/m/infer 200 \d+\.\d ms rows=1 trace='00-ab'", lines[3]
-    )
-    assert lines[5].endswith(" ms rows=2 id='order 7'")
-    assert "/inference.GRPCInferenceService/ModelInfer UNAUTHENTICATED" in lines[6]
-    assert lines[7].endswith(" ms rows=1")
-
-
-def test_a_request_that_fails_before_its_model_is_traced() -> None:
-    """The model traces its own failures; a 404 or a missing token left no span."""
+    grpc_key = {"authorization": key["Authorization"]}
     failures: list[tuple[str, str, str | None]] = []
-    key = {"Authorization": f"Bearer {TOKEN}"}
-    with running(token=TOKEN, grpc_port=0) as server:
+    with running(token=TOKEN, grpc_port=0, access_log=True) as server:
         server.server.trace_failures(
             lambda asked, status, _, trace: failures.append((asked, status, trace))
         )
-        server.ask("GET", "/v2", Traceparent="00-ab")
-        server.ask("GET", "/v2/health/live")
-        server.ask("POST", INFER, GOOD, **key)
-        server.ask("POST", INFER, b"{}", **key)
-        server.ask("POST", INFER, GOOD, Inference_Header_Content_Length="9999", **key)
-        server.ask("POST", "/v2/models/n/infer", GOOD, **key)
-        server.ask("DELETE", INFER, **key)
+        caplog.set_level(logging.INFO, "deploykit.access")
+        assert server.ask("GET", "/v2", Traceparent="00-ab").status == 401
+        assert server.ask("POST", INFER, GOOD, Traceparent="00-ab", **key).status == 200
+        named = infer_json([1.0] * 8, [2, 4], id="order 7")
+        assert server.ask("POST", INFER, named, **key).status == 200
+        assert server.ask("POST", INFER, b"{}", **key).status == 400
+        assert server.ask("POST", "/v2/models/n/infer", GOOD, **key).status == 404
+        assert server.ask("DELETE", INFER, **key).status == 405
         with frames(server.server.grpc_port or 0) as client:
-            client.call(1, infer_bytes())
-            client.call(3, infer_bytes(), authorization=key["Authorization"])
-            client.call(5, infer_bytes(model_name="n"), authorization=key["Authorization"])
-            client.call(7, b"\xff", authorization=key["Authorization"])
+            assert client.call(1, infer_bytes()).status == 16
+            assert client.call(3, infer_bytes(), **grpc_key).status == 0
+            assert client.call(5, infer_bytes(model_name="n"), **grpc_key).status == 5
+            assert client.call(7, b"\xff", **grpc_key).status == 3
+        metrics = server.ask("GET", "/metrics", **key).body.decode()
+    for code, count in {401: 1, 200: 2, 400: 1, 404: 1, 405: 1}.items():
+        assert f'deploykit_http_responses_total{{code="{code}"}} {count}.0' in metrics
+    for name in ("UNAUTHENTICATED", "OK", "NOT_FOUND", "INVALID_ARGUMENT"):
+        assert f'deploykit_grpc_responses_total{{code="{name}"}} 1.0' in metrics
     method = "/inference.GRPCInferenceService/ModelInfer"
     assert failures == [
         ("GET /v2", "401", "00-ab"),
@@ -237,6 +212,14 @@ def test_a_request_that_fails_before_its_model_is_traced() -> None:
         *((method, status, None) for status in ("UNAUTHENTICATED", "NOT_FOUND")),
         (method, "INVALID_ARGUMENT", None),
     ]
+    lines = [each.message for each in caplog.records if each.name == "deploykit.access"]
+    assert all(line.isprintable() for line in lines)
+    assert re.fullmatch(
+        r"127\.0\.0\.1:\d+ POST /v2/models/m/infer 200 \d+\.\d ms rows=1 trace='00-ab'", lines[1]
+    )
+    assert lines[2].endswith(" ms rows=2 id='order 7'")
+    assert f"{method} UNAUTHENTICATED" in lines[6]
+    assert lines[7].endswith(" ms rows=1")
 
 
 # -- However many clients ask for /metrics, they are written once for all that wait

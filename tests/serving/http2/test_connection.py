@@ -175,17 +175,3 @@ def test_a_connection_above_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch)
             assert c.goaway == CALM
             assert "2 connections" in c.about
         assert a.call(3, infer_bytes()).status == 0
-
-
-def test_idle_connections_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_IDLE_S", 0.05)
-    limits = Http2Limits(connections=2)
-    with serving(limits=limits) as running, frames(running.port) as a, frames(running.port) as b:
-        assert a.call(1, infer_bytes()).status == 0
-        before_s = running.see(lambda: running.grpc.now_s)
-        while running.see(lambda: running.grpc.now_s) == before_s:
-            pass
-        with frames(running.port) as c:
-            assert c.call(1, infer_bytes()).status == 0
-            assert a.closed()
-            assert b.closed()

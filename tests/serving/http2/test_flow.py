@@ -18,7 +18,6 @@ from tests.support.serving.grpc_cases import (
     Answer,
     Frames,
     Serving,
-    first_value,
     frames,
     infer_bytes,
     serving,
@@ -55,23 +54,6 @@ def test_a_connection_gives_windows_to_four_large_messages_at_a_time() -> None:
         client.cancel(3)
         client.settle()
         assert 9 in client.updates
-
-
-def test_answers_wait_for_the_clients_window(served: Serving) -> None:
-    no_window = b"\0\4\0\0\0\0"
-    with frames(served.port, settings=no_window) as client:
-        client.start(1, infer_bytes(value=3))
-        client.until(lambda: 1 in client.answers)
-        client.settle()
-        assert client.answers[1].data == b""
-        assert served.see(lambda: served.grpc.unanswered) == 1
-        client.send(8, 0, 1, b"\0\0\0\7")
-        client.until(lambda: len(client.answers[1].data) >= 7)
-        client.settle()
-        assert len(client.answers[1].data) == 7
-        client.send(4, 0, 0, b"\0\4\0\0\xff\xff")
-        answer = client.answer(1)
-        assert (answer.status, first_value(answer)) == (0, 7)
 
 
 def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> None:

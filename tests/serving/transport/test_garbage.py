@@ -105,6 +105,7 @@ def test_an_http_request_leaves_no_garbage(
 ROWS = infer_bytes(value=3, width=WIDTH)
 OVER_GRPC: dict[str, tuple[bytes, str, int]] = {
     "above the limit": (zlib.compress(BOMB, 1), "deflate", 8),
+    "no deflate": (ROWS, "deflate", 3),
     "no message when expanded": (zlib.compress(BOMB[: LARGEST // 2], 1), "deflate", 3),
     "cut": (ROWS[:-9], "identity", 3),
     "a wrong shape": (infer_bytes(value=3, width=WIDTH + 1), "identity", 3),

@@ -86,26 +86,35 @@ def test_large_numbers_are_sent_from_the_array_itself(array: np.ndarray, copied:
     assert np.shares_memory(np.frombuffer(found, np.uint8), array) is not copied
 
 
-def test_the_outputs_of_a_disconnected_client_are_released_before_they_are_encoded(
-    eventually: Eventually, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("waits", ["body", "outputs"])
+def test_the_bytes_of_a_disconnected_client_are_released_before_they_are_processed(
+    eventually: Eventually, caplog: pytest.LogCaptureFixture, waits: str
 ) -> None:
     """They are no longer counted, and may wait for those of others for seconds."""
-    width = 70_000
     offloaded: list[Any] = []
+    width = 70_000  # as JSON below what is decoded on another thread
     repository = ModelRepository({"m": FakeEngine(width=width)}, ServeOptions())
+    model = repository.find("m")
     try:
-        model = repository.find("m")
-        infer = InferRoute(repository, model, lambda *work, **_: offloaded.append(work))
-        call = Seen(Head(), infer_json([0] * width, [1, width]))
+        infer = InferRoute(repository, model, lambda *job, **_: offloaded.append(job))
+        if waits == "body":
+            array = np.zeros(1 << 20, np.uint8)
+            alive = weakref.ref(array)
+            call = Seen(Head(encoding=b"gzip"), array.data)
+            del array
+        else:
+            call = Seen(Head(), infer_json([0] * width, [1, width]))
         infer(call)
         eventually(lambda: len(offloaded) == 1)
-        ((encode, then),) = offloaded
-        alive = weakref.ref(encode.__self__.pending.outputs["y"])
+        ((work, then),) = offloaded
+        if waits == "outputs":
+            alive = weakref.ref(work.__self__.pending.outputs["y"])
+        assert alive() is not None
         call.gone = True
         assert call.cancel is not None
         call.cancel()
         eventually(lambda: alive() is None)
-        then(encode)
+        then(work)
         assert call.status == 0
     finally:
         repository.close(drain=False)
@@ -149,6 +158,14 @@ def test_the_server_delivers_batches_in_turns_of_its_loop(
 # -- gRPC: what is slow to encode or to decode
 
 
+def strings(element: bytes, count: int) -> bytes:
+    message = MESSAGES["ModelInferRequest"](model_name="m")
+    message.inputs.add(name="x", datatype="BYTES", shape=[1, count])
+    message.raw_input_contents.append(element * count)
+    data: bytes = message.SerializeToString()
+    return data
+
+
 def classified(width: int) -> bytes:
     message = MESSAGES["ModelInferRequest"].FromString(infer_bytes(width=width))
     wanted = message.outputs.add(name="y")
@@ -157,50 +174,40 @@ def classified(width: int) -> bytes:
     return data
 
 
-@pytest.mark.parametrize(("width", "offloaded"), [(WIDTH, True), (100, False)])
-def test_large_answers_are_classified_on_another_thread(
-    monkeypatch: pytest.MonkeyPatch, width: int, offloaded: bool
+SHORT = b"\1\0\0\0a"
+LETTERS = (200_000).to_bytes(4, "little") + b"a" * 200_000
+SLOW = {  # the function that takes long, the server's model, the message; part of the answer
+    "classes": ("classify", FakeEngine(width=WIDTH), classified(WIDTH), b"3.000000:0"),
+    "few classes": ("classify", FakeEngine(width=100), classified(100), b"3.000000:0"),
+    "short strings": (
+        "to_bytes",
+        Echo("string", "T"),
+        strings(b"\1\0\0\0a", 40_000),
+        b"\1\0\0\0a" * 99,
+    ),
+    "long strings": ("to_bytes", Echo("string", "T"), strings(LETTERS, 3), LETTERS),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_takes_long_to_encode_is_encoded_on_another_thread(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Twelve clients that asked for 5 of 2 million values stopped the loop for 1.2 s."""
+    function, engine, message, part = SLOW[name]
     threads: list[int] = []
-    classify = response.classify
+    real = getattr(response, function)
 
-    def seen(*args: object, **options: object) -> np.ndarray:
+    def seen(*args: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
-        return classify(*args, **options)  # type: ignore[arg-type]
+        return real(*args, **options)
 
-    monkeypatch.setattr(response, "classify", seen)
-    models = {"m": FakeEngine(width=width)}
-    with serving(models) as server, unlimited_window(server.port) as client:
-        answer = client.call(1, classified(width))
+    monkeypatch.setattr(response, function, seen)
+    with serving({"m": engine}) as server, unlimited_window(server.port) as client:
+        answer = client.call(1, message)
         assert answer.status == 0
-        assert b"3.000000:0" in answer.data
-        assert (threads != [server.see(threading.get_ident)]) is offloaded
-
-
-@pytest.mark.parametrize("sizes", [(40_000, 1), (3, 200_000)])
-def test_long_strings_are_encoded_on_another_thread(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
-) -> None:
-    """Many short ones, and few long ones."""
-    threads: list[int] = []
-
-    def seen(array: np.ndarray, datatype: str) -> object:
-        threads.append(threading.get_ident())
-        return to_bytes(array, datatype)
-
-    monkeypatch.setattr(response, "to_bytes", seen)
-    count, size = sizes
-    element = size.to_bytes(4, "little") + b"a" * size
-    message = MESSAGES["ModelInferRequest"](model_name="m")
-    message.inputs.add(name="x", datatype="BYTES", shape=[1, count])
-    message.raw_input_contents.append(element * count)
-    models = {"m": Echo("string", "T")}
-    with serving(models) as server, unlimited_window(server.port) as client:
-        answer = client.call(1, message.SerializeToString())
-        assert answer.status == 0
-        assert element * count in answer.data
-        assert threads != [server.see(threading.get_ident)]
+        assert part in answer.data
+        assert (server.see(threading.get_ident) in threads) is (name == "few classes")
 
 
 def test_a_stream_that_has_failed_takes_no_more_answers(

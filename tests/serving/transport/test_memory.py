@@ -9,7 +9,6 @@ import json
 import random
 import ssl
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
@@ -22,10 +21,7 @@ from deploykit.engines.engine import Arrays
 from deploykit.serving.grpc.call import GrpcCall
 from deploykit.serving.http.connection import Exchange, HttpConnection
 from deploykit.serving.http.head import HttpLimits
-from deploykit.serving.http.infer import InferRoute
-from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import Head, MemoryBudget
+from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.web.page import FILES
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
@@ -41,7 +37,6 @@ from tests.support.serving.grpc_cases import (
     unlimited_window,
 )
 from tests.support.serving.memory import (
-    Seen,
     chunked,
     held_bytes,
     raw_infer,
@@ -388,33 +383,6 @@ def test_compressed_bodies_and_strings_count_with_their_size_in_memory(
         assert other.ask(BODY[-8:]).status == 200
         eventually(lambda: held_bytes(server) == 0)
         assert raw.ask(data).status == 200  # it is alone
-
-
-def test_an_offloaded_body_of_a_cancelled_request_is_released() -> None:
-    offloaded: list[tuple[Callable[[], object], Callable[[Callable[[], object]], None]]] = []
-    options = ServeOptions()
-    repository = ModelRepository({"m": FakeEngine()}, options, deliver=lambda _: None)
-    try:
-        infer = InferRoute(
-            repository,
-            repository.find("m"),
-            lambda work, then, **_: offloaded.append((work, then)),
-        )
-        array = np.zeros(LIMIT, np.uint8)
-        alive = weakref.ref(array)
-        call = Seen(Head(encoding=b"gzip"), array.data)
-        del array
-        infer(call)
-        (work, then), *_ = offloaded
-        assert alive() is not None
-        assert call.cancel is not None
-        call.gone = True
-        call.cancel()
-        assert alive() is None
-        then(work)
-        assert call.status == 0
-    finally:
-        repository.close(drain=False)
 
 
 def test_aborted_uploads_leave_no_objects_behind(eventually: Eventually) -> None:

@@ -17,7 +17,6 @@ from deploykit.serving.http2.connection import (
     DATA,
     HEADERS,
     PREFACE,
-    RST_STREAM,
     SETTINGS,
     Http2Connection,
     Http2Limits,
@@ -456,26 +455,6 @@ def test_messages_that_arrive_in_one_piece_share_a_turn(
     assert max(wire.steps.values()) <= IN_A_TURN + 64  # one stream may begin at the end of a turn
 
 
-def test_a_tick_waits_until_the_last_one_has_seen_all_connections(
-    counted: Callable[..., Counted],
-) -> None:
-    wire, seen = counted(3), list[float]()
-    wire.shared.turns.busy = True
-
-    def two_ticks() -> None:
-        for _ in range(2):
-            wire.now_s += 0.1
-            wire.shared.tick(wire.now_s)
-
-    for link in wire.links:
-        link.check = seen.append  # type: ignore[method-assign]
-    wire.turn(two_ticks)
-    assert len(seen) == 3
-    wire.tick()
-    assert len(seen) == 6
-    assert wire.shared.tick_s == pytest.approx(0.2)
-
-
 def lose_all(wire: Counted) -> None:
     for link in wire.links:
         link.connection_lost(None)
@@ -514,31 +493,19 @@ def test_what_happens_to_many_calls_at_one_moment_takes_many_turns(
     assert not any(call.unsent for link in wire.links for call in link.streams.values())
 
 
-@pytest.mark.parametrize("how", ["content-length", "RST_STREAM"])
-def test_requests_of_a_stream_that_was_reset_leave_the_queue(
-    how: str, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_requests_of_a_stream_that_was_reset_leave_the_queue(eventually: Eventually) -> None:
     """Else a client has any number of them run, whose bytes are no longer counted."""
-    engine = GatedEngine()
+    engine, message = GatedEngine(), infer_bytes()
     with serving({"m": engine}, max_batch=1) as server, frames(server.port) as client:
         engine.warm = True
         model = server.repository.models["m"]
-        client.start(1, infer_bytes())
+        client.start(1, message)
         assert engine.entered.acquire(timeout=WAIT_S)  # the engine is busy
-        size = 5 + len(infer_bytes())
-        client.start(
-            3,
-            infer_bytes(),
-            STREAM,
-            end=False,
-            **{"content-length": str(size)} if how[0] == "c" else {},
-        )
+        size = {"content-length": str(5 + len(message))}
+        client.start(3, message, STREAM, end=False, **size)
         eventually(lambda: server.see(lambda: model.waiting) == 1)
-        if how == "content-length":
-            client.send(DATA, 0, 3, b"x")
-            client.until(lambda: client.answers.get(3, Answer()).reset is not None)
-        else:
-            client.send(RST_STREAM, 0, 3, (8).to_bytes(4, "big"))
+        client.send(DATA, 0, 3, b"x")
+        client.until(lambda: client.answers.get(3, Answer()).reset is not None)
         eventually(lambda: server.see(lambda: model.waiting) == 0)
         engine.gate.set()
         assert client.answer(1).status == 0
