@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import resource
-import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -296,24 +295,6 @@ def test_a_client_that_stops_sending_is_disconnected(
         passed(server, raw, lambda: [each._state for each in clients] == [state], eventually)
         assert raw.status() == expected
         assert raw.ended()
-
-
-@pytest.mark.parametrize(
-    "start", [b"GET /v2 HTTP/1.1\r\nHost: ", request("POST", PATH, Content_Length="1000000")]
-)
-def test_a_byte_now_and_then_does_not_lengthen_the_time(
-    start: bytes, eventually: Eventually
-) -> None:
-    with running(limits=HttpLimits(header_s=0.3, stall_s=0.3)) as server:
-        raw = server.connect()
-        raw.send(start)
-
-        def send() -> bool:
-            raw.send(b"x")
-            return bool(select.select([raw.socket], [], [], 0)[0])
-
-        eventually(send)
-        assert raw.status() == 408
 
 
 def test_a_connection_that_waits_for_the_engine_is_not_idle(eventually: Eventually) -> None:
