@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import gzip
 import json
 import random
@@ -18,7 +17,6 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays
-from deploykit.serving.http.connection import Exchange, HttpConnection
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.web.page import FILES
@@ -87,16 +85,20 @@ def test_bodies_on_all_connections_share_one_limit(eventually: Eventually) -> No
         assert "deploykit_held_limit_bytes 1.048576e+06\n" in text
 
 
+def fill(client: Frames, stream: int, size: int) -> None:
+    """Send a message without its last byte."""
+    client.open(stream)
+    data = b"\0" + (size - 4).to_bytes(4, "big") + bytes(size - 5)
+    for at in range(0, len(data), 1 << 14):
+        client.send(0, 0, stream, data[at : at + (1 << 14)])
+
+
 def test_grpc_messages_on_all_connections_share_one_limit(eventually: Eventually) -> None:
-    size = LIMIT // 2
-    message = b"\0" + (size + 8).to_bytes(4, "big") + bytes(size - 5)  # 8 are still to come
     with serving(max_held_bytes=LIMIT) as server:
         budget = server.grpc.memory
         with frames(server.port) as first:
             for stream in (1, 3):
-                first.open(stream)
-                for at in range(0, len(message), 1 << 14):
-                    first.send(0, 0, stream, message[at : at + (1 << 14)])
+                fill(first, stream, LIMIT // 2)
             eventually(lambda: budget.bytes == LIMIT)
             with frames(server.port) as second:
                 refused = second.call(1, infer_bytes())
@@ -363,31 +365,6 @@ def test_compressed_bodies_and_strings_count_with_their_size_in_memory(
         assert raw.ask(data).status == 200  # it is alone
 
 
-def test_aborted_uploads_leave_no_objects_behind(eventually: Eventually) -> None:
-    data = [
-        raw_infer(values())[:-8],
-        chunked(BODY),
-        raw_infer(values(), Expect="100-continue")[:99],
-    ]
-    with running({"m": FakeEngine(width=WIDTH)}, max_held_bytes=LIMIT) as server:
-        listener = server.server._listener
-        gc.collect()
-        before = count(HttpConnection, Exchange)
-        gc.disable()
-        try:
-            for number in range(60):
-                with contextlib.closing(Raw(server.port)) as raw, contextlib.suppress(OSError):
-                    raw.send(data[number % 3])
-            eventually(lambda: not listener.connections and not listener.memory.bytes)
-            eventually(lambda: count(HttpConnection, Exchange) <= before)
-        finally:
-            gc.enable()
-
-
-def count(*kinds: type) -> int:
-    return sum(type(each) in kinds for each in gc.get_objects())
-
-
 @pytest.mark.parametrize("seed", range(rounds(3, 100)))
 def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
     chance = random.Random(seed)
@@ -424,14 +401,6 @@ def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually,
 # -- gRPC
 
 
-def fill(client: Frames, stream: int, size: int) -> None:
-    """Send a message without its last byte."""
-    client.open(stream)
-    data = b"\0" + (size - 4).to_bytes(4, "big") + bytes(size - 5)
-    for at in range(0, len(data), 1 << 14):
-        client.send(0, 0, stream, data[at : at + (1 << 14)])
-
-
 def test_health_checks_are_answered_when_the_memory_limit_is_reached(
     eventually: Eventually,
 ) -> None:
@@ -447,21 +416,3 @@ def test_health_checks_are_answered_when_the_memory_limit_is_reached(
             client.settle()
             assert client.answers[7].reset is None  # it had ended: there is nothing to stop
             assert counted.bytes == 4000
-
-
-def test_a_health_watch_is_not_an_unanswered_request(eventually: Eventually) -> None:
-    engine = GatedEngine()
-    with serving({"m": engine}) as server, frames(server.port) as client:
-        shared = server.grpc
-        client.start(1, b"", f"{HEALTH}Watch")
-        client.until(lambda: len(client.answers.get(1, Answer()).data) > 0, 1)
-        assert server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0)
-        engine.warm = True
-        client.start(3, infer_bytes())
-        assert engine.entered.acquire(timeout=WAIT_S)
-        server.repository.drain()
-        client.until(lambda: len(client.answers[1].data) > 7, 1)  # the watch reports the shutdown
-        assert server.see(lambda: shared.unanswered) == 1
-        engine.gate.set()
-        assert client.answer(3).status == 0
-        assert server.see(lambda: shared.unanswered) == 0
