@@ -83,33 +83,31 @@ class ReferenceClient(RuleBasedStateMachine):
         self.got[number] = b""
         self.exchange()
 
-    @precondition(lambda self: self.unsent)
-    @rule(data=st.data(), most=st.sampled_from([1, 9, 5000, 16_384]), pad=st.integers(0, 255))
-    def send_data(self, data: st.DataObject, most: int, pad: int) -> None:
-        number = data.draw(st.sampled_from(sorted(self.unsent)))
-        window = self.client.local_flow_control_window(number) - pad - 1
-        take = min(most, window, self.client.max_outbound_frame_size - pad - 1)
-        if take <= 0:
-            return
+    def send(self, number: int, most: int, pad: int | None) -> bool:
+        padding = 0 if pad is None else pad + 1
+        window = self.client.local_flow_control_window(number)
+        take = min(most, min(window, self.client.max_outbound_frame_size) - padding)
+        if take <= 0 and self.unsent[number]:
+            return False
         piece, rest = self.unsent[number][:take], self.unsent[number][take:]
         self.unsent[number] = rest
-        self.client.send_data(number, piece, end_stream=not rest, pad_length=pad or None)
         if not rest:
             del self.unsent[number]
+        self.client.send_data(number, piece, end_stream=not rest, pad_length=pad)
         self.exchange()
+        return True
+
+    @precondition(lambda self: self.unsent)
+    @rule(data=st.data(), most=st.sampled_from([1, 9, 16_384]), pad=st.none() | st.integers(1, 255))
+    def send_some(self, data: st.DataObject, most: int, pad: int | None) -> None:
+        self.send(data.draw(st.sampled_from(sorted(self.unsent))), most, pad)
 
     @precondition(lambda self: self.unsent)
     @rule()
     def send_all(self) -> None:
         for number in list(self.unsent):
-            while number in self.unsent:
-                take = min(self.client.local_flow_control_window(number), 16_384)
-                piece, rest = self.unsent[number][:take], self.unsent[number][take:]
-                self.unsent[number] = rest
-                if not rest:
-                    del self.unsent[number]
-                self.client.send_data(number, piece, end_stream=not rest)
-                self.exchange()
+            while number in self.unsent and self.send(number, 16_384, None):
+                pass
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
