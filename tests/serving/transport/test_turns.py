@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from deploykit.serving.grpc.call import GrpcCall, Method
-from deploykit.serving.http.connection import PIECE_BYTES, Exchange, HttpConnection
+from deploykit.serving.http.connection import Exchange, HttpConnection
 from deploykit.serving.http.head import ChunkedBody, HeadReader
 from deploykit.serving.http2.connection import (
     DATA,
@@ -274,65 +274,6 @@ def test_a_request_that_waits_for_its_turn_is_not_timed_out(idle: Server, first:
     assert not wire.out
 
 
-CLIENTS = 60
-BYTES_PER_S = (1 << 20) / 1e-3  # that the system copies into new memory
-SIZE = 40 << 20
-
-
-class Socket(Wire):
-    """Has more data than the server takes."""
-
-    reading = True
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-    def write_eof(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("size", [SIZE, SIZE << 10], ids=["body", "dropped"])
-def test_receiving_from_many_clients_takes_many_turns(idle: Server, size: int) -> None:
-    """100 clients that sent 30 MB each, to routes that take none, stopped the loop for 762 ms."""
-    now, listener = Now(), idle._listener
-    listener.turns = Turns(now)
-    head = request("POST", "/v2/repository/index", Content_Length=str(size))
-    received = [0] * CLIENTS
-
-    async def turn() -> float:
-        """What libuv does for the sockets that can be read."""
-        begun_s = now.s
-        await asyncio.sleep(0)
-        for number, wire in enumerate(wires):
-            for _ in range(32):
-                if not wire.reading or received[number] > SIZE - 2 * PIECE_BYTES:
-                    break
-                count = len(connections[number].get_buffer(-1))
-                now.s += count / BYTES_PER_S
-                received[number] += count
-                connections[number].buffer_updated(count)
-        return now.s - begun_s
-
-    async def main() -> None:
-        for connection, wire in zip(connections, wires, strict=True):
-            connection.connection_made(wire)
-            feed(connection, head)
-        busy_s = CLIENTS * BUSY_BYTES[False] / BYTES_PER_S
-        longest_s = max([await turn() for _ in range(6 * CLIENTS)])
-        assert longest_s < TURN_S + 2 * PIECE_BYTES / BYTES_PER_S + busy_s
-        assert min(received) > SIZE - 3 * PIECE_BYTES  # each had its turns
-
-    wires = [Socket() for _ in range(CLIENTS)]
-    connections = [HttpConnection(listener) for _ in wires]
-    asyncio.run(main())
-    for connection in connections:
-        connection.connection_lost(None)
-    assert listener.memory.bytes == 0
-
-
 # -- Whatever calls do at one moment, all of them together stop the event loop for one turn onl
 
 
@@ -487,7 +428,7 @@ def test_little_is_received_in_a_busy_turn(idle: Server, protocol: str, tls: boo
         sizes.append(len(second.get_buffer(-1)))
 
     if protocol == "HTTP":
-        first.connection_made(Socket())
+        first.connection_made(Wire())
     wire.turn(both)
     assert sizes[0] > 4096
     assert sizes[1] == BUSY_BYTES[tls]
