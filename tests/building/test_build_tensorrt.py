@@ -37,9 +37,8 @@ from deploykit.evaluation.verify import find_sources
 from deploykit.quantization.job import QuantizeRequest
 from tests.support.onnx_zoo import make, save
 from tests.support.runtimes import fake_tensorrt as fake
-from tests.support.runtimes.fake_tensorrt import FakeTensorRt, Use
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, Use, replaced
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
-from tests.support.runtimes.modules import replaced
 
 Machine = Callable[..., Any]
 

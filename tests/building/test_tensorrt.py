@@ -24,8 +24,7 @@ from deploykit.core.profile import load_profile
 from scripts.nvidia import fetch
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, Use, options
-from tests.support.runtimes.modules import replaced
+from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, Use, options, replaced
 
 
 def test_the_plan_is_written_as_it_came(use: Use, model: Path, out: Path) -> None:
