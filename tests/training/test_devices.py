@@ -160,8 +160,10 @@ def test_the_report_gives_the_crossover_of_augmentation(
     (found,) = devices.conclude_augmentation(a_result([], augmentation=rows, batch=32))
     assert sentence in found
     if gpu:
-        table = devices_markdown(a_table(augmentation=rows))
-        assert [line.count(" | ") for line in table.splitlines() if "| GPU augmented" in line]
+        shown = devices_markdown(a_table(augmentation=rows)).splitlines()
+        cells = [line.strip("| ").split(" | ") for line in shown if "| GPU augmented" in line]
+        times = [float(row[3].partition(" ")[0]) for row in cells]
+        assert times == pytest.approx([gpu[0] / 200, gpu[1] / 250, gpu[2] / 300])
 
 
 def a_table(recipe: str = "cats-dogs", **changed: Any) -> devices.DeviceTable:
