@@ -1,9 +1,9 @@
-"""Which columns a benchmark has: what was given, and other runtimes that nobody asked for."""
+"""Which columns a benchmark has: what was given, other runtimes, and the fastest CPU settings."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,20 +20,23 @@ from deploykit.benchmarking.columns import (
     open_entries,
     open_entry,
 )
+from deploykit.benchmarking.cpu_search import choices, search_cpu
 from deploykit.benchmarking.processes import ProcessEngine
 from deploykit.benchmarking.timing import Setup
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
 from deploykit.core.machine import Machine, this_machine
-from deploykit.engines.engine import Engine
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
 from deploykit.reporting.points import CpuSearch, CpuSettings, CpuTrial
 from deploykit.reporting.report import NotMeasured, Report
+from tests.support.fake_engine import FakeEngine
+from tests.support.measure.virtual_time import VirtualTime
 from tests.support.onnx_zoo import mnist_like, save
 
 ONE, SPINNING, FREE = CpuSettings(1, 2), CpuSettings(1, 2, spinning=True), CpuSettings(1, 2, None)
 TWO, APART = CpuSettings(2, 1), CpuSettings(2, 1, processes=True)
 Tried = Mapping[tuple[str, int], tuple[CpuSettings, ...]]  # by label and batch, the fastest first
-
 needs_openvino = pytest.mark.skipif(
     not columns.installed("openvino"), reason="openvino is not installed"
 )
@@ -176,47 +179,33 @@ def timed(*engines: Path, batches: tuple[int, ...] = (1,), **options: tuple[Path
 def test_a_bench_searches_times_and_reports_the_settings(
     affine_onnx: Path, onnxruntime_alone: None
 ) -> None:
-    report = timed(copy_of(affine_onnx), against=(affine_onnx,), batches=(1, 8))
-    assert [(each.file, each.batch) for each in report.cpu_search] == [
-        (name, batch) for name in ("affine.onnx", "copy.onnx") for batch in (1, 8)
+    """A second one takes its settings from the report, and has an engine to compare with."""
+    old, folder = copy_of(dk.quantize(affine_onnx, "fp16").path, "old.onnx"), affine_onnx.parent
+    first = timed(old, against=(affine_onnx,), batches=(1, 8))
+    assert [(each.file, each.batch) for each in first.cpu_search] == [
+        (name, batch) for name in ("affine.onnx", "old.onnx") for batch in (1, 8)
     ]
     for batch in (1, 8):
-        rates = {p.label: p.throughput_per_s.value for p in report.points if p.batch == batch}
-        (best,) = [each for each in report.best_cpu if each.batch == batch]
-        assert best.label == max(rates, key=lambda label: rates[label])
-    ways = {point.label: point.settings for point in report.points if point.batch == 8}
-    assert ways["copy"] == ways["fp32 CPU"]
-    for point in report.points:
-        tried = {
-            str(t.settings) for s in report.cpu_search for t in s.trials if s.batch == point.batch
-        }
-        assert point.settings in tried
-
-
-def test_an_engine_and_a_report_to_compare_with_are_used_in_one_run(
-    affine_onnx: Path, onnxruntime_alone: None
-) -> None:
-    old, folder = copy_of(dk.quantize(affine_onnx, "fp16").path, "old.onnx"), affine_onnx.parent
-    first = timed(affine_onnx, old)
-    report = dk.bench(
-        [copy_of(affine_onnx)],
-        against=[affine_onnx, old, folder / "report"],
-        out=folder / "again",
-        seconds=0.05,
-        batches=(1,),
-        device="cpu",
-    )
-    found = {each.file: each for each in report.cpu_search}
-    assert [found[each.file] for each in first.cpu_search] == list(first.cpu_search)
-    assert all(label.startswith("copy") for label in report.asked)
-    assert report.against
-    assert all(label.startswith("old") for label in report.against)
+        points = [point for point in first.points if point.batch == batch]
+        (best,) = [each for each in first.best_cpu if each.batch == batch]
+        assert best.label == max(points, key=lambda p: p.throughput_per_s.value).label
+        trials = [t for s in first.cpu_search if s.batch == batch for t in s.trials]
+        assert {p.settings for p in points} <= {str(trial.settings) for trial in trials}
+        ways = {point.label: point.settings for point in points}
+        assert ways["old"] == ways["fp32 CPU"]
+    again = {"out": folder / "again", "seconds": 0.05, "batches": (1,), "device": "cpu"}
+    against = [affine_onnx, old, folder / "report"]
+    report = dk.bench([copy_of(affine_onnx)], against=against, **again)
+    found = {(each.file, each.batch): each for each in report.cpu_search}
+    assert [found[each.file, 1] for each in first.cpu_search[::2]] == list(first.cpu_search[::2])
+    assert {label.partition(",")[0] for label in report.asked} == {"copy"}
+    assert {label.partition(",")[0] for label in report.against} == {"old"}
     assert {"fp32 CPU", "old", "copy"} <= {point.label for point in report.points}
 
 
 @needs_openvino
 def test_each_precision_is_tried_in_openvino_and_bfloat16_where_the_cpu_has_it(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = np.random.default_rng(0).standard_normal((64, 1, 28, 28)).astype(np.float32)
     np.savez(tmp_path / "x.npz", image=x)
@@ -225,36 +214,24 @@ def test_each_precision_is_tried_in_openvino_and_bfloat16_where_the_cpu_has_it(
     found, gaps = find_rivals(every, machine("avx512_bf16"), tmp_path)
     assert [each.label for each in found] == ["OpenVINO fp32", "OpenVINO int8", "OpenVINO bf16"]
     assert [each.what for each in gaps] == ["PyTorch on the CPU"]
-    assert len({each.label for each in (*every, *found)}) == 5
     again = pickle.loads(pickle.dumps(found))  # as sessions in processes of their own open them
     assert [each.to_dict() for each in again] == [each.to_dict() for each in found]
+    other = tmp_path / "other.onnx"
+    other.write_bytes(model.read_bytes() + b"\x32\x01x")  # doc_string
+    found, _ = find_rivals(open_entries([model, copy_of(model), other]), machine(), tmp_path)
+    assert [each.label for each in found] == ["OpenVINO fp32 of model", "OpenVINO fp32 of other"]
     found, gaps = find_rivals(every[:1], machine(), tmp_path)
     assert [each.label for each in found] == ["OpenVINO fp32"]
     reasons = {each.what: each.why for each in gaps}
     assert "no instructions" in reasons["OpenVINO bf16 on the CPU"]
     assert "deploykit quantize --to int8" in reasons["INT8 on the CPU"]
-
-
-@needs_openvino
-def test_two_files_of_one_precision_have_labels_of_their_own_and_copies_none(
-    model: Path, tmp_path: Path
-) -> None:
-    copy, other = copy_of(model), tmp_path / "other.onnx"
-    other.write_bytes(model.read_bytes() + b"\x32\x01x")  # doc_string
-    found, _ = find_rivals(open_entries([model, copy, other]), machine(), tmp_path)
-    assert [each.label for each in found] == ["OpenVINO fp32 of model", "OpenVINO fp32 of other"]
-
-
-def test_what_is_not_installed_is_named_with_what_installs_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(columns, "installed", lambda _: False)
-    found, gaps = find_rivals(open_entries([model]), machine("avx512_bf16"), tmp_path)
-    assert found == []
-    reasons = {each.what: each.why for each in gaps}
-    assert reasons["OpenVINO on the CPU"].startswith("not installed: pip install")
-    assert "[openvino]" in reasons["OpenVINO on the CPU"]
     assert "checkpoint" in reasons["PyTorch on the CPU"]
+    monkeypatch.setattr(columns, "installed", lambda _: False)
+    found, gaps = find_rivals(every[:1], machine(), tmp_path)
+    assert found == []
+    why = {each.what: each.why for each in gaps}["OpenVINO on the CPU"]
+    assert why.startswith("not installed: pip install")
+    assert "[openvino]" in why
 
 
 @needs_openvino
@@ -311,26 +288,19 @@ def test_a_rival_has_a_column_only_where_the_search_found_it_near_the_fastest(
 
 @needs_openvino
 def test_a_bench_times_openvino_and_names_its_precision_in_the_report(model: Path) -> None:
-    report = timed(model, batches=(8,))
+    built = dk.build(model, "cpu-openvino").path
+    report = timed(built, model, batches=(8,))
     assert {each.runtime for each in report.cpu_search} == {"onnxruntime", "openvino"}
+    assert report.asked == ("model.cpu-openvino in OpenVINO",)
+    (asked,) = [each for each in report.points if each.label in report.asked]
+    assert "thread" in asked.settings
     names = {"fp32": "float32", "bf16": "bfloat16"}
     points = [point for point in report.points if point.label.startswith("OpenVINO")]
     left_out = [each.what for each in report.not_measured if each.what.startswith("OpenVINO")]
     assert points or left_out  # by the machine's load: the search was far slower with it
-    for point in points:
+    for point in (asked, *points):
         assert point.runtime.startswith("openvino ")
         assert names[point.precision] in point.options["layers"]
-    assert {label.partition(",")[0] for label in report.asked} == {"fp32 CPU"}
-    assert all("OpenVINO" not in gate.name for gate in report.gates)
-
-
-@needs_openvino
-def test_a_file_built_for_openvino_is_asked_for_and_searched_like_the_others(model: Path) -> None:
-    built = dk.build(model, "cpu-openvino").path
-    report = timed(built, model)
-    assert report.asked == ("model.cpu-openvino in OpenVINO",)
-    (point,) = [each for each in report.points if each.label in report.asked]
-    assert "thread" in point.settings
     assert [each.name for each in report.gates] == ["outputs of model.cpu-openvino.onnx"]
 
 
@@ -360,3 +330,127 @@ def test_a_checkpoint_is_timed_in_processes_of_its_own_in_both_precisions(tmp_pa
         assert isinstance(engine, ProcessEngine)
         np.testing.assert_allclose(engine(feeds)["logits"], found_half, rtol=0.1, atol=0.05)
         assert engine.runtime.startswith("torch ")
+
+
+# the search for the fastest settings
+
+FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
+
+
+class Runs:
+    """Engines whose calls take as long as `call_s` says for their settings."""
+
+    def __init__(self, call_s: Callable[[CpuSettings], float]) -> None:
+        self.call_s = call_s
+        self.clock = VirtualTime()
+        self.opened: list[CpuSettings] = []
+        self.calls: dict[CpuSettings, int] = {}
+        self.engines: list[FakeEngine] = []
+
+    def open(self, settings: CpuSettings) -> FakeEngine:
+        machine, seconds = self, self.call_s(settings)
+
+        class Timed(FakeEngine):
+            def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+                machine.clock.now_ns += round(seconds * 1e9)
+                machine.calls[settings] = machine.calls.get(settings, 0) + 1
+                return super().__call__(feeds)
+
+        self.opened.append(settings)
+        self.engines.append(Timed())
+        return self.engines[-1]
+
+    def search(self, candidates: Sequence[CpuSettings], window_s: float = 0.2) -> CpuSearch:
+        trials = search_cpu(candidates, self.open, FEEDS, 4, window_s, clock=self.clock)
+        return CpuSearch("a.onnx", 4, trials)
+
+
+def test_choices_use_all_cores_or_fewer_and_what_the_runtime_can_choose() -> None:
+    """Torch keeps one pool of threads for a process; ONNX Runtime alone lets threads spin."""
+    one, pair, two = "1 session of 1 thread", "1 session of 2 threads", "2 sessions of 1 thread"
+    for runtime, expected in (
+        ("onnxruntime", {one, two, f"{pair}, spinning off", f"{pair}, spinning on"}),
+        ("openvino", {one, two, pair}),
+        (
+            "torch",
+            {each.replace("session", "process") for each in (one, pair)}
+            | {"2 processes of 1 thread"},
+        ),
+    ):
+        assert {str(each) for each in choices([2], runtime)} == expected
+    assert choices([1]) == [CpuSettings()]
+    for each in choices([6]):
+        assert each.sessions == 1 or each.sessions * each.threads == 6
+    assert {each.sessions for each in choices([12, 6])} == {1, 2, 3, 4, 6, 12}
+
+
+@pytest.mark.parametrize("winner", [*choices([4]), CpuSettings(4, 1, processes=True)], ids=str)
+def test_the_fastest_settings_are_found(winner: CpuSettings) -> None:
+    """Per row: with s sessions a call of s times the seconds gives the same rate."""
+
+    def call_s(each: CpuSettings) -> float:
+        slow = 0.01 if replace(each, processes=winner.processes) == winner else 0.012
+        return (0.008 if each == winner else slow) * each.sessions
+
+    assert Runs(call_s).search(choices([4])).fastest == winner
+
+
+def test_what_lost_by_far_is_timed_in_one_window_only() -> None:
+    machine = Runs(lambda each: 0.01 * each.sessions * (3 if each.spinning else 1))
+    found = machine.search(choices([4]))
+    assert not found.fastest.spinning
+    spun = [each for each in machine.calls if each.spinning]
+    for each in spun:  # a settling of 50 ms and a window of 200 ms, in calls of 30 ms
+        assert each.sessions > 1 or machine.calls[each] <= 2 + 7
+    assert machine.calls[found.fastest] >= 4 * 25 / found.fastest.sessions
+    assert [each.settings.spinning for each in found.trials][-len(spun) :] == [True] * len(spun)
+    assert all(engine.closed for engine in machine.engines)
+
+
+def test_rates_are_rows_per_second_of_the_last_time_it_ran() -> None:
+    slower = iter((0.01, 0.02, 0.02))
+    machine = Runs(lambda _: next(slower))
+    (trial,) = machine.search([CpuSettings()]).trials
+    assert trial.throughput_per_s == pytest.approx(4 / 0.02)
+
+
+def test_processes_are_not_started_for_windows_shorter_than_their_start() -> None:
+    machine = Runs(lambda each: 0.001 * each.sessions)
+    machine.search(choices([2]), window_s=0.01)
+    assert not any(each.processes for each in machine.opened)
+    machine.search(choices([2]), window_s=0.1)
+    assert any(each.processes for each in machine.opened)
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("4 GiB needed"), BadInput("no such input")])
+def test_settings_that_do_not_fit_into_memory_are_left_out(error: DeploykitError) -> None:
+    def call_s(each: CpuSettings) -> float:
+        if each.sessions > 1:
+            raise OutOfMemory("a.onnx: 4 GiB needed")
+        return 0.01
+
+    assert Runs(call_s).search(choices([4])).fastest.sessions == 1
+
+    def none(_each: CpuSettings) -> float:
+        raise error
+
+    with pytest.raises(type(error), match=error.message):
+        Runs(none).search(choices([4]))
+
+
+def test_finalists_that_do_not_fit_together_keep_their_first_rates() -> None:
+    limit = iter(range(100))
+
+    def call_s(each: CpuSettings) -> float:
+        if next(limit) > 4:  # those of the first windows: 1 + 2 + 1 + 1 sessions
+            raise OutOfMemory("a.onnx: 4 GiB needed")
+        return 0.01 * each.sessions * (1 if each.threads == 2 and each.spinning else 2)
+
+    assert Runs(call_s).search(choices([2])).fastest == CpuSettings(1, 2, True)
+
+
+def test_settings_that_are_processes_already_are_raced_once() -> None:
+    machine = Runs(lambda each: 0.01 * each.sessions * (0.5 if each.threads == 2 else 1))
+    found = machine.search(choices([2], "torch"))
+    assert len({trial.settings for trial in found.trials}) == len(found.trials) == 3
+    assert str(found.fastest) == "1 process of 2 threads"

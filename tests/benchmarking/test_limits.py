@@ -1,11 +1,8 @@
-"""Roofline, predictions and energy in the report of a benchmark."""
+"""Ceilings, energy and memory of a benchmark, where there is a meter, and the reason where not."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,47 +18,10 @@ from deploykit.core.evidence import Interval
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import no_progress
-from deploykit.evaluation.latency import Latency
-from deploykit.planning.probe import store_calibration
 from deploykit.reporting.points import Point
-from deploykit.reporting.tables import details
-from tests.support.calibrations import keep_round_calibration
 from tests.support.fake_engine import FakeEngine
+from tests.support.measure.simulated import bare_point
 from tests.support.onnx_zoo import mnist_like, save
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dk.Report]:
-    folder = tmp_path_factory.mktemp("bench")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deploykit.benchmarking.columns.installed", lambda _: False)
-        found = keep_round_calibration(folder / "cache", patch)
-        for threads in range(1, (os.cpu_count() or 1) + 1):  # the search may choose any
-            assert store_calibration(replace(found, threads=threads)) == []
-        model = save(mnist_like(), folder / "model.onnx")
-        short: Mapping[str, Any] = {"seconds": 0.2, "batches": (1, 4)}
-        yield dk.bench([model], out=folder / "report", **short)
-
-
-def test_each_point_in_one_session_is_compared_with_the_plan(report: dk.Report) -> None:
-    alone = [(point.label, point.batch) for point in report.points if point.sessions == 1]
-    assert [(each.label, each.batch) for each in report.predicted] == alone
-    for each in report.predicted:
-        assert each.error == pytest.approx(each.predicted_ms / each.measured_ms - 1)
-    medians = {(p.label, p.batch): p.latency.p50_ms for p in report.points}
-    for each in report.predicted:
-        median = medians[each.label, each.batch]
-        assert median is not None
-        assert each.measured_ms == median.value
-
-
-def test_every_point_lies_under_the_ceilings(report: dk.Report) -> None:
-    ceilings, marks = report.roofline["ceilings"], report.roofline["points"]
-    assert len(marks) == len(report.points)
-    for mark in marks:
-        assert mark["gflops"] <= ceilings["gflops"]
-        assert mark["gflops"] / mark["intensity"] <= ceilings["gbytes_per_s"]
-    assert ceilings["gflops"] >= ceilings["gflops fp32"]
 
 
 def test_a_probe_that_finds_no_room_is_a_gap_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,27 +37,14 @@ def test_a_probe_that_finds_no_room_is_a_gap_of_the_report(monkeypatch: pytest.M
     assert gap.why.endswith("no space left on the disk")
 
 
-def test_the_pages_show_the_predictions(report: dk.Report) -> None:
-    document = json.loads(json.dumps(report.to_dict()))
-    (table,) = [each for each in details(document) if each.title == "Predicted and measured"]
-    assert len(table.rows) == len(report.predicted)
-    energy = {"label": "a", "batch": 1, "joules": 0.5, "above_idle": 0.25, "idle_w": 3.0}
-    document["energy"] = [{**energy, "source": "RAPL"}]
-    (table,) = [each for each in details(document) if each.title == "Energy"]
-    assert table.rows == (("a", "1", "500", "250", "3.00", "RAPL"),)
-
-
-def test_a_device_without_a_meter_is_not_measured(report: dk.Report) -> None:
-    gaps = [each for each in report.not_measured if each.what == "energy of cpu"]
-    assert bool(gaps) != bool(report.energy)
-
-
 def test_a_short_run_waits_for_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "cache"))
     model = save(mnist_like(), tmp_path / "model.onnx")
     found = dk.bench([model], out=tmp_path / "r", seconds=0.05, batches=[1])
     assert (found.predicted, found.roofline) == ((), {})
     assert not (tmp_path / "cache").exists()
+    gaps = [each for each in found.not_measured if each.what == "energy of cpu"]
+    assert bool(gaps) != bool(found.energy)
 
 
 class Meter:
@@ -113,13 +60,7 @@ class Meter:
 
 
 def point(label: str, rate: float, device: str = "cpu") -> Point:
-    value = Interval(rate, rate, rate)
-    return Point(
-        *(label, "fp32", device, "r", "closed-loop", 1, 1, 1, 10, 5, 1.0),
-        latency=Latency.of(np.full(20, 1e-3)),
-        throughput_per_s=value,
-        round_rates=(rate,),
-    )
+    return bare_point(label, device=device, throughput_per_s=Interval(rate, rate, rate))
 
 
 def logged(steps: Sequence[str], joules: Sequence[float], seconds: Sequence[float]) -> EnergyLog:

@@ -1,26 +1,39 @@
-"""The page: complete, self-contained, escaped, readable in light and dark."""
+"""What people read: the page, its Markdown, and what a notebook shows of any result."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from html import escape, unescape
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from deploykit.core.evidence import Gate
+import deploykit as dk
+from deploykit.core.evidence import Gate, Interval
+from deploykit.core.notebook import Shown
+from deploykit.core.tensors import parse_spec
+from deploykit.evaluation.evaluation import evaluate
 from deploykit.evaluation.formatting import spread
+from deploykit.evaluation.html_tables import evaluation_html, parity_html
 from deploykit.reporting.html import CSS, report_page
 from deploykit.reporting.markdown import markdown
-from deploykit.reporting.report import NotMeasured, Report, write
+from deploykit.reporting.report import Accuracy, NotMeasured, Report, write
 from deploykit.reporting.verdict import verdict
-from tests.support.measure.browser import CHROMIUM, loaded
+from tests.support.fake_engine import FakeEngine
+from tests.support.measure.simulated import simulated
+from tests.support.onnx_zoo import mnist_like, save
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 VOID = {"meta", "circle", "path", "rect", "br", "link", "img"}
 HOSTILE = "</script><script>alert('x')</script>\"'&\0\x1b"
 
@@ -61,6 +74,10 @@ def data_of(text: str, name: str) -> Any:
     return json.loads(text.split(f'id="{name}">')[1].split("</script>")[0])
 
 
+def page_of(report: Report, **changes: Any) -> str:
+    return report_page(replace(report, **changes).to_dict())
+
+
 def test_the_page_needs_nothing_else(report: Report) -> None:
     text = report_page(report.to_dict())
     found = Page(text)
@@ -78,18 +95,17 @@ def test_the_page_needs_nothing_else(report: Report) -> None:
 
 
 def test_headings_are_in_order_and_ids_are_unique(report: Report) -> None:
-    found = Page(report_page(report.to_dict()))
+    text = page_of(report)
+    found = Page(text)
     levels = [int(tag[1]) for tag, _ in found.elements if re.fullmatch("h[1-6]", tag)]
-    assert levels.count(1) == 1
-    assert levels[0] == 1
+    assert (levels[0], levels.count(1)) == (1, 1)
     assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(levels))
     ids = Counter(attrs["id"] for _, attrs in found.elements if "id" in attrs)
     assert max(ids.values()) == 1
     for _, attrs in found.elements:
-        for name in str(attrs.get("aria-labelledby") or "").split():
-            assert name in ids
+        assert set(str(attrs.get("aria-labelledby") or "").split()) <= ids.keys()
     assert found.all("html") == [{"lang": "en"}]
-    titles = re.findall(r'<h2 id="[^"]*">([^<]*)', report_page(report.to_dict()))
+    titles = re.findall(r'<h2 id="[^"]*">([^<]*)', text)
     regions = [attrs["aria-label"] for attrs in found.all("div") if attrs.get("role") == "region"]
     assert len(titles) > 4
     assert len({*titles, *regions}) == len(titles) + len(set(regions))  # each landmark has a name
@@ -132,11 +148,6 @@ def test_tables_name_their_rows_and_columns_and_align_figures(report: Report) ->
     assert ".n { text-align: right" in CSS
 
 
-def test_the_document_is_embedded_whole(report: Report) -> None:
-    text = report_page(report.to_dict())
-    assert data_of(text, "report-data") == json.loads(json.dumps(report.to_dict()))
-
-
 def test_hostile_names_are_shown_and_not_run(report: Report) -> None:
     hostile = replace(
         report,
@@ -163,6 +174,18 @@ def test_hostile_names_are_shown_and_not_run(report: Report) -> None:
     assert "\0" not in text
     assert "\x1b" not in text
     assert data_of(text, "report-data")["notes"][0].startswith("</script><script>")
+
+
+def test_the_page_holds_the_document_and_says_a_thing_once(report: Report) -> None:
+    sized = [replace(each, shapes={"x": (each.batch, 3, 8)}) for each in report.points]
+    text = page_of(report, points=tuple(sized), gates=(Gate("parity", False, "error 1"),))
+    document = replace(report, points=tuple(sized), gates=(Gate("parity", False, "error 1"),))
+    assert data_of(text, "report-data") == json.loads(json.dumps(document.to_dict()))
+    shown, _, _ = text.partition('<script type="application/json"')
+    assert shown.count("no NVIDIA GPU on this machine") == 1
+    assert "best GPU" not in shown
+    assert "Inputs of the smallest batch: x 1×3×8." in shown
+    assert '<li class="unmet"><strong>✗ NOT met</strong> parity' in shown
 
 
 def test_a_report_with_nothing_in_it_has_sentences_and_no_empty_frames() -> None:
@@ -224,49 +247,7 @@ def test_a_report_holds_no_folder_of_the_machine(report: Report, tmp_path: Path)
         assert "/layer1/conv" in text
 
 
-NARROW = """
-<script type="module">
-const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-parent.document.title = 'beyond ' + wide + ' of ' + document.documentElement.clientWidth;
-</script>
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_phone_need_not_scroll_sideways(report: Report, tmp_path: Path) -> None:
-    long = "pip-install-" + "x" * 200
-    wide = replace(report, title=long, not_measured=(NotMeasured(long, long),), notes=(long,))
-    text = write(replace(wide, verdict=(long, *verdict(wide))), tmp_path).read_text()
-    page = re.sub("<meta http-equiv=[^>]*>", "", text).replace("</body>", NARROW + "</body>")
-    (tmp_path / "page.html").write_text(page)
-    source = page.replace("&", "&amp;").replace('"', "&quot;")
-    frame = f'<iframe width="390" height="800" srcdoc="{source}"></iframe>'
-    (tmp_path / "phone.html").write_text(f"<!doctype html><title>?</title>{frame}")
-    shown = loaded(tmp_path / "phone.html", tmp_path / "profile")
-    assert re.search("<title>beyond 0 of 3[789][0-9]</title>", shown), shown[:200]
-
-
-def test_a_gate_that_was_not_met_is_written_out(report: Report) -> None:
-    text = report_page(replace(report, gates=(Gate("parity", False, "error 1"),)).to_dict())
-    assert '<li class="unmet"><strong>✗ NOT met</strong> parity' in text
-
-
-def test_the_page_says_a_thing_once(report: Report) -> None:
-    """What was not measured stood there three times, and each title of a table twice."""
-    shown, _, _ = report_page(report.to_dict()).partition('<script type="application/json"')
-    assert shown.count("no NVIDIA GPU on this machine") == 1
-    assert "best GPU" not in shown
-    assert "<caption>" not in shown
-
-
-def test_the_sizes_of_the_inputs_are_next_to_the_short_table(report: Report) -> None:
-    sized = [replace(each, shapes={"x": (each.batch, 3, 8)}) for each in report.points]
-    page = report_page(replace(report, points=tuple(sized)).to_dict())
-    assert "Inputs of the smallest batch: x 1×3×8." in page
-
-
-OVERLAPS = """
+IN_A_PHONE = """
 <script type="module">
 const found = [];
 for (const svg of document.querySelectorAll('svg')) {
@@ -276,21 +257,143 @@ for (const svg of document.querySelectorAll('svg')) {
       found.push(a + ' / ' + b);
   }));
 }
-document.title = 'texts ' + document.querySelectorAll('svg text').length + ' overlaps '
-  + JSON.stringify(found);
+const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+parent.document.title = document.querySelectorAll('svg text').length + ' texts, '
+  + JSON.stringify(found) + ' overlap, ' + wide + ' beyond';
 </script>
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_real_browser_lays_out_no_text_of_a_chart_over_another(
+def test_a_real_browser_shows_all_on_a_phone(report: Report, tmp_path: Path) -> None:
+    long = "pip-install-" + "x" * 200
+    wide = replace(report, title=long, not_measured=(NotMeasured(long, long),), notes=(long,))
+    text = write(replace(wide, verdict=(long, *verdict(wide))), tmp_path).read_text()
+    page = re.sub("<meta http-equiv=[^>]*>", "", text).replace("</body>", IN_A_PHONE + "</body>")
+    frame = f'<iframe width="390" height="800" srcdoc="{escape(page)}"></iframe>'
+    (tmp_path / "phone.html").write_text(f"<!doctype html><title>?</title>{frame}")
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    quiet += ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    profile = [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    command = [str(CHROMIUM), *quiet, *profile, (tmp_path / "phone.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert re.search(r"<title>[1-9]\d+ texts, \[\] overlap, 0 beyond</title>", done.stdout)
+
+
+def test_markdown_holds_the_verdict_the_tables_and_the_command(
     report: Report, tmp_path: Path
 ) -> None:
-    text = write(report, tmp_path).read_text()
-    open_to_scripts = re.sub("<meta http-equiv=[^>]*>", "", text)
-    (tmp_path / "probe.html").write_text(open_to_scripts.replace("</body>", OVERLAPS + "</body>"))
-    shown = loaded(tmp_path / "probe.html", tmp_path / "profile")
-    title = re.search("<title>(texts [1-9][^<]*)</title>", shown)
-    assert title is not None
-    assert title[1].endswith("overlaps []")
+    write(report, tmp_path)
+    text = narrow((tmp_path / "report.md").read_text())
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings[:6] == [
+        "# mnist-cnn on this machine",
+        "## In short",
+        "## Best at each batch",
+        "## What the measurements show",
+        "## How it was measured",
+        "## Machine and versions",
+    ]
+    assert "    deploykit demo -o out/" in text
+    assert "| int8 | top-1 accuracy | 540 |" in text
+    widths = {line.count(" | ") for line in text.splitlines() if line.startswith("| logits")}
+    assert widths == {7}
+
+
+def test_markdown_shows_hostile_names_as_they_are(report: Report, tmp_path: Path) -> None:
+    hostile = "<script>a|b`c*d[e]\nf"
+    accuracy = (Accuracy("fp32", hostile, 540, Interval(0.9, 0.8, 0.95), None),)
+    write(replace(report, title=hostile, accuracy=accuracy), tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "<script>" not in text
+    assert text.startswith("# &lt;script&gt;a\\|b\\`c\\*d\\[e\\] f\n")
+
+
+def narrow(text: str) -> str:
+    return text.replace("\u202f", " ")
+
+
+# notebooks
+
+
+def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    page = (Path(__file__).parents[2] / "docs/api.md").read_text(encoding="utf-8")
+    documented = page.split("## Types")[1].split("## Errors")[0]
+    found = re.findall(r"^::: (deploykit\S+)\.(\w+)$", documented, re.MULTILINE)
+    public = [getattr(import_module(module), name) for module, name in found]
+    kinds = [each for each in public if isinstance(each, type)]
+    assert len(kinds) > 15
+    assert [kind.__name__ for kind in kinds if not hasattr(kind, "_repr_html_")] == []
+    long = [kind.__name__ for kind in kinds if is_dataclass(kind) and not issubclass(kind, Shown)]
+    assert long == []  # a dataclass's own `repr`
+    model, data = save(mnist_like(), tmp_path / "a<b>.onnx"), tmp_path / "data.npz"
+    np.savez(data, image=np.zeros((3, 1, 28, 28), np.float32), labels=np.zeros(3, np.int64))
+    made = dk.build(str(model), "cpu", out=str(tmp_path / "built.onnx"))
+    half = dk.quantize(str(model), "fp16")
+    assert half.path.parent == model.parent  # next to the model that a string names
+    for name, slower in (("a", 1.0), ("b", 1.2)):
+        write(simulated(1, slower), tmp_path / name)
+    answers = ({"label": "<cat>", "score": 0.9}, {"label": "dog", "score": 0.5})
+    with dk.load(model) as engine:
+        for result, shown in (
+            (made, "built.onnx"),
+            (half, "fp16"),
+            (dk.compare(str(model), str(made.path)), "compared with"),
+            (dk.inspect(str(model)), "float32"),
+            (dk.predict(str(made.path), data, tmp_path / "o.npz"), "accuracy"),
+            (dk.doctor(), "inspect, profiles"),
+            (dk.compare_reports(tmp_path / "a", tmp_path / "b"), "<td>throughput</td>"),
+            (
+                dk.Answered(Path("m"), "classify", "cpu", ("a", "b"), answers),
+                "<td>&lt;cat&gt;</td>",
+            ),
+            (dk.plan(model), "jetson-orin-nano-8gb"),
+            (engine, "float32[N,1,28,28]"),
+            (engine.inputs[0], "image"),
+            (dk.profile("l4"), "l4"),
+            (dk.Artefact.open(model), "&lt;b&gt;"),
+            (dk.Shapes(), "tf32"),
+            (dk.client("http://x:1"), "http://x:1"),
+        ):
+            html = result._repr_html_()
+            assert "<table" in html
+            assert shown in html
+            assert "a<b>" not in html
+            assert "Interval" not in html
+            assert len(repr(result)) < 2000
+    with dk.serve({"m": model}, grpc_port=None) as server:
+        assert f'<a href="{server.url}">' in server._repr_html_()
+
+
+def frame(html: str) -> str:
+    """The page inside the frame."""
+    return unescape(html.split('srcdoc="')[1].split('"')[0])
+
+
+def test_reports_and_loads_show_their_tables_and_their_charts_in_a_frame(report: Report) -> None:
+    html = report._repr_html_()
+    assert report.verdict[0] in unescape(html)
+    assert html.index("<table>") < html.index("<iframe")
+    assert (html.count("<iframe"), 'sandbox=""' in html) == (1, True)
+    assert frame(html).count("<figure>") == 4
+    html = report.serving[0]._repr_html_()
+    assert "32 connections" in html.split("<iframe")[0]
+    assert frame(html).count("<figure>") == 1
+    html = replace(report.serving[0], latency=None, ok=0)._repr_html_()
+    assert ("<table>" in html, "<iframe" in html) == (True, False)  # no chart without an answer
+
+
+def test_an_evaluation_shows_its_verdict_above_its_parity() -> None:
+    engine = FakeEngine()
+    engine.inputs = (parse_spec("x:float32[N,4]"),)
+    found = evaluate(engine, FakeEngine(), samples=None, names=("a<b", "c"))
+    html = evaluation_html(found)
+    assert "passed" in html
+    assert found.why in unescape(html)
+    assert "the evaluation above decides" in html
+    assert "the bound of" not in html
+    assert "within the bound of" in parity_html(found.parity)
+    assert "Parity of c with a&lt;b" in html
+    assert html.count("<table>") == 2
