@@ -1,6 +1,6 @@
 """ONNX files that are good, or nearly, and every verb on them: for a process that may be ended.
 
-    python -m tests.support.any_model FOLDER SEED ROUNDS
+    python -m scripts.fuzz_models FOLDER SEED ROUNDS
 
 Prints each input before it is tried, and BUG lines: errors that the command line would call a bug.
 """

@@ -97,11 +97,15 @@ def _with_row(name: str, row: str, table: str = "ALL = (") -> None:
     exec(compile(code, spec.origin, "exec"), vars(module))
 
 
-if __name__ == "__main__":
+def add_rows() -> None:
     _with_row("deploykit.core.runtime", f"{RUNTIME},")
     _with_row("deploykit.core.precision", f"{PRECISION},")
     _with_row("deploykit.core.task", f"{TASK},")
     _with_row("deploykit.deploying", BUNDLE, "WRITERS = {")
+
+
+if __name__ == "__main__":
+    add_rows()
     from deploykit.cli.main import script
 
     script()
