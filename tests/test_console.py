@@ -30,7 +30,7 @@ COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-define
 ELSEWHERE = {  # an input in the line -> where lines with it run
     "detector.onnx": "howto-detector.md, whole, in a campaign",
     "./sentiment": "howto-bert.md, whole, in a campaign: it downloads the model",
-    "faces.py": "tests/cli/test_pipelines.py, with a pipeline of no faces",
+    "faces.py": "tests/cli/test_predict.py, with a pipeline of no faces",
     "cats-dogs": "tests/training: it trains for minutes",
     "m.pt": "as cats-dogs",
     "m.onnx": "as cats-dogs",
