@@ -19,8 +19,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.deploying.wheels import read_lock
-from tests.support.boots import boot
-from tests.support.bundles import proven_model
+from tests.support.bundles import boot, proven_model
 from tests.support.campaign import only_in_a_campaign, rounds
 from tests.support.installed import needs
 

@@ -16,8 +16,7 @@ import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.deploying import STARTED, WRITERS
 from deploykit.deploying.folder import read_bundle, verify
-from tests.support.boots import boot
-from tests.support.bundles import proven_model
+from tests.support.bundles import boot, proven_model
 from tests.support.onnx_zoo import conv_relu, linear, make, mnist_like, save
 
 ROOT = Path(__file__).resolve().parents[2]
