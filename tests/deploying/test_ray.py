@@ -35,22 +35,15 @@ def test_the_application_names_the_model_that_is_in_the_folder(tmp_path: Path) -
     assert (out / "model" / "a.b_c-1.onnx").is_file()
 
 
-def test_the_deployments_are_those_of_the_package(tmp_path: Path) -> None:
-    source = Path(ray.__file__).with_name("ray_app.py")
-    assert '"front", "model"' in source.read_text("utf-8")
-    assert set(deployments(written(tmp_path))) == {"front", "model"}
-
-
-def test_replicas_scale_with_the_usual_batch(tmp_path: Path) -> None:
-    model = deployments(written(tmp_path))["model"]
-    assert model["autoscaling_config"]["target_ongoing_requests"] == 8
-    assert model["max_ongoing_requests"] == 64
-
-
 @pytest.mark.parametrize(
     ("profile", "options"), [("cpu", {"num_cpus": 2.0}), ("l4", {"num_gpus": 1})]
 )
-def test_a_replica_gets_what_the_profile_runs_on(
+def test_a_replica_gets_what_the_profile_runs_on_and_scales_with_the_usual_batch(
     tmp_path: Path, profile: str, options: dict[str, float]
 ) -> None:
-    assert deployments(written(tmp_path, profile=profile))["model"]["ray_actor_options"] == options
+    found = deployments(written(tmp_path, profile=profile))
+    assert set(found) == {"front", "model"}
+    assert '"front", "model"' in Path(ray.__file__).with_name("ray_app.py").read_text("utf-8")
+    assert found["model"]["ray_actor_options"] == options
+    assert found["model"]["autoscaling_config"]["target_ongoing_requests"] == 8
+    assert found["model"]["max_ongoing_requests"] == 64
