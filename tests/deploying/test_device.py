@@ -1,8 +1,8 @@
-"""Whether a machine is what a bundle was made for, and what its engine depends on."""
+"""How a device starts: whether it is what a bundle was made for, and what its cache holds."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.deploying.device import check_gpu, check_machine, engine_key, gpu_number
 from deploykit.deploying.folder import Bundle, FileEntry
+from deploykit.deploying.slots import MAX_TRIES, CacheState, EngineKey, decide
 from deploykit.engines.tensorrt.compatibility import Here
 
 NANO, NX = "jetson-orin-nano-8gb@15W", "jetson-orin-nx-16gb"
@@ -143,3 +144,70 @@ def test_the_gpu_is_the_one_of_the_device_option() -> None:
     for device in ("cpu", "cuda:x", "gpu", ""):
         with pytest.raises(dk.BadInput, match="`device`"):
             gpu_number(device)
+
+
+# -- What is done, by what the cache holds
+
+KEY = EngineKey("m", "0" * 64, "cpu", "1,8,32", "tensorrt 10.3.0", "aarch64", sm_count=8)
+OTHER = replace(KEY, driver="540.5.0")
+NEWER = replace(KEY, deploykit="9")
+A, B = f"a-{KEY.digest}", f"b-{OTHER.digest}"
+FAILED = CacheState("m", A, OTHER.digest, MAX_TRIES, "no memory")  # the build of OTHER
+
+STATES = {
+    "empty": CacheState(),
+    "a": CacheState("m", A),
+    "b": CacheState("m", B),
+    "failed": FAILED,
+    "not ready": replace(FAILED, active=B),
+    "confirmed": replace(FAILED, active=B).confirm(),
+}
+SLOTS = {"a": {A: KEY}, "b": {B: OTHER}, "ab": {A: KEY, B: OTHER}, "": {}}
+STEPS = {
+    "an empty cache": ("empty", KEY, "", "build", "a"),
+    "the same key": ("a", KEY, "a", "start", "a"),
+    "the key of the other slot": ("a", OTHER, "ab", "start", "b"),
+    "what failed, and another can serve": ("failed", OTHER, "a", "fall back", "a"),
+    "what failed, and none can serve": ("failed", OTHER, "", "build", ""),
+    "another key has tries of its own": ("failed", NEWER, "a", "build", "b"),
+    "it never became ready": ("not ready", OTHER, "ab", "fall back", "a"),
+    "it became ready": ("confirmed", OTHER, "ab", "start", "b"),
+    "not into the slot that serves, a": ("a", NEWER, "ab", "build", "b"),
+    "not into the slot that serves, b": ("b", NEWER, "ab", "build", "a"),
+}
+
+
+@pytest.mark.parametrize(("state", "key", "slots", "do", "slot"), STEPS.values(), ids=STEPS)
+def test_a_start_builds_or_uses_a_slot(
+    state: str, key: EngineKey, slots: str, do: str, slot: str
+) -> None:
+    step = decide(STATES[state], key, SLOTS[slots])
+    assert (step.do, step.slot.startswith(slot)) == (do, True)
+    assert do != "fall back" or step.why == "no memory"
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(EngineKey)])
+def test_any_difference_builds_and_an_engine_of_another_device_never_replaces_one(
+    field: str,
+) -> None:
+    value: object = 4 if field == "sm_count" else "other"
+    wanted = replace(KEY, **{field: value})
+    step = decide(CacheState("m", A), wanted, {A: KEY})
+    assert (step.do, field in step.why) == ("build", True)
+    alike = ("name", "runtime", "architecture", "gpu", "sm_count", "compute_capability")
+    foreign = field in alike
+    assert wanted.may_replace(KEY) is not foreign
+    assert foreign or step.slot == f"b-{wanted.digest}"
+    fallback = decide(FAILED, OTHER, {A: wanted}).do
+    assert fallback == "build" if foreign else fallback == "fall back"
+
+
+def test_interrupted_builds_are_tried_a_few_times() -> None:
+    state = CacheState("m", A)
+    for _ in range(MAX_TRIES):
+        assert decide(state, OTHER, {A: KEY}).do == "build"
+        state = state.begin("m", OTHER.digest)
+    step = decide(state, OTHER, {A: KEY})
+    assert (step.do, step.slot) == ("fall back", A)
+    assert "begun 3 times" in step.why
+    assert state.begin("m", NEWER.digest).tries == 1

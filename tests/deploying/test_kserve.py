@@ -1,10 +1,11 @@
-"""A KServe bundle: its manifests fit KServe's and Kubernetes' schemas, and our own server.
+"""Bundles for KServe and Ray: they fit KServe's and Kubernetes' schemas, and our own server.
 
 `kubernetes.json` holds the schemas: scripts/kubernetes_schemas.py says where they come from.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.deploying import kserve
+from deploykit.deploying import kserve, ray
 from deploykit.serving import server
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.repository import ModelRepository
@@ -124,3 +125,39 @@ def test_each_model_has_a_name_of_its_own_that_kubernetes_takes() -> None:
         assert LABEL.fullmatch(label)
         assert len(f"deploykit-{label}") <= 63
         assert len(f"{label}-predictor") <= 63
+
+
+# -- Ray: test_ray_cluster.py runs one, where Ray is installed
+
+
+def written_for_ray(folder: Path, **given: Any) -> Path:
+    (folder / "out").mkdir()
+    ray.write(folder / "out", contents_of(folder, [IMAGE], **given))
+    return folder / "out"
+
+
+def deployments(out: Path) -> dict[str, dict[str, Any]]:
+    config = yaml.safe_load((out / "serve.yaml").read_text("utf-8"))
+    return {each["name"]: each for each in config["applications"][0]["deployments"]}
+
+
+def test_the_application_names_the_model_that_is_in_the_folder(tmp_path: Path) -> None:
+    out = written_for_ray(tmp_path, name="a.b_c-1")
+    tree = ast.parse((out / "app.py").read_text("utf-8"))
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert {"a.b_c-1.onnx", "a.b_c-1", "cpu", 32} <= set(constants)
+    assert (out / "model" / "a.b_c-1.onnx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("profile", "options"), [("cpu", {"num_cpus": 2.0}), ("l4", {"num_gpus": 1})]
+)
+def test_a_replica_gets_what_the_profile_runs_on_and_scales_with_the_usual_batch(
+    tmp_path: Path, profile: str, options: dict[str, float]
+) -> None:
+    found = deployments(written_for_ray(tmp_path, profile=profile))
+    assert set(found) == {"front", "model"}
+    assert '"front", "model"' in Path(ray.__file__).with_name("ray_app.py").read_text("utf-8")
+    assert found["model"]["ray_actor_options"] == options
+    assert found["model"]["autoscaling_config"]["target_ongoing_requests"] == 8
+    assert found["model"]["max_ongoing_requests"] == 64

@@ -115,14 +115,6 @@ def test_answers_are_compared_with_those_expected(got: np.ndarray, why: str | No
     assert read(reply(200, text), check).error == why
 
 
-def test_each_request_has_its_own_expected_answer() -> None:
-    check = AnswerCheck([], [{"y": Y}, {"y": Y * 2}], 1e-3)
-    wire = Http1([b"first", b"second"], check)
-    for number, right in ((0, True), (1, False), (0, True)):
-        wire.request(number)
-        assert wire.feed(binary(Y)) == (200 if right else WRONG)
-
-
 def test_chunks_a_continue_and_a_body_to_the_end_are_read() -> None:
     body = json.dumps(ANSWER).encode()
     parts = (5, body[:5], len(body) - 5, body[5:])

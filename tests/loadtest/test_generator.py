@@ -111,9 +111,8 @@ def test_requests_are_binary_tensors_of_the_metadata_s_shape_and_seeded() -> Non
 
 def test_open_loop_sends_what_was_drawn_whatever_the_server_does() -> None:
     sent = []
-    for infer in (None, lambda _server, _n: reply(503, {"error": "full"})):
-        server = StandIn() if infer is None else StandIn(infer)
-        with server.running() as url:
+    for status in (200, 503):
+        with StandIn(lambda _server, _n: reply(status, ANSWER)).running() as url:  # noqa: B023
             result = load_test(url, rate=200, seed=3, **QUICK)
         sent.append(result.sent)
         assert (result.mode, result.concurrency, result.rate_per_s) == ("open", None, 200)
@@ -182,15 +181,6 @@ def test_answers_that_never_come_are_failures_and_do_not_hang() -> None:
     assert result.first_error == "no answer within 0.1 s of the end"
 
 
-def test_requests_that_hang_since_the_warm_up_are_counted() -> None:
-    server = StandIn(lambda _server, n: never() if n else reply(200, ANSWER))
-    options = {"concurrency": 4, "warmup_s": 0.2, "duration_s": 0.2, "drain_s": 0.0}
-    with server.running() as url:
-        result = load(url, server.bodies, at_least(4), **options)
-    assert (result.sent, result.ok, result.failed) == (4, 0, 4)
-    assert result.latency is None
-
-
 INTERRUPTED = """
 import os, signal
 from deploykit.loadtest.load import load_test
@@ -201,12 +191,11 @@ def infer(_server, n):
         os.kill(os.getpid(), signal.SIGINT)
     return reply(200, ANSWER)
 
-for options in ({"concurrency": 3}, {"rate": 100.0}):
-    with StandIn(infer).running() as url:
-        try:
-            load_test(url, warmup_s=0.0, duration_s=5.0, **options)
-        except KeyboardInterrupt:
-            print("interrupted")
+with StandIn(infer).running() as url:
+    try:
+        load_test(url, warmup_s=0.0, duration_s=5.0, rate=100.0)
+    except KeyboardInterrupt:
+        print("interrupted")
 """
 
 
@@ -214,7 +203,7 @@ def test_ctrl_c_ends_the_run_at_once() -> None:
     """In a process of its own: a signal that came too late would end the tests."""
     command = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["interrupted"] * 2, done.stderr
+    assert done.stdout == "interrupted\n", done.stderr
 
 
 def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed() -> None:
@@ -299,17 +288,14 @@ def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
     with slow_server().running() as url:
         result = load_test(url, on_progress=lambda text, _share: seen.append(text), **QUICK)
     assert result.mode == "open"
-    assert result.rate_per_s is not None
     assert result.capacity_per_s is not None
     assert result.rate_per_s == result.capacity_per_s / 2
     # 10 at a time, 10 ms each, and what had been answered before but was read then
     assert 0 < result.capacity_per_s <= 1000 + 32 / 2
     assert any(text.startswith("capacity: ") and "p50 " in text for text in seen)
-
-
-def test_a_server_without_capacity_is_refused_with_its_error() -> None:
+    broken = StandIn(lambda _server, _n: reply(500, {"error": "broken"}), pause_s=0.1)
     with (
-        StandIn(lambda _server, _n: reply(500, {"error": "broken"}), pause_s=0.1).running() as url,
+        broken.running() as url,
         pytest.raises(BadInput, match="no request had a good answer in 2 s: 500: broken"),
     ):
         load_test(url, **QUICK)

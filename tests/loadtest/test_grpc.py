@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.http import NotHttpError
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.schedule import WRONG
-from deploykit.loadtest.server import Server
-from deploykit.loadtest.target import RemoteModel
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 
@@ -65,23 +62,16 @@ def serving(
             context.abort(grpc.StatusCode.NOT_FOUND, "no such model: 50 %")
         return about or metadata()
 
+    server_metadata = encode("ServerMetadataResponse", name="native", version="7")
     methods = {
         "ModelInfer": infer,
         "RepositoryIndex": index,
         "ModelMetadata": describe,
-        "ServerMetadata": lambda _request, _context: encode(
-            "ServerMetadataResponse", name="native", version="7"
-        ),
+        "ServerMetadata": lambda _request, _context: server_metadata,
     }
     handlers = {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
-    server = grpc.server(
-        ThreadPoolExecutor(4),
-        options=[
-            ("grpc.max_receive_message_length", -1),
-            ("grpc.max_send_message_length", -1),
-            *options,
-        ],
-    )
+    unlimited = [(f"grpc.max_{way}_message_length", -1) for way in ("receive", "send")]
+    server = grpc.server(ThreadPoolExecutor(4), options=[*unlimited, *options])
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers)]
     )
@@ -146,19 +136,16 @@ def test_requests_are_the_protocol_s_for_its_own_client() -> None:
 @pytest.mark.parametrize("typed", [False, True])
 def test_a_server_that_takes_or_gives_typed_contents_is_loaded(typed: bool) -> None:
     """KServe's and MLServer's give them, and some servers take nothing else."""
-    bad = encode("ModelInferResponse", model_name="m")
+    output = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
+    output["contents"] = {"fp32_contents": Y.ravel().tolist()}
 
     def infer(request: bytes, context: Any) -> bytes:
-        sent = message_from("ModelInferRequest", {})
+        sent: Any = message_from("ModelInferRequest", {})
         sent.MergeFromString(request)
-        values: Any = sent
-        if typed and values.raw_input_contents:
+        if typed and sent.raw_input_contents:
             context.abort(grpc.StatusCode.INTERNAL, "list index out of range")
-        if typed and len(values.inputs[0].contents.fp32_contents) != 3:
-            return bad
-        output = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
-        output["contents"] = {"fp32_contents": Y.ravel().tolist()}
-        return encode("ModelInferResponse", model_name="m", outputs=[output])
+        good = not typed or len(sent.inputs[0].contents.fp32_contents) == 3
+        return encode("ModelInferResponse", model_name="m", outputs=[output] if good else [])
 
     with serving(infer) as url:
         result = load(url, concurrency=2, **QUICK)
@@ -224,44 +211,6 @@ def test_what_is_no_server_of_the_protocol_is_named() -> None:
         load_test(url.replace("http", "grpc"), concurrency=1)
 
 
-@contextmanager
-def listening(talk: Callable[[socket.socket], None]) -> Iterator[Server]:
-    """A server that says to each connection what `talk` does."""
-
-    def serve(listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                with connection, suppress(OSError):
-                    talk(connection)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        pool.submit(serve, listener)
-        host, port = listener.getsockname()
-        try:
-            yield Server(f"grpc://{host}:{port}", host, host, port, grpc=True)
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_server_that_drops_the_first_call_is_loaded_all_the_same() -> None:
-    with listening(lambda connection: connection.close()) as server:
-        assert RemoteModel(server, "m", ()).probe(b"") == (0, "")
-        with pytest.raises(BadInput, match=r"index: (it closed|Connection reset)"):
-            server.ask("index")
-
-
-def test_a_server_that_never_stops_talking_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploykit.loadtest.server.TIMEOUT_S", 0.3)
-
-    def ping(connection: socket.socket) -> None:
-        while True:
-            connection.sendall(frame(6, 1, 0, bytes(8)))
-
-    with listening(ping) as server, pytest.raises(BadInput, match="no answer within"):
-        server.ask("about")
-
-
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
@@ -304,6 +253,13 @@ def test_an_answer_in_any_frames_is_one(piece: int) -> None:
     assert frame(6, 1, 0, b"12345678") in wire.control
 
 
+def called() -> Grpc:
+    """With one call in flight."""
+    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
+    wire.request(0)
+    return wire
+
+
 @pytest.mark.parametrize(
     ("data", "status", "error"),
     [
@@ -321,8 +277,7 @@ def test_an_answer_in_any_frames_is_one(piece: int) -> None:
     ],
 )
 def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
-    wire.request(0)
+    wire = called()
     assert (wire.feed(data), wire.error) == (status, error)
     assert wire.unread is (status == 503)  # another connection may have it
 
@@ -338,10 +293,8 @@ def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None
     ids=["HTTP/1.1", "headers", "window", "endless headers"],
 )
 def test_what_is_no_http2_is_refused(data: bytes) -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
-    wire.request(0)
     with pytest.raises(NotHttpError):
-        wire.feed(data)
+        called().feed(data)
 
 
 @pytest.mark.parametrize("most", [0, 1, (1 << 32) - 1])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import socketserver
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from deploykit.loadtest.schedule import NO_ANSWER
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.loads import at_least, load, run_here
 from tests.support.serving.running import Running, running
-from tests.support.stand_in import ANSWER, IMAGE, StandIn, reply
+from tests.support.stand_in import ANSWER, StandIn, reply
 
 pytest.importorskip("hpack")
 
@@ -70,16 +68,17 @@ def test_what_a_secured_server_lacks_is_named(
     secured: Running, pem: tuple[Path, Path], way: int
 ) -> None:
     url, ca_file = urls(secured)[way], pem[0]
-    other = url.replace("localhost", "127.0.0.1")
-    for at, options, words, hint in (
-        (url, {"token": TOKEN}, "certificate is not trusted: self", "`ca_file`"),
-        (url, {"ca_file": ca_file}, "a token is needed", "`token`"),
-        (url, {"ca_file": ca_file.parent / "none.pem"}, "holds no certificates", ""),
-        (other, {"ca_file": ca_file}, "IP address mismatch", ""),
-    ):
-        with pytest.raises(BadInput, match=words) as caught:
-            load_test(at, **options, **QUICK)  # type: ignore[arg-type]
-        assert hint in str(caught.value.hint)
+    with running({"m": FakeEngine()}, grpc_port=0) as plain:
+        for at, options, words, hint in (
+            (url, {"token": TOKEN}, "certificate is not trusted: self", "`ca_file`"),
+            (url, {"ca_file": ca_file}, "a token is needed", "`token`"),
+            (url, {"ca_file": ca_file.parent / "none.pem"}, "holds no certificates", ""),
+            (url.replace("localhost", "127.0.0.1"), {"ca_file": ca_file}, "address mismatch", ""),
+            (urls(plain)[0], {}, "TLS: ", "without TLS"),
+        ):
+            with pytest.raises(BadInput, match=words) as caught:
+                load_test(at, **options, **QUICK)  # type: ignore[arg-type]
+            assert hint in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("way", [0, 1], ids=["https", "grpcs"])
@@ -150,17 +149,17 @@ FORMS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_answers_in_every_form_of_http_are_read(form: str) -> None:
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_answers_in_every_form_of_http_are_read(form: Callable[[bytes], bytes]) -> None:
     class Other(StandIn):
         async def answer(self, *request: Any) -> bytes | None:
             found = await super().answer(*request)
-            return found and FORMS[form](found)
+            return found and form(found)
 
     with Other().running() as url:
         record = run_here(url)
     assert 200 in record.statuses
-    assert set(record.statuses) == {200} or form == "HTTP/1.0", record.errors
+    assert set(record.statuses) == {200} or form is FORMS["HTTP/1.0"], record.errors
 
 
 @pytest.mark.parametrize(
@@ -181,44 +180,10 @@ def test_a_body_that_cannot_be_decompressed_is_named(
     assert [*record.errors] == [f"not an answer of this protocol: it {reason}"]
 
 
-def test_a_server_that_closes_after_each_answer_without_a_word_loses_no_request() -> None:
-    """An orderly end after the request was read is a loss, see test_generator.py."""
-    answers: dict[str, object] = {
-        "/v2": {"extensions": ["binary_tensor_data"]},
-        "/v2/repository/index": [{"name": "m"}],
-        "/v2/models/m": {"name": "m", "inputs": [IMAGE]},
-    }
-
-    class Answer(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            if data := self.request.recv(1 << 16):
-                path = data.split(b" ")[1].decode()
-                self.request.sendall(reply(200, answers.get(path, ANSWER)))
-
-    class Closing(socketserver.ThreadingTCPServer):
-        shutdown_request = socketserver.ThreadingTCPServer.close_request
-
-    with Closing(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        result = load(url, enough=at_least(3), **QUICK)
-        server.shutdown()
-        thread.join(60)
-    assert result.ok == result.sent >= 3, result.errors
-    assert any("sent again" in note for note in result.notes)
-
-
 @pytest.mark.parametrize("extensions", [None, 7, "binary_tensor_data", [None]], ids=str)
 def test_extensions_that_are_no_list_are_none(extensions: Any) -> None:
     with StandIn(extensions=extensions).running() as url:
         assert set(run_here(url).statuses) == {200}
-
-
-def test_tls_where_there_is_none_is_named() -> None:
-    with running({"m": FakeEngine()}) as server, pytest.raises(BadInput, match="TLS: ") as caught:
-        load_test(f"https://localhost:{server.port}", **QUICK)
-    assert "without TLS" in str(caught.value.hint)
 
 
 def test_a_server_below_a_path_is_loaded() -> None:
