@@ -33,14 +33,15 @@ SCALES = {
     "kernel": INTEGERS.T.reshape(WIDTH, DEPTH, 1, 1).copy(),
     "weights": INTEGERS,
 }
+MICROSOFT = "com.microsoft"
 # operator: its inputs (two blanks: none between), its domain, its output's type and largest value
 OPERATORS = {
     "QLinearMatMul": ("x one zero weights one zero_w down zero", "", TensorProto.UINT8, 250),
-    "QGemm": ("x one zero weights one zero_w  down zero", "com.microsoft", TensorProto.UINT8, 250),
+    "QGemm": ("x one zero weights one zero_w  down zero", MICROSOFT, TensorProto.UINT8, 250),
     "MatMulInteger": ("x weights zero zero_w", "", TensorProto.INT32, LARGEST),
     "MatMulIntegerToFloat": (
         "x weights one one zero zero_w",
-        "com.microsoft",
+        MICROSOFT,
         TensorProto.FLOAT,
         LARGEST,
     ),
@@ -77,13 +78,17 @@ def test_the_largest_sum_is_exact(
     assert set(values.flat) == {OPERATORS[name][3]}
 
 
+def pretend(features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "cpu_features", lambda _: features)
+    monkeypatch.setattr(sums.platform, "machine", lambda: "x86_64")
+
+
 @pytest.fixture(params=[("avx2",), ("avx2", "avx512_vnni")], ids=" ".join)
 def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A CPU of which deploykit reads these; ONNX Runtime has the real one."""
     if "avx512_vnni" in request.param and not sums.adds_exactly():
         pytest.skip("this CPU has no VNNI")
-    monkeypatch.setattr(sums, "cpu_features", lambda _: request.param)
-    monkeypatch.setattr(sums.platform, "machine", lambda: "x86_64")
+    pretend(request.param, monkeypatch)
     return tuple(request.param)
 
 
@@ -106,22 +111,18 @@ def test_a_built_file_keeps_the_weights_as_they_are(
     assert capfd.readouterr() == ("", "")  # ONNX Runtime warns of an option that is set twice
 
 
-def shared_weights() -> onnx.ModelProto:
-    """Two products with the same INT8 weights, as tied layers have."""
-    return onnx.parser.parse_model(
-        """<ir_version: 9, opset_import: ["" : 17]>
-        g (float[N,8] x) => (float[N,8] y)
-        <float s = {0.5}, uint8 zero = {128}, int8 zero_w = {0}>
-        {
-          q = QuantizeLinear(x, s, zero)
-          d = DequantizeLinear(q, s, zero)
-          weights = DequantizeLinear(w, s, zero_w)
-          a = MatMul(d, weights)
-          r = QuantizeLinear(a, s, zero)
-          e = DequantizeLinear(r, s, zero)
-          y = MatMul(e, weights)
-        }"""
-    )
+SHARED = """<ir_version: 9, opset_import: ["" : 17]>
+    g (float[N,8] x) => (float[N,8] y)
+    <float s = {0.5}, uint8 zero = {128}, int8 zero_w = {0}>
+    {
+      q = QuantizeLinear(x, s, zero)
+      d = DequantizeLinear(q, s, zero)
+      weights = DequantizeLinear(w, s, zero_w)
+      a = MatMul(d, weights)
+      r = QuantizeLinear(a, s, zero)
+      e = DequantizeLinear(r, s, zero)
+      y = MatMul(e, weights)
+    }"""
 
 
 @pytest.mark.usefixtures("features")
@@ -129,10 +130,10 @@ def shared_weights() -> onnx.ModelProto:
 def test_weights_that_two_nodes_share_open_on_every_cpu_and_stay_exact(
     opened: Callable[[Path], Engine], tmp_path: Path
 ) -> None:
-    """ONNX Runtime 1.32 gives up where it makes them exact for a CPU without VNNI."""
-    model = shared_weights()
-    every = np.full((8, 8), 127, np.int8)
-    model.graph.initializer.append(numpy_helper.from_array(every, "w"))
+    """As tied layers; ONNX Runtime 1.32 gives up where it makes them exact without VNNI."""
+    model = onnx.parser.parse_model(SHARED)
+    every = numpy_helper.from_array(np.full((8, 8), 127, np.int8), "w")
+    model.graph.initializer.append(every)
     with opened(save(model, tmp_path / "m.onnx")) as engine:
         found = engine({"x": np.full((2, 8), 1, np.float32)})["y"]
     np.testing.assert_allclose(found, 8 * 63.5 * 63.5)
@@ -157,8 +158,7 @@ def test_an_onnx_runtime_that_cuts_sums_is_refused_where_it_would(
 ) -> None:
     path = save(one_operator(name), tmp_path / "m.onnx")
     monkeypatch.setattr(ort, "__version__", version)
-    monkeypatch.setattr(sums, "cpu_features", lambda _: features)
-    monkeypatch.setattr(sums.platform, "machine", lambda: "x86_64")
+    pretend(features, monkeypatch)
     if refused:
         with pytest.raises(Unsupported, match="cuts the sums of this model's INT8 products"):
             load(path)
