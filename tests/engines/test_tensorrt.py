@@ -17,15 +17,20 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost
-from deploykit.engines.tensorrt.engine import TensorRtEngine, choose_profile
-from tests.support.campaign import rounds
+from deploykit.engines.tensorrt.engine import choose_profile
 from tests.support.runtimes.fake_tensorrt import tensor
 from tests.support.runtimes.own_cuda import FakeCuda, rows
-from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y, opened_fixture  # noqa: F401
+from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
+    PROFILE,
+    Opened,
+    X,
+    Y,
+    opened_fixture,
+    right,
+)
 
 SIZES = (1, 2, 4, 8)
 MEMORY = {"weights": 100_000, "context": 1000}
-LATE = tensor("y", "OUTPUT", [-1, 4], late=True)
 FIXED = {
     "tensors": (tensor("x", "INPUT", [2, 4]), tensor("y", "OUTPUT", [2, 4])),
     "profiles": ({"x": [[2, 4]] * 3},),
@@ -34,11 +39,6 @@ FIXED = {
 
 def calls(*sizes: int) -> list[dict[str, np.ndarray]]:
     return [{"x": np.zeros((size, 4), np.float32)} for size in sorted(sizes, reverse=True)]
-
-
-def right(engine: TensorRtEngine, count: int, start: float = 0.0) -> bool:
-    x = rows(count, start=start)
-    return np.array_equal(engine({"x": x})["y"], 2 * x + 1)
 
 
 # what an engine says of itself
@@ -124,14 +124,6 @@ def test_wrong_feeds_are_refused_before_tensorrt(opened: Opened) -> None:
     assert right(opened.engine, 1)
 
 
-def test_calls_run_in_two_contexts_and_answer_in_order(opened: Opened) -> None:
-    tickets = [opened.engine.submit({"x": rows(1 + n % 4, start=n)}) for n in range(9)]
-    assert len(opened.nv.contexts) == 2
-    assert opened.cuda.names("enqueue", "wait")[:3] == ["enqueue", "enqueue", "wait"]
-    for n, ticket in enumerate(tickets):
-        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1 + n % 4, start=n) + 1)
-
-
 def test_shapes_and_addresses_are_set_once_for_calls_of_the_same_size(opened: Opened) -> None:
     assert right(opened.engine, 2)
     (context,) = opened.nv.contexts
@@ -154,16 +146,6 @@ def test_the_copy_times_of_the_last_call_are_reported() -> None:
 def test_layer_information_is_read_by_a_thread_that_never_used_cuda(opened: Opened) -> None:
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(opened.engine.layer_information).result() == ""  # the stand-in's
-
-
-def test_many_calls_leak_nothing() -> None:
-    found = Opened(graphs=[1, 2], scratch=1024)
-    for n in range(rounds(1_000, 100_000)):
-        found.engine.submit({"x": rows(1 + n % 5)})
-        found.cuda.calls.clear()
-    assert len(found.nv.contexts) == 6  # two slots: two graphs and one for all other sizes
-    found.engine.close()
-    assert found.cuda.held() == {}
 
 
 # several profiles, data-dependent shapes
@@ -199,21 +181,6 @@ def test_sizes_that_only_fit_different_profiles_are_refused() -> None:
     together = pytest.raises(BadInput, match="optimisation profiles together")
     with Opened((X, x2, Y), (one, two)).engine as engine, together:
         engine({"x": rows(1), "x2": rows(1)})
-
-
-def test_output_whose_shape_depends_on_the_data_is_fetched_by_its_allocator() -> None:
-    found = Opened((X, LATE), graphs=[3])
-    with found.engine as engine:
-        for start in (-1, -100, 5, -5):
-            x = rows(3, start=start)
-            np.testing.assert_array_equal(engine({"x": x})["y"], x[x[:, 0] > 0])
-        assert found.cuda.count["begin_capture"] == 0
-        found.cuda.total_bytes = found.cuda.used_bytes + 100
-        with pytest.raises(OutOfMemory, match="needed"):
-            engine({"x": rows(32, start=1)})
-        found.cuda.total_bytes = 1 << 30
-        assert engine({"x": rows(32, start=1)})["y"].shape == (32, 4)
-    assert found.cuda.held() == {}
 
 
 # weights are shared
@@ -348,31 +315,6 @@ def test_no_call_takes_memory_after_prepare(graphs: tuple[int, ...], slots: int)
 
 
 # graphs
-
-
-def test_graphs_have_contexts_of_their_own() -> None:
-    """The stand-in fails when a graph runs whose context was changed since."""
-    found = Opened(graphs=[1, 2], scratch=4096)
-    with found.engine as engine:
-        assert all(right(engine, count) for count in (1, 2, 1, 2, 3, 1, 2, 32, 1, 2))
-        assert len(found.nv.contexts) == 3
-        assert len({context.scratch for context in found.nv.contexts}) == 1
-        assert found.cuda.count["launch"] > 2
-        assert engine.notes == ()
-    assert found.cuda.held() == {}
-
-
-def test_refused_graph_is_a_note_and_the_call_answers() -> None:
-    found = Opened(graphs=[2])
-    with found.engine as engine:
-        engine({"x": rows(2)})
-        found.nv.fail = {
-            "execute_async_v3": "[a.cpp::b::1] Error Code 1: Cuda Runtime (operation not permitted "
-            "when stream is capturing)"
-        }
-        assert right(engine, 2)
-        assert "no CUDA graph for [2, 4]" in engine.notes[0]
-        assert "cudaErrorStreamCaptureUnsupported" in engine.notes[0]
 
 
 def test_sizes_that_were_not_prepared_are_not_captured_later() -> None:
