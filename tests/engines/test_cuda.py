@@ -27,16 +27,6 @@ def test_call_copies_in_computes_copies_out_in_this_order_on_one_stream() -> Non
         assert found.cuda.names("use", "enqueue", "wait") == ["use", "enqueue", "use", "wait"] * 3
 
 
-def test_a_context_of_tensorrt_may_be_collected_while_work_on_the_device_runs() -> None:
-    cuda = FakeCuda()
-    cuda.use()
-    taken, stream = list[bool](), cuda.open_stream()
-    cuda.push(stream, "enqueue", lambda: taken.append(cuda.take(64)))
-    cuda.wait_stream(stream)
-    cuda.close_stream(stream)
-    assert taken == [True]
-
-
 def test_larger_batch_replaces_the_buffers_and_frees_the_old_ones_first() -> None:
     with Opened(profiles=LARGE) as found:
         assert all(right(found.engine, count) for count in (10, 7, 10, 1000, 3))

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import DeploykitError, Unsupported
-from deploykit.engines.cuda.errors import CaptureRefused
 from tests.support.campaign import rounds
 from tests.support.runtimes.own_cuda import (
     CudaDevice,
@@ -72,38 +71,6 @@ def test_a_gpu_that_cannot_be_used_is_named_at_the_start(
 
 
 @pytest.mark.usefixtures("a_new_machine")
-def test_two_threads_use_two_devices_at_once() -> None:
-    """Each call sets its thread's device; a stream of the other one would be an invalid handle."""
-    wrong: list[object] = []
-    together = threading.Barrier(2)
-
-    def use(number: int) -> None:
-        cuda = CudaDevice(number)
-        stream, event = cuda.open_stream(), cuda.open_event()
-        host, device = cuda.pin(4096), cuda.allocate(4096)
-        try:
-            for n in range(100):
-                together.wait()
-                cuda.array(host, 4096)[:] = number * 100 + n % 100
-                cuda.copy_in(device, host, 4096, stream)
-                cuda.copy_out(host, device, 4096, stream)
-                cuda.record(event, stream)
-                cuda.wait(event)
-                if set(cuda.array(host, 4096).tolist()) != {number * 100 + n % 100}:
-                    wrong.append((number, n))
-        except BaseException as exc:  # noqa: BLE001 - shown below
-            wrong.append(exc)
-            together.abort()
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-@pytest.mark.usefixtures("a_new_machine")
 def test_one_thread_serves_two_devices_in_turn() -> None:
     devices = [CudaDevice(0), CudaDevice(1)]
     runs = [pipeline(cuda, graphs=[2]) for cuda in devices]
@@ -125,22 +92,6 @@ def test_an_answer_may_be_waited_for_by_a_thread_that_never_used_cuda() -> None:
         thread.start()
         thread.join()
         assert answers == [True]
-
-
-def test_allocating_while_capturing_is_refused_to_this_thread_only() -> None:
-    cuda = FakeCuda()
-    stream = cuda.open_stream()
-    cuda.begin_capture(stream)
-    other: list[int] = []
-    thread = threading.Thread(target=lambda: (cuda.use(), other.append(cuda.allocate(1))))
-    thread.start()
-    thread.join()
-    assert len(other) == 1
-    with pytest.raises(CaptureRefused):
-        cuda.allocate(1)
-    with pytest.raises(CaptureRefused, match="Invalidated"):
-        cuda.end_capture(stream)
-    assert cuda.allocate(1)
 
 
 def test_cuda_in_a_forked_process_is_refused_with_the_cause() -> None:
