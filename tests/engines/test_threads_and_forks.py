@@ -18,28 +18,23 @@ from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y
 from tests.support.serving.running import WAIT_S
 
-TORCH = """
-import torch
-from deploykit.engines.torch.engine import TorchEngine
-from deploykit.engines.torch.loaded import Loaded
-class Half(torch.nn.Module):
-    def forward(self, x): return (torch.relu(x),)
-specs = [(dk.TensorSpec(name, "float32", ("N", 4)),) for name in "xy"]
-engine = TorchEngine(Loaded(Half(), *specs, "checkpoint"), "m", "cpu", 1)
-"""
-OPENVINO = """
-built = dk.build(sys.argv[1], profile="cpu-openvino", out=sys.argv[2])
-engine = dk.load(built.path)
-"""
-SERVER = """
-server = dk.serve(sys.argv[1], http_port=0, grpc_port=None)
-engine = lambda _: server.wait()
-"""
 OPENED = {
     "onnxruntime": "engine = dk.load(sys.argv[1])",
-    "openvino": OPENVINO,
-    "torch": TORCH,
-    "server": SERVER,
+    "openvino": """
+built = dk.build(sys.argv[1], profile="cpu-openvino", out=sys.argv[2])
+engine = dk.load(built.path)
+""",
+    "torch": """
+import torch
+from deploykit.engines.torch.engine import TorchEngine
+from deploykit.engines.torch.loaded import load_live
+spec = dk.TensorSpec("x", "float32", ("N", 4))
+engine = TorchEngine(load_live(torch.nn.ReLU(), [spec]), "m", "cpu", 1)
+""",
+    "server": """
+server = dk.serve(sys.argv[1], http_port=0, grpc_port=None)
+engine = lambda _: server.wait()
+""",
 }
 FORK = """
 import os, signal, sys
