@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import defs
 
 import deploykit as dk
-from tests.support.graphs.small import write_text
+from tests.support.campaign import only_in_a_campaign
+from tests.support.graphs.small import parse, write_text
+from tests.support.onnx_zoo import save
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((4, 4)).astype(np.float32)
@@ -256,3 +259,253 @@ def test_an_output_whose_rows_are_no_samples_is_replayed_whole(tmp_path: Path) -
     np.save(tmp_path / "c.npy", RNG.standard_normal((60, 4)).astype(np.float32))
     made = dk.quantize(path, "int8", calib=tmp_path / "c.npy", batch=1)
     assert dk.compare(made.path).parity.passed
+
+
+COUNT = 16
+DATA = {
+    "x": RNG.standard_normal((COUNT, 5, 4)).astype(np.float32),
+    "h": RNG.standard_normal((2, COUNT, 4)).astype(np.float32),
+    "rate": np.array(2, np.float32),
+    "bias": RNG.standard_normal(4).astype(np.float32),
+}
+# the batch's names in x and h
+NAMES = {
+    "N": ("N", "N"),
+    "batch": ("batch", "batch"),
+    "two names": ("A", "B"),
+    "no names": ("?", "?"),
+    "fixed": ("1", "1"),
+}
+
+
+def rename(model: onnx.ModelProto, names: dict[str, str]) -> onnx.ModelProto:
+    """ONNX's text syntax takes no "?" for an axis."""
+    for value in (*model.graph.input, *model.graph.output):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.dim_param in names:
+                axis.dim_param = names[axis.dim_param]
+    return model
+
+
+@pytest.fixture(params=NAMES.values(), ids=NAMES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A state [2,N,4] goes in and comes out, a scalar and a bias are the same for all samples."""
+    first, second = request.param
+    unnamed = first == "?"
+    first, second = ("A", "B") if unnamed else (first, second)
+    proto = parse(
+        f"(float[2,{second},4] h, float[{first},5,4] x, float rate, float[4] bias)"
+        f" => (float[{first},5,4] y, float[{'L' if unnamed else 2},{second},4] after)",
+        "q = MatMul(x, W) r = Add(q, bias) s = Mul(r, rate) y = Relu(s) after = Mul(h, rate)",
+        W=RNG.standard_normal((4, 4)),
+    )
+    np.savez(tmp_path / "d.npz", **DATA)
+    names = dict.fromkeys("ABL", "?") if unnamed else {}
+    return save(rename(proto, names), tmp_path / "m.onnx")
+
+
+def test_samples_are_read_along_the_batch_and_answers_joined_along_it(
+    model: Path, tmp_path: Path
+) -> None:
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    alone = [
+        session.run(None, {**DATA, "x": DATA["x"][n : n + 1], "h": DATA["h"][:, n : n + 1]})
+        for n in range(COUNT)
+    ]
+    y, after = zip(*alone, strict=True)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for n in range(0, COUNT, 4):
+        part = {"x": DATA["x"][n : n + 4], "h": DATA["h"][:, n : n + 4]}
+        np.savez(folder / f"{n:02}.npz", **{**DATA, **part})
+    for data in (tmp_path / "d.npz", folder):
+        assert dk.predict(model, data, tmp_path / "p.npz", batch=7, force=True).samples == COUNT
+        got = np.load(tmp_path / "p.npz")
+        np.testing.assert_allclose(got["y"], np.concatenate(y), rtol=1e-5)
+        np.testing.assert_allclose(got["after"], np.concatenate(after, 1), rtol=1e-5)
+
+
+def test_they_calibrate_evaluate_compare_and_replay(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "d.npz"
+    made = dk.quantize(model, "int8", calib=data)
+    assert made.evidence.calibration.samples == COUNT
+    assert made.evaluation.samples == COUNT
+    assert dk.compare(model, made.path, data=data, max_error=0.1).parity.passed
+    assert dk.compare(made.path).parity.passed
+    for given in ({}, {"data": data}, {"precision": "int8", "calib": data}):
+        assert dk.build(model, "cpu", out=tmp_path / "b.onnx", **given).parity.passed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"h": DATA["h"][:, :15]}, r"its arrays have \[15, 16\] samples"),
+        ({"rate": np.ones(COUNT, np.float32)}, r"input 'rate' is float32\[\], got float32\[16\]"),
+        ({"bias": np.ones(3, np.float32)}, r"input 'bias' is float32\[4\], got float32\[3\]"),
+    ],
+)
+@pytest.mark.parametrize("model", [("N", "N")], indirect=True)
+def test_arrays_that_do_not_fit_are_refused(
+    model: Path, tmp_path: Path, wrong: dict[str, np.ndarray], reason: str
+) -> None:
+    np.savez(tmp_path / "d.npz", **{**DATA, **wrong})
+    with pytest.raises(dk.BadInput, match=reason):
+        dk.predict(model, tmp_path / "d.npz", tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize("name", ["?", "-1", "None", "unknown", ""])
+def test_axes_of_no_known_size_have_a_size_each(name: str, tmp_path: Path) -> None:
+    """PaddlePaddle calls each of them "?"; height and width are not one axis for that."""
+    body = "c = Conv(x, K) p = GlobalAveragePool(c) y = Flatten(p)"
+    kernel = RNG.standard_normal((4, 3, 3, 3))
+    proto = parse("(float[A,3,H,W] x) => (float[N,4] y)", body, K=kernel)
+    path = save(rename(proto, dict.fromkeys("AHW", name)), tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=RNG.standard_normal((COUNT, 3, 12, 40)).astype(np.float32))
+    assert dk.inspect(path).inputs[0].shape == ("N", 3, "x_2", "x_3")
+    assert dk.quantize(path, "int8", calib=tmp_path / "d.npz").evaluation.passed
+    with dk.load(path, "cpu") as engine:
+        assert engine({"x": np.zeros((1, 3, 12, 40), np.float32)})["y"].shape == (1, 4)
+
+
+CONV = "c = Conv(x, K) "
+PRODUCT = "f = Flatten(x) m = MatMul(f, L) "
+NORM = CONV + "b = BatchNormalization(c, S, B, B, S) y = Relu(b)"
+BOUNDS = CONV + "y = Clip<min = 0.0, max = 6.0>(c)"
+MAXIMUM = PRODUCT + "y = ReduceMax<axes = [1]>(m)"
+# name -> opset, precision, body from x [N,3,8,8] to y, the axes of y, and the new opset
+MODELS = {
+    "product": (9, "bf16", "f = Flatten(x) y = MatMul(f, L)", "N,512", 13),
+    "batch norm": (9, "int8", NORM, "N,4,6,6", 13),
+    "bounds": (9, "int8", BOUNDS, "N,4,6,6", 13),
+    "axes": (11, "int8", CONV + "g = GlobalMaxPool(c) y = Squeeze<axes = [2, 3]>(g)", "N,4", 13),
+    "softmax": (11, "int8", CONV + "y = Softmax<axis = 1>(c)", "N,4,6,6", 13),
+    "upsample": (9, "int8", CONV + 'y = Upsample<mode = "nearest">(c, U)', "N,4,12,12", 13),
+    "maximum": (15, "fp8", MAXIMUM, "N,1", 19),
+    "pairs": (15, "int8 fp16", CONV + "y = ReduceMean<axes = [2]>(c)", "N,4,1,6", 19),
+    "parts": (17, "int4-weight-only", PRODUCT + "y, z = Split<axis = 1>(m)", "N,256", 21),
+}
+
+
+def write(folder: Path, body: str, shape: str, opset: int) -> Path:
+    np.savez(folder / "d.npz", x=RNG.standard_normal((32, 3, 8, 8)).astype(np.float32))
+    constants = {
+        "K": RNG.standard_normal((4, 3, 3, 3)),
+        "L": RNG.standard_normal((192, 512)),
+        "S": np.ones(4),
+        "B": np.zeros(4),
+        "U": np.array([1.0, 1.0, 2.0, 2.0]),
+    }
+    head = f"(float[N,3,8,8] x) => (float[{shape}] y)"
+    return write_text(folder, head, body, constants, opset)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_an_old_opset_is_converted_proven_and_reported(case: str, tmp_path: Path) -> None:
+    opset, to, body, shape, least = MODELS[case]
+    path, data = write(tmp_path, body, shape, opset), tmp_path / "d.npz"
+    to, _, rest = to.partition(" ")
+    made = dk.quantize(path, to, calib=data, other_nodes=rest or "fp32")
+    assert made.evaluation.passed
+    assert dk.inspect(made.path).details["opset"]["ai.onnx"] >= least
+    assert any(f"opset {opset}, converted to {least}: " in note for note in made.notes)
+    if to != "bf16":  # ONNX Runtime's CPU does not run it
+        assert dk.compare(path, made.path, data=data, max_error=0.3).parity.passed
+
+
+def test_constants_that_are_listed_as_inputs_are_constants(tmp_path: Path) -> None:
+    """Files of before IR version 4 list them so."""
+    path = write(tmp_path, NORM, "N,4,6,6", 9)
+    model = onnx.load(path)
+    model.ir_version = 3
+    for tensor in model.graph.initializer:
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, 1, tensor.dims))
+    onnx.save(model, path)
+    made = dk.quantize(path, "int8", calib=tmp_path / "d.npz")
+    assert made.manifest.precision["int8"] == 1
+    assert [spec.name for spec in made.manifest.inputs] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("raises", "reason"),
+    [
+        (False, r"opset 9, converted to 13, does not compute the same: against m.onnx"),
+        (True, r"opset 9 cannot be converted to 13, which this precision needs: no adapter"),
+    ],
+)
+def test_a_conversion_that_fails_or_changes_the_model_is_refused(
+    raises: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = onnx.version_converter.convert_version
+
+    def convert(model: onnx.ModelProto, least: int) -> onnx.ModelProto:
+        if raises:
+            raise RuntimeError("no adapter")
+        found = real(model, least)
+        found.graph.node[-1].op_type = "Max"  # the bounds are values then
+        return found
+
+    monkeypatch.setattr(onnx.version_converter, "convert_version", convert)
+    path = write(tmp_path, BOUNDS, "N,4,6,6", 9)
+    with pytest.raises(dk.BadInput, match=reason) as caught:
+        dk.quantize(path, "int8", calib=tmp_path / "d.npz")
+    assert caught.value.hint == "export it again with opset 13"
+
+
+def test_auto_tries_what_needs_a_newer_opset_too(tmp_path: Path) -> None:
+    path = write(tmp_path, MAXIMUM, "N,1", 11)
+    made = dk.quantize(path, "auto", calib=tmp_path / "d.npz", runtime="onnxruntime")
+    assert any("opset 11, converted to 13" in note for note in made.notes)
+
+
+FEWEST = 400  # models; there were 448 of 191 operators in onnx 1.23
+LEAST_DB = 15.0
+
+
+def models() -> Iterator[tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]]:
+    """Yield one model for each operator and opset that ONNX Runtime runs, its feeds and answers."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    schemas, seen = defs.get_all_schemas_with_history(), set[tuple[str, int]]()
+    for case in collect_testcases(None):
+        if case.model is None or not case.data_sets or not case.model.graph.node:
+            continue
+        kind, inputs = case.model.graph.node[0].op_type, case.data_sets[0][0]
+        feeds = {v.name: a for v, a in zip(case.model.graph.input, inputs, strict=False)}
+        versions = {each.since_version for each in schemas if each.name == kind}
+        for version in sorted(each for each in versions if each >= 7 and (kind, each) not in seen):
+            model = onnx.ModelProto()
+            model.CopyFrom(case.model)
+            for each in model.opset_import:
+                each.version = each.version if each.domain else version
+            model.ir_version = min(10, max(model.ir_version, 4))
+            try:
+                onnx.checker.check_model(model, full_check=True)
+                wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+            except Exception:  # noqa: BLE001 - not of that opset, or not ONNX Runtime's
+                continue
+            seen.add((kind, version))
+            yield model, feeds, wanted
+
+
+@only_in_a_campaign
+@pytest.mark.filterwarnings("ignore")  # onnx's own cases overflow on purpose
+def test_each_operator_is_cast_or_refused_and_what_is_written_computes_the_same(
+    tmp_path: Path,
+) -> None:
+    path, count, wrong = tmp_path / "m.onnx", 0, []
+    for model, feeds, wanted in models():
+        count += 1
+        onnx.save(model, path)
+        dk.inspect(path)
+        try:
+            made = dk.quantize(path, "fp16", force=True)
+        except (dk.BadInput, dk.GateFailed, dk.Unsupported):
+            continue
+        answers = onnxruntime.InferenceSession(made.path).run(None, feeds)
+        for want, got in zip(wanted, answers, strict=True):
+            if isinstance(want, np.ndarray) and want.dtype.kind == "f" and want.size:
+                x, y = want.astype(np.float64), got.astype(np.float64)
+                if ((x - y) ** 2).sum() > (x**2).sum() * 10 ** (-LEAST_DB / 10):
+                    wrong.append(f"{model.graph.name}, opset {model.opset_import[0].version}")
+    assert count >= FEWEST
+    assert wrong == []
