@@ -421,10 +421,3 @@ def test_settings_that_do_not_fit_into_memory_are_left_out(error: DeploykitError
 
     with pytest.raises(type(error), match=error.message):
         Runs(none).search(choices([4]))
-
-
-def test_settings_that_are_processes_already_are_raced_once() -> None:
-    machine = Runs(lambda each: 0.01 * each.sessions * (0.5 if each.threads == 2 else 1))
-    found = machine.search(choices([2], "torch"))
-    assert len({trial.settings for trial in found.trials}) == len(found.trials) == 3
-    assert str(found.fastest) == "1 process of 2 threads"

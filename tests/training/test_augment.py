@@ -60,15 +60,9 @@ def test_a_sample_is_the_same_in_any_batch(
     assert not torch.equal(expected, whole)
     parts = zip(whole.split(size), uniform.split(size), strict=True)
     assert torch.equal(torch.cat([EVERYTHING(*part) for part in parts]), expected)
+    assert torch.equal(EVERYTHING(whole, draws(40)), whole)  # in the middle they change nothing
     monkeypatch.setitem(loader._CHUNK, "cpu", size * images[0].size)
     assert torch.equal(EVERYTHING(whole, uniform), expected)
-
-
-@KINDS
-def test_draws_in_the_middle_change_nothing(images: np.ndarray) -> None:
-    whole = torch.from_numpy(images)
-    assert torch.equal(EVERYTHING(whole, draws(40)), whole)
-    assert torch.equal(Augment()(whole, random_draws(40)), whole)
 
 
 @pytest.mark.parametrize(("u", "shift"), [(0.0, -2), (0.25, -1), (MIDDLE, 0), (0.99, 2)])
