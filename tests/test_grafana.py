@@ -47,26 +47,8 @@ class OneGpu(Devices):
         pass
 
     def read(self) -> tuple[GpuState, ...]:
-        return (
-            GpuState(
-                "G",
-                "n",
-                0,
-                "nvml",
-                0.5,
-                1.0,
-                2.0,
-                3.0,
-                4,
-                5,
-                6,
-                7,
-                8.0,
-                (),
-                rails=(("VIN", 9.0),),
-                zones=(("tj", 50.0),),
-            ),
-        )
+        used, rails, zones = [0.5, 1.0, 2.0, 3.0, 4, 5, 6, 7, 8.0], (("VIN", 9.0),), (("tj", 50.0),)
+        return (GpuState("G", "n", 0, "nvml", *used, (), rails=rails, zones=zones),)
 
     def close(self) -> None:
         pass
