@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, Use
-from tests.support.runtimes.modules import replaced
+from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, Use, replaced
 
 
 @pytest.fixture(autouse=True)

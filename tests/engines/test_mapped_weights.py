@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -25,9 +26,11 @@ def mappings() -> str:
     return Path("/proc/self/maps").read_text()
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8", "external"])
 def test_mapped_weights_change_no_bit_of_an_answer(kind: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "large.onnx", kind, size=2048)
+    if kind == "external":
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="large.data")
     folder = tmp_path / "copies"
     folder.mkdir()
     with open_engine(path, "cpu", 1) as usual:
@@ -45,25 +48,16 @@ def test_mapped_weights_change_no_bit_of_an_answer(kind: str, tmp_path: Path) ->
     assert str(folder) not in mappings()
 
 
-def test_weights_in_another_file_are_mapped_too(tmp_path: Path) -> None:
-    import onnx
-
-    path = write_model(tmp_path / "large.onnx")
-    model = onnx.load(path)
-    onnx.save(model, path, save_as_external_data=True, location="large.data")
-    with (
-        open_engine(path, "cpu", 1) as usual,
-        open_engine(path, "cpu", 1, shared=tmp_path) as engine,
-    ):
-        np.testing.assert_array_equal(engine(FEEDS)["y"], usual(FEEDS)["y"])
-        assert f"{tmp_path}/" in mappings()
-
-
-def test_a_small_model_is_not_copied(tmp_path: Path) -> None:
+def test_what_is_small_or_cannot_be_copied_is_opened_as_usual(tmp_path: Path) -> None:
     path = write_model(tmp_path / "small.onnx", size=8)
     with open_engine(path, "cpu", 1, shared=tmp_path) as engine:
         engine(FEEDS)
     assert [each.name for each in tmp_path.iterdir()] == ["small.onnx"]
+    path, folder = write_model(tmp_path / "large.onnx"), tmp_path / "absent"
+    with open_engine(path, "cpu", 1, shared=folder) as engine:
+        (note,) = engine.notes
+        assert "its weights are not shared: " in note
+        assert engine(FEEDS)["y"].shape == (2, 1024)
 
 
 def test_a_file_is_copied_once_and_the_copy_of_its_successor_replaces_it(tmp_path: Path) -> None:
@@ -73,38 +67,23 @@ def test_a_file_is_copied_once_and_the_copy_of_its_successor_replaces_it(tmp_pat
         written.append(copy)
         copy.write_bytes(path.read_bytes())
 
+    def fail(copy: Path) -> None:
+        copy.write_bytes(b"o")
+        raise OSError("no space left")
+
     path.write_bytes(b"one")
+    with pytest.raises(OSError, match="no space"):
+        mapped_copy(path, tmp_path, fail)
+    (tmp_path / "new").mkdir()  # of a process that was killed
+    (tmp_path / "new" / "weights").touch()
     first = mapped_copy(path, tmp_path, write)
+    assert [each.name for each in first.parent.iterdir()] == ["model.onnx"]
     assert mapped_copy(path, tmp_path, write) == first
     (tmp_path / "b").write_bytes(b"two")
     (tmp_path / "b").rename(path)
     second = mapped_copy(path, tmp_path, write)
     assert (second.read_bytes(), len(written)) == (b"two", 2)
     assert list(tmp_path.glob("*/model.onnx")) == [second]
-
-
-def test_what_cannot_be_copied_is_opened_as_usual(tmp_path: Path) -> None:
-    path, folder = write_model(tmp_path / "large.onnx"), tmp_path / "absent"
-    with open_engine(path, "cpu", 1, shared=folder) as engine:
-        (note,) = engine.notes
-        assert "its weights are not shared: " in note
-        assert engine(FEEDS)["y"].shape == (2, 1024)
-
-
-def test_a_copy_that_was_not_finished_is_written_again(tmp_path: Path) -> None:
-    path = tmp_path / "a.onnx"
-    path.write_bytes(b"one")
-
-    def fail(copy: Path) -> None:
-        copy.write_bytes(b"o")
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space"):
-        mapped_copy(path, tmp_path, fail)
-    (tmp_path / "new").mkdir()  # of a process that was killed
-    (tmp_path / "new" / "weights").touch()
-    copy = mapped_copy(path, tmp_path, lambda copy: copy.write_bytes(b"one"))
-    assert [each.name for each in copy.parent.iterdir()] == ["model.onnx"]
 
 
 def test_the_folder_of_a_server_that_was_killed_is_removed(
@@ -120,13 +99,8 @@ def test_the_folder_of_a_server_that_was_killed_is_removed(
             os.utime(each, (0, 0))
         with copies_folder() as third:
             assert set(tmp_path.iterdir()) == {running, other, third}
+    mapped._remove_unused(tmp_path)  # as another process does whose lock is gone already
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_another_process_is_removing_gets_no_new_file(tmp_path: Path) -> None:
-    mapped._remove_unused(tmp_path)  # whose lock is gone already
-    assert list(tmp_path.iterdir()) == []
-    assert tmp_path.exists()
 
 
 def test_onnx_runtime_reports_its_use_to_nobody() -> None:

@@ -16,7 +16,6 @@ needs("onnxscript")
 from torch import nn  # noqa: E402
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence  # noqa: E402
 
-from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.engines.engine import load  # noqa: E402
 from deploykit.exporting.onnx import export_module  # noqa: E402
@@ -97,25 +96,3 @@ def test_recurrent_layers_are_one_operator_each_and_take_any_length(
             feeds = {spec.name: array for spec, array in zip(inputs, given, strict=True)}
             for value, got in zip(expected, engine(feeds).values(), strict=True):
                 np.testing.assert_allclose(got, value, atol=1e-5)
-
-
-def test_a_projection_is_refused_with_its_line_and_torch_is_put_back(tmp_path: Path) -> None:
-    class Projected(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.LSTM(4, 6, batch_first=True, proj_size=3)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return (self.layer(x)[0],)
-
-    with pytest.raises(BadInput, match=r"no projection \(`proj_size`\) \(test_recurrent.py:") as e:
-        export_module(
-            Projected(),
-            [parse_spec("x:float32[N,T,4]")],
-            [parse_spec("y:float32[N,T,3]")],
-            tmp_path / "m.onnx",
-        )
-    assert "nn.LSTMCell" in str(e.value.hint)
-    assert "lstm" not in vars(torch._VF)
-    with pytest.raises(RuntimeError, match="must be equal to input_size"):
-        nn.LSTM(4, 6)(torch.zeros(2, 3, 5))

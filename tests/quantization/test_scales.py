@@ -1,4 +1,4 @@
-"""How `quantize` chooses the calibrator, and whether it smooths outliers."""
+"""How `quantize` chooses the calibrator, and smooths outliers of a LayerNorm (SmoothQuant)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -18,9 +19,43 @@ from deploykit.engines.data.samples import Samples
 from deploykit.graph.graph import Graph
 from deploykit.quantization import calibrate, scales
 from deploykit.quantization.calibrate import METHODS, Range
-from tests.support.graphs.data import feeds
-from tests.support.graphs.layer_norm import layer_norm
-from tests.support.onnx_zoo import save
+from deploykit.quantization.qdq import to_pairs
+from deploykit.quantization.smoothquant import smooth
+from tests.support.graphs.data import feeds, samples, sqnr_db
+from tests.support.graphs.protos import to_proto
+from tests.support.graphs.qdq_graphs import run, stored
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import mnist_like, save
+
+WIDTH, OUTLIERS = 32, (3, 17)
+
+
+def layer_norm(
+    *, residual: bool = False, gemm: bool = False, peak: float = 100.0, axis: int = -1
+) -> onnx.ModelProto:
+    """A LayerNorm with outlier channels and two MatMuls of its output, added up.
+
+    `residual`: an Add reads the LayerNorm, too. `gemm`: the second of them is a Gemm with
+    transposed weights. `peak`: of the outlier channels, which the MatMuls meet with small weights.
+    """
+    rng = np.random.default_rng(0)
+    weights = {
+        "scale": rng.uniform(0.5, 1.5, WIDTH).astype(np.float32),
+        "bias": rng.standard_normal(WIDTH).astype(np.float32) / 10,
+        "Q": rng.standard_normal((WIDTH, WIDTH)).astype(np.float32),
+        "K": rng.standard_normal((WIDTH, WIDTH)).astype(np.float32),
+    }
+    for channel in OUTLIERS:
+        for name, factor in (("scale", peak), ("bias", peak), ("Q", 1 / peak), ("K", 1 / peak)):
+            weights[name][channel] *= factor
+    weights["KT"] = weights["K"].T.copy()
+    return parse(
+        f"(float[N,{WIDTH}] x) => (float[N,{WIDTH}] y)",
+        f"""normal = LayerNormalization<axis = {axis}>(x, scale, bias) q = MatMul(normal, Q)
+            k = {"Gemm<transB = 1>(normal, KT)" if gemm else "MatMul(normal, K)"}
+            {"sum = Add(q, k) y = Add(sum, normal)" if residual else "y = Add(q, k)"}""",
+        **weights,
+    )
 
 
 @pytest.fixture
@@ -96,37 +131,25 @@ def test_the_samples_to_choose_on_are_spread_over_the_data(
     assert 32 <= sum(map(len, batches)) <= 64
 
 
-@pytest.mark.parametrize(
-    ("few", "others", "chosen"),
-    [
-        pytest.param(
-            {"mixed": 1.0, "percentile": 1.02, "mse": 0.99}, {}, "mixed", id="nearly-equal"
-        ),
-        pytest.param(
-            {"mixed": 1.2, "percentile": 1.0, "mse": 1.5, "minmax": 1.9},
-            {"mixed": 2.0, "percentile": 3.0},
-            "mixed",
-            id="not-on-the-others",
-        ),
-        pytest.param(
-            {"mixed": 2.4, "percentile": 3.0, "mse": 1.0},
-            {"mixed": 2.0, "mse": 1.0},
-            "mse",
-            id="better",
-        ),
-        pytest.param(dict.fromkeys(METHODS, np.inf), {}, "mixed", id="none-works"),
-    ],
-)
+FIRST = {  # what is found -> noise on the first samples, on the others, and what is chosen
+    "nearly-equal": ({"mixed": 1.0, "percentile": 1.02, "mse": 0.99}, {}, "mixed"),
+    "not-on-the-others": (
+        {"mixed": 1.2, "percentile": 1.0, "mse": 1.5, "minmax": 1.9},
+        *({"mixed": 2.0, "percentile": 3.0}, "mixed"),
+    ),
+    "better": (
+        *({"mixed": 2.4, "percentile": 3.0, "mse": 1.0}, {"mixed": 2.0, "mse": 1.0}, "mse"),
+    ),
+    "none-works": (dict.fromkeys(METHODS, np.inf), {}, "mixed"),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
 def test_calibrators_that_may_be_better_than_the_first_are_tried_on(
-    outliers: Path,
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    unsmoothed: None,
-    few: dict[str, float],
-    others: dict[str, float],
-    chosen: str,
+    outliers: Path, data: Path, monkeypatch: pytest.MonkeyPatch, unsmoothed: None, case: str
 ) -> None:
     """Nor is minmax where the percentile lost: it goes further that way."""
+    few, others, chosen = FIRST[case]
     tried: list[tuple[str, int]] = []
 
     def noise(_: Any, trial: scales.Scales, batches: scales.Batches) -> np.ndarray:
@@ -193,10 +216,91 @@ def test_integer_outputs_have_no_signal_to_noise_ratio(
     model = layer_norm()
     model.graph.node.append(helper.make_node("ArgMax", ["y"], ["top"], axis=1, keepdims=0))
     model.graph.output.append(helper.make_tensor_value_info("top", TensorProto.INT64, ["N"]))
-    outputs = [value for value in model.graph.output if value.name in kept]
-    del model.graph.output[:]
-    model.graph.output.extend(outputs)
+    if "y" not in kept:
+        del model.graph.output[0]
     record = quantize(save(model, tmp_path / "m.onnx"), "int8", data, max_drop=1.0)[1]
     alone = quantize(save(layer_norm(), tmp_path / "y.onnx"), "int8", data)[1]
     assert record.sqnr_db == (alone.sqnr_db if "y" in kept else {})
     assert record.method in METHODS
+
+
+# What smoothing does to a graph
+
+
+def smoothed(model: onnx.ModelProto, tmp_path: Path) -> tuple[Graph, Graph, tuple[str, ...]]:
+    """The model's graph, the smoothed one, and what was smoothed."""
+    graph = Graph.open(save(model, tmp_path / "model.onnx"))
+    peaks = calibrate.calibrate(graph, samples(model, 64)).channel_peaks
+    other, names = smooth(graph, peaks)
+    return graph, other.save(tmp_path / "smoothed.onnx"), names
+
+
+def weights_of(graph: Graph) -> dict[str, np.ndarray]:
+    return stored(to_proto(graph))
+
+
+def answer(graph: Graph, inputs: dict[str, np.ndarray], tmp_path: Path) -> np.ndarray:
+    return run(to_proto(graph), inputs, tmp_path / "answer.onnx")
+
+
+SHAPES = [{}, {"residual": True}, {"gemm": True}, {"gemm": True, "residual": True}, {"axis": 1}]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_smoothed_graph_computes_the_same_to_the_last_bit_and_loses_far_less_to_int8(
+    tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    model = layer_norm(**shape)
+    before, after, names = smoothed(model, tmp_path)
+    assert names == ("normal",)
+    inputs = feeds(model, 50, seed=1)
+    wanted = answer(before, inputs, tmp_path)
+    np.testing.assert_array_equal(answer(after, inputs, tmp_path), wanted)
+    quality = []
+    for graph in (before, after):
+        pairs = to_pairs(graph, calibrate.calibrate(graph, samples(model, 64)))
+        got = answer(pairs.save(tmp_path / "int8.onnx"), inputs, tmp_path)
+        quality.append(sqnr_db(wanted, got))
+    assert quality[1] > quality[0] + (10 if not shape.get("residual") else 0)
+
+
+def test_the_factors_go_into_the_layer_norm_where_nothing_else_reads_it(tmp_path: Path) -> None:
+    before, after, _ = smoothed(layer_norm(), tmp_path)
+    kinds = [[node.op_type for node in graph.model.graph.node] for graph in (before, after)]
+    assert kinds[1] == kinds[0]
+    factors = [
+        weights_of(smoothed(layer_norm(gemm=gemm, peak=64.0), tmp_path)[1])["scale_smoothed"]
+        for gemm in (False, True)
+    ]
+    np.testing.assert_array_equal(*factors)
+
+
+def test_one_multiplication_serves_all_readers_where_another_node_reads_it(tmp_path: Path) -> None:
+    _, after, _ = smoothed(layer_norm(residual=True), tmp_path)
+    nodes = {node.name: node for node in after.model.graph.node}
+    (product,) = [node for node in nodes.values() if node.op_type == "Mul"]
+    readers = {name for name, node in nodes.items() if product.output[0] in node.input}
+    assert readers == {"q", "k"}
+    assert "normal" in nodes["y"].input
+
+
+def test_channels_are_alike_afterwards(tmp_path: Path) -> None:
+    model = layer_norm(peak=1000.0)
+    spread = []
+    for graph in smoothed(model, tmp_path)[:2]:
+        (peaks,) = calibrate.calibrate(graph, samples(model, 64)).channel_peaks.values()
+        spread.append(max(peaks) / np.median(peaks))
+    assert spread[0] > 500
+    assert spread[1] < 8
+
+
+def test_channels_that_are_never_active_give_no_factor(tmp_path: Path) -> None:
+    graph = Graph.open(save(layer_norm(), tmp_path / "model.onnx"))
+    # the weights differ although the activations do not
+    assert smooth(graph, {"normal": [1.0] * WIDTH})[1] == ("normal",)
+    assert smooth(graph, {})[1] == ()
+    dead = list(calibrate.calibrate(graph, samples(layer_norm(), 64)).channel_peaks["normal"])
+    for channel in OUTLIERS:
+        dead[channel] = 0.0  # any factor would be a guess
+    assert np.isfinite(weights_of(smooth(graph, {"normal": dead})[0])["scale_smoothed"]).all()
+    assert smoothed(mnist_like(), tmp_path)[2] == ()  # nothing to smooth

@@ -119,7 +119,19 @@ def over_http(port: int, stack: ExitStack) -> Callable[[], object]:
 
 def over_grpc(port: int, stack: ExitStack) -> Callable[[], object]:
     triton = pytest.importorskip("tritonclient.grpc")
-    client = stack.enter_context(triton.InferenceServerClient(f"127.0.0.1:{port}"))
+    policy = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+    client = stack.enter_context(
+        triton.InferenceServerClient(
+            f"127.0.0.1:{port}", channel_args=[("grpc.service_config", config)]
+        )
+    )
     tensor = triton.InferInput("x", [1, 4], "FP32")
     tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
 

@@ -15,12 +15,11 @@ import pytest
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http2.connection import DATA, HEADERS, PREFACE, SETTINGS, frame
-from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport.listener import LEAST_BYTES_S
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import Frames, infer_bytes
-from tests.support.serving.running import binary_request, running
+from tests.support.serving.running import binary_request, request, running
 from tests.support.serving.wired import Wire, Wired, block
 
 SIZE = 4 << 20
@@ -131,15 +130,14 @@ class GrpcDownload(Link):
 
 
 @pytest.fixture(params=["upload", "chunks", "download", "gRPC upload", "gRPC download"])
-def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
-    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
+def link(request: pytest.FixtureRequest, idle: Server) -> Iterator[Callable[[], Link]]:
     sized = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SIZE}\r\n\r\n".encode()
     chunked = sized.replace(f"Content-Length: {SIZE}".encode(), b"Transfer-Encoding: chunked")
     opened: list[Link] = []
     kinds: dict[str, Callable[[], Link]] = {
-        "upload": lambda: Upload(server, sized),
-        "chunks": lambda: Chunks(server, chunked),
-        "download": lambda: Download(server),
+        "upload": lambda: Upload(idle, sized),
+        "chunks": lambda: Chunks(idle, chunked),
+        "download": lambda: Download(idle),
         "gRPC upload": GrpcUpload,
         "gRPC download": GrpcDownload,
     }
@@ -152,9 +150,6 @@ def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
     for each in opened:
         if isinstance(each, (GrpcUpload, GrpcDownload)):
             each.wired.close()
-    server.repository.close(drain=False)
-    server._offload.close()
-    server._release()
 
 
 def test_a_steady_link_is_not_cut_and_one_that_pauses_or_drips_is(link: Callable[[], Link]) -> None:
@@ -200,12 +195,40 @@ def test_what_the_system_holds_counts_as_unread(protocol: str) -> None:
         client.close()
 
 
-def test_the_pause_is_an_option() -> None:
-    server = Server(
-        {"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0, stall_s=5, idle_s=9)
-    )
-    for limits in (server._listener.limits, server._grpc.limits):
-        assert (limits.stall_s, limits.idle_s) == (5, 9)
-    server.repository.close(drain=False)
-    server._offload.close()
-    server._release()
+class Unread(Wire):
+    """A transport whose client takes nothing."""
+
+    ended = ""
+
+    def get_write_buffer_size(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        self.ended += "closed "
+
+    def abort(self) -> None:
+        self.ended += "aborted "
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["idle", "last"])
+def test_a_closed_connection_whose_client_reads_nothing_is_ended(idle: Server, keeps: bool) -> None:
+    """Answers below the transport's limit of 64 KiB do not count as stalled: it stayed for ever."""
+    listener, transport = idle._listener, Unread()
+    listener.turns._scheduled, listener.turns.clock_s = True, lambda: 0.0
+    connection = HttpConnection(listener)
+    connection.connection_made(transport)
+    data = request("GET", "/v2", Connection="keep-alive" if keeps else "close")
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+    idle_s = listener.limits.idle_s if keeps else 0.0
+    listener.tick(listener.now_s + idle_s + 1)
+    assert transport.ended == "closed "
+    listener.tick(listener.now_s + listener.limits.stall_s - 2)
+    assert transport.ended == "closed "
+    listener.tick(listener.now_s + 3)
+    assert transport.ended == "closed aborted "
+
+
+def test_the_pause_is_an_option(idle: Server) -> None:
+    for limits in (idle._listener.limits, idle._grpc.limits):
+        assert (limits.stall_s, limits.idle_s) == (32, 74)

@@ -9,22 +9,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from deploykit.core.manifest import Manifest
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.engine import TensorRtEngine
-from tests.support.runtimes.cuda_runs import FakeCuda
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, plan_bytes, tensor
+from tests.support.runtimes.own_cuda import FakeCuda
 
 X = tensor("x", "INPUT", [-1, 4])
 Y = tensor("y", "OUTPUT", [-1, 4])
 PROFILE = {"x": [[1, 4], [8, 4], [32, 4]]}
-
-
-def rows(count: int, start: float = 0.0) -> np.ndarray:
-    return (np.arange(count * 4, dtype=np.float32) + np.float32(start)).reshape(count, 4)
 
 
 class Opened:

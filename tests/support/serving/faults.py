@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 BROKEN, REFUSED = 0, 1
 LIMIT_S = 60.0  # against hanging, not a measure
@@ -36,35 +36,46 @@ def until(reached: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
     return found
 
 
+def start(
+    folder: Path,
+    *options: str,
+    command: Sequence[str] = STAND_IN,
+    engine: str = "m=stand-in",
+    port: int = 0,
+    env: Mapping[str, str] | None = None,
+    before: Callable[[], object] | None = None,
+    stderr: int | IO[bytes] = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    """Start `deploykit serve`; `before` runs in its process."""
+    ports = ("--http-port", str(port), "--grpc-port=none")
+    return subprocess.Popen(
+        [*command, "serve", "--engine", engine, *ports, *options],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        preexec_fn=before,
+    )
+
+
+def refused(folder: Path, *options: str, **how: Any) -> tuple[int, str]:
+    """The exit code and standard error of a server that cannot start; `how`: see `start`."""
+    with start(folder, *options, **how) as process:
+        out, errors = process.communicate(timeout=LIMIT_S)
+    assert out == b""
+    return process.returncode, errors.decode()
+
+
 class Process:
     """`deploykit serve`, ready; its standard error goes to a file in `folder`, or to `stderr`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *options: str,
-        command: Sequence[str] = STAND_IN,
-        engine: str = "m=stand-in",
-        port: int = 0,
-        env: Mapping[str, str] | None = None,
-        before: Callable[[], object] | None = None,
-        stderr: int | None = None,
-    ) -> None:
+    shared_engines = False
+
+    def __init__(self, folder: Path, *options: str, stderr: int | None = None, **how: Any) -> None:
         self.log = folder / "stderr.txt"
         with self.log.open("ab") as stream:
-            self.popen = subprocess.Popen(
-                [
-                    *command,
-                    "serve",
-                    *("--engine", engine, "--http-port", str(port), "--grpc-port=none"),
-                    *options,
-                ],
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=stream if stderr is None else stderr,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-                preexec_fn=before,
-            )
+            errors = stream if stderr is None else stderr
+            self.popen = start(folder, *options, stderr=errors, **how)
         assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         assert line, self.log.read_text()
