@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from bodies import ENCODINGS, answer, grpc_answer, grpc_frame, grpc_message
+from bodies import ENCODINGS
 from clients import h2load_sample, steady_per_s, wrk, wrk_sample
 from reasons import NotMeasuredError
 
@@ -79,46 +78,6 @@ def test_h2load_reads_rate_and_percentiles_and_counts_refusals_of_grpc_by_missin
         h2load_sample(nothing.replace("(150000)", "(0)"), "", 50)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_encoding_carries_the_same_rows(encoding: str) -> None:
-    ask = ENCODINGS[encoding](ROWS)
-    if encoding == "raw":
-        found = np.frombuffer(ask.body, "<f4")
-    else:
-        size = int(ask.headers.get("Inference-Header-Content-Length", len(ask.body)))
-        document = json.loads(ask.body[:size])
-        assert document["inputs"][0]["shape"] == [1, 3]
-        tail = ask.body[size:]
-        data = np.frombuffer(tail, "<f4") if tail else document["inputs"][0]["data"]
-        found = np.asarray(data, np.float32)
-    np.testing.assert_array_equal(found, ROWS.ravel())
-
-
-def test_answers_are_read_in_every_encoding() -> None:
-    values = ROWS.tobytes()
-    binary = json.dumps({"outputs": [{"name": "y", "parameters": {"binary_data_size": 12}}]})
-    text = json.dumps({"outputs": [{"name": "y", "data": ROWS.tolist()}]})
-    for found in (
-        answer("raw", None, values),
-        answer("v2 binary", str(len(binary)), binary.encode() + values),
-        answer("v2 binary", None, text.encode()),
-        answer("v2 JSON", None, text.encode()),
-    ):
-        np.testing.assert_array_equal(found, ROWS.ravel())
-
-
-def test_a_grpc_body_is_a_flag_a_length_and_the_message() -> None:
-    pb = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
-    message = grpc_message(ROWS)
-    frame = grpc_frame(message)
-    assert struct.unpack(">BI", frame[:5]) == (0, len(message))
-    request = pb.service_pb2.ModelInferRequest.FromString(frame[5:])
-    assert (request.model_name, list(request.inputs[0].shape)) == ("m", [1, 3])
-    assert request.raw_input_contents[0] == ROWS.tobytes()
-    response = pb.service_pb2.ModelInferResponse(raw_output_contents=[ROWS.tobytes()])
-    np.testing.assert_array_equal(grpc_answer(response.SerializeToString()), ROWS.ravel())
-
-
 class Echo(BaseHTTPRequestHandler):
     """200 and the body; 503 for a body that is empty. Notes the headers it got."""
 
@@ -148,10 +107,7 @@ def port() -> Iterator[int]:
         thread.join()
 
 
-needs_wrk = pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
-
-
-@needs_wrk
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
 @pytest.mark.parametrize("slow", [False, True])
 def test_wrk_sends_the_body_and_reports_the_answers(port: int, slow: bool) -> None:
     ask = ENCODINGS["v2 binary"](ROWS)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 from clients import Sample
 from memory import file_pages_kib, held_mib
-from processes import started
-from reasons import NotMeasuredError
 from tables import Cell, Results, markdown, share_of_ceiling, times_of
 
 TITLES = {"deploykit": "deploykit 1", "slow": "Slow 2", "fast": "Fast 3", "gone": "Gone 4"}
@@ -82,35 +78,3 @@ def test_a_librarys_file_pages_count_whole_and_once(tmp_path: Path) -> None:
         (tmp_path / pid / "smaps").write_text(SMAPS)
         (tmp_path / pid / "smaps_rollup").write_text(own)
     assert held_mib([7, 8, 9], tmp_path) * 1024 == pytest.approx(2 * (60 + 15) + 70)
-
-
-def test_memory_of_this_process_is_about_its_resident_set() -> None:
-    status = Path("/proc/self/status").read_text().split("VmRSS:")[1]
-    rss_mib = int(status.split()[0]) / 1024
-    assert held_mib([os.getpid()]) == pytest.approx(rss_mib, rel=0.2)
-
-
-def test_a_server_that_ends_says_its_last_error() -> None:
-    words = [sys.executable, "-c", "raise SystemExit('ImportError: no such thing')"]
-    failing = started(words, lambda: False)
-    with pytest.raises(NotMeasuredError, match="ended with 1: ImportError"), failing:
-        pass
-
-
-def test_a_server_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    child = tmp_path / "child"
-    code = (
-        "import pathlib, subprocess, sys, time\n"
-        "kid = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
-        " start_new_session=True)\n"
-        f"pathlib.Path({str(child)!r}).write_text(str(kid.pid))\n"
-        "time.sleep(600)\n"
-    )
-    with started(
-        [sys.executable, "-c", code], lambda: child.exists() and bool(child.read_text())
-    ) as server:
-        pid = int(child.read_text())
-        assert Path(f"/proc/{pid}").exists()
-        assert server.held_mib() > 5
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

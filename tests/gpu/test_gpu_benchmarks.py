@@ -43,21 +43,6 @@ def test_without_a_gpu_nothing_is_run_and_an_out_that_is_a_file_is_named(
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_the_models_are_benched_with_what_was_made(tmp_path: Path) -> None:
-    steps = gpu_zoo.planned(["lstm", "vgg16"], tmp_path, tmp_path / "out", rehearse=False)
-    made = next(steps)
-    document = {"arch": "zoo:Lstm", "inputs": ["ids:int64[N,T]"]}
-    (tmp_path / "lstm.json").write_text(json.dumps(document))
-    (tmp_path / "lstm.fp16.onnx").touch()
-    (tmp_path / "lstm.safetensors").touch()
-    bench = next(steps)
-    assert (made.title, bench.title, bench.after) == ("lstm: make", "lstm: bench", "lstm: make")
-    words = " ".join(bench.command)
-    assert f"bench {tmp_path}/lstm.fp16.onnx {tmp_path}/lstm.safetensors" in words
-    assert f"--baseline {tmp_path}/lstm.onnx --axis T=128 --arch zoo:Lstm --device cuda" in words
-    assert [each.title for each in steps] == ["vgg16: make", "vgg16: bench"]
-
-
 def point(label: str, device: str, batch: int = 1, marks: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "label": label,

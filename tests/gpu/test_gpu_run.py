@@ -17,9 +17,8 @@ from deploykit.building.tensorrt.options import ranges
 from scripts.gpu import builds, leak, run, zoo
 from scripts.gpu.steps import PYTHON, ROOT, Result, Step, figures, run_step
 from scripts.nvidia import fetch
-from tests.support.campaign import rounds
-from tests.support.runtimes.cases import CASES, Case, plan_of, plan_options
-from tests.support.runtimes.gpu_machine import gpu_machine
+from tests.support.campaign import only_in_a_campaign, rounds
+from tests.support.runtimes.cases import CASES, Case, plan_options
 
 MIB = leak.MIB
 
@@ -27,21 +26,6 @@ MIB = leak.MIB
 def step(code: str, *, limit_s: float = 60, title: str = "x", after: str = "") -> Step:
     command = [PYTHON, "-c", code]
     return Step("part", title, command, limit_s, after=after, refusal=1, measures=title == "x")
-
-
-def test_a_plan_is_built_once_for_all_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = tmp_path / "plans"
-    shared.mkdir()
-    monkeypatch.setenv("DEPLOYKIT_GPU_PLANS", str(shared))
-    with gpu_machine(tmp_path, monkeypatch, content=b"ftrtfirst"):
-        first = plan_of.__wrapped__(CASES[0].name)
-    with gpu_machine(tmp_path, monkeypatch, content=b"ftrtsecond"):  # of another process
-        assert plan_of.__wrapped__(CASES[0].name) == first
-        monkeypatch.delenv("DEPLOYKIT_GPU_PLANS")
-        assert plan_of.__wrapped__(CASES[0].name)[0] == b"ftrtsecond"
-    assert first[0] == b"ftrtfirst"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +157,7 @@ def planned(parts: Sequence[str], tmp_path: Path) -> list[Step]:
     return list(run.planned(parts, [], [], 10, tmp_path, tmp_path))
 
 
+@only_in_a_campaign
 @pytest.mark.torch
 def test_what_a_gpu_trains_first_is_trained_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
