@@ -44,9 +44,11 @@ class Lengths(FakeEngine):
         return super().__call__(feeds)
 
 
-def warmed(engine: FakeEngine, **options: Any) -> ServedModel:
+def warmed(engine: FakeEngine | list[FakeEngine], **options: Any) -> ServedModel:
     """By a clock that stands still: how many sizes run depends on their time."""
     repository = ModelRepository({"m": engine}, ServeOptions(**options), clock_us=Clock())
-    repository.warm_up()
-    repository.close()
+    try:
+        repository.warm_up()
+    finally:
+        repository.close()
     return repository.find("m")
