@@ -1,13 +1,12 @@
 """Faults of the engine, of the process and of the machine (F1-F20), with the real command.
 
-F2 is in test_shutdown.py, F15 in http/test_http_faults.py; the batcher alone in batching/,
-Ctrl-C in tests/cli/test_interrupt.py, atomic writes in tests/core/test_files.py.
+F2 is in test_shutdown.py, F4 and F5 in models/test_reload.py and workers/test_workers.py, F7 in
+tests/core/test_files.py, F15 in http/test_http_faults.py, Ctrl-C in tests/cli/test_interrupt.py.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import signal
@@ -19,10 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from onnx import numpy_helper
 
-from deploykit.core.artefact import Artefact
-from deploykit.engines.engine import load
 from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import (
@@ -153,62 +149,31 @@ FULL = "mount -t tmpfs -o size={size} none out && cp before out/m.onnx && "
 KEPT = "cat out/m.onnx > after; ls -A out > left; exit $code"
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a model of 5 MiB, and an older file."""
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [(BUILD, "1m"), (QUANTIZE, "4m")],  # 4m: fits, but not the proof's copy too
+    ids=["build", "quantize-proof"],
+)
+def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(
+    tmp_path: Path, words: Sequence[str], size: str
+) -> None:
     write_model(tmp_path / "m.onnx")
     (tmp_path / "out").mkdir()
     (tmp_path / "before").write_bytes(b"what was there before")
-    return tmp_path
-
-
-def start(place: Path, words: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "size"),
-    [(BUILD, "1m"), (QUANTIZE, "1m"), (QUANTIZE, "4m")],  # 4m: fits, but not the proof's copy too
-    ids=["build", "quantize", "quantize-proof"],
-)
-def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(
-    place: Path, words: Sequence[str], size: str
-) -> None:
     alone, full = ["unshare", "--mount", "sh", "-c"], FULL.format(size=size)
-    if subprocess.run([*alone, full + "true"], cwd=place, check=False).returncode:
+    if subprocess.run([*alone, full + "true"], cwd=tmp_path, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     script = f'{full} {{ "$@"; code=$?; {KEPT}; }}'
-    with start(place, [*alone, script, "sh", *REAL, *words]) as process:
-        _, stderr = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 3, stderr
-    assert "error: out/m.onnx: no space left on the disk" in stderr
-    assert "Traceback" not in stderr
-    assert (place / "after").read_bytes() == b"what was there before"
-    assert (place / "left").read_text().split() == ["m.onnx"]
-
-
-@pytest.mark.parametrize("written", ["*", "m.onnx"])
-def test_f7_a_build_killed_at_any_time_leaves_a_whole_file_or_none(
-    place: Path, written: str
-) -> None:
-    """Killed as soon as it has begun to write, or the file is there and its manifest may not be."""
-    whole = place / "out" / "m.onnx"
-    with start(place, [*REAL, *BUILD]) as process:
-        until(lambda: any(whole.parent.glob(written)) or process.poll() is not None)
-        process.kill()
-        process.communicate()
-    assert whole.exists() or written == "*"
-    if whole.exists():
-        load(whole, "cpu").close()
-        manifest = Artefact(whole).manifest  # raises when it describes another file
-        assert manifest is None or manifest.sha256 == hashlib.sha256(whole.read_bytes()).hexdigest()
-    with start(place, [*REAL, *BUILD]) as process:
-        process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0
-    assert Artefact(whole).manifest is not None
+    command = [*alone, script, "sh", *REAL, *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "error: out/m.onnx: no space left on the disk" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "after").read_bytes() == b"what was there before"
+    assert (tmp_path / "left").read_text().split() == ["m.onnx"]
 
 
 # -- The process and the machine
@@ -229,35 +194,6 @@ def test_f1_a_killed_server_leaves_no_files_and_a_free_port(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["stderr.txt", "tmp"]
     with Process(tmp_path, port=port) as server:
         assert server.infer(1) == (200, [3.0])
-
-
-def test_f4_a_damaged_or_deleted_model_file_does_not_end_the_server(tmp_path: Path) -> None:
-    """And F5: a new one is loaded without a failed request."""
-    path, noise = save(linear(), tmp_path / "m.onnx"), tmp_path / "noise"
-    noise.write_bytes(bytes(range(256)))
-    faults = (lambda: os.truncate(path, 0), lambda: noise.replace(path), path.unlink)
-    with Process(tmp_path, command=REAL, engine="m=m.onnx") as server:
-        before = server.infer(1, 2, 3)
-        assert before[0] == 200
-
-        def rejected() -> int:
-            return sum("the new file was rejected" in line for line in server.log_lines())
-
-        for count, damage in enumerate(faults, 1):
-            damage()
-            until(lambda count=count: server.infer(1, 2, 3) == before and rejected() == count)
-            assert server.gauge("deploykit_reload_failed") == 1
-            assert server.status("/v2/health/ready") == 200
-        model = linear()
-        (weights, *_) = model.graph.initializer
-        doubled = numpy_helper.from_array(2 * numpy_helper.to_array(weights), weights.name)
-        weights.CopyFrom(doubled)
-        save(model, tmp_path / "new.onnx").replace(path)
-        answers = [before]
-        until(lambda: answers.append(server.infer(1, 2, 3)) or answers[-1] != before)
-        assert {status for status, _ in answers} == {200}
-        assert server.infer(1, 2, 3) == answers[-1]
-        until(lambda: server.gauge("deploykit_reloads_total") == 1)
 
 
 CLOCK = r"""
