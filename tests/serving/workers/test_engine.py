@@ -71,16 +71,6 @@ def test_no_two_blocks_overlap_and_all_memory_comes_back(seed: int) -> None:
     assert arena.take(SIZE - 4096) == 128
 
 
-def test_used_blocks_come_first() -> None:
-    """Their pages are in memory already."""
-    arena = BlockAllocator(0, SIZE)
-    first, second = arena.take(1024), arena.take(1024)
-    assert first is not None
-    assert first != second
-    arena.give(first, 1024)
-    assert arena.take(1024) == first
-
-
 @either
 @pytest.mark.parametrize(("rows", "length"), [(3, 5), (0, 2), (2, 0)])
 def test_arrays_come_back_as_they_were(
