@@ -178,8 +178,8 @@ class TensorCodec:
             numbers += [size, *shape]
             key.append((spec.name, PROTOCOL_NAMES[spec.dtype], shape[1:]))
             at += -(-size // _ALIGN) * _ALIGN
-        key = self._same(tuple(key))
-        return Layout(self._head.pack(*numbers), rounded(at), tuple(places), key)
+        head = self._head.pack(*numbers)
+        return Layout(head, rounded(at), tuple(places), self._same(tuple(key)))
 
 
 # Records between a front end and the engine process: requests, and their results.
