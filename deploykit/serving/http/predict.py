@@ -79,9 +79,8 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
     if encoding not in (b"binary", b"8bit", b"7bit"):
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
-    content: Bytes = body[start + end + 4 : stop]
-    kind = fields.get(b"content-type", b"")
-    return name, compression.to_utf8(content, kind) if b"text/" in kind else content
+    compression.check_charset(fields.get(b"content-type", b""))
+    return name, body[start + end + 4 : stop]
 
 
 def split_urlencoded(body: Bytes) -> list[Field] | None:
@@ -161,7 +160,7 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
         return _split_json(text, content_type, body)
     fields = _fields(kind, content_type, body)
     if kind == b"text/plain" and text:
-        body = compression.to_utf8(body, content_type)
+        compression.check_charset(content_type)
     elif kind not in (_FORM, *_UNNAMED) and (text or not kind.startswith(b"image/")):
         raise UnknownEncoding(
             f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
@@ -169,11 +168,6 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     if fields is None:
         return Items([body], several=False)  # the bytes of an image say what it is
     known = (*(_TEXT if text else _IMAGE), "file")
-    charsets = [content for name, content in fields if name == "_charset_"]
-    if charsets:  # from a browser, for each string
-        named = b";charset=" + bytes(charsets[0][:40])
-        rest = [each for each in fields if each[0] != "_charset_"]
-        fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             hint = f"possible: {', '.join(known)}"
@@ -204,7 +198,8 @@ class HttpTaskCall(TaskCall):
 
 
 def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
-    data = bytes(compression.to_utf8(body, content_type))
+    compression.check_charset(content_type)
+    data = bytes(body)
     check_json_size(data, _hint(text))
     with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one runs on the loop
         document = parse_document(data)
@@ -313,7 +308,7 @@ class PipelineRoute:
         body = compression.decompress(body, head.encoding, self._max_body_bytes)
         fields = _fields(kind, content_type, body)
         if is_json or kind.startswith(b"text/"):
-            body = compression.to_utf8(body, content_type)
+            compression.check_charset(content_type)
         if fields is not None:
             chosen = [each for each in fields if each[0] == name]
             if not chosen and kind == _FORM:
