@@ -20,8 +20,7 @@ from deploykit.serving.models.offload import Lane
 from deploykit.serving.models.pipelines import over_budget
 from deploykit.serving.models.task_call import Items
 from deploykit.serving.oip import json
-from deploykit.serving.oip.request import Request
-from deploykit.serving.oip.response import Result
+from deploykit.serving.oip.request import Request, Result
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression

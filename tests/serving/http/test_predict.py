@@ -115,9 +115,7 @@ REFUSED: dict[str, tuple[str, bytes | Make, str, int, str]] = {
     },
     "charset of a part": (
         "text-classify",
-        form(("text", b"g\0"))[0].replace(
-            b"application/octet-stream", b"text/plain;charset=utf-16"
-        ),
+        form(("text", b"g\0"))[0].replace(b"octet-stream", b"x; charset=utf-16"),
         FORM,
         415,
         "the charset 'utf-16' is not offered",

@@ -12,8 +12,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.oip import messages as infer
-from deploykit.serving.oip.request import Request, RequestedOutput, fill, signature
-from deploykit.serving.oip.response import Result
+from deploykit.serving.oip.request import Request, RequestedOutput, Result, fill, signature
 from deploykit.serving.shared_memory import Region
 from tests.support.campaign import rounds
 

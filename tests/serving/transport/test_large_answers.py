@@ -18,7 +18,8 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip import response
+from deploykit.serving.oip import messages
+from deploykit.serving.oip import request as requests
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Head
@@ -196,17 +197,19 @@ def test_what_takes_long_to_encode_is_encoded_on_another_thread(
     """Twelve clients that asked for 5 of 2 million values stopped the loop for 1.2 s."""
     function, engine, message, part = SLOW[name]
     threads: list[int] = []
-    real = getattr(response, function)
+    module = requests if function == "classify" else messages
+    real = getattr(module, function)
 
     def seen(*args: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
         return real(*args, **options)
 
-    monkeypatch.setattr(response, function, seen)
+    monkeypatch.setattr(module, function, seen)
     with serving({"m": engine}) as server, unlimited_window(server.port) as client:
         answer = client.call(1, message)
         assert answer.status == 0
         assert part in answer.data
+        assert threads
         assert (server.see(threading.get_ident) in threads) is (name == "few classes")
 
 
