@@ -240,7 +240,7 @@ class Routes:
         }
         names = () if memory is None else ("register", "unregister")
         changes = {name: getattr(memory, name) for name in names}
-        self.group.offer(reports, changes, status.since)
+        self.group.offer(reports, changes, status.history.since)
 
     def _status(self, call: Call) -> None:
         since = since_us(call.head.target.partition("?")[2])

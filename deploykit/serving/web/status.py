@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -22,6 +23,21 @@ KEPT = 300
 EVERY_US = 2_000_000
 
 Samples = list[tuple[int, bytes]]  # pairs of the time in µs and the models as JSON
+
+
+class History:
+    """The newest `KEPT` samples, which let charts survive a reload. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+
+    def add(self, at_us: int, models: Sequence[dict[str, Any]]) -> None:
+        """Add a sample: the counters of each model, by name."""
+        self._samples.append((at_us, orjson.dumps(models)))  # dicts take six times the memory
+
+    def since(self, at_us: int) -> Samples:
+        """Return the samples after `at_us`, oldest first."""
+        return [sample for sample in self._samples if sample[0] > at_us]
 
 
 def write_status(status: dict[str, Any], samples: Samples) -> bytes:
@@ -41,7 +57,7 @@ class Status:
 
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
-        self._samples: deque[tuple[int, bytes]] = deque(maxlen=KEPT)  # they survive a reload
+        self.history = History()
         self._due_us = 0
 
     def tick(self, now_us: int) -> None:
@@ -51,11 +67,7 @@ class Status:
         self._due_us = now_us + EVERY_US
         counts, waiting = self.counts(), self.most_waiting()
         models = [{"name": name, **counts[name], "waiting": waiting[name]} for name in counts]
-        self._samples.append((now_us, orjson.dumps(models)))  # dicts take six times the memory
-
-    def since(self, at_us: int) -> Samples:
-        """Return the samples after `at_us`, oldest first: times and each model's counters."""
-        return [sample for sample in self._samples if sample[0] > at_us]
+        self.history.add(now_us, models)
 
     def counts(self) -> dict[str, dict[str, Any]]:
         """Return the counters by model."""

@@ -88,4 +88,4 @@ def test_the_history_has_what_happened_between_its_samples(eventually: Eventuall
         assert server.ask("GET", "/status").json["history"] == []
         for number in range(KEPT + 10):
             status.tick((1 << 62) + number * EVERY_US)
-        assert len(status.since(-1)) == KEPT
+        assert len(status.history.since(-1)) == KEPT
