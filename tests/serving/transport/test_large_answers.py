@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from deploykit.serving.oip import request as requests
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Head
-from deploykit.serving.transport.turns import DELIVERY_S
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     STREAM,
@@ -35,7 +33,7 @@ from tests.support.serving.grpc_cases import (
 )
 from tests.support.serving.loops import KEY
 from tests.support.serving.memory import Seen
-from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json
 
 WIDTH = 100_000  # float32: 400 kB a row
 SPECS = (parse_spec("y:float32[N,W]"),)
@@ -123,37 +121,6 @@ def test_the_bytes_of_a_disconnected_client_are_released_before_they_are_process
 
 
 # -- what one turn of the loop does
-
-
-def test_the_server_delivers_batches_in_turns_of_its_loop(
-    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
-    """Several batches end within one turn; an answer that fails does not affect the others."""
-    with running() as server:
-        finished, turns, seen = server.server._finished, [0], list[int]()
-        begin = finished._begin
-
-        def begun() -> None:
-            turns[0] += 1
-            begin()
-
-        monkeypatch.setattr(finished, "_begin", begun)
-        now_s = [0.0]
-        finished.clock_s = lambda: now_s[0]
-
-        def slow(_: Pending) -> None:
-            now_s[0] += DELIVERY_S * 0.6
-            seen.append(turns[0])
-            raise RuntimeError("in a test")
-
-        def deliver() -> None:  # all in one turn
-            for _ in range(3):
-                server.server._deliver_in_turns([pending(done=slow) for _ in range(3)])
-
-        server.server._loop.call_soon_threadsafe(deliver)
-        eventually(lambda: len(seen) == 9)
-        assert seen[:2] == [0, 0]
-        assert max(Counter(seen).values()) == 2
 
 
 # -- gRPC: what is slow to encode or to decode
