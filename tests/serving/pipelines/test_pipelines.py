@@ -543,6 +543,20 @@ def test_one_large_json_is_parsed_at_a_time_and_small_ones_do_not_wait(tmp_path:
         assert words.predict("echo", ROW + blanks)[0] == 200
 
 
+def test_numbers_of_many_digits_do_not_hold_up_other_threads(tmp_path: Path) -> None:
+    path = tmp_path / "count.py"
+    path.write_text("def count(request: list) -> int: return len(request)")
+    graph = connect_engines(read_pipeline(path), {})
+    body = b"[" + b",".join([b"9" * 4200] * 3000) + b"]"  # 0.2 s
+    with ThreadPoolExecutor() as pool:
+        reading, turns = pool.submit(graph.read, body), 0
+        while not reading.done():
+            threading.Event().wait(0.001)
+            turns += 1
+        assert len(reading.result()) == 3000
+    assert turns > 5  # 1 where the parser holds the interpreter's lock throughout
+
+
 def test_a_refused_input_is_freed_without_the_garbage_collector(words: Client) -> None:
     count = 4321
     gc.disable()
