@@ -180,12 +180,6 @@ def test_a_body_that_cannot_be_decompressed_is_named(
     assert [*record.errors] == [f"not an answer of this protocol: it {reason}"]
 
 
-@pytest.mark.parametrize("extensions", [None, 7, "binary_tensor_data", [None]], ids=str)
-def test_extensions_that_are_no_list_are_none(extensions: Any) -> None:
-    with StandIn(extensions=extensions).running() as url:
-        assert set(run_here(url).statuses) == {200}
-
-
 def test_a_server_below_a_path_is_loaded() -> None:
     server = StandIn(prefix="/models/a%20b")
     with server.running() as url:

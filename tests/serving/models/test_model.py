@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from deploykit.core.artefact import Artefact
@@ -35,14 +33,13 @@ from tests.support.graphs.batch_graphs import (
     BATCHED,
     DEPENDENT,
     ROW,
-    attention,
     reverse,
     same_for_all,
     similarity,
 )
 from tests.support.onnx_zoo import linear, make, save
 from tests.support.serving.grpc_cases import frames, infer_bytes
-from tests.support.serving.running import WAIT_S, GatedEngine, Raw, infer_json, request, running
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
 from tests.support.serving.scrapes import exposition
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
 
@@ -429,29 +426,6 @@ def test_replacement_engines_must_accept_the_same_requests(
     assert not any(engine.closed for engine in (old, *engines))  # the caller still owns them
 
 
-def test_replacing_engines_under_load_fails_no_request(
-    eventually: Callable[[Callable[[], bool]], None],
-) -> None:
-    """Requests from another thread all the while engines are replaced again and again."""
-    repository = ModelRepository({"m": Plus()}, ServeOptions(queue=1 << 20))
-    model, sent, stop = repository.find("m"), list[Pending](), threading.Event()
-
-    def send() -> None:
-        while not stop.is_set():
-            sent.append(model.submit(ask(), ignore))
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    for _ in range(20):
-        before = len(sent)
-        model.replace([Plus()])
-        eventually(lambda before=before: len(sent) > before)
-    stop.set()
-    sender.join(WAIT_S)
-    assert repository.close() == 0
-    assert all(float(request.outputs["y"][0, 0]) == 7 for request in sent)
-
-
 # -- Requests are joined only where their rows were seen not to depend on each other
 
 
@@ -617,26 +591,3 @@ def test_rows_of_an_engine_that_rounds_differently_by_batch_size_are_joined() ->
             return {"y": found * np.float32(1 + 1e-3 * (len(found) % 3))}
 
     assert warmed(Rounding(), max_batch=8).max_batch == 8
-
-
-def test_four_clients_get_the_values_of_their_own_rows(tmp_path: Path) -> None:
-    """The whole way, over HTTP: 600 answers of an unbatched attention model."""
-    path = save(attention(), tmp_path / "m.onnx")
-    session = onnxruntime.InferenceSession(path)
-
-    def client(raw: Raw) -> None:
-        random = np.random.default_rng(raw.socket.fileno())
-        for _ in range(150):
-            x = random.standard_normal((int(random.integers(1, 6)), 4)).astype(np.float32)
-            body = infer_json(x.ravel().tolist(), [*x.shape])
-            reply = raw.ask(request("POST", "/v2/models/m/infer", body))
-            assert reply.status == 200, reply.body
-            got = np.array(reply.json["outputs"][0]["data"], np.float32).reshape(len(x), -1)
-            np.testing.assert_array_equal(got, session.run(None, {"x": x})[0])
-
-    with (
-        load(path, "cpu", threads=1) as engine,
-        running({"m": engine}) as server,
-        ThreadPoolExecutor(4) as pool,
-    ):
-        list(pool.map(client, [server.connect() for _ in range(4)]))
