@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +38,6 @@ def _collected() -> Iterator[None]:
     gc.collect()
 
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = {"warmup_s": 0.0, "duration_s": 0.3}
 
 
@@ -169,31 +165,6 @@ def test_answers_that_never_come_are_failures_and_do_not_hang() -> None:
         result = load(url, server.bodies, lambda r: r.ok == 3, concurrency=2, drain_s=0.1, **QUICK)
     assert (result.ok, result.failed) == (3, 2)
     assert result.first_error == "no answer within 0.1 s of the end"
-
-
-INTERRUPTED = """
-import os, signal
-from deploykit.loadtest.load import load_test
-from tests.support.stand_in import ANSWER, StandIn, reply
-
-def infer(_server, n):
-    if n == 5:
-        os.kill(os.getpid(), signal.SIGINT)
-    return reply(200, ANSWER)
-
-with StandIn(infer).running() as url:
-    try:
-        load_test(url, warmup_s=0.0, duration_s=5.0, rate=100.0)
-    except KeyboardInterrupt:
-        print("interrupted")
-"""
-
-
-def test_ctrl_c_ends_the_run_at_once() -> None:
-    """In a process of its own: a signal that came too late would end the tests."""
-    command = [sys.executable, "-c", INTERRUPTED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "interrupted\n", done.stderr
 
 
 def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed() -> None:
