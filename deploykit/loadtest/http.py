@@ -50,7 +50,6 @@ class Wire:
         self.keep, self.unread = True, False
 
     def request(self, number: int) -> bytes:
-        """Return the bytes of that request."""
         self._request = number
         return self._requests[number]
 

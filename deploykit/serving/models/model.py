@@ -38,7 +38,6 @@ def why_not_batched(engine: Engine) -> str:
 
 
 def largest_batch(engine: Engine, max_batch: int) -> int:
-    """Return the rows per batch of a model that is batched."""
     return min(max_batch, engine.max_batch or max_batch)
 
 
@@ -186,7 +185,6 @@ class ServedModel:
 
     @property
     def device(self) -> str:
-        """Return the device's name, such as "cpu" or "cuda:0"."""
         return self.engines[0].device
 
     @property
@@ -274,11 +272,9 @@ class ServedModel:
 
     @property
     def unanswered(self) -> int:
-        """Return the number of requests accepted and not yet delivered."""
         return sum(batcher.unanswered for batcher in (self.batcher, *self._replaced))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let `watcher` receive the events of the model's requests too."""
         self._watchers.append(watcher)
 
     # -- description ---------------------------------------------------------------------------
@@ -330,7 +326,6 @@ class ServedModel:
     # -- set-up ---------------------------------------------------------------------------------
 
     def _set_batch(self) -> None:
-        """Set the attributes that follow from `not_batched`."""
         engine, options = self.engines[0], self._options
         self.max_batch = 0 if self.not_batched else largest_batch(engine, options.max_batch)
         self.signature: Signature = signature(
