@@ -31,11 +31,8 @@ from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
-from deploykit.core.manifest import write_manifest
 from deploykit.core.profile import load_profile
-from deploykit.core.subprocesses import run_apart
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
-from deploykit.evaluation.verify import find_sources
 from deploykit.quantization.job import QuantizeRequest
 from tests.building.conftest import Rig
 from tests.support.onnx_zoo import make, save
@@ -204,21 +201,6 @@ def test_an_engine_with_too_many_wider_layers_is_rejected(
     with pytest.raises(dk.GateFailed, match=words) as caught:
         dk.build(affine_onnx, "l4", precision="fp16")
     assert caught.value.result.path.name == "affine.rejected.trt"
-
-
-def test_other_files_in_the_folder_of_an_engine_may_be_unreadable(
-    machine: Machine, affine_onnx: Path
-) -> None:
-    """An engine that moved is proven against its graph, which is found by its hash."""
-    does = machine()
-    made = dk.build(affine_onnx, "l4")
-    (affine_onnx.parent / "a.onnx").touch()
-    (affine_onnx.parent / "b.onnx").mkdir()
-    manifest = replace(made.manifest, evidence=replace(made.manifest.evidence, parity=None))
-    write_manifest(made.path, manifest)
-    with dk.load(made.path):
-        assert does.seen["devices"]
-    assert [path.name for path in find_sources(made.path, manifest)] == ["affine.onnx"]
 
 
 @pytest.mark.parametrize(
@@ -533,14 +515,3 @@ except KeyboardInterrupt:
     with pytest.raises(KeyboardInterrupt):
         build_apart(rig.model, rig.out, stop)
     assert mark.exists()
-
-
-def test_an_interrupt_during_the_imports_of_the_build_prints_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The child interrupts itself where Ctrl-C may hit it: before it can answer."""
-    early = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
-    child(monkeypatch, early + "from deploykit.core.subprocesses import main; main()")
-    with pytest.raises(KeyboardInterrupt):
-        run_apart("x", len, ())
-    assert capfd.readouterr().err == ""

@@ -17,17 +17,14 @@ import onnx
 import pytest
 
 import deploykit as dk
-from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import (
     activation_bytes,
     cache_path,
     check,
-    precision_flags,
     weight_bytes,
     workspace_that_fits,
 )
 from deploykit.building.tensorrt.options import (
-    HARDWARE,
     AxisRange,
     parse_axis,
     parse_batch,
@@ -45,7 +42,7 @@ from scripts.nvidia import fetch
 from tests.building.conftest import Rig
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, mnist_like, save
-from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, options, replaced
+from tests.support.runtimes.fake_tensorrt import NO_FORMATS, options, replaced
 
 ONE = AxisRange(4, 4, 4)
 
@@ -80,15 +77,6 @@ def test_strong_typing_is_asked_for_by_name(rig: Rig, number: int) -> None:
     facts = rig.build()
     assert does.seen["strong"] == [True]
     assert facts.flags_used == ("STRONGLY_TYPED",)
-
-
-@pytest.mark.parametrize("level", HARDWARE)
-def test_a_hardware_compatibility_level_reaches_the_builder(rig: Rig, level: str) -> None:
-    does = rig.use(hardware="NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
-    facts = rig.build(hardware_compatible=level)
-    config = does.seen["config"]
-    assert config.hardware_compatibility_level == level.upper().replace("-", "_")
-    assert facts.built_on["hardware_compatible"] == level
 
 
 @pytest.mark.parametrize(
@@ -138,12 +126,6 @@ def test_a_build_that_fails_gives_its_first_reason(
     assert not rig.out.exists()
 
 
-def test_weak_typing_takes_its_flags_from_the_types() -> None:
-    assert precision_flags(["FLOAT", "INT64", "BOOL"]) == ()
-    assert precision_flags(["BF16"]) == ("BF16",)
-    assert precision_flags(["INT4", "HALF"]) == ("FP16", "INT4")
-
-
 def test_layers_are_read_back_where_the_plan_can_be_loaded(rig: Rig) -> None:
     layer = {"Name": "gemm", "LayerType": "gemm", "Inputs": [{"Format/Datatype": "Half"}]}
     does = rig.use(layers=json.dumps({"Layers": [layer, "a + b"]}))
@@ -183,18 +165,6 @@ def test_warnings_of_the_builder_become_notes_each_once(rig: Rig) -> None:
     notes = [note for note in rig.build().notes if "warn" in note]
     assert notes[:2] == [f"TensorRT warns: weights of conv{n} overflow" for n in range(2)]
     assert (len(notes), notes[5]) == (6, "TensorRT gave 2 more warnings: see `--debug`")
-
-
-def test_log_lines_are_collected_within_the_block_only(rig: Rig) -> None:
-    rig.use()
-    nv = module.module()
-    log, error = module.logger(nv), Severity.ERROR
-    with module.collect_log(nv) as outer:
-        with module.collect_log(nv) as inner:
-            log.log(error, "first")
-        log.log(error, "second")
-    log.log(error, "third")
-    assert (inner.errors, outer.errors) == (["first"], ["second"])
 
 
 @pytest.mark.parametrize("error", [None, NO_FORMATS])

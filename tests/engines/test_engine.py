@@ -14,8 +14,7 @@ from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupporte
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines import engine as runtimes
-from deploykit.engines.engine import Engine, FeedCheck, check_feeds, load
-from tests.support.fake_engine import FakeEngine
+from deploykit.engines.engine import FeedCheck, check_feeds, load
 
 ROW = TensorSpec("a", "float32", ("N", 4))
 BARE = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
@@ -132,14 +131,6 @@ def test_a_repeated_shape_is_known_as_such_and_not_checked_again(
     check = FeedCheck((ROW,), "m")
     assert [check({"a": zeros(n, 4)}) for n in (3, 3, 5, 5, 3, 3)] == [False, True] * 3
     assert len(looked) == 2
-
-
-def test_every_engine_has_all_that_the_protocol_declares() -> None:
-    declared = {name for name in vars(Engine) if not name.startswith("_")} - {"inputs", "outputs"}
-    engine = FakeEngine()
-    assert all(hasattr(engine, name) for name in declared)
-    assert (engine.limits, engine.notes, engine.steady) == ({}, (), False)
-    assert engine.last_copies_us == (0, 0)
 
 
 def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
