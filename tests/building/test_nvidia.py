@@ -23,10 +23,8 @@ from deploykit.building.tensorrt.build import (
 from deploykit.building.tensorrt.options import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.engines.tensorrt.log import logger, recorder
-from deploykit.quantization.calibrate import Range
 from tests.support.builders.nvidia_cases import ask, checked, needs, options
-from tests.support.graphs.data import calibration
-from tests.support.graphs.protos import to_half, to_pairs
+from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
@@ -77,15 +75,6 @@ def test_a_good_file_is_accepted_and_nothing_is_written(
     assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
 
 
-@pytest.mark.parametrize("words", [("?", "?"), ("None", "None"), ("-1", "unknown")], ids=str)
-def test_axes_of_unknown_size_have_a_range_each(tmp_path: Path, words: tuple[str, str]) -> None:
-    """TensorRT takes axes of one name for axes of one size."""
-    nodes = [node("GlobalAveragePool", "x", "p", "pool"), node("Flatten", "p", "y", "flat")]
-    model = make(nodes, {"x": ("N", 3, *words)}, {"y": ("N", 3)}, {})
-    axes = {"x_2": AxisRange(48, 48, 48), "x_3": AxisRange(100, 192, 320)}
-    assert checked(model, tmp_path, axes=axes).accepted
-
-
 def test_a_named_axis_is_found_in_the_file(tmp_path: Path) -> None:
     model = make([node("Relu", "x", "y")], {"x": ("N", "T", 4)}, {"y": ("N", "T", 4)}, {})
     assert checked(model, tmp_path, axes={"T": AxisRange(2, 24, 32)}).accepted
@@ -133,24 +122,6 @@ def test_what_the_parser_takes_in_float32_it_takes_as_we_cast_it(
     if not taken:
         pytest.skip(f"{operator} is refused in float32")
     assert [checked(half, tmp_path).accepted for half in halves] == [True, True]
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_a_transposed_convolution_in_int8_is_accepted_with_a_scale_per_output(
-    group: int, tmp_path: Path
-) -> None:
-    """Its 8 inputs and 4 outputs tell the axes apart: a scale for each of axis 0 is refused."""
-    weights = {"W": np.ones((8, 4 // group, 2, 2), np.float32)}
-    transposed = node("ConvTranspose", "x W", "y", strides=[2, 2], group=group)
-    model = make([transposed], {"x": ("N", 8, 4, 4)}, {"y": ("N", 4, 8, 8)}, weights)
-    int8 = to_pairs(model, calibration(dict.fromkeys("xy", Range(-1, 1))))
-    assert checked(int8, tmp_path).problems == ()
-    axes = [a for n in int8.graph.node for a in n.attribute if a.name == "axis"]
-    assert len(axes) == (group == 1)
-    for axis in axes:
-        axis.i = 0
-        (problem,) = checked(int8, tmp_path).problems
-        assert "scales is not equal to the number of output channels" in str(problem)
 
 
 # progress

@@ -452,15 +452,10 @@ def test_a_library_next_to_the_plan_comes_first_and_another_file_is_refused(tmp_
     library.write_bytes(b"other code")
     with pytest.raises(BadInput, match=r"lib my\.so: is not the plugin library that m\.trt"):
         recorded_plugins(plan, recorded)
-
-
-@pytest.mark.parametrize("name", ["lib my.so", "a" * 5000, "", "a\0.so", "/"])
-def test_a_library_that_is_not_there_or_no_files_name_is_not_found(
-    tmp_path: Path, name: str
-) -> None:
-    with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library") as caught:
-        recorded_plugins(tmp_path / "m.trt", {name: "0" * 64})
-    assert len(str(caught.value)) < 300
+    for name in ("gone.so", "a" * 5000, "", "a\0.so", "/"):  # some are no file's name
+        with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library") as caught:
+            recorded_plugins(plan, {name: "0" * 64})
+        assert len(str(caught.value)) < 400
 
 
 CREATORS = "int getCreators(void) {{ return {}; }}"
@@ -493,6 +488,7 @@ def test_a_library_that_tensorrt_refuses_is_named_with_the_reason(
         if answer is not None:
             raise RuntimeError(answer)
 
-    nv = SimpleNamespace(get_plugin_registry=lambda: SimpleNamespace(load_library=load))
+    nv = FakeTensorRt()
+    nv.get_plugin_registry = lambda: SimpleNamespace(load_library=load)  # type: ignore[method-assign]
     with pytest.raises(Unsupported, match=rf"libown\.so: cannot be loaded: {reason}"):
         load_plugins(nv, [library])

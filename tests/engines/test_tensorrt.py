@@ -551,23 +551,8 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
     assert machine.facts().get("cuda", "") == major  # never that of the driver
 
 
-@pytest.mark.parametrize(("majors", "known"), [(["12"], "12"), (["12", "13"], "")], ids=str)
-def test_tensorrt_from_pip_names_its_cuda_by_its_package(
-    monkeypatch: pytest.MonkeyPatch, majors: list[str], known: str
-) -> None:
-    def version(name: str) -> str:
-        if name.rpartition("cu")[2] in majors:
-            return "10.13.3.9"
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    with replaced("tensorrt", FakeTensorRt()):
-        opening = importlib.import_module("deploykit.engines.tensorrt.open")
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        assert opening.tensorrt_cuda() == known
-
-
 def test_without_tensorrt_the_error_says_how_to_install_it() -> None:
-    if installed("tensorrt") or installed("tensorrt_lean"):
+    if installed("tensorrt"):
         pytest.skip("tensorrt is installed")
     with pytest.raises(MissingExtra, match="tensorrt is not installed"):
         importlib.import_module("deploykit.engines.tensorrt.open")
@@ -579,11 +564,9 @@ def test_what_the_real_module_refuses(tmp_path: Path) -> None:
         pytest.skip("tensorrt is not installed")
     module = importlib.import_module("deploykit.engines.tensorrt.open")
     with pytest.raises(Unsupported, match=r"TensorRT 8\.6\.1 is installed"):
-        module.check_version("8.6.1", full=True)
-    with pytest.raises(Unsupported, match="lean runtime"):
-        module.check_version("10.3.0", full=False)
+        module.check_version("8.6.1")
     for version in ("10.3.0", "10.13.3.9.post1", "11.4.0.106"):
-        module.check_version(version, full=True)
+        module.check_version(version)
     with pytest.raises(Unsupported, match="runs on a GPU only"):
         module.open_engine(tmp_path / "m.trt", "cpu")
     if not shutil.which("nvidia-smi"):  # before the plan is read

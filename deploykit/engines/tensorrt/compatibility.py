@@ -28,8 +28,8 @@ from deploykit.core.precision import CALIBRATED
 # their SHA-256 to a list in the user's cache folder. A signature in the manifest would need a
 # secret in the same folder, and a new signature whenever evidence is added to the manifest.
 
-# A link could lead to any list of hashes that the user has, and opening a FIFO would block.
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# A link could lead to any list of hashes that the user has.
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def built_here(manifest: Manifest) -> bool:
@@ -75,7 +75,7 @@ def _read() -> set[str]:
         with os.fdopen(os.open(list_path(), _FLAGS), encoding="ascii") as file:
             info = os.fstat(file.fileno())
             own = info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            return set(file.read().split()) if own and stat.S_ISREG(info.st_mode) else set()
+            return set(file.read().split()) if own else set()
     except (OSError, RuntimeError, ValueError):
         return set()
 
@@ -291,19 +291,13 @@ def _name(built: Mapping[str, str], key: str) -> str:
     return shlex.quote(name) if name else ""
 
 
-def check_version(version: str, *, full: bool = True) -> None:
-    """Raise Unsupported for a TensorRT before 10, or one without its builder."""
+def check_version(version: str) -> None:
+    """Raise Unsupported for a TensorRT before 10."""
     if version_numbers(version) < _OLDEST:
         raise Unsupported(
             f"TensorRT {version} is installed, 10.3 or later is needed: before 10 a network has no "
             "types of its own, so the precision that was verified would be lost",
             hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: " + install_command("tensorrt"),
-        )
-    if not full:
-        raise Unsupported(
-            f"the installed tensorrt module is the lean runtime of {version}; the full one is "
-            "needed",
-            hint=install_command("tensorrt"),
         )
 
 

@@ -19,19 +19,16 @@ _loaded: dict[Path, ctypes.CDLL] = {}
 def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
     """Register NVIDIA's own plugins, then those of `libraries`, each once per process.
 
-    Loading a library runs its code. Raises NotFound, or Unsupported if one does not load.
+    Loading a library runs its code. Raises Unsupported if one does not load.
     """
-    if hasattr(nv, "init_libnvinfer_plugins"):  # the lean runtime has none
-        try:
-            nv.init_libnvinfer_plugins(logger(nv), "")
-        except (RuntimeError, TypeError, ValueError) as exc:
-            raise Unsupported(f"NVIDIA's own plugins do not load: {first_line(exc)}") from exc
+    try:
+        nv.init_libnvinfer_plugins(logger(nv), "")
+    except (RuntimeError, TypeError, ValueError) as exc:
+        raise Unsupported(f"NVIDIA's own plugins do not load: {first_line(exc)}") from exc
     for library in libraries:
         path = library.resolve()
         if path in _loaded:
             continue
-        if not path.is_file():
-            raise NotFound(f"{library}: no such plugin library")
         registry = nv.get_plugin_registry()
         before = len(getattr(registry, "all_creators", ()))
         try:
