@@ -95,25 +95,6 @@ def test_an_engine_that_cannot_run_here_is_kept_as_unverified(rig: Rig, tmp_path
         dk.inspect(made.path)
 
 
-def test_a_plan_that_cannot_be_read_back_is_noted(rig: Rig, tmp_path: Path) -> None:
-    rig.use(layers=None)
-    made = built(rig.model, tmp_path)
-    assert made.manifest.evidence.precision.layers is None
-    assert any("could not be read back" in note for note in made.notes)
-
-
-def test_a_layer_that_runs_wider_than_its_graph_fails_and_is_named(
-    rig: Rig, tmp_path: Path
-) -> None:
-    half = dk.quantize(rig.model, "fp16", tmp_path / "half.onnx").path
-    rig.use(layers=GEMM)
-    with pytest.raises(dk.GateFailed, match="gemm") as caught:
-        built(half, tmp_path)
-    assert not (tmp_path / "m.trt").exists()
-    assert caught.value.result.path.name == "m.rejected.trt"
-    assert caught.value.result.manifest.evidence.precision.wider
-
-
 # on a machine with a GPU
 
 
@@ -197,10 +178,11 @@ def test_an_engine_with_too_many_wider_layers_is_rejected(
     machine: Machine, affine_onnx: Path
 ) -> None:
     machine(content=plan(layers=layers("Float", "Half")))
-    words = r"'Mul_0' was requested in float16.*|50\.0% of the operations run wider"
-    with pytest.raises(dk.GateFailed, match=words) as caught:
+    with pytest.raises(dk.GateFailed, match="'Mul_0' was requested in float16") as caught:
         dk.build(affine_onnx, "l4", precision="fp16")
     assert caught.value.result.path.name == "affine.rejected.trt"
+    assert caught.value.result.manifest.evidence.precision.wider
+    assert not affine_onnx.with_suffix(".trt").exists()
 
 
 @pytest.mark.parametrize(
@@ -360,8 +342,8 @@ def test_the_workspace_fits_the_free_memory_of_a_shared_gpu(
     does = machine()
     does.seen["cuda"].total_bytes = 200 << 20
     made = dk.build(affine_onnx, "l4")
-    assert does.seen["WORKSPACE"] < 200 << 20
-    assert any("as free memory is short" in note for note in made.notes)
+    assert 64 << 20 < does.seen["WORKSPACE"] < 200 << 20
+    assert any("MiB instead of 6,144 MiB, as free memory is short" in note for note in made.notes)
 
 
 # which target this machine is

@@ -43,13 +43,11 @@ from deploykit.building.tensorrt.options import (
 from deploykit.building.tensorrt.progress import BuildProgress
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, NotFound, Unsupported
 from deploykit.core.extras import install_command
-from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import parse_spec
 from deploykit.engines.tensorrt.log import LogLines
-from scripts.nvidia import fetch
 from tests.building.conftest import Rig
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, mnist_like, save
@@ -156,18 +154,6 @@ def test_without_layers_the_plan_is_kept_and_the_reason_noted(rig: Rig, layers: 
     assert facts.layers is None
     assert "could not be read back" in facts.notes[-1]
     assert rig.out.read_bytes() == does.plan
-
-
-def test_a_plugin_library_is_loaded_and_recorded(rig: Rig) -> None:
-    library = rig.out.with_name("libmine.so")
-    try:
-        fetch.library(library, "void *getPluginCreators(int *n) { *n = 0; return 0; }")
-    except fetch.Unobtainable as exc:
-        pytest.skip(str(exc))
-    does = rig.use()
-    found = rig.build(plugins=(library,))
-    assert does.seen["libraries"] == [str(library)]
-    assert found.plugins == {str(library): sha256(library)}
 
 
 def test_warnings_of_the_builder_become_notes_each_once(rig: Rig) -> None:
@@ -410,15 +396,6 @@ def test_the_workspace_fits_into_the_free_memory(
             workspace_that_fits(need, free, "m")
     else:
         assert workspace_that_fits(need, free, "m") == fits * MIB
-
-
-def test_a_workspace_is_cut_to_the_free_memory_with_a_note(rig: Rig) -> None:
-    does = rig.use()
-    facts = rig.build(free_bytes=1 << 30)
-    assert 1000 * MIB < does.seen["WORKSPACE"] < 1 << 30
-    assert "instead of 6,144 MiB" in facts.notes[0]
-    assert rig.build(free_bytes=8 << 30).notes == facts.notes[1:]
-    assert does.seen["WORKSPACE"] == 6 << 30
 
 
 # progress, interruption
