@@ -34,10 +34,9 @@ from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.quantization.job import QuantizeRequest
-from tests.building.conftest import Rig
 from tests.support.onnx_zoo import make, save
 from tests.support.runtimes import fake_tensorrt as fake
-from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, replaced
+from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, Rig, replaced
 from tests.support.runtimes.gpu_machine import LAYER, LAYERS, gpu_machine, plan
 
 ENDS = ("Inputs", "Outputs")

@@ -21,6 +21,7 @@ import pytest
 import deploykit as dk
 from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import (
+    BuildProgress,
     activation_bytes,
     cache_path,
     check,
@@ -40,7 +41,6 @@ from deploykit.building.tensorrt.options import (
     parse_batch,
     ranges,
 )
-from deploykit.building.tensorrt.progress import BuildProgress
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, NotFound, Unsupported
 from deploykit.core.extras import install_command
 from deploykit.core.machine import Gpu, this_machine
@@ -48,10 +48,9 @@ from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import parse_spec
 from deploykit.engines.tensorrt.log import LogLines
-from tests.building.conftest import Rig
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, mnist_like, save
-from tests.support.runtimes.fake_tensorrt import NO_FORMATS, options, replaced
+from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Rig, options, replaced
 
 ONE = AxisRange(4, 4, 4)
 

@@ -368,7 +368,7 @@ def test_a_jetson_is_read_from_its_files(tmp_path: Path) -> None:
     assert gpu.throttled is None
 
 
-def test_older_boards_and_other_machines_are_told_apart(tmp_path: Path) -> None:
+def test_older_boards_are_read_and_other_machines_are_none(tmp_path: Path) -> None:
     """Xavier and older Orin: the GPU is a device of its own, under its chip's name."""
     other = {"sys/class/devfreq/devfreq0/cur_freq": 1, "proc/meminfo": "MemTotal: 1 kB"}
     assert JetsonReader(write(tmp_path, other)).read() is None

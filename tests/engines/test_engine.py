@@ -67,7 +67,7 @@ def test_a_wrong_option_is_refused(
     ],
     ids=["missing", "bare weights"],
 )
-def test_a_file_that_is_no_model_is_refused(
+def test_a_missing_file_and_bare_weights_are_refused(
     tmp_path: Path, content: bytes | None, error: type[Exception], says: str
 ) -> None:
     path = tmp_path / "m.file"

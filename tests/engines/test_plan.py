@@ -30,11 +30,12 @@ from deploykit.engines.tensorrt.compatibility import (
     check_plan,
     differences,
     list_path,
+    load_plugins,
     open_plan,
     rebuild,
     record_build,
+    recorded_plugins,
 )
-from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
 from scripts.nvidia import fetch
 from tests.support.onnx_zoo import linear
 from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt
@@ -473,7 +474,7 @@ def test_a_library_that_registers_itself_is_not_registered_again(
         nv.does.seen.setdefault("creators", []).extend(["own"] * itself)
         return real(path)
 
-    monkeypatch.setattr("deploykit.engines.tensorrt.plugins.ctypes.CDLL", load)
+    monkeypatch.setattr("deploykit.engines.tensorrt.compatibility.ctypes.CDLL", load)
     load_plugins(nv, [library])
     assert nv.does.seen.get("libraries", []) == ([] if itself else [str(library)])
 

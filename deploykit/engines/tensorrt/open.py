@@ -16,9 +16,15 @@ from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import require
 from deploykit.core.machine import file_text
-from deploykit.engines.tensorrt.compatibility import Here, check_version, open_plan, place_of
+from deploykit.engines.tensorrt.compatibility import (
+    Here,
+    check_version,
+    load_plugins,
+    open_plan,
+    place_of,
+    recorded_plugins,
+)
 from deploykit.engines.tensorrt.engine import TensorRtEngine
-from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
 
 if TYPE_CHECKING:
     from deploykit.engines.cuda.driver import CudaDevice

@@ -34,9 +34,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.building.builder import Shapes
+from deploykit.building.builder import BuildResult, Shapes
+from deploykit.building.tensorrt.build import build
 from deploykit.building.tensorrt.options import AxisRange, Options
 from deploykit.core.profile import Profile, load_profile
+from tests.support.onnx_zoo import linear, save
 
 if TYPE_CHECKING:
     from tests.support.runtimes.own_cuda import FakeCuda
@@ -604,3 +606,21 @@ class _Builder:
         if config.cache is not None:
             config.cache.content += b"timed"
         return self.does.plan
+
+
+class Rig:
+    """A model, the place of its plan, and the TensorRT that stands in for the installed one."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.model, self.out = save(linear(), folder / "m.onnx"), folder / "m.trt"
+        self._stack = stack
+
+    def use(self, name: str = "tensorrt", **behaviour: Any) -> Behaviour:
+        does = Behaviour(**behaviour)
+        self._stack.enter_context(replaced(name, FakeTensorRt(does=does)))
+        return does
+
+    def build(
+        self, model: Path | None = None, on_progress: Any = None, **given: Any
+    ) -> BuildResult:
+        return build(model or self.model, self.out, options(**given), on_progress)
