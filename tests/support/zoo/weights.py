@@ -51,30 +51,6 @@ def batch_norms(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     module.eval()
 
 
-def unit_channels(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Scale and shift each Conv and Linear so that each channel has mean 0 and variance 1.
-
-    As with a batch norm folded into it, for networks without any; in one pass.
-    """
-
-    def normalise(layer: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
-        assert isinstance(layer, (nn.Conv2d, nn.Linear))
-        assert layer.bias is not None
-        axes = (0, 2, 3) if isinstance(layer, nn.Conv2d) else (0,)
-        mean, gain = output.mean(axes), 1 / output.std(axes).clamp(min=1e-3)
-        layer.weight.mul_(gain.reshape(-1, *[1] * (layer.weight.ndim - 1)))
-        layer.bias.copy_((layer.bias - mean) * gain)
-        shape = (1, -1, 1, 1) if isinstance(layer, nn.Conv2d) else (1, -1)
-        return (output - mean.reshape(shape)) * gain.reshape(shape)
-
-    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
-    hooks = [layer.register_forward_hook(normalise) for layer in layers]
-    with torch.no_grad():
-        module(*inputs)
-    for hook in hooks:
-        hook.remove()
-
-
 def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) -> None:
     """Make the logits of the last Linear, `head`, differ between inputs: no class is ahead."""
     layer = module.get_submodule(head)
