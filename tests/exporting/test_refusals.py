@@ -317,22 +317,30 @@ class TwoRows(nn.Module):  # type: ignore[misc, name-defined]
         return x.reshape(2, -1)
 
 
+def scripted() -> Any:
+    return torch.jit.script(TwoRows())
+
+
+def seven_rows() -> Any:
+    return Applied(lambda x: x + TABLE[:7])
+
+
 @pytest.mark.parametrize(
-    ("scripted", "given", "said"),
+    ("build", "given", "said"),
     [
-        (False, {}, "axis 0 (N) of output 'y' at 2"),
-        (True, {}, "axis 0 (N) of output 'y' at 2"),
-        (False, {"opset": 17}, "opset 17 is not offered"),
-        (True, {"opset": 21}, "opset 21 is not offered for TorchScript"),
+        (TwoRows, {}, "axis 0 (N) of output 'y' at 2"),
+        (scripted, {}, "axis 0 (N) of output 'y' at 2"),
+        (seven_rows, {}, "axis N (axis 0 of input 'x') at 7"),
+        (TwoRows, {"opset": 17}, "opset 17 is not offered"),
+        (scripted, {"opset": 21}, "opset 21 is not offered for TorchScript"),
     ],
 )
 def test_an_output_of_another_size_than_declared_and_another_opset_are_refused(
-    tmp_path: Path, scripted: bool, given: dict[str, Any], said: str
+    tmp_path: Path, build: Any, given: dict[str, Any], said: str
 ) -> None:
-    module = torch.jit.script(TwoRows()) if scripted else TwoRows()
     specs = [parse_spec("x:float32[N,4]")], [parse_spec("y:float32[N,M]")]
     with pytest.raises(BadInput) as caught:
-        export_module(module, *specs, tmp_path / "m.onnx", **given)
+        export_module(build(), *specs, tmp_path / "m.onnx", **given)
     assert said in caught.value.message
     assert list(tmp_path.iterdir()) == []
 

@@ -66,13 +66,9 @@ def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) 
 
 
 def fit(module: nn.Module, data: Labelled, *, epochs: int, rate: float, noise: float = 0.0) -> None:
-    """Train a small classifier on the CPU; `noise`: the deviation of what is added to its inputs.
-
-    The same data and arguments give the same weights. On one thread: several only wait for each
-    other on layers this small.
-    """
+    """Train a small classifier on the CPU; `noise`: the deviation of what its inputs get added."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several would wait for each other on layers this small
     x, labels = torch.from_numpy(data.x), torch.from_numpy(data.labels)
     random = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(module.parameters(), lr=rate)
