@@ -67,7 +67,7 @@ def wide(path: Path, side: int, weight: float = 0.0) -> Path:
 
 
 @pytest.mark.parametrize(("side", "rows"), [(16, 32), (256, 8), (512, 2), (4096, 2)])
-def test_no_more_rows_are_compared_at_once_than_fit_into_memory(
+def test_no_more_rows_are_compared_than_fit_into_memory(
     tmp_path: Path, side: int, rows: int
 ) -> None:
     model = wide(tmp_path / "m.onnx", side)
@@ -165,7 +165,7 @@ def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Pa
         assert any("at other sizes" in note for note in made.notes)
 
 
-def test_a_busy_machine_does_not_end_the_search_for_sizes(
+def test_a_busy_machine_searches_sizes_as_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = itertools.count(0.0, 3600.0)
@@ -218,7 +218,7 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
         ({"axis": {"N": 3}, "batch": 2}, "`batch` is the size of `axis` N: give one"),
     ],
 )
-def test_sizes_that_no_input_can_have_are_refused(
+def test_sizes_that_no_input_has_are_refused(
     tmp_path: Path, given: dict[str, object], reason: str
 ) -> None:
     path = write(tmp_path, "step")

@@ -304,9 +304,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save(rename(proto, names), tmp_path / "m.onnx")
 
 
-def test_samples_are_read_along_the_batch_and_answers_joined_along_it(
-    model: Path, tmp_path: Path
-) -> None:
+def test_samples_are_read_and_answers_joined_along_the_batch(model: Path, tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     alone = [
         session.run(None, {**DATA, "x": DATA["x"][n : n + 1], "h": DATA["h"][:, n : n + 1]})
@@ -489,9 +487,7 @@ def models() -> Iterator[tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.n
 
 @only_in_a_campaign
 @pytest.mark.filterwarnings("ignore")  # onnx's own cases overflow on purpose
-def test_each_operator_is_cast_or_refused_and_what_is_written_computes_the_same(
-    tmp_path: Path,
-) -> None:
+def test_each_operator_is_cast_or_refused_and_computes_the_same(tmp_path: Path) -> None:
     path, count, wrong = tmp_path / "m.onnx", 0, []
     for model, feeds, wanted in models():
         count += 1

@@ -82,9 +82,7 @@ def test_figures_of_a_known_difference() -> None:
         ([0.0, 0.0], [0.0, 1e-20], 1.0),
     ],
 )
-def test_the_error_is_relative_to_the_scale_of_the_output(
-    a: list[float], b: list[float], error: float
-) -> None:
+def test_errors_are_relative_to_the_output(a: list[float], b: list[float], error: float) -> None:
     parity = compare(constant([a], "float64"), constant([b], "float64"))
     assert parity.worst.error == pytest.approx(error)
     assert (parity.passed, parity.warnings) == (False, ())
@@ -181,7 +179,7 @@ def test_feeds_of_one_batch_size_share_their_row() -> None:
     assert not compare(constant([[1.0, 1.0]], shape="[N,2]"), broken, 2, 2).passed
 
 
-def test_large_outputs_are_compared_in_parts_with_the_same_figures_in_little_memory(
+def test_large_outputs_are_compared_in_parts_in_little_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random = np.random.default_rng(0)
@@ -234,7 +232,7 @@ def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
     ],
     ids=["half", "three axes", "one column", "one axis", "image"],
 )
-def test_agreement_is_the_share_of_equal_argmax(
+def test_agreement_is_of_equal_argmax(
     values: object, other: object, expected: float | None
 ) -> None:
     shape = "[" + ",".join(f"A{n}" for n in range(np.ndim(values))) + "]"
@@ -324,9 +322,7 @@ def test_a_fixed_axis_may_meet_a_dynamic_one_and_outputs_any_order() -> None:
         ((X, *Z_AND_Y), "new has an output 'z', old has none"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_with_the_difference(
-    specs: tuple[str, ...], what: str
-) -> None:
+def test_what_cannot_be_compared_is_refused_with_why(specs: tuple[str, ...], what: str) -> None:
     def compared(*engines: FakeEngine, names: tuple[str, str]) -> None:
         with pytest.raises(BadInput, match=what):
             compare_engines(*engines, feeds_of(1), names=names)
@@ -368,7 +364,7 @@ def scaled(model: onnx.ModelProto, weight: str, factor: float) -> onnx.ModelProt
     ("weight", "node", "operator"),
     [("w1", "conv1", "Conv"), ("w2", "conv2", "Conv"), ("b3", "head", "Gemm")],
 )
-def test_the_node_whose_weight_was_changed_is_named(
+def test_the_node_that_was_changed_is_named(
     chunk: int, weight: str, node: str, operator: str
 ) -> None:
     found = diverge(mnist_like(), scaled(mnist_like(), weight, 1.5), chunk=chunk)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +39,7 @@ def gemm(batch: int | str) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 32])
-def test_ranges_are_those_of_all_samples_whatever_the_batch(
-    tmp_path: Path, batch_size: int
-) -> None:
+def test_ranges_are_of_all_samples_whatever_the_batch(tmp_path: Path, batch_size: int) -> None:
     data, weights = samples(linear(), 17), stored(linear())
     x = data.inputs["x"]
     y = x @ weights["W"] + weights["b"]
@@ -71,7 +67,7 @@ def test_every_float_tensor_has_a_range_and_no_other(tmp_path: Path) -> None:
     assert list(calibrate(path, samples(int64_ids())).ranges) == ["embedded", "y"]
 
 
-def test_the_percentile_leaves_an_outlier_out(
+def test_the_percentile_drops_an_outlier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = feeds(mnist_like(), 512)["image"]
@@ -181,7 +177,7 @@ def x_of(samples: int, *bad: float) -> np.ndarray:
     ],
     ids=["few", "fixed-batch", "nan", "infinity", "equal"],
 )
-def test_samples_that_calibrate_nothing_are_refused(
+def test_useless_samples_are_refused(
     tmp_path: Path, batch: int | str, x: np.ndarray, says: str
 ) -> None:
     with pytest.raises(BadInput, match=says):
@@ -395,7 +391,7 @@ def test_outliers_are_smoothed_where_that_loses_less(
     assert smoothed.evaluation.sqnr_db > plain.evaluation.sqnr_db + 5
 
 
-def test_a_graph_that_smoothing_broke_is_not_used(
+def test_smoothing_that_breaks_is_not_used(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploykit.quantization.smoothquant._multiply", lambda *_: None)
@@ -403,9 +399,7 @@ def test_a_graph_that_smoothing_broke_is_not_used(
     assert quantize(residual, "int8", data)[1].smoothed == ()
 
 
-def test_the_samples_to_choose_on_are_spread_over_the_data(
-    outliers: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_to_choose_on_are_spread(outliers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of images is in the order of its classes: the first would all be of one class."""
     monkeypatch.setattr(scales, "OPERATIONS", 0)
     samples = Samples(feeds(layer_norm(), 320), None, "data.npz")
@@ -414,49 +408,6 @@ def test_the_samples_to_choose_on_are_spread_over_the_data(
         assert max(places) > 270
         assert min(places) < 40
     assert 32 <= sum(map(len, batches)) <= 64
-
-
-FIRST = {  # what is found -> noise on the first samples, on the others, and what is chosen
-    "nearly-equal": ({"mixed": 1.0, "percentile": 1.02, "mse": 0.99}, {}, "mixed"),
-    "not-on-the-others": (
-        {"mixed": 1.2, "percentile": 1.0, "mse": 1.5, "minmax": 1.9},
-        *({"mixed": 2.0, "percentile": 3.0}, "mixed"),
-    ),
-    "better": (
-        *({"mixed": 2.4, "percentile": 3.0, "mse": 1.0}, {"mixed": 2.0, "mse": 1.0}, "mse"),
-    ),
-    "none-works": (dict.fromkeys(METHODS, np.inf), {}, "mixed"),
-}
-
-
-@pytest.mark.parametrize("case", FIRST)
-def test_calibrators_that_may_be_better_than_the_first_are_tried_on(
-    outliers: Path, data: Path, monkeypatch: pytest.MonkeyPatch, unsmoothed: None, case: str
-) -> None:
-    """Nor is minmax where the percentile lost: it goes further that way."""
-    few, others, chosen = FIRST[case]
-    tried: list[tuple[str, int]] = []
-
-    def noise(_: Any, trial: scales.Scales, batches: scales.Batches) -> np.ndarray:
-        assert trial.calibration is not None
-        method, rows = trial.calibration.method, sum(len(inputs["x"]) for _, inputs, _ in batches)
-        known = others if method in [each for each, _ in tried] else few
-        tried.append((method, rows))
-        return np.full(rows, known[method])
-
-    monkeypatch.setattr("deploykit.quantization.scales._Trials.noise", noise)
-    real = calibrating._choose_ranges
-
-    def distinct(*given: Any) -> Any:
-        found = real(*given)
-        ends = itertools.count(1.0)
-        return replace(found, cut={m: {"x": Range(0.0, next(ends))} for m in found.cut})
-
-    monkeypatch.setattr(calibrating, "_choose_ranges", distinct)
-    record = quantize(outliers, "int8", data)[1]
-    wanted = [(each, scales.FEW) for each in few]
-    assert tried == wanted + [(each, 128 - scales.FEW) for each in others]
-    assert record.method == chosen
 
 
 def test_a_calibrator_has_to_win_by_more_than_chance() -> None:
@@ -480,7 +431,7 @@ def test_the_noise_of_each_sample_is_its_part_of_the_batchs() -> None:
 
 
 @pytest.mark.parametrize("kept", [["y", "top"], ["top"]])
-def test_integer_outputs_have_no_signal_to_noise_ratio(
+def test_integers_have_no_signal_to_noise_ratio(
     data: Path, tmp_path: Path, kept: list[str]
 ) -> None:
     model = layer_norm()

@@ -229,9 +229,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("options", [{}, {"transposed": True}, {"uint8": True}, {"ends": True}])
-def test_weights_are_read_as_their_pairs_mean_them(
-    options: dict[str, bool], tmp_path: Path
-) -> None:
+def test_weights_are_read_as_the_pairs_mean_them(options: dict[str, bool], tmp_path: Path) -> None:
     source = by_hand(**options)
     moved = moved_graph(Graph(source))
     assert summarise(moved).precision.get("int8") == 2
@@ -326,9 +324,7 @@ def test_a_range_that_does_not_follow_is_asked_for_and_found_in_data(tmp_path: P
 
 
 @pytest.mark.parametrize("domain", ["", "com.microsoft"])
-def test_a_graph_of_16_bits_is_refused_with_the_command_that_helps(
-    tmp_path: Path, domain: str
-) -> None:
+def test_a_graph_of_16_bits_is_refused_with_what_helps(tmp_path: Path, domain: str) -> None:
     path, _ = foreign(tmp_path, "Conv", "Relu", "Conv", activation_type="QUInt16")
     model = onnx.load(path)
     for node in model.graph.node:  # the domain depends on the version of ONNX Runtime's quantizer

@@ -53,9 +53,7 @@ EYE = np.eye(4)
 
 @pytest.mark.parametrize("runtime", TARGET_RUNTIMES)
 @pytest.mark.parametrize("graph", ZOO)
-def test_int8_outputs_are_close_on_data_not_calibrated_on(
-    graph: Make, runtime: str, tmp_path: Path
-) -> None:
+def test_int8_outputs_are_close_on_other_data(graph: Make, runtime: str, tmp_path: Path) -> None:
     source = graph()
     model, _ = quantized(source, tmp_path, runtime)
     onnx.checker.check_model(model, full_check=True)
@@ -71,9 +69,7 @@ def test_int8_outputs_are_close_on_data_not_calibrated_on(
         assert all(zero.dtype == np.int8 and not zero.any() for zero in zeros)
 
 
-def test_conv_weights_have_a_scale_per_output_channel_and_its_bias_and_relu_stay(
-    tmp_path: Path,
-) -> None:
+def test_conv_weights_have_a_scale_per_channel_and_its_bias_stays(tmp_path: Path) -> None:
     model, _ = quantized(conv_relu(), tmp_path)
     order = [node.op_type for node in model.graph.node]
     assert order == ["QuantizeLinear", "DequantizeLinear", "DequantizeLinear", "Conv", "Relu"]
@@ -138,9 +134,7 @@ def test_a_product_of_two_activations_stays_float(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", TARGET_RUNTIMES)
-def test_a_channel_of_zeros_and_a_constant_input_are_quantized(
-    runtime: str, tmp_path: Path
-) -> None:
+def test_a_channel_of_zeros_and_a_constant_are_quantized(runtime: str, tmp_path: Path) -> None:
     head, weight = "(float[N,2] x) => (float[N,2] y)", [[1.0, 0.0], [2.0, 0.0]]
     model = parse(head, "dead = Mul(x, zero) y = MatMul(dead, W)", W=weight, zero=[0.0])
     int8, _ = quantized(model, tmp_path, runtime)
@@ -233,9 +227,7 @@ def test_a_transposed_convolution_has_a_scale_per_output_channel(tmp_path: Path)
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 8])
-def test_a_transposed_convolution_stays_close_in_int8(
-    group: int, norm: bool, tmp_path: Path
-) -> None:
+def test_transposed_convolutions_are_close_in_int8(group: int, norm: bool, tmp_path: Path) -> None:
     source = up(group, norm=norm)
     model, _ = quantized(source, tmp_path)
     assert "BatchNormalization" not in summarise(model).operators
@@ -287,7 +279,7 @@ def sums(*, projected: bool = False, order: str = "c2, {}") -> onnx.ModelProto:
 
 @pytest.mark.parametrize("projected", [False, True])
 @pytest.mark.parametrize("order", ["c2, {}", "{}, c2"])
-def test_what_is_added_to_a_convolution_reads_int8_for_tensorrt(
+def test_what_is_added_to_a_convolution_is_int8(
     projected: bool, order: str, tmp_path: Path
 ) -> None:
     model, found = quantized(sums(projected=projected, order=order), tmp_path)
@@ -300,9 +292,7 @@ def test_what_is_added_to_a_convolution_reads_int8_for_tensorrt(
     assert writer_of(fp8, writer_of(fp8, "add").input[1]).op_type == "DequantizeLinear"
 
 
-def test_a_sum_stays_exact_where_its_convolution_does_or_its_result_is_read_twice(
-    tmp_path: Path,
-) -> None:
+def test_a_sum_stays_exact_where_its_convolution_is_read_twice(tmp_path: Path) -> None:
     _, found = quantized(sums(), tmp_path)
     models = [to_pairs(sums(), found, keep_float32=(kept,)) for kept in ("add", "c2")]
     twice = sums()
@@ -423,7 +413,7 @@ def convolution(shape: tuple[int, ...] = (32, 16, 3, 3), group: int = 1) -> onnx
         ((32, 16, 3, 3), 2, 1),
     ],
 )
-def test_convolutions_without_an_fp8_kernel_stay_as_they_are(
+def test_convolutions_without_an_fp8_kernel_stay(
     shape: tuple[int, ...], group: int, quantized: int
 ) -> None:
     graph = Graph(convolution(shape, group))
@@ -469,9 +459,7 @@ def test_fp8_stores_what_numpy_rounds_to_e4m3_with_one_scale_per_tensor() -> Non
     assert onnx.numpy_helper.to_array(scale) == pytest.approx(4.48 / 448)
 
 
-def test_onnxruntime_scales_cover_the_range_with_a_zero_point_after_the_relu_and_the_pool(
-    tmp_path: Path,
-) -> None:
+def test_onnxruntime_scales_are_after_relu_and_cover_the_range(tmp_path: Path) -> None:
     model, found = quantized(mnist_like(), tmp_path, "onnxruntime")
     after = {node.input[0]: node for node in pairs(model, "QuantizeLinear")}
     assert after.keys() == {"image", "r1", "p1", "r2", "p2", "flat"}
@@ -528,7 +516,7 @@ def test_onnxruntime_computes_a_residual_block_in_integers_throughout(tmp_path: 
         ("N,8", ["QuantizeLinear", "QLinearMatMul", "DequantizeLinear", "Add", "Tanh"]),
     ],
 )
-def test_a_matmul_runs_in_integers_whatever_reads_its_result(
+def test_a_matmul_runs_in_integers_whatever_reads_it(
     axes: str, wanted: list[str], tmp_path: Path
 ) -> None:
     model = parse(

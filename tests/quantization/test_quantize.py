@@ -82,9 +82,7 @@ def test_each_precision_is_in_the_file_and_the_outputs_stay_close(
 @pytest.mark.parametrize(
     ("to", "most_bytes"), [("int8-weight-only", 140_000), ("int4-weight-only", 80_000)]
 )
-def test_weight_only_precisions_shrink_the_file_and_need_no_data(
-    tmp_path: Path, to: str, most_bytes: int
-) -> None:
+def test_weight_only_precisions_need_no_data(tmp_path: Path, to: str, most_bytes: int) -> None:
     weights = np.random.default_rng(0).standard_normal((256, 512)) / 16
     large = parse("(float[N,256] x) => (float[N,512] y)", "y = MatMul(x, W)", W=weights)
     path = save(large, tmp_path / "large.onnx")
@@ -93,9 +91,7 @@ def test_weight_only_precisions_shrink_the_file_and_need_no_data(
     assert made.evaluation.sqnr_db > 15
 
 
-def test_an_accuracy_drop_is_measured_on_labelled_data(
-    model: Path, calib: Path, data: Path
-) -> None:
+def test_a_drop_is_measured_on_labelled_data(model: Path, calib: Path, data: Path) -> None:
     made = dk.quantize(model, "int8", calib=calib, data=data, max_drop=0.5)
     assert made.drop.n == 400
     assert made.evaluation.max_drop == 0.5
@@ -136,7 +132,7 @@ def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     assert any("kept in float32" in note and "scale_up" in note for note in kept.notes)
 
 
-def test_the_users_own_metric_and_perplexity_decide(
+def test_own_metrics_and_perplexity_decide(
     model: Path, calib: Path, data: Path, tmp_path: Path
 ) -> None:
     metric = tmp_path / "metric.py"
@@ -169,9 +165,7 @@ def test_auto_keeps_what_passes_and_logs_its_steps(
     assert any(where in note for note in made.notes)
 
 
-def test_auto_refuses_too_few_samples_before_the_search(
-    model: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_auto_refuses_too_few_samples_at_once(model: Path, calib: Path, tmp_path: Path) -> None:
     few = write(tmp_path / "few.npz", images(50, 2), model)
     with pytest.raises(dk.BadInput, match=r"50 samples cannot show .* 276 are needed"):
         dk.quantize(model, "auto", calib=calib, data=few, max_drop=0.01)
@@ -219,7 +213,7 @@ def test_auto_without_a_profile_tries_what_every_target_runs(model: Path, calib:
     ],
     ids=str,
 )
-def test_contradictory_options_are_refused(
+def test_wrong_options_are_refused(
     model: Path, calib: Path, options: dict[str, object], reason: str
 ) -> None:
     before = sorted(model.parent.iterdir())
@@ -230,7 +224,7 @@ def test_contradictory_options_are_refused(
 
 
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
-def test_a_model_that_no_half_precision_can_reach_is_refused(
+def test_a_model_without_halves_is_refused(
     to: str, model: Path, calib: Path, tmp_path: Path
 ) -> None:
     integers = dk.build(model, profile="cpu", precision="int8", calib=calib, max_drop=1.0).path
@@ -301,9 +295,7 @@ def test_quantizing_to_int8_reads_opens_and_hashes_each_file_once(
 # Gates: what a failed one leaves behind, and what it carries
 
 
-def test_a_build_that_fails_parity_is_kept_under_the_rejected_name(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_build_that_fails_parity_is_kept_as_rejected(model: Path, tmp_path: Path) -> None:
     """A float16 graph, computed in float32 by ONNX Runtime's CPU, is not equal to the last bit."""
     half, out = dk.quantize(model, "fp16").path, tmp_path / "built.onnx"
     out.write_bytes(b"the one before")
@@ -355,9 +347,7 @@ def test_a_graph_whose_pairs_were_moved_passes_the_gate_only_with_labelled_data(
     assert not (tmp_path / "g.onnx").exists()
 
 
-def test_a_build_in_int8_is_gated_on_the_file_that_it_writes(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_build_in_int8_is_gated_on_its_own_file(model: Path, data: Path, tmp_path: Path) -> None:
     options = {"precision": "int8", "calib": data, "data": data}
     made = dk.build(model, "cpu", out=tmp_path / "b.onnx", max_drop=0.5, **options)
     assert made.evaluation.parity.b == "b.onnx"
@@ -442,9 +432,7 @@ def test_a_classifier_that_ends_in_labels_is_gated_on_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", ["fp16", "int8", "int8-dynamic", "auto"])
-def test_an_output_that_is_no_tensor_is_described_and_refused_by_its_name(
-    tmp_path: Path, to: str
-) -> None:
+def test_an_output_that_is_no_tensor_is_refused_by_its_name(tmp_path: Path, to: str) -> None:
     head = "(float[N,8] x) => (float[N,8] y, seq(float[N,1]) parts)"
     model = parse(head, "y = Relu(x) parts = SplitToSequence<axis = 1>(y)")
     path = save(model, tmp_path / "m.onnx")

@@ -168,7 +168,7 @@ RESULTS = {  # what is seen -> network, what is kept, and how the first note beg
 
 
 @pytest.mark.parametrize(("network", "result", "note"), RESULTS.values(), ids=RESULTS)
-def test_what_is_kept_has_to_be_cheaper_than_what_is_wider(
+def test_what_is_kept_is_cheaper_than_the_wider(
     network: Network, result: tuple[str, int], note: str
 ) -> None:
     outcome = network.search()
@@ -308,9 +308,7 @@ MASK = np.array([1.0, -np.inf], np.float32)
     ],
     ids=["share", "equal", "mask", "overflow", "integers", "boxes", "integers-of-boxes"],
 )
-def test_noise_is_a_share_of_the_signal(
-    wanted: list[np.ndarray], got: list[np.ndarray], share: float
-) -> None:
+def test_noise_is_a_share(wanted: list[np.ndarray], got: list[np.ndarray], share: float) -> None:
     assert noise_share(wanted, got) == pytest.approx(share)
 
 

@@ -57,9 +57,7 @@ def layer(inputs: int = 256, kind: str = "MatMul") -> onnx.ModelProto:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_close_for_each_way_to_store_a_weight(
-    kind: str, bits: int, tmp_path: Path
-) -> None:
+def test_outputs_are_close_however_weights_are_stored(kind: str, bits: int, tmp_path: Path) -> None:
     model = layer(kind=kind)
     small = to_weight_only(model, f"int{bits}-weight-only", least_elements=1)
     onnx.checker.check_model(small, full_check=True)
@@ -82,9 +80,7 @@ def test_int8_has_a_scale_per_output(kind: str, axis: int) -> None:
 
 @pytest.mark.parametrize(("kind", "axis"), [("MatMul", 0), ("Gemm", 0), ("GemmT", 1)])
 @pytest.mark.parametrize(("inputs", "block"), [(256, 128), (192, 64), (96, 32)])
-def test_int4_blocks_lie_along_the_inputs_and_divide_them(
-    inputs: int, block: int, kind: str, axis: int
-) -> None:
+def test_int4_blocks_divide_the_inputs(inputs: int, block: int, kind: str, axis: int) -> None:
     node, tensors = dequantize(to_weight_only(layer(inputs, kind), INT4, least_elements=1))
     assert helper.get_node_attr_value(node, "axis") == axis
     assert helper.get_node_attr_value(node, "block_size") == block
@@ -181,7 +177,7 @@ def test_values_are_rounded_to_the_type_ties_to_even(to: str, bits: int, level: 
 
 
 @pytest.mark.parametrize("graph", [linear, int64_ids, mnist_like])
-def test_float16_is_as_numpys_own_but_for_the_order_of_sums(
+def test_float16_is_as_numpys_but_for_the_order_of_sums(
     graph: Callable[[], onnx.ModelProto],
 ) -> None:
     half, _ = to_half(graph(), "fp16")
@@ -390,9 +386,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @needs_exact_sums
-def test_quantize_needs_no_data_and_build_reads_the_kernels_back(
-    model: Path, tmp_path: Path
-) -> None:
+def test_quantize_needs_no_data_and_build_reads_it_back(model: Path, tmp_path: Path) -> None:
     made = dk.quantize(model, "int8-dynamic", tmp_path / "q.onnx")
     assert made.manifest.precision["int8"] == 2
     evidence = made.manifest.evidence
