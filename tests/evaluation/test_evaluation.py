@@ -177,15 +177,6 @@ def test_outputs_that_are_all_zero_are_a_warning() -> None:
     assert found.describe() == "outputs that are 0 everywhere"
 
 
-def test_perplexity_is_evaluated_by_its_relative_rise() -> None:
-    softer = function(lambda x: {"y": x * np.float32(0.05)})
-    metric = find_metric("perplexity")
-    found = evaluate(identity(), softer, samples=samples_of(60), metric=metric)
-    assert not found.passed
-    assert found.describe().startswith("perplexity rise ")
-    assert found.why.endswith(" %, is above 1 %")
-
-
 def test_a_fixed_batch_runs_at_its_size_and_leaves_the_rest_out() -> None:
     sizes: list[int] = []
     a, b = identity(sizes), function(lambda x: {"y": x.copy()}, axis0=4)

@@ -368,7 +368,6 @@ def test_the_node_that_was_changed_is_named(
     chunk: int, weight: str, node: str, operator: str
 ) -> None:
     found = diverge(mnist_like(), scaled(mnist_like(), weight, 1.5), chunk=chunk)
-    assert found is not None
     assert (found.node, found.operator, found.before) == (node, operator, 0.0)
     assert found.error > 0.01
     assert f"'{node}' ({operator}): error {found.error:.3g} is above 0.001" in found.text
@@ -383,7 +382,6 @@ def test_a_wrong_weight_is_found_through_half_precision(to: str) -> None:
     bound = {"fp16": 5e-3, "bf16": 4e-2}[to]  # some 4 units in the last place
     assert diverge(mnist_like(), half, bound) is None
     found = diverge(mnist_like(), wrong, bound)
-    assert found is not None
     assert (found.node, found.tensor, found.steepest.node) == ("conv2", "c2", "conv2")
     assert 0 < found.before < bound
 
@@ -398,7 +396,6 @@ def test_a_wrong_weight_is_found_through_int8(tmp_path: Path, runtime: str) -> N
     )
     assert diverge(mnist_like(), right, 0.1) is None
     found = diverge(mnist_like(), wrong, 0.1)
-    assert found is not None
     assert found.node == "conv2"
 
 
@@ -406,7 +403,6 @@ def test_the_node_that_overflows_is_named() -> None:
     half = simulate(to_half(overflow())[0])
     feeds = [{"x": np.full((2, 4), 10, np.float32)}]
     found = first_divergence(Graph(overflow()), Graph(half), feeds, 1e-2)
-    assert found is not None
     assert (found.node, found.error, found.batch) == ("scale_up", math.inf, 2)
     assert "'scale_up' (Mul): NaN or infinity in one of the two" in found.text
 
@@ -415,7 +411,6 @@ def test_the_batch_of_the_first_difference_is_reported() -> None:
     """A dimension baked in as 1: right for a batch of one, wrong for more."""
     baked = parse(ROWS, "first = Slice(x, zero, one) y = Add(x, first)", zero=[0], one=[1])
     found = diverge(parse(ROWS, "first = Identity(x) y = Add(x, first)"), baked)
-    assert found is not None
     assert (found.node, found.batch) == ("y", 3)  # 'first' itself has another shape
 
 
@@ -423,11 +418,9 @@ def test_several_outputs_and_integers_are_compared() -> None:
     other = two_inputs()
     other.graph.node[1].input[1] = "a"
     found = diverge(two_inputs(), other)
-    assert found is not None
     assert found.node == "mul"
     assert diverge(int64_ids(), int64_ids()) is None
     found = diverge(int64_ids(), scaled(int64_ids(), "table", 2))
-    assert found is not None
     assert found.node == "embed"
 
 
@@ -443,7 +436,6 @@ def chain(*factors: float) -> onnx.ModelProto:
 def test_an_error_that_builds_up_names_where_it_rose_most() -> None:
     a, b = Graph(chain(1, 1, 1, 1)), Graph(chain(1.01, 1.07, 1.09, 1.11))
     found = first_divergence(a, b, ONES, 0.1)
-    assert found is not None
     assert (found.node, found.batch, found.compared) == ("s", 5, 4)
     assert found.before == pytest.approx(0.09, abs=1e-6)
     assert found.steepest.node == "q"
@@ -460,7 +452,6 @@ def test_a_node_without_a_name_is_named_by_its_tensor_and_other_names_do_not_div
     for model in models:
         model.graph.node[0].name = ""
     found = first_divergence(*map(Graph, models), ONES, 0.1)
-    assert found is not None
     assert "differs is the Mul of 'p': error 1" in found.text
     other = chain(2)
     other.graph.node[0].output[0] = other.graph.output[0].name = "other"

@@ -138,7 +138,6 @@ def test_a_share_of_pixels_has_the_spread_of_its_samples_not_that_of_yes_and_no(
     for _ in range(500):
         trials = random.integers(50, 150, 60)
         found = pooled_share(random.binomial(trials, random.beta(16, 8, 60)), trials)
-        assert found is not None
         widths.append(found.high - found.low)
         covered += holds(found, 2 / 3)
     assert 0.92 < covered / 500 < 0.98

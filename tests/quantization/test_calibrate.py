@@ -209,13 +209,6 @@ def test_every_value_is_counted_in_its_place_while_the_limit_grows() -> None:
     np.testing.assert_allclose(got, np.percentile(values, [0.5, 99.5]), atol=4 * 1.6 * most / 4096)
 
 
-def test_the_order_of_batches_moves_the_ends_by_a_bin_at_most() -> None:
-    small, large = normal(200_000), normal(200_000, 10.0)
-    for share in (99.0, 99.9):
-        one, other = (histogram(*b).percentile(share) for b in ((small, large), (large, small)))
-        np.testing.assert_allclose(one, other, atol=4 * np.abs(large).max() / 4096)
-
-
 @pytest.mark.parametrize("share", [90.0, 99.0, 99.9])
 def test_the_percentile_is_numpys(share: float) -> None:
     values = normal(100_000)

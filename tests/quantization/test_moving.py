@@ -44,7 +44,6 @@ def written(make: Make, tmp_path: Path, **options: object) -> dict[str, Graph]:
 def test_moved_pairs_give_what_was_written_for_that_runtime(make: Make, tmp_path: Path) -> None:
     graphs = written(make, tmp_path)
     moved = move_pairs(graphs["tensorrt"], "onnxruntime")
-    assert moved is not None
     inputs = feeds(make(), 16)
     got = run(to_proto(moved), inputs, tmp_path / "moved.onnx")
     wanted = run(to_proto(graphs["onnxruntime"]), inputs, tmp_path / "wanted.onnx")
@@ -56,7 +55,6 @@ def test_onnx_runtime_runs_moved_pairs_of_a_file_in_integers(tmp_path: Path) -> 
     written(mnist_like, tmp_path)["tensorrt"].save(tmp_path / "typed.onnx")
     before = Graph.open(tmp_path / "typed.onnx")
     moved = move_pairs(before, "onnxruntime")
-    assert moved is not None
     integers = []
     for name, graph in (("before", before), ("moved", moved.save(tmp_path / "moved.onnx"))):
         build(graph.path, tmp_path / f"{name}.built.onnx")
@@ -68,7 +66,6 @@ def test_onnx_runtime_runs_moved_pairs_of_a_file_in_integers(tmp_path: Path) -> 
 def test_nodes_in_float32_stay_there(tmp_path: Path) -> None:
     graphs = written(mnist_like, tmp_path, keep_float32=("conv2",))
     moved = move_pairs(graphs["tensorrt"], "onnxruntime")
-    assert moved is not None
     assert moved.precision == graphs["onnxruntime"].precision
 
 
@@ -124,7 +121,6 @@ def written_by_onnxruntime(
 
 def moved_graph(foreign: Graph) -> onnx.ModelProto:
     moved = move_foreign_pairs(foreign, "onnxruntime")
-    assert moved is not None
     return to_proto(moved[0])
 
 

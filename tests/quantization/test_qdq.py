@@ -17,7 +17,7 @@ from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.qdq import without_kernel
-from deploykit.quantization.qdq_placement import _ACTIVATIONS, _COMPUTES, MOVES, box_nodes
+from deploykit.quantization.qdq_placement import _COMPUTES, MOVES, box_nodes
 from tests.support.builders.nvidia_cases import ask, checked, needs
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
 from tests.support.graphs.protos import (
@@ -469,26 +469,6 @@ def test_onnxruntime_scales_are_after_relu_and_cover_the_range(tmp_path: Path) -
     assert float(scale) == pytest.approx(found.ranges["r1"].high / 255, rel=1e-6)
 
 
-def test_onnxruntime_gets_an_int32_bias_of_the_product_scale(tmp_path: Path) -> None:
-    model, _ = quantized(linear(), tmp_path, "onnxruntime")
-    values, gemm = stored(model), pairs(model, "Gemm")[0]
-    x, weight, bias = (writer_of(model, name) for name in gemm.input)
-    product = values[x.input[1]] * values[weight.input[1]]
-    np.testing.assert_allclose(values[bias.input[1]], product, rtol=1e-6)
-    assert values[bias.input[0]].dtype == np.int32
-    restored = values[bias.input[0]] * values[bias.input[1]]
-    np.testing.assert_allclose(restored, stored(linear())["b"], atol=product.max() / 2)
-
-
-def test_onnxruntime_pools_keep_the_scale_of_what_they_read() -> None:
-    names = ("image", "r1", "r2", "flat")
-    seen = {**dict.fromkeys(names, Range(0.0, 4.0)), "p1": Range(0.0, 2.0), "p2": Range(0.0, 3.0)}
-    int8 = to_pairs(mnist_like(), calibration(seen), runtime="onnxruntime")
-    at = {n.input[0]: float(stored(int8)[n.input[1]]) for n in pairs(int8, "QuantizeLinear")}
-    assert at["p1"] == at["r1"]  # else it would be dequantized, pooled and quantized anew
-    assert at["flat"] == at["p2"] == at["r2"]
-
-
 def test_onnxruntime_computes_a_residual_block_in_integers_throughout(tmp_path: Path) -> None:
     """Conv, Relu, MaxPool, then what ResNet repeats; the pooled tensor is read twice."""
     random = np.random.default_rng(0)
@@ -570,16 +550,3 @@ def test_onnxruntime_runs_in_integers_all_that_is_given_scales(kind: str, tmp_pa
     done = optimised(quantized(model, tmp_path, "onnxruntime")[0], tmp_path)
     assert done.count("QuantizeLinear") == 1, done  # of the input: nothing is float from there on
     assert done.count("QLinearConv") >= 1, done
-
-
-def test_what_onnxruntimes_own_quantizer_has_kernels_for_is_here_or_left_out_on_purpose() -> None:
-    registry = pytest.importorskip("onnxruntime.quantization.registry")
-    left_out = {
-        "ArgMax": "an end: nothing after it computes",
-        "Softmax": "256 steps are too coarse for attention's weights",
-        "Where": "a mask's -inf has no scale",
-        "Pad": "onnxruntime 1.31 pads in float between the pairs",
-        "EmbedLayerNormalization": "a fused operator of its own optimiser",
-    }
-    here = MOVES | _COMPUTES | _ACTIVATIONS | {"Conv", "Gemm", "MatMul"}
-    assert set(registry.QLinearOpsRegistry) - here == set(left_out)

@@ -307,28 +307,6 @@ def test_a_build_that_fails_parity_is_kept_as_rejected(model: Path, tmp_path: Pa
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_gate_compares_the_upper_end_of_the_interval(model: Path, tmp_path: Path) -> None:
-    """No sample flips, so the drop is 0, but 20 samples cannot prove a drop under 1 %."""
-    with dk.load(model, "cpu") as engine:
-        logits = engine({"image": images(300)})["logits"]
-    first, second = np.sort(logits, 1)[:, ::-1][:, :2].T
-    clear = np.argsort(first - second)[-20:]  # rounding cannot flip these
-    data = write(tmp_path / "d.npz", images(300)[clear], model)
-    with pytest.raises(dk.GateFailed) as caught:
-        dk.quantize(model, "fp16", data=data, max_drop=0.01)
-    drop = caught.value.result.drop
-    assert (drop.drop.value, drop.lost, drop.gained) == (0.0, 0, 0)
-    assert drop.drop.high > 0.01
-    assert dk.quantize(model, "fp16", data=data, max_drop=0.5).drop.drop.high < 0.5
-
-
-def test_a_manifest_that_does_not_fit_its_file_is_refused(model: Path) -> None:
-    half = dk.quantize(model, "fp16").path
-    half.write_bytes(model.read_bytes())
-    with pytest.raises(dk.BadInput, match="SHA-256 differs"):
-        dk.inspect(half)
-
-
 def test_a_graph_whose_pairs_were_moved_passes_the_gate_only_with_labelled_data(
     model: Path, data: Path, tmp_path: Path
 ) -> None:

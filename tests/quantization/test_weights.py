@@ -400,15 +400,6 @@ def test_quantize_needs_no_data_and_build_reads_it_back(model: Path, tmp_path: P
     assert again.manifest.precision["int8"] == built.manifest.precision["int8"] == 2
 
 
-@needs_exact_sums
-def test_a_gate_that_it_fails_keeps_it_as_rejected(model: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).random((9, 4, 32), np.float32))
-    options = {"data": tmp_path / "x.npz", "max_drop": 1e-9}
-    with pytest.raises(dk.GateFailed):
-        dk.quantize(model, "int8-dynamic", tmp_path / "q.onnx", **options)
-    assert (tmp_path / "q.rejected.onnx").is_file()
-
-
 @pytest.mark.parametrize("options", [{"runtime": "tensorrt"}, {"profile": "l4"}], ids=str)
 def test_other_runtimes_are_refused(model: Path, options: dict[str, str]) -> None:
     with pytest.raises(BadInput, match="int8-dynamic runs only on onnxruntime, not on tensorrt"):
