@@ -13,8 +13,7 @@ from deploykit.cli import machine as hardware
 from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.devices import GpuState
-from deploykit.evaluation.doctor import Health, doctor
-from deploykit.evaluation.host import jetson_faults, profile_differences
+from deploykit.evaluation.doctor import Health, doctor, jetson_faults, profile_differences
 from tests.support.runtimes.jetson_files import ORIN_NANO, write
 
 RELEASE = "etc/nv_tegra_release"

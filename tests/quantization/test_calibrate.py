@@ -23,7 +23,7 @@ from deploykit.quantization import scales
 from deploykit.quantization.calibrate import METHODS, Range, importance
 from deploykit.quantization.formats import TensorHistogram, fp8_numbers, int8_steps
 from deploykit.quantization.qdq import to_pairs
-from deploykit.quantization.smoothquant import smooth
+from deploykit.quantization.scales import smooth
 from tests.support.graphs.data import feeds, samples, sqnr_db
 from tests.support.graphs.protos import calibrate, to_proto
 from tests.support.graphs.qdq_graphs import run, stored
@@ -387,7 +387,7 @@ def test_outliers_are_smoothed_where_that_loses_less(
 def test_smoothing_that_breaks_is_not_used(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploykit.quantization.smoothquant._multiply", lambda *_: None)
+    monkeypatch.setattr("deploykit.quantization.scales._multiply", lambda *_: None)
     residual = save(layer_norm(residual=True), tmp_path / "residual.onnx")
     assert quantize(residual, "int8", data)[1].smoothed == ()
 

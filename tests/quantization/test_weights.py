@@ -16,7 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import Range
-from deploykit.quantization.dynamic import quantizable, to_dynamic
+from deploykit.quantization.weights import dynamic_nodes, to_dynamic
 from tests.support.exact_sums import needs_exact_sums
 from tests.support.graphs.data import calibration, feeds, in_true_halves, sqnr_db
 from tests.support.graphs.protos import (
@@ -343,14 +343,14 @@ def test_weights_have_a_scale_per_output_and_named_nodes_stay_float() -> None:
 
 
 def test_convolutions_other_products_and_lstms_that_the_operator_lacks_stay_float() -> None:
-    assert quantizable(Graph(mnist_like())) == ("head",)
+    assert dynamic_nodes(Graph(mnist_like())) == ("head",)
     computed, gru = lstm(), lstm()
     weights = helper.make_tensor_value_info("R", onnx.TensorProto.FLOAT, (1, 24, 6))
     computed.graph.input.append(weights)
     gru.graph.node[0].op_type = "GRU"
     odd = [gemm(attributes) for attributes in ("alpha = 2.0", "beta = 0.5", "transA = 1")]
     for model in (conv_relu(), *odd, lstm(layout=1), computed, gru):
-        assert quantizable(Graph(model)) == ()
+        assert dynamic_nodes(Graph(model)) == ()
 
 
 def test_what_cannot_be_quantized_says_why(tmp_path: Path) -> None:
