@@ -147,6 +147,14 @@ def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
     )
 
 
+def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
+    logits = np.random.default_rng(0).standard_normal((4, 2, 4))
+    for count, label, why in ((4, -100, "no sample has a label"), (1, 0, "needs 2 values")):
+        scores = scored(PERPLEXITY, logits[:count], np.full((count, 2), label))
+        with pytest.raises(BadInput, match=why):
+            drop_of(scores, scores)
+
+
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [

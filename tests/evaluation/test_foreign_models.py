@@ -121,6 +121,9 @@ def test_values_that_int8_loses_ask_for_calibration_samples(tmp_path: Path) -> N
     with pytest.raises(dk.GateFailed, match=r"SQNR .* is below 15 dB") as caught:
         dk.quantize(path, "int8", calib=tmp_path / "d.npz")
     assert caught.value.hint.startswith("calibrate on more samples, of all kinds; precision 'auto'")
+    path = write_text(tmp_path, X4, "q = MatMul(x, W) a = Abs(q) y = Log(a)", {"W": W})
+    with pytest.raises(dk.GateFailed, match="NaN or infinity"):  # with each calibrator
+        dk.quantize(path, "int8", calib=tmp_path / "d.npz")
 
 
 def test_a_domain_that_a_file_imports_and_does_not_use_excludes_no_target(tmp_path: Path) -> None:

@@ -459,9 +459,6 @@ def test_every_call_is_counted_in_one_bin() -> None:
     assert CallHistogram.of([1.01e-6]).bins == (1,)  # the lower end of a bin belongs to it
     assert CallHistogram.of([1e-6, 1e-6]) == CallHistogram((0,), (2,))
     assert CallHistogram.of([0.0]).calls == 1  # a clock that did not move
-    for bad in ([], [-1.0], [math.nan], [math.inf]):
-        with pytest.raises(BadInput):
-            CallHistogram.of(bad)
 
 
 @pytest.mark.parametrize(
