@@ -12,13 +12,8 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.tensors import parse_spec
-from deploykit.engines.data.samples import Samples
 from deploykit.evaluation import feeds
 from deploykit.evaluation.feeds import (
-    MOST_BYTES,
-    MOST_SAMPLES,
-    axis_sizes,
-    batch_that_fits,
     first_rows,
     parity_sizes,
     random_inputs,
@@ -26,7 +21,7 @@ from deploykit.evaluation.feeds import (
 )
 from deploykit.graph.graph import Graph
 from tests.support.graphs.small import parse, write_text
-from tests.support.onnx_zoo import linear, save
+from tests.support.onnx_zoo import save
 
 RNG = np.random.default_rng(0)
 
@@ -39,21 +34,6 @@ def test_parity_sizes_cover_batches_lengths_and_image_sizes_within_limits() -> N
     assert parity_sizes([parse_spec("x:float32[2,3]")]) == [{}]
     sizes = parity_sizes([parse_spec("x:float32[N,3]")], {"N": (2, 8)})
     assert [each["N"] for each in sizes] == [2, 7, 8]
-
-
-def test_batches_are_smaller_where_tensors_are_large() -> None:
-    assert batch_that_fits(Graph(linear()), {"N": 1}) == MOST_SAMPLES
-    large = Graph(parse("(float[N,T] x) => (float[N,T] y)", "y = Relu(x)"))
-    quarter = MOST_BYTES // 4 // 4  # float32 values of a quarter of the bound
-    assert batch_that_fits(large, {"N": 1, "T": quarter}) == 4
-    assert batch_that_fits(large, {"N": 1, "T": quarter * 100}) == 1
-
-
-def test_axis_sizes_come_from_the_samples() -> None:
-    specs = [parse_spec("ids:int64[N,T]"), parse_spec("x:float32[N,3]")]
-    inputs = {"ids": np.zeros((9, 5), np.int64), "x": np.zeros((9, 3), np.float32)}
-    assert axis_sizes(Samples(inputs, None, "here"), specs, 2) == {"N": 2, "T": 5}
-    assert axis_sizes(None, specs, 2) == {"N": 2}
 
 
 def wide(path: Path, side: int, weight: float = 0.0) -> Path:

@@ -20,7 +20,7 @@ from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.evaluation.divergence import Divergence, first_divergence, tensor_error
-from deploykit.evaluation.parity import add_float32_errors, compare_engines, in_other_batches
+from deploykit.evaluation.parity import add_float32_errors, compare_engines
 from deploykit.graph.graph import Graph
 from tests.support.fake_engine import FakeEngine, Function
 from tests.support.graphs.data import samples
@@ -156,18 +156,6 @@ def test_the_bound_follows_what_float32_itself_gives_and_is_never_tightened() ->
     parity = add_float32_errors(compare(a, b), a, b, feeds_of(2))  # rounding noise alone
     assert (parity.bound(parity.worst), parity.passed) == (0.1, False)
     assert "float32 itself gives" in parity.why
-
-
-def test_another_batch_computes_row_by_row() -> None:
-    sizes = []
-
-    def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        sizes.append(len(feeds["x"]))
-        return {"y": feeds["x"] * 2}
-
-    feeds = {"x": np.arange(12, dtype=np.float32).reshape(3, 4)}
-    np.testing.assert_array_equal(in_other_batches(Function(run), feeds)["y"], feeds["x"] * 2)
-    assert sizes == [1, 1, 1]
 
 
 def test_feeds_of_one_batch_size_share_their_row() -> None:

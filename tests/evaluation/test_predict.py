@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -239,31 +238,6 @@ def test_a_folder_of_somebody_else_is_refused_and_stays(model: Path, data: Path)
     with pytest.raises(BadInput, match="is not what deploykit wrote there"):
         run(model, data, force=True)
     assert (parts(data) / "0.bin").read_text() == "a user's"
-
-
-FULL = """
-import resource, signal, sys
-
-sys.dont_write_bytecode = True  # the limit below would cut the files of modules
-import deploykit as dk
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-try:
-    dk.predict(sys.argv[1], sys.argv[2], sys.argv[3], batch=8, device="cpu")
-except dk.BadInput as error:
-    print(error.message)
-"""
-
-
-def test_a_disk_without_room_is_one_line_and_the_run_goes_on(model: Path, data: Path) -> None:
-    out = data.parent / "out.npz"
-    words = [sys.executable, "-c", FULL, str(model), str(data), str(out)]
-    ended = subprocess.run(words, timeout=120, capture_output=True, text=True)
-    assert ended.stdout.strip() == f"{out}: cannot be written: File too large"
-    assert not out.exists()
-    run(model, data)
-    np.testing.assert_allclose(np.load(out)["y"], answers(model, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

@@ -16,11 +16,10 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import CalibrationRecord
 from deploykit.engines.data.samples import Samples
-from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
 from deploykit.quantization import calibrate as calibrating
 from deploykit.quantization import scales
-from deploykit.quantization.calibrate import METHODS, Range, importance
+from deploykit.quantization.calibrate import METHODS, Range
 from deploykit.quantization.formats import TensorHistogram, fp8_numbers, int8_steps
 from deploykit.quantization.qdq import to_pairs
 from deploykit.quantization.scales import smooth
@@ -139,24 +138,6 @@ def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: P
     found = calibrate(save(gemm(4), tmp_path / "m.onnx"), data)
     assert found.samples == 8
     assert found.ranges["x"].high == data.inputs["x"][:8].max()
-
-
-@pytest.mark.parametrize(
-    ("body", "shape", "out"),
-    [
-        ("y = MatMul(x, W)", (6, 5), "N,5"),
-        ("y = MatMul(x, W)", (3, 6, 5), "3,N,5"),
-        ("y = Gemm<transB = 1>(x, W)", (5, 6), "N,5"),
-    ],
-)
-def test_importance_is_the_energy_of_the_weights_that_a_channel_meets(
-    tmp_path: Path, body: str, shape: tuple[int, ...], out: str
-) -> None:
-    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    model = parse(f"(float[N,6] x) => (float[{out}] y)", body, W=weight)
-    others = tuple(axis for axis, size in enumerate(shape) if size != 6)
-    found = importance(Editor(Graph.open(save(model, tmp_path / "m.onnx"))))
-    np.testing.assert_allclose(found["x"], (weight**2).sum(axis=others), rtol=1e-5)
 
 
 def x_of(samples: int, *bad: float) -> np.ndarray:
@@ -411,16 +392,6 @@ def test_a_calibrator_has_to_win_by_more_than_chance() -> None:
         assert scales.least_noise({"mixed": first, "mse": np.full(8, 1.2)}) == chosen
     assert scales.least_noise({"mixed": np.full(8, np.inf), "mse": once}) == "mse"
     assert scales.least_noise({"mixed": always, "mse": np.full(8, np.inf)}) == "mixed"
-
-
-def test_the_noise_of_each_sample_is_its_part_of_the_batchs() -> None:
-    wanted = np.array([[1.0, 2.0], [3.0, -np.inf], [1.0, 1.0]])
-    got = wanted + np.array([[0.0], [1.0], [2.0]])
-    found = scales.noise_by_row(wanted, got, 3)
-    assert found == pytest.approx(np.array([0.0, 1.0, 8.0]) / 16.0 * 3)
-    assert scales.noise_by_row(wanted, got[:2], 3).tolist() == [1.0, 1.0, 1.0]
-    labels = np.array([1, 2, 3])
-    assert scales.noise_by_row(labels, np.array([1, 0, 3]), 3) == pytest.approx([0.0, 1.0, 0.0])
 
 
 @pytest.mark.parametrize("kept", [["y", "top"], ["top"]])

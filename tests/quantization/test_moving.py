@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -79,14 +79,6 @@ def test_a_graph_without_ranges_or_with_half_nodes_is_not_moved(tmp_path: Path) 
 # Pairs of another tool are placed by their own scales
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-    logging.disable(logging.NOTSET)
-
-
 def written_by_onnxruntime(
     model: onnx.ModelProto, tmp_path: Path, activation_type: str = "QInt8", **options: object
 ) -> Graph:
@@ -100,7 +92,8 @@ def written_by_onnxruntime(
         def get_next(self) -> Mapping[str, np.ndarray] | None:
             return next(self.left, None)
 
-    with quiet():
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()):
         quantization.quantize_static(
             save(model, tmp_path / "float.onnx"),
             tmp_path / "foreign.onnx",
@@ -116,6 +109,7 @@ def written_by_onnxruntime(
                 **options,
             },
         )
+    logging.disable(logging.NOTSET)
     return Graph.open(tmp_path / "foreign.onnx")
 
 

@@ -141,22 +141,6 @@ def test_a_channel_of_zeros_and_a_constant_are_quantized(runtime: str, tmp_path:
     assert not run(int8, {"x": np.ones((3, 2), np.float32)}, tmp_path / "q.onnx").any()
 
 
-def test_a_batch_norm_is_folded_and_its_range_found(tmp_path: Path) -> None:
-    model = parse(
-        "(float[N,1,8,8] x) => (float[N,4,8,8] y)",
-        "c = Conv<pads = [1, 1, 1, 1]>(x, W, b) "
-        "n = BatchNormalization(c, scale, shift, mean, variance) y = Relu(n)",
-        **stored(conv_relu()),
-        scale=[1, 2, 0.5, 1],
-        shift=[0, 1, -1, 0.5],
-        mean=[0.1, 0, -0.1, 0.2],
-        variance=[1, 0.5, 2, 1],
-    )
-    int8, _ = quantized(model, tmp_path)
-    assert "BatchNormalization" not in summarise(int8).operators
-    assert quality_db(model, int8, feeds(model, 32, seed=1), tmp_path) > LEAST_SQNR_DB
-
-
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no Conv, ConvTranspose, Gemm or MatMul") as caught:
         quantized(two_inputs(), tmp_path)
