@@ -141,7 +141,7 @@ def relative_rise(
     out. The rise is exp(mean difference) - 1, its interval the paired one carried through exp,
     which keeps its coverage. Samples are the clusters, as the tokens of one are not independent
     (Miller, "Adding Error Bars to Evals", arXiv:2411.00640); the weighted mean has the ratio
-    estimator's variance, as in `throughput`. Raises BadInput on scores that cannot be paired.
+    estimator's variance, as in `throughput`. Raises BadInput where no label counts.
     """
     reference, candidate = (finite(s, metric) for s in (reference_scores, candidate_scores))
     tokens = np.asarray(weights, np.float64)

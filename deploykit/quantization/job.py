@@ -315,7 +315,7 @@ def evaluate_engines(
     if found.passed:
         return found
     feeds = feeds or job.feeds(reference, candidate)[0]
-    if draws_numbers(reference, max(feeds, key=_values)):
+    if draws_numbers(reference, max(feeds, key=lambda each: sum(a.size for a in each.values()))):
         return replace(found, why=f"{found.why}; {DRAWS_NUMBERS}")
     if converted is None or found.sqnr_db != -math.inf:
         return found
@@ -328,10 +328,6 @@ def evaluate_engines(
         first = first_divergence(job.source, round_halves(converted), [each], sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
     return found
-
-
-def _values(feeds: Feeds) -> int:
-    return sum(array.size for array in feeds.values())
 
 
 def share_outputs(graph: Graph) -> set[str]:
@@ -452,11 +448,15 @@ def with_opset(
     now = opset(source.model)
     if now >= least or not now:  # 0: none of ONNX's own operators
         return source, ()
-    if now >= _RAISED_BY_WRITERS:
-        with contextlib.suppress(BadInput):
-            raise_opset(Editor(source).model, least)
+    editor = Editor(source)
+    try:
+        raise_opset(editor.model, least)
+    except BadInput:
+        editor = _convert_opset(source, least)
+    else:
+        if now >= _RAISED_BY_WRITERS:
             return source, ()
-    converted = convert_opset(source, least)
+    converted = editor.finish(list(editor.graph.node))
     what = f"{model}: opset {now}, converted to {least}"
     with tempfile.TemporaryDirectory() as folder:
         path = converted.save(Path(folder) / source.path.name, temporary=True).path
@@ -489,27 +489,22 @@ def with_opset(
     return converted, (f"{what}: {parity.why if parity.passed else 'equal, NaN included'}",)
 
 
-def convert_opset(source: Graph, least: int) -> Graph:
-    """Return the graph in opset `least`. Raises BadInput naming the operator that cannot be."""
+def _convert_opset(source: Graph, least: int) -> Editor:
+    """Let onnx rewrite the graph. Raises BadInput naming the operator that it cannot convert."""
     editor = Editor(source)
-    try:
-        raise_opset(editor.model, least)
-    except BadInput:
-        editor = Editor(source)
-        try:  # its large weights are inputs here, of any size
-            converted = onnx.version_converter.convert_version(editor.model, least)
-        except (RuntimeError, ValueError, onnx.version_converter.ConvertError) as failure:
-            why = first_line(failure)
-            raise BadInput(
-                f"{source.path.name}: opset {opset(source.model)} cannot be converted to {least}, "
-                f"which this precision needs: {why}",
-                hint=f"export it again with opset {least}",
-            ) from failure
-        editor.model.CopyFrom(converted)
-        editor.graph = editor.model.graph
-        for tensor in converted.graph.initializer:  # the converter adds axes and sizes
-            if tensor.name not in editor.inputs:
-                editor.constants.setdefault(tensor.name, tensor)
-        version = helper.OP_SET_ID_VERSION_MAP[("ai.onnx", least)]
-        editor.model.ir_version = max(editor.model.ir_version, version)
-    return editor.finish(list(editor.graph.node))
+    try:  # its large weights are inputs here, of any size
+        converted = onnx.version_converter.convert_version(editor.model, least)
+    except (RuntimeError, ValueError, onnx.version_converter.ConvertError) as failure:
+        raise BadInput(
+            f"{source.path.name}: opset {opset(source.model)} cannot be converted to {least}, "
+            f"which this precision needs: {first_line(failure)}",
+            hint=f"export it again with opset {least}",
+        ) from failure
+    editor.model.CopyFrom(converted)
+    editor.graph = editor.model.graph
+    for tensor in converted.graph.initializer:  # the converter adds axes and sizes
+        if tensor.name not in editor.inputs:
+            editor.constants.setdefault(tensor.name, tensor)
+    version = helper.OP_SET_ID_VERSION_MAP[("ai.onnx", least)]
+    editor.model.ir_version = max(editor.model.ir_version, version)
+    return editor
