@@ -38,7 +38,6 @@ LABELS = {  # what an engine answers, right, wrong and right -> labels that are 
     "text": (VALUES, np.array(["1", "1", "1"])),
     "bytes": (VALUES, np.array([b"1", b"1", b"1"])),
     "one-hot": (VALUES, np.eye(2)[ONES]),
-    "one-hot uint8": (VALUES, np.eye(2, dtype=np.uint8)[ONES]),
     "one-hot bool": (VALUES, np.eye(2, dtype=bool)[ONES]),
     "integers": (np.array([1, 0, 1]), ONES),
     "a column of integers": (np.array([[1], [0], [1]]), ONES * 1.0),
@@ -59,12 +58,10 @@ def test_a_row_is_right_if_its_largest_value_is_the_label(
     ("values", "labels", "message"),
     [
         (VALUES, np.array([1.5, 0.0, 1.0]), r"labels are float64\[3\]"),
-        (VALUES, np.array([1.0, np.nan, 1.0]), "labels are float64"),
         (VALUES, np.array([[1, 1], [0, 1], [1, 0]]), r"labels are int64\[3, 2\]"),
         (VALUES, np.array([[0.3, 0.7], [1, 0], [0, 1]]), "labels are float64"),
         (VALUES, np.array([[0, 0, 1]] * 3), r"labels are int64\[3, 3\]"),
         (VALUES, np.array(["cat", "dog", "cat"]), "labels are names, such as 'cat'"),
-        (VALUES, np.array([b"cat", b"dog", b"cat"]), "labels are names"),
         (VALUES, np.array(["1", "0", "2"]), "2 classes"),
         (VALUES[:2], np.array([1, 0, 1]), "samples, classes"),
         (VALUES[:, :1], np.array([0, 0, 0]), "samples, classes"),
@@ -183,15 +180,11 @@ def closeness(outputs, labels):
     return 1 - np.abs(outputs["y"][:, 0] - labels)
 
 def right(outputs, labels): return outputs["y"].argmax(1) == labels
-def whole(outputs, labels): return float(closeness(outputs, labels).mean())
 def nan(outputs, labels): return closeness(outputs, labels) * np.nan
 def text(outputs, labels): return ["good"] * len(labels)
-def ragged(outputs, labels): return [[1], [1, 2]]
-def nothing(outputs, labels): pass
 def key(outputs, labels): return outputs["logits"]
 def leaves(outputs, labels): sys.exit(3)
 def writes(outputs, labels): labels[:] = 0
-def arguments(outputs): return outputs
 NUMBER = 3
 """
 
@@ -216,15 +209,11 @@ def test_a_users_metric_scores_in_its_own_unit_and_booleans_are_right_and_wrong(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("whole", r"returned float64\[\]"),
         ("nan", "NaN or infinity"),
         ("text", r"returned <U4\[2\]"),
-        ("ragged", "failed: ValueError"),
-        ("nothing", r"returned object\[\]"),
         ("key", "failed: KeyError: 'logits'"),
         ("leaves", "failed: SystemExit: 3"),
         ("writes", "failed: ValueError: assignment destination is read-only"),
-        ("arguments", "failed: TypeError"),
     ],
 )
 def test_an_error_in_a_users_metric_names_the_metric(users: str, name: str, message: str) -> None:
@@ -257,14 +246,11 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
         ("scores", (2, 3234, 91), [(2, 3, 320, 320)], None),
         ("output0", (2, 84, 8400), [(2, 3, 640, 640)], None),
         ("output0", (2, 3, 4), [(2, 3, 640, 640)], None),  # three boxes, not three channels
-        ("boxes", (2, 4), [(2, 3, 8, 8)], None),
         ("mask", (2, 5, 8, 8), [(2, 3, 8, 8)], 1),
         ("mask", (2, 1, 8, 8), [(2, 3, 8, 8)], None),
         ("mask", (2, 8, 8, 5), [(2, 8, 8, 3)], 3),
         ("mask", (2, 5, 4, 4), [(2, 3, 8, 8)], None),  # features, or classes of another size
-        ("mask", (2, 5, 8, 8), [(2, 3)], None),
         ("text_embeds", (2, 512), [(2, 7)], None),
-        ("pooler_output", (2, 128), [(2, 7)], None),
         ("last_hidden_state", (2, 7, 128), [(2, 7)], None),
         ("keypoints", (2, 34), [(2, 3, 8, 8)], None),
         ("y", (2, 2, 2, 2, 2), [(2, 2, 2, 2, 2)], None),

@@ -33,7 +33,6 @@ from deploykit.evaluation.statistics import (
     throughput,
 )
 from tests.support import campaign
-from tests.support.campaign import only_in_a_campaign
 from tests.support.fake_engine import FakeEngine
 
 RUNS = 1000
@@ -377,18 +376,10 @@ def drifting(random: Random, rounds: int, size: int) -> list[np.ndarray]:
         (lambda random: calls(random, 5, 400), SPREAD, (50, 90, 99)),
         (lambda random: calls(random, 1, 1000), SPREAD, (50, 90, 99)),
         (lambda random: calls(random, 5, 2000, 0.9), SPREAD, (50, 90)),
-        pytest.param(
-            *(lambda random: calls(random, 1, 20_000, 0.9), SPREAD, (50, 90, 99)),
-            marks=only_in_a_campaign,
-        ),
-        pytest.param(
-            *(lambda random: calls(random, 5, 10_000, 0.99), SPREAD, (50, 90)),
-            marks=only_in_a_campaign,
-        ),
         (lambda random: uneven_rounds(random, 5, 2000), math.hypot(0.1, 0.01), (50, 90, 99)),
         (lambda random: drifting(random, 60, 100), math.hypot(0.02, 0.01), (50,)),
     ],
-    ids=["independent", "one series", "0.9", "0.9, one series", "0.99", "uneven", "drifting"],
+    ids=["independent", "one series", "0.9", "uneven", "drifting"],
 )
 def test_the_interval_of_a_percentile_holds_the_truth_as_often_as_it_says(
     rounds: Callable[[Random], list[np.ndarray]], spread: float, known: tuple[int, ...]
@@ -412,13 +403,6 @@ def test_calls_that_depend_on_each_other_are_too_few_for_what_independent_ones_s
     random = np.random.default_rng(3)
     for _ in range(20):
         assert Latency.of(*calls(random, 5, size // 5, correlation)).needs[f"p{q}_ms"] > size
-
-
-def test_a_stall_of_many_calls_counts_as_one_event() -> None:
-    series = np.exp(0.05 * np.random.default_rng(5).standard_normal(2000))
-    for begin in (300, 1100):
-        series[begin : begin + 20] *= 3
-    assert Latency.of(series).p99_ms is None
 
 
 def test_latency_reports_what_the_samples_allow() -> None:

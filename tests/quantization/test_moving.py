@@ -25,7 +25,7 @@ from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, summarise, to_proto
 from tests.support.graphs.qdq_graphs import ZOO, Make, optimised, quality_db, run, stored
 from tests.support.graphs.small import parse
-from tests.support.onnx_zoo import make, mnist_like, save
+from tests.support.onnx_zoo import mnist_like, save
 
 RUNTIMES = ("tensorrt", "onnxruntime")
 MOST_LOST_DB = 3.0  # of signal to noise by the move: half a bit
@@ -118,18 +118,14 @@ def moved_graph(foreign: Graph) -> onnx.ModelProto:
     return to_proto(moved[0])
 
 
-def blocks(
-    activation: str = "{1} = Relu({0})", *, join: str = "Add", halves: bool = False
-) -> onnx.ModelProto:
-    """Conv, activation, then two of ResNet's blocks, or of a YOLO's with SiLU or Concat.
-
-    `halves`: what is joined is cut in two and swapped.
-    """
+def blocks(activation: str = "{1} = Relu({0})", *, join: str = "Add") -> onnx.ModelProto:
+    """Conv, activation, then two of ResNet's blocks, or of a YOLO's with SiLU or Concat."""
     random = np.random.default_rng(0)
     weights: dict[str, np.ndarray] = {"least": np.array(0.0), "most": np.array(1.0)}
     lines: list[str] = []
 
-    def conv(name: str, source: str, channels: int, kernel: int = 3) -> str:
+    def conv(name: str, source: str, channels: int = 8) -> str:
+        kernel = 1 if channels == 16 or name == "y" else 3
         weights[f"w_{name}"] = random.standard_normal((8, channels, kernel, kernel)) / 6
         pads = ", ".join([str(kernel // 2)] * 4)
         lines.append(f"{name} = Conv<pads = [{pads}]>({source}, w_{name})")
@@ -141,18 +137,18 @@ def blocks(
 
     last = act(conv("stem", "x", 3))
     for block in "ab":
-        body = conv(f"{block}2", act(conv(f"{block}1", last, 8)), 8)
+        body = conv(f"{block}2", act(conv(f"{block}1", last)))
         if join == "Add":
             lines.append(f"{block}_sum = Add({body}, {last})")
             last = act(f"{block}_sum")
         else:
             parts = act(body)
-            if halves:
+            if join == "Split":  # cut in two and swapped
                 lines.append(f"{block}_0, {block}_1 = Split<axis = 1, num_outputs = 2>({parts})")
                 parts = f"{block}_1, {block}_0"
             lines.append(f"{block}_cat = Concat<axis = 1>({parts}, {last})")
-            last = act(conv(f"{block}3", f"{block}_cat", 16, 1))
-    conv("y", last, 8, 1)
+            last = act(conv(f"{block}3", f"{block}_cat", 16))
+    conv("y", last)
     return parse("(float[N,3,8,8] x) => (float[N,8,8,8] y)", "\n".join(lines), **weights)
 
 
@@ -161,9 +157,8 @@ CASES: dict[str, Callable[[], onnx.ModelProto]] = {
     "sequence": mnist_like,
     "residual": blocks,
     "silu": lambda: blocks(SILU),
-    "concat": lambda: blocks(join="Concat"),
+    "split": lambda: blocks(join="Split"),
     "clip": lambda: blocks("{1} = Clip({0}, least, most)"),
-    "halves": lambda: blocks(join="Concat", halves=True),
     "silu concat": lambda: blocks(SILU, join="Concat"),
 }
 
@@ -256,18 +251,15 @@ def test_what_is_not_pairs_in_float32_is_left(why: str) -> None:
 
 def foreign(tmp_path: Path, *kinds: str, activation_type: str = "QInt8") -> tuple[Path, Path]:
     """The file and calibration data of the nodes named, each a 1x1 Conv, a product or otherwise."""
-    random, last = np.random.default_rng(0), "x"
-    weights, nodes = dict[str, np.ndarray](), []
-    for number, kind in enumerate(kinds):
-        inputs, out = [last], f"t{number}"
+    random, lines, weights = np.random.default_rng(0), [], dict[str, np.ndarray]()
+    for n, kind in enumerate(kinds):
         if kind in OPERATORS:
             shape = (4, 4, 1, 1) if kind == "Conv" else (8, 8)
-            weights[f"w{number}"] = random.standard_normal(shape).astype(np.float32) / 2
-            inputs.append(f"w{number}")
-        nodes.append(helper.make_node(kind, inputs, [out], out))
-        last = out
-    nodes[-1].output[0] = "y"
-    model = make(nodes, {"x": ("N", 4, 8, 8)}, {"y": ("N", 4, 8, 8)}, weights)
+            weights[f"w{n}"] = random.standard_normal(shape) / 2
+        read = f"t{n}, w{n}" if kind in OPERATORS else f"t{n}"
+        lines.append(f"t{n + 1} = {kind}({read})")
+    head = f"(float[N,4,8,8] t0) => (float[N,4,8,8] t{len(kinds)})"
+    model = parse(head, " ".join(lines), **weights)
     there = written_by_onnxruntime(model, tmp_path, activation_type=activation_type)
     np.savez(tmp_path / "calib.npz", **feeds(model, 32, seed=1))
     return there.save(tmp_path / "q.onnx").path, tmp_path / "calib.npz"
