@@ -87,7 +87,6 @@ def test_the_command_shows_the_layers_and_writes_them(
 
 
 def event(name: bytes, ts: int, dur: int, about: bytes = b"", cat: bytes = b"Node") -> bytes:
-    """As ONNX Runtime writes one."""
     head = b'{"cat" : "%b","pid" :7,"tid" :7,"dur" :%d,"ts" :%d,"ph" : "X","name" :"'
     return head % (cat, dur, ts) + name + b'","args" : {' + about + b"}}"
 
@@ -159,7 +158,6 @@ def test_names_of_any_characters_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_profiled_session_has_the_options_of_the_timed_one(tmp_path: Path) -> None:
-    """A model with its weights in a file of its own, which each session reads anew."""
     path = tmp_path / "m.onnx"
     onnx.save(mnist_like(), path, save_as_external_data=True, location="w", size_threshold=0)
     place = str(tmp_path / "calls")
@@ -202,7 +200,6 @@ def killed(path: Path, parent: int) -> OnnxRuntimeEngine:
 def test_a_profile_that_is_not_written_leaves_the_reason_and_no_file(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ONNX Runtime reports nothing of a full disk; another process is killed."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)

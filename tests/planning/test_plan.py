@@ -76,7 +76,6 @@ def saved(folder: Path, op: str, *shapes: Any, weights: np.ndarray | None = None
 
 
 def on(profile: str, path: Path, **options: Any) -> Any:
-    """The plan for one target."""
     (target,) = dk.plan(path, profiles=[profile], **options).targets
     return target
 

@@ -80,7 +80,6 @@ def overlaps(drawn: str) -> list[tuple[str, str]]:
 
 
 def names(drawn: str) -> list[str]:
-    """The legend's."""
     return re.findall(r"</svg>([^<]+)</li>", drawn)
 
 
@@ -114,16 +113,6 @@ def test_every_line_is_named_and_no_label_covers_another(series: list[Series]) -
     drawn = draw(chart(*series))
     assert overlaps(drawn) == []
     assert names(drawn) == [one.label for one in series]
-
-
-def test_ticks_that_would_cover_each_other_are_left_out_at_equal_steps() -> None:
-    many = tuple((float(batch), str(batch)) for batch in range(1, 129))
-    drawn = draw(chart(rising("a", [1.0, 2.0, 3.0]), x_ticks=many, x_log=False))
-    assert overlaps(drawn) == []
-    shown = [int(t.text or "") for t in elements(drawn).iter("text") if t.get("dy") == "20"]
-    steps = {b - a for a, b in itertools.pairwise(shown[:-1])}
-    assert len(steps) == 1
-    assert 4 < len(shown) < 20
 
 
 def test_figures_without_data_are_left_out_with_a_sentence(report: Report) -> None:
@@ -228,7 +217,6 @@ def wide_report(report: Report, labels: tuple[str, ...]) -> Report:
 
 
 def signature(look: int) -> tuple[str, str, str]:
-    """Colour, dash and marker."""
     dash = re.findall(r'stroke-dasharray="([^"]*)"', line([(0, 0), (1, 1)], look))
     return re.findall(r'class="s (\w+)"', group(look, "x"))[0], "".join(dash), marker(look)
 

@@ -70,7 +70,6 @@ class Page(HTMLParser):
 
 
 def data_of(text: str, name: str) -> Any:
-    """The JSON that a page holds under this name."""
     return json.loads(text.split(f'id="{name}">')[1].split("</script>")[0])
 
 
@@ -94,9 +93,13 @@ def test_the_page_needs_nothing_else(report: Report) -> None:
     assert len(text.encode()) < 1_000_000
 
 
-def test_headings_are_in_order_and_ids_are_unique(report: Report) -> None:
+def test_parts_are_in_order_and_ids_are_unique(report: Report) -> None:
     text = page_of(report)
     found = Page(text)
+    parts = ['class="verdict"', "<svg ", 'id="short"', "<table>", 'id="charts"', 'id="method"']
+    places = [text.index(part) for part in (*parts, 'id="everything"')]
+    assert places == sorted(places)
+    assert text.split('class="verdict">')[1].split("</p>")[0] == report.verdict[0]
     levels = [int(tag[1]) for tag, _ in found.elements if re.fullmatch("h[1-6]", tag)]
     assert (levels[0], levels.count(1)) == (1, 1)
     assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(levels))
@@ -111,39 +114,24 @@ def test_headings_are_in_order_and_ids_are_unique(report: Report) -> None:
     assert len({*titles, *regions}) == len(titles) + len(set(regions))  # each landmark has a name
 
 
-def test_the_order_is_verdict_chart_table_charts_method_everything(report: Report) -> None:
-    text = report_page(report.to_dict())
-    parts = ('class="verdict"', "<svg ", 'id="short"', "<table>", 'id="charts"')
-    places = [text.index(part) for part in parts]
-    places += [text.index(part) for part in ('id="method"', 'id="everything"')]
-    assert places == sorted(places)
-    shown = text.split('class="verdict">')[1].split("</p>")[0]
-    assert shown == report.verdict[0]
-
-
-def test_every_chart_has_a_written_finding_and_its_data_as_a_table(report: Report) -> None:
-    text = report_page(report.to_dict())
+def test_charts_have_a_finding_and_tables_name_their_rows_and_columns(report: Report) -> None:
+    text = page_of(report)
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
     assert len(figures) == 4
     for figure in figures:
         assert re.search(r'<svg class="(plot|bar)" role="img" aria-label="[^"]+">', figure)
         assert re.search(r"<figcaption>[^<]{20,}</figcaption>", figure)
-    cells = re.findall("<t[dh][^>]*>(.*?)</t[dh]>", text, re.DOTALL)
-    texts = {re.sub("<[^>]+>", "", cell) for cell in cells}
-    for point in report.points:
-        values = (point.latency.p50_ms, point.throughput_per_s)
-        assert {spread(each.to_dict()) for each in values if each} <= texts
-
-
-def test_tables_name_their_rows_and_columns_and_align_figures(report: Report) -> None:
-    text = report_page(report.to_dict())
     for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
         head, body = table.split("</thead>")
-        assert "<th scope=" in head
-        columns = head.count('scope="col"')
         for row in re.findall(r"<tr>.*?</tr>", body):
             assert row.startswith('<tr><th scope="row">')
-            assert row.count("<td") == columns - 1
+            assert row.count("<td") == head.count('scope="col"') - 1
+    cells = re.findall("<t[dh][^>]*>(.*?)</t[dh]>", text, re.DOTALL)
+    texts = {re.sub("<[^>]+>", "", cell) for cell in cells}
+    for point in report.points:  # the data of the charts
+        assert {
+            spread(each.to_dict()) for each in (point.latency.p50_ms, point.throughput_per_s)
+        } <= texts
     assert '<td class="n">1.84 <small>[' in text
     assert ".n { text-align: right" in CSS
 
@@ -220,31 +208,21 @@ def test_a_summary_has_six_conclusions_and_the_rest_is_below(report: Report) -> 
 
 
 def test_a_report_holds_no_folder_of_the_machine(report: Report, tmp_path: Path) -> None:
-    """Nor does its JSON: it is made to be shared."""
+    kept = ["/sys/class/powercap", "http://host:8000/v2/models/m", "3/4 of a/b", "/layer1/conv"]
+    kept.append("./a/b.onnx")
     mine = replace(
         report,
         command="/nas/me/bin/deploykit bench '/home/me/secret project/m.onnx' /nas/me/n.onnx "
         "--data=/disk2/me/d.npz 'D:\\me\\o.onnx' ./a/b.onnx -o /tmp/x/report",
         not_measured=(NotMeasured("OpenVINO", "pip install '/srv/clone/deploykit[openvino]'"),),
         provenance={"environment": {"LD_LIBRARY_PATH": "/opt/me/lib:/usr/me/lib64"}},
-        notes=(
-            "read from /sys/class/powercap",
-            "http://host:8000/v2/models/m",
-            "3/4 of a/b",
-            "/layer1/conv",
-            "file:///home/me/notes.txt",
-        ),
+        notes=(*kept[:-1], "file:///home/me/notes.txt"),
     )
     write(replace(mine, verdict=verdict(mine)), tmp_path)
     for name in ("report.json", "report.md", "report.html"):
         text = (tmp_path / name).read_text("utf-8")
         assert not re.search(r"\bme[/\\]|secret|/tmp/x|/srv/clone|disk2|file:", text)
-        assert "--data=d.npz" in text
-        assert "./a/b.onnx" in text
-        assert "/sys/class/powercap" in text
-        assert "http://host:8000/v2/models/m" in text
-        assert "3/4 of a/b" in text
-        assert "/layer1/conv" in text
+        assert all(each in text for each in (*kept, "--data=d.npz"))
 
 
 IN_A_PHONE = """
@@ -368,7 +346,6 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
 
 
 def frame(html: str) -> str:
-    """The page inside the frame."""
     return unescape(html.split('srcdoc="')[1].split('"')[0])
 
 

@@ -83,7 +83,6 @@ def test_a_device_that_is_not_there_is_refused(
 
 
 def dropping() -> torch.nn.Module:
-    """A network that draws random numbers in every step."""
     layers = torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 2)
     return torch.nn.Sequential(*layers)
 
@@ -350,7 +349,6 @@ def test_too_little_memory_differs_from_other_errors(
 
 
 def test_the_verb_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a value that is not its default."""
     given: dict[str, Any] = dict.fromkeys(("epochs", "batch_size", "seed", "patience"), 7)
     given |= dict.fromkeys(("compile", "fsdp", "augment"), True) | {"tf32": False}
     given |= {"amp": "bf16", "device": "cpu", "learning_rate": 0.5, "unfreeze": 0.25}

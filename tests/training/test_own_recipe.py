@@ -23,7 +23,6 @@ from deploykit.core.task import IMAGENET, ImageInput
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.torch.open import load_module
 from deploykit.evaluation.statistics import mean_score, proportion
-from deploykit.training import checks
 from deploykit.training.loop import run_training
 from deploykit.training.options import TrainingOptions, read_splits
 from tests.support.training import LINE, SPLITS
@@ -213,7 +212,6 @@ def test_an_odd_recipe_is_trained(
 
 
 def write_recipe(where: Path, change: str, body: str = "") -> str:
-    """A file whose recipe is LINE with a change."""
     text = f"""
 import numpy as np, torch
 from dataclasses import replace
@@ -265,7 +263,6 @@ def test_a_note_says_what_a_score_does_not_show(
 
 
 def test_a_score_of_shares_has_the_interval_of_their_spread(tmp_path: Path) -> None:
-    """Against a bootstrap over the samples, of NumPy."""
     scores = np.clip(np.random.default_rng(0).normal(0.65, 0.13, 74), 0, 1)
     found, random = mean_score(scores), np.random.default_rng(1)
     means = [random.choice(scores, len(scores)).mean() for _ in range(5000)]
@@ -322,11 +319,3 @@ def loss(y, labels):
     with pytest.raises(SystemExit, match="130"):
         main()
     assert expected in capfd.readouterr().err
-
-
-def test_the_data_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, checked = write_recipe(tmp_path, "epochs=1"), []
-    monkeypatch.setattr(checks, "check_finite", checked.append)
-    made = dk.train(recipe, tmp_path / "m.pt", learning_rate=0.25, device="cpu")
-    assert len(checked) == len(checks.PARTS)
-    assert made.evidence.training.figures["learning_rate"] == 0.25
