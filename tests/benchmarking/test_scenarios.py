@@ -165,27 +165,6 @@ def test_latency_counts_from_the_time_at_which_a_query_was_due() -> None:
     assert np.isfinite(found).all()
 
 
-class Meeting(FakeEngine):
-    def __init__(self, both: threading.Barrier) -> None:
-        super().__init__(latency_s=0.05)
-        self.both = both
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        if not self.batches:
-            self.both.wait()
-        return super().__call__(feeds)
-
-
-def test_queries_go_to_all_engines_that_are_free() -> None:
-    both = threading.Barrier(2, timeout=60)
-    engines = [Meeting(both), Meeting(both)]
-    found = replay(engines, FEEDS, np.zeros(4), 1e3, 100)
-    assert sum(len(engine.batches) for engine in engines) == 4
-    assert min(len(engine.batches) for engine in engines) >= 1
-    assert found.min() >= 0.05
-    assert found.max() >= 0.1  # a backlog
-
-
 def test_a_rate_that_has_failed_is_given_up_and_what_is_left_is_late() -> None:
     engine = FakeEngine(latency_s=0.02)
     found = replay([engine], FEEDS, np.zeros(200), 0.001, 3)

@@ -268,17 +268,6 @@ def test_rounds_are_as_many_as_fit_at_most_60(
     assert [point.rounds for point in slow] == [5, 5]
 
 
-def test_each_round_starts_untimed_as_the_others_cooled_the_caches(bench: Bench) -> None:
-    a, b = bench.setup("A"), bench.setup("B")
-
-    def after_other(call: int) -> float:
-        return 1.0 if bench.journal[-1:] != ["A"] else 0.005
-
-    a = replace(a, engines=bench.setup("A", after_other).engines)
-    point, _ = bench.sweep(a, b)
-    assert point.latency.max_ms == 5.0
-
-
 def test_inputs_are_made_once_per_batch_and_a_setup_left_out_above_its_largest(
     bench: Bench,
 ) -> None:

@@ -339,10 +339,8 @@ def test_on_the_cpu_a_product_takes_its_operations_or_its_weights_at_the_measure
     [
         ("l4", "int8", kinds.CONVOLUTION, "int8", 25),
         ("l4", "int8", kinds.NORMALISATION, "float16", 50),
-        ("cpu", "int8", kinds.CONVOLUTION, "int8", 25),
         ("cpu", "int8", kinds.NORMALISATION, "float32", 100),
         ("l4", "fp16", kinds.NORMALISATION, "float16", 50),
-        ("l4", "fp32", kinds.CONVOLUTION, "float32", 100),
     ],
 )
 def test_what_a_conversion_makes_of_a_node(

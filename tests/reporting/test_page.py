@@ -21,15 +21,11 @@ import pytest
 import deploykit as dk
 from deploykit.core.evidence import Gate, Interval
 from deploykit.core.notebook import Shown
-from deploykit.core.tensors import parse_spec
-from deploykit.evaluation.evaluation import evaluate
 from deploykit.evaluation.formatting import spread
-from deploykit.evaluation.html_tables import evaluation_html, parity_html
 from deploykit.reporting.html import CSS, report_page
 from deploykit.reporting.markdown import markdown
 from deploykit.reporting.report import Accuracy, NotMeasured, Report, write
 from deploykit.reporting.verdict import verdict
-from tests.support.fake_engine import FakeEngine
 from tests.support.measure.simulated import simulated
 from tests.support.onnx_zoo import mnist_like, save
 
@@ -360,17 +356,3 @@ def test_reports_and_loads_show_their_tables_and_their_charts_in_a_frame(report:
     assert frame(html).count("<figure>") == 1
     html = replace(report.serving[0], latency=None, ok=0)._repr_html_()
     assert ("<table>" in html, "<iframe" in html) == (True, False)  # no chart without an answer
-
-
-def test_an_evaluation_shows_its_verdict_above_its_parity() -> None:
-    engine = FakeEngine()
-    engine.inputs = (parse_spec("x:float32[N,4]"),)
-    found = evaluate(engine, FakeEngine(), samples=None, names=("a<b", "c"))
-    html = evaluation_html(found)
-    assert "passed" in html
-    assert found.why in unescape(html)
-    assert "the evaluation above decides" in html
-    assert "the bound of" not in html
-    assert "within the bound of" in parity_html(found.parity)
-    assert "Parity of c with a&lt;b" in html
-    assert html.count("<table>") == 2

@@ -343,16 +343,6 @@ def test_a_wrong_engine_is_in_no_conclusion_and_no_chart(report: Report) -> None
 
 MODEL, COPY = "fp32 CPU", "copy"
 # inferences/s of each of five processes, of one run of a model against its copy, by batch and setup
-A_COPY_THAT_SEEMED_FASTER = {
-    (1, 1, MODEL): (36645, 29776, 57348, 29223, 40015),
-    (1, 2, MODEL): (127838, 127269, 105236, 127758, 107728),
-    (1, 1, COPY): (41492, 29079, 53146, 28579, 37969),
-    (1, 2, COPY): (128078, 127842, 104028, 126702, 110729),
-    (8, 1, MODEL): (111668, 118933, 144660, 143351, 160864),
-    (8, 2, MODEL): (204308, 225735, 207200, 210665, 200485),
-    (8, 1, COPY): (116790, 123514, 180971, 152469, 167941),
-    (8, 2, COPY): (219060, 225712, 230617, 232362, 209864),
-}
 
 
 def point(
@@ -374,20 +364,6 @@ def point(
 def copied(points: Sequence[Point]) -> Report:
     asked = (COPY, f"{COPY}, 2 sessions")
     return Report("copy", "", "", baseline=MODEL, points=tuple(points), asked=asked)
-
-
-def test_a_copy_that_seemed_faster_in_one_of_several_rows_is_no_difference() -> None:
-    """Alone, two sessions at batch 8 would be 1.07 times as fast [1.01, 1.13]."""
-    rows = A_COPY_THAT_SEEMED_FASTER.items()
-    found = copied([point(label, n, count, rates) for (n, count, label), rates in rows])
-    assert sentences(found)[0].startswith(
-        "No difference between copy, 2 sessions and the baseline fp32 CPU, 2 sessions at batch 8"
-    )
-    a, b = (p for p in found.points if p.batch == 8 and p.sessions == 2)
-    alone, together = copied([a, b]).speedup(b, a), found.speedup(b, a)
-    assert (alone.value, alone.low, alone.high) == pytest.approx((1.066, 1.010, 1.125), abs=1e-3)
-    assert alone.value == together.value
-    assert together.low < 1 < together.high
 
 
 def simulated(random: Any, processes: int, spread: float, times: float, most: int = 8) -> Report:
