@@ -391,8 +391,6 @@ def test_gradients_are_clipped() -> None:
 def test_torchs_newer_switch_of_tf32_comes_back(on: bool) -> None:
     """A recipe or a library may have set it: torch then refuses to read its older one."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    if not hasattr(matmul, "fp32_precision"):
-        pytest.skip(f"torch {torch.__version__} has the older switch only")
     places: list[Any] = [matmul, cudnn.conv]
     before = [(each, "allow_tf32", each.allow_tf32) for each in (matmul, cudnn)]
     before += [(each, "fp32_precision", each.fp32_precision) for each in places]
