@@ -59,14 +59,11 @@ def test_the_score_of_an_image_is_that_of_a_set_of_one() -> None:
     found, labels = scene(4)
     labels[2, :, 0] = -1  # nothing is there
     rows = max(len(each.scores) for each in found) + 2
-
-    def filled(arrays: list[np.ndarray]) -> np.ndarray:
-        return np.stack(
-            [np.concatenate((a, np.zeros((rows, *a.shape[1:]))))[:rows] for a in arrays]
-        )
-
-    names = ("boxes", "scores", "classes")
-    outputs = {name: filled([getattr(each, name) for each in found]) for name in names}
+    outputs = {}
+    for name in ("boxes", "scores", "classes"):
+        arrays = [getattr(each, name) for each in found]
+        padded = [np.concatenate((a, np.zeros((rows - len(a), *a.shape[1:])))) for a in arrays]
+        outputs[name] = np.stack(padded)
     got = map_of_each(outputs, labels)
     alone = [mean_average_precision(found[n : n + 1], labels[n : n + 1]).coco for n in (0, 1, 3)]
     np.testing.assert_allclose(got, [alone[0], alone[1], 1.0, alone[2]])

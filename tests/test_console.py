@@ -30,7 +30,7 @@ COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-define
 ELSEWHERE = {  # an input in the line -> where lines with it run
     "detector.onnx": "howto-detector.md, whole, in a campaign",
     "./sentiment": "howto-bert.md, whole, in a campaign: it downloads the model",
-    "faces.py": "tests/cli/test_pipelines.py, with a pipeline of no faces",
+    "faces.py": "tests/cli/test_predict.py, with a pipeline of no faces",
     "cats-dogs": "tests/training: it trains for minutes",
     "m.pt": "as cats-dogs",
     "m.onnx": "as cats-dogs",
@@ -54,6 +54,7 @@ SHOWN = {shlex.join(words): words for page in PAGES for words in lines(page)}
 
 @pytest.mark.parametrize("line", SHOWN)
 def test_a_line_that_is_shown_parses(line: str) -> None:
+    assert set(ELSEWHERE) <= {part for words in SHOWN.values() for part in words}
     _, name, *words = SHOWN[line]
     root = typer.main.get_command(app)
     COMMANDS[name].make_context(name, words, parent=typer.Context(root))
@@ -70,21 +71,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from deploykit.engines.torch.presets import build_named
 
     here = tmp_path_factory.mktemp("shown")
-    net = build_named("resnet18", {})
-    torch.save(net.state_dict(), here / "resnet18.pth")
-    save_file(net.state_dict(), here / "weights.safetensors")
-    net = build_named("lraspp_mobilenet_v3_large", {})
-    torch.save(net.state_dict(), here / "w.pth")
+    weights = build_named("resnet18", {}).state_dict()
+    torch.save(weights, here / "resnet18.pth")
+    save_file(weights, here / "weights.safetensors")
+    torch.save(build_named("lraspp_mobilenet_v3_large", {}).state_dict(), here / "w.pth")
     (here / "imagenet.txt").write_text("".join(f"class {n}\n" for n in range(1000)))
     (here / "token").write_text("a secret of sixteen characters\n")
     (here / "token").chmod(0o600)
     (here / "images").mkdir()
     noise = np.random.default_rng(0)
-    for number in range(12):
+    for name in ("photo.jpg", "cat.jpg", *(f"images/{number}.png" for number in range(12))):
         pixels = noise.integers(0, 255, (64, 64, 3), np.uint8)
-        (here / "images" / f"{number}.png").write_bytes(encoded(pixels))
-    for name in ("photo.jpg", "cat.jpg"):
-        (here / name).write_bytes(encoded(pixels, "jpeg"))
+        (here / name).write_bytes(encoded(pixels, "jpeg" if name.endswith("jpg") else "PNG"))
     model = proven_model(here / "model.onnx", mnist_like())
     images = noise.random((3000, 1, 28, 28), np.float32)
     with dk.load(model) as engine:
@@ -110,24 +108,17 @@ def test_every_line_that_is_shown_runs(folder: Path) -> None:
     for words in SHOWN.values():
         if any(part in words for part in ELSEWHERE):
             continue
-        if words[1] == "serve":
+        if words[1] in ("serve", "boot"):
+            begin = ["deploykit", "boot", "bundle", "--cache", "engines"]
             try:
-                with server(words, folder):
+                with server(words if words[1] == "serve" else [*begin, *words[5:]], folder):
                     continue
             except AssertionError as exc:
                 wrong += [] if "exit 3" in str(exc) else [(words, str(exc))]
             continue
-        if words[1] == "boot":
-            with server(["deploykit", "boot", "bundle", "--cache", "engines", *words[5:]], folder):
-                continue
         done = subprocess.run(
             words, cwd=folder, env=place(), capture_output=True, text=True, check=False
         )
         if done.returncode not in (0, 3):
             wrong.append((words, done.stderr))
     assert wrong == [], "\n".join(map(str, wrong))
-
-
-def test_a_line_that_runs_elsewhere_is_shown() -> None:
-    used = {part for words in SHOWN.values() for part in words}
-    assert set(ELSEWHERE) <= used

@@ -39,24 +39,9 @@ def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
 
 
 def test_the_example_client_gets_an_answer(tmp_path: Path) -> None:
-    save(mnist_like(), tmp_path / "model.onnx")
-    command = [
-        "-m",
-        "deploykit",
-        "serve",
-        "mnist=model.onnx",
-        "--http-port",
-        "0",
-        "--grpc-port=none",
-    ]
-    server = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE)
-    try:
-        assert server.stdout is not None
-        url = "http://" + json.loads(server.stdout.readline())["http"]
-        out = run(tmp_path, ROOT / "examples/client.py", url, "mnist")
-    finally:
-        server.kill()
-        server.communicate()
+    model = save(mnist_like(), tmp_path / "model.onnx")
+    with dk.serve({"mnist": model}, http_port=0, grpc_port=None) as server:
+        out = run(tmp_path, ROOT / "examples/client.py", server.url, "mnist")
     name, _, values = out.partition(": ")
     assert name == mnist_like().graph.output[0].name
     assert len(json.loads(values)[0]) == 10

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from scripts import setup_venv
-
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "setup_venv.py"
-
-
-@pytest.fixture(scope="module")
-def setup() -> ModuleType:
-    spec = util.spec_from_file_location("setup_venv", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -36,11 +22,9 @@ def index(tmp_path: Path) -> str:
     return tmp_path.as_uri()
 
 
-def test_versions_come_from_the_index_alone_and_old_ones_are_left_out(
-    setup: ModuleType, index: str
-) -> None:
-    found = setup.versions_of_torch(Path(sys.executable), index)
-    assert sorted(found, key=setup.release) == ["2.12.1+cpu", "2.13.0+cpu"]
+def test_versions_come_from_the_index_alone_and_old_ones_are_left_out(index: str) -> None:
+    found = setup_venv.versions_of_torch(Path(sys.executable), index)
+    assert sorted(found, key=setup_venv.release) == ["2.12.1+cpu", "2.13.0+cpu"]
 
 
 @pytest.mark.parametrize(
@@ -55,10 +39,10 @@ def test_versions_come_from_the_index_alone_and_old_ones_are_left_out(
     ],
 )
 def test_torchvision_matches_the_version_and_if_possible_the_build_of_torch(
-    setup: ModuleType, torch: str, torchvision: str | None
+    torch: str, torchvision: str | None
 ) -> None:
     versions = ["0.29.0", "0.28.2", "0.28.1+cpu", "0.28.0+cpu", "0.25.0"]
-    assert setup.matching_torchvision(versions, torch) == torchvision
+    assert setup_venv.matching_torchvision(versions, torch) == torchvision
 
 
 LISTED = """\
@@ -72,8 +56,8 @@ install.no-index='true'
 """
 
 
-def test_uv_gets_the_places_that_pip_is_configured_for(setup: ModuleType) -> None:
-    options, variables = setup.for_uv(LISTED)
+def test_uv_gets_the_places_that_pip_is_configured_for() -> None:
+    options, variables = setup_venv.for_uv(LISTED)
     assert options == [
         *("--index-strategy", "unsafe-best-match"),
         *("--extra-index-url", "file:///a/simple", "--extra-index-url", "https://b/simple"),
@@ -85,29 +69,23 @@ def test_uv_gets_the_places_that_pip_is_configured_for(setup: ModuleType) -> Non
 
 
 def test_pip_installs_where_uv_cannot(
-    setup: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[tuple[str, ...]] = []
-    real = setup.pip
+    commands: list[tuple[str, ...]] = []
+    real = setup_venv.pip
 
     def pip(python: Path, *words: str, **named: bool) -> object:
-        said.append(words)
+        commands.append(words)
         return real(Path(sys.executable), "config", "list", capture=True)
 
-    monkeypatch.setattr(setup, "pip", pip)
+    monkeypatch.setattr(setup_venv, "pip", pip)
     uv = tmp_path / "uv"
-    uv.write_text("#!/bin/sh\nexit 2\n")
-    uv.chmod(0o755)
-    setup.install(tmp_path / "python", "--no-deps", "one==1")
-    assert said[-1] == ("install", *setup.QUICK, "--no-deps", "one==1")
+    for code, last in ((0, ("config", "list")), (2, ("install", *setup_venv.QUICK, "one==1"))):
+        uv.write_text(f"#!/bin/sh\nexit {code}\n")
+        uv.chmod(0o755)
+        setup_venv.install(tmp_path / "python", "one==1")
+        assert commands[-1] == last
     assert "pip tries" in capsys.readouterr().out
-    uv.write_text("#!/bin/sh\nexit 0\n")
-    said.clear()
-    setup.install(tmp_path / "python", "one==1")
-    assert said == [("config", "list")]
 
 
 @pytest.mark.parametrize(
@@ -128,16 +106,13 @@ def test_the_extras_follow_from_the_driver(
     assert setup_venv.gpu_extras(driver, jetson) == extras
 
 
-def test_a_jetson_is_known_by_its_release_file(tmp_path: Path) -> None:
+def test_a_jetson_is_known_by_its_release_file_and_its_venv_sees_jetpacks_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not setup_venv.is_jetson(tmp_path)
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "nv_tegra_release").write_text("# R36 (release), REVISION: 4.3")
     assert setup_venv.is_jetson(tmp_path)
-
-
-def test_the_venv_of_a_jetson_sees_jetpacks_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -173,13 +148,3 @@ def test_nothing_hides_what_jetpack_and_nvidia_installed(
     (wanted,) = (command[-1] for command in commands if "--editable" in command)
     extras = wanted.partition("[")[2].rstrip("]").split(",")
     assert extras == [*runtime, "serve", "export", "train", "quantize", "dev", "jetson"]
-
-
-def test_tensorrt_that_cannot_be_had_is_a_note(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = subprocess.CompletedProcess([], 1)
-    monkeypatch.setattr(setup_venv.subprocess, "run", lambda *_, **__: failed)
-    monkeypatch.setattr(setup_venv, "version_in", lambda *_: "")
-    assert setup_venv.install_tensorrt(Path("python"), "tensorrt-cu13") == 0
-    assert "note: deploykit[tensorrt-cu13] was not installed" in capsys.readouterr().out

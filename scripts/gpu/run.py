@@ -45,7 +45,7 @@ SUITES = {  # part -> the runtime it needs, and what pytest gets
         "torch-cuda",
         ["tests/training/test_augment.py", "-m", "gpu"],
     ),
-    "cuda": ("", ["tests/engines/test_cuda_driver.py", "-m", "gpu"]),
+    "cuda": ("", ["tests/engines/test_cuda_device.py", "-m", "gpu"]),
     "plans": ("tensorrt", [CONFORMANCE, "-k", "tensorrt and not stand"]),
     "nvidia": ("tensorrt", ["tests/building", "tests/quantization", "-m", "nvidia and not gpu"]),
     "torch": ("torch-cuda", [CONFORMANCE, "-k", "torch-cuda"]),

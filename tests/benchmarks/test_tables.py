@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 from clients import Sample
 from memory import file_pages_kib, held_mib
-from processes import started
-from reasons import NotMeasuredError
 from tables import Cell, Results, markdown, share_of_ceiling, times_of
 
 TITLES = {"deploykit": "deploykit 1", "slow": "Slow 2", "fast": "Fast 3", "gone": "Gone 4"}
@@ -31,19 +27,13 @@ def results() -> Results:
     return found
 
 
-def test_ratios_are_paired_by_round() -> None:
+def test_ratios_are_paired_by_round_and_shares_are_of_the_best_batch_in_it() -> None:
     times = times_of(results(), "slow", "HTTP", 32)
     assert times is not None
     assert (times.low, times.value, times.high) == pytest.approx((10, 10, 10))
-
-
-def test_a_round_without_a_figure_is_left_out_on_both_sides() -> None:
-    times = times_of(results(), "fast", "HTTP", 32)
+    times = times_of(results(), "fast", "HTTP", 32)  # a round without a figure is left out
     assert times is not None
     assert times.value == pytest.approx((2.0 * 2.2) ** 0.5)
-
-
-def test_the_share_is_of_the_best_batch_in_the_same_round() -> None:
     share = share_of_ceiling(results(), Cell("deploykit", "HTTP", 32))
     assert share is not None
     assert share.value == pytest.approx(0.5)
@@ -60,12 +50,9 @@ def test_the_table_marks_the_best_and_says_why_one_is_missing() -> None:
     head = next(line for line in rows if "p99" in line)
     widths = {line.count("|") for line in rows[rows.index(head) : rows.index(head) + 6]}
     assert widths == {head.count("|")}
-
-
-def test_one_round_has_a_ratio_without_an_interval() -> None:
     found = results()
     found.samples = {cell: samples[:1] for cell, samples in found.samples.items()}
-    assert "| 10.00x |" in markdown(found)
+    assert "| 10.00x |" in markdown(found)  # one round has no interval
 
 
 SMAPS = """\
@@ -83,51 +70,11 @@ Anonymous:             0 kB
 """
 
 
-def write_process(proc: Path, pid: int, *, smaps: str) -> None:
-    folder = proc / str(pid)
-    folder.mkdir(parents=True)
-    (folder / "smaps").write_text(smaps)
-    own = "Rss: 160 kB\nPss_Anon: 60 kB\nPss_File: 35 kB\nPss_Shmem: 15 kB\n"
-    (folder / "smaps_rollup").write_text(own)
-
-
-def test_file_pages_leave_out_memory_that_is_not_a_file() -> None:
+def test_a_librarys_file_pages_count_whole_and_once(tmp_path: Path) -> None:
     assert file_pages_kib(SMAPS) == {("/usr/lib/libx.so", "00000000"): 70}
-
-
-def test_a_library_counts_whole_and_once(tmp_path: Path) -> None:
-    for pid in (7, 8):
-        write_process(tmp_path, pid, smaps=SMAPS)
+    own = "Rss: 160 kB\nPss_Anon: 60 kB\nPss_File: 35 kB\nPss_Shmem: 15 kB\n"
+    for pid in ("7", "8"):
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "smaps").write_text(SMAPS)
+        (tmp_path / pid / "smaps_rollup").write_text(own)
     assert held_mib([7, 8, 9], tmp_path) * 1024 == pytest.approx(2 * (60 + 15) + 70)
-
-
-def test_memory_of_this_process_is_about_its_resident_set() -> None:
-    status = Path("/proc/self/status").read_text().split("VmRSS:")[1]
-    rss_mib = int(status.split()[0]) / 1024
-    assert held_mib([os.getpid()]) == pytest.approx(rss_mib, rel=0.2)
-
-
-def test_a_server_that_ends_says_its_last_error() -> None:
-    words = [sys.executable, "-c", "raise SystemExit('ImportError: no such thing')"]
-    failing = started(words, lambda: False)
-    with pytest.raises(NotMeasuredError, match="ended with 1: ImportError"), failing:
-        pass
-
-
-def test_a_server_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    child = tmp_path / "child"
-    code = (
-        "import pathlib, subprocess, sys, time\n"
-        "kid = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
-        " start_new_session=True)\n"
-        f"pathlib.Path({str(child)!r}).write_text(str(kid.pid))\n"
-        "time.sleep(600)\n"
-    )
-    with started(
-        [sys.executable, "-c", code], lambda: child.exists() and bool(child.read_text())
-    ) as server:
-        pid = int(child.read_text())
-        assert Path(f"/proc/{pid}").exists()
-        assert server.held_mib() > 5
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

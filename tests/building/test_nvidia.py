@@ -1,38 +1,32 @@
-"""What the builder that is here makes of a model, TensorRT or TensorRT for RTX.
-
-What it refuses is in test_nvidia_refusals.py; the words for it, which need no TensorRT, are in
-test_nvidia_words.py.
-"""
+"""What the builder that is here makes of a model, what it refuses, and our words for it."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
+from deploykit.building.build import check_build
 from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import (
     build,
     check,
     element_types,
-    keep_cache,
     precision_flags,
-    use_cache,
 )
 from deploykit.building.tensorrt.options import AxisRange
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.engines.tensorrt.log import logger, recorder
 from deploykit.quantization.calibrate import Range
-from tests.support.builders.nvidia_cases import INT8, ask, checked, needs, options, raw
+from tests.support.builders.nvidia_cases import ask, checked, needs, options
 from tests.support.graphs.data import calibration
 from tests.support.graphs.protos import to_half, to_pairs
 from tests.support.onnx_zoo import (
@@ -45,52 +39,105 @@ from tests.support.onnx_zoo import (
     two_inputs,
 )
 
+pytestmark = [ask, needs]
+INT8 = TensorProto.INT8
+Model = onnx.ModelProto
 
-@ask
-@needs
+
+def raw(
+    nodes: Sequence[onnx.NodeProto],
+    weights: dict[str, np.ndarray] | None = None,
+    *,
+    kind: int = TensorProto.FLOAT,
+    domain: str = "",
+) -> Model:
+    """From x [N,4] to y of one kind; not checked, as refused graphs are what is wanted."""
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", kind, ["N", 4])],
+        [helper.make_tensor_value_info("y", kind, None)],
+        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+    )
+    opsets = [helper.make_opsetid("", 18)] + ([helper.make_opsetid(domain, 1)] if domain else [])
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def node(kind: str, inputs: str, output: str, name: str = "", **more: Any) -> onnx.NodeProto:
+    return helper.make_node(kind, inputs.split(), [output], name=name, **more)
+
+
+def parsed(path: Path) -> tuple[Any, Any, bool]:
+    """A builder, the network of a file and whether the parser took it, without our checks."""
+    nv = module.module()
+    builder = module.start(nv)
+    network = builder.create_network(1 << int(nv.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = nv.OnnxParser(network, module.logger(nv))
+    with module.collect_log(nv) as lines:
+        taken = parser.parse_from_file(str(path))
+    if not taken:
+        return builder, module.parser_reasons(parser, lines), False
+    return builder, network, True
+
+
 @pytest.mark.parametrize("graph", [linear, conv_relu, two_inputs, int64_ids, mnist_like])
-def test_a_good_file_is_accepted(graph: Callable[[], onnx.ModelProto], tmp_path: Path) -> None:
-    found = checked(graph(), tmp_path)
+def test_a_good_file_is_accepted_and_nothing_is_written(
+    graph: Callable[[], Model], tmp_path: Path
+) -> None:
+    path = save(graph(), tmp_path / "m.onnx")
+    found = check_build(path, "l4")
     assert found.accepted, found.problems
     assert (found.layers > 0, found.plan_bytes > 0, found.problems) == (True, True, ())
     assert "not proven" in found.notes[-1]
+    assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
 
 
-@ask
-@needs
 @pytest.mark.parametrize("words", [("?", "?"), ("None", "None"), ("-1", "unknown")], ids=str)
 def test_axes_of_unknown_size_have_a_range_each(tmp_path: Path, words: tuple[str, str]) -> None:
     """TensorRT takes axes of one name for axes of one size."""
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["x"], ["p"], "pool"),
-        helper.make_node("Flatten", ["p"], ["y"], "flat"),
-    ]
+    nodes = [node("GlobalAveragePool", "x", "p", "pool"), node("Flatten", "p", "y", "flat")]
     model = make(nodes, {"x": ("N", 3, *words)}, {"y": ("N", 3)}, {})
     axes = {"x_2": AxisRange(48, 48, 48), "x_3": AxisRange(100, 192, 320)}
     assert checked(model, tmp_path, axes=axes).accepted
 
 
-def _typed(kinds: list[int]) -> onnx.ModelProto:
+def test_a_named_axis_is_found_in_the_file(tmp_path: Path) -> None:
+    model = make([node("Relu", "x", "y")], {"x": ("N", "T", 4)}, {"y": ("N", "T", 4)}, {})
+    assert checked(model, tmp_path, axes={"T": AxisRange(2, 24, 32)}).accepted
+    with pytest.raises(BadInput, match="input 'x': axis 1, 'T'"):
+        checked(model, tmp_path)
+    with pytest.raises(BadInput, match="`axes`: no input"):
+        checked(linear(), tmp_path, axes={"T": AxisRange(2, 24, 32)})
+
+
+@pytest.mark.parametrize(
+    "given", [{"batch": AxisRange(0, 1, 2)}, {"hardware_compatible": "ampere-plus"}], ids=str
+)
+def test_an_empty_batch_and_options_of_the_builder_are_taken(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    found = checked(linear(), tmp_path, **given)
+    assert found.accepted, found.problems
+
+
+# types
+
+
+def _typed(kinds: list[int]) -> Model:
     """Casts of x through each of `kinds` and back; int8 by a symmetric Q/DQ pair."""
     nodes, last = [], "x"
-    for number, kind in enumerate(kinds):
+    for n, kind in enumerate(kinds):
         if kind == INT8:
-            pair = [("QuantizeLinear", f"q{number}"), ("DequantizeLinear", f"d{number}")]
+            nodes.append(node("QuantizeLinear", f"{last} s z", f"q{n}", f"q{n}"))
+            nodes.append(node("DequantizeLinear", f"q{n} s z", f"b{n}", f"d{n}"))
         else:
-            pair = [("Cast", f"c{number}"), ("Cast", f"b{number}")]
-        for to, (operator, name) in zip((kind, TensorProto.FLOAT), pair, strict=True):
-            cast = operator == "Cast"
-            given = [last] if cast else [last, "s", "z"]
-            node = helper.make_node(operator, given, [name], name=name)
-            node.attribute.extend([helper.make_attribute("to", to)] if cast else [])
-            nodes.append(node)
-            last = name
-    nodes.append(helper.make_node("Relu", [last], ["y"], name="relu"))
+            nodes.append(node("Cast", last, f"c{n}", f"c{n}", to=kind))
+            nodes.append(node("Cast", f"c{n}", f"b{n}", f"b{n}", to=TensorProto.FLOAT))
+        last = f"b{n}"
+    nodes.append(node("Relu", last, "y", "relu"))
     return raw(nodes, {"s": np.array(0.1, np.float32), "z": np.array(0, np.int8)})
 
 
-@ask
-@needs
 @pytest.mark.parametrize(
     ("kinds", "flags"),
     [
@@ -104,11 +151,8 @@ def _typed(kinds: list[int]) -> onnx.ModelProto:
 def test_the_types_of_a_parsed_network_give_the_older_flags(
     kinds: list[int], flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    nv = module.module()
-    builder = module.start(nv)
-    network = builder.create_network(1 << int(nv.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = nv.OnnxParser(network, module.logger(nv))
-    assert parser.parse_from_file(str(save(_typed(kinds), tmp_path / "m.onnx")))
+    _builder, network, taken = parsed(save(_typed(kinds), tmp_path / "m.onnx"))
+    assert taken
     assert precision_flags(element_types(network)) == flags
 
 
@@ -126,17 +170,15 @@ def _unary() -> list[str]:
     )
 
 
-@ask
-@needs
 @pytest.mark.parametrize("operator", _unary())
 def test_what_the_parser_takes_in_float32_it_takes_as_we_cast_it(
     operator: str, tmp_path: Path
 ) -> None:
     """Asked by operator and type: its documents list some with a type that it refuses."""
     nodes = [
-        helper.make_node("Relu", ["x"], ["r"], name="relu"),
-        helper.make_node(operator, ["r"], ["o"], name="own"),
-        helper.make_node("Cast", ["o"], ["y"], name="cast", to=TensorProto.FLOAT),
+        node("Relu", "x", "r", "relu"),
+        node(operator, "r", "o", "own"),
+        node("Cast", "o", "y", "cast", to=TensorProto.FLOAT),
     ]
     try:
         model = make(nodes, {"x": ("N", 4, 6, 6)}, {"y": ("N", "C", "H", "W")}, {})
@@ -151,34 +193,27 @@ def test_what_the_parser_takes_in_float32_it_takes_as_we_cast_it(
     assert [checked(half, tmp_path).accepted for half in halves] == [True, True]
 
 
-def _sequence() -> onnx.ModelProto:
-    nodes = [helper.make_node("Relu", ["x"], ["y"], name="relu")]
-    return make(nodes, {"x": ("N", "T", 4)}, {"y": ("N", "T", 4)}, {})
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_transposed_convolution_in_int8_is_accepted_with_a_scale_per_output(
+    group: int, tmp_path: Path
+) -> None:
+    """Its 8 inputs and 4 outputs tell the axes apart: a scale for each of axis 0 is refused."""
+    weights = {"W": np.ones((8, 4 // group, 2, 2), np.float32)}
+    transposed = node("ConvTranspose", "x W", "y", strides=[2, 2], group=group)
+    model = make([transposed], {"x": ("N", 8, 4, 4)}, {"y": ("N", 4, 8, 8)}, weights)
+    int8 = to_pairs(model, calibration(dict.fromkeys("xy", Range(-1, 1))))
+    assert checked(int8, tmp_path).problems == ()
+    axes = [a for n in int8.graph.node for a in n.attribute if a.name == "axis"]
+    assert len(axes) == (group == 1)
+    for axis in axes:
+        axis.i = 0
+        (problem,) = checked(int8, tmp_path).problems
+        assert "scales is not equal to the number of output channels" in str(problem)
 
 
-@ask
-@needs
-def test_a_named_axis_is_found_in_the_file(tmp_path: Path) -> None:
-    assert checked(_sequence(), tmp_path, axes={"T": AxisRange(2, 24, 32)}).accepted
-    with pytest.raises(BadInput, match="input 'x': axis 1, 'T'"):
-        checked(_sequence(), tmp_path)
+# progress
 
 
-@ask
-@needs
-def test_an_empty_batch_may_be_in_the_range(tmp_path: Path) -> None:
-    assert checked(linear(), tmp_path, batch=AxisRange(0, 1, 2)).accepted
-
-
-@ask
-@needs
-def test_options_of_the_builder_are_taken(tmp_path: Path) -> None:
-    found = checked(linear(), tmp_path, hardware_compatible="ampere-plus")
-    assert found.accepted, found.problems
-
-
-@ask
-@needs
 def test_progress_is_reported_and_never_falls(tmp_path: Path) -> None:
     reported: list[tuple[str, float]] = []
     path = save(mnist_like(), tmp_path / "m.onnx")
@@ -190,19 +225,6 @@ def test_progress_is_reported_and_never_falls(tmp_path: Path) -> None:
     assert 0.5 < shares[-1] <= 1.0
 
 
-@ask
-@needs
-def test_an_error_in_on_progress_is_not_swallowed(tmp_path: Path) -> None:
-    def fails(text: str, share: float) -> None:
-        if text != "parsing":
-            raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        check(save(mnist_like(), tmp_path / "m.onnx"), options(), fails)
-
-
-@ask
-@needs
 def test_ctrl_c_in_the_middle_of_a_build_ends_it(tmp_path: Path) -> None:
     reported: list[str] = []
 
@@ -219,73 +241,105 @@ def test_ctrl_c_in_the_middle_of_a_build_ends_it(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-# what needs the library of TensorRT for RTX
+# what is refused
 
 
-@pytest.fixture
-def rtx(tmp_path: Path) -> None:
-    if importlib.util.find_spec("tensorrt") is None:
-        pytest.skip("tensorrt is not installed")
-    if checked(linear(), tmp_path).flavour != "rtx":
-        pytest.skip("the library here is TensorRT itself")
+def foreign() -> Model:
+    return raw([node("Magic", "x", "y", "m", domain="acme")], domain="acme")
 
 
-@ask
-@pytest.mark.usefixtures("rtx")
-def test_a_plan_of_rtx_is_never_kept_as_trt(tmp_path: Path) -> None:
-    out = tmp_path / "m.trt"
-    out.write_bytes(b"previous")
-    with pytest.raises(Unsupported, match="not written: the installed library is TensorRT for RTX"):
-        build(save(linear(), tmp_path / "m.onnx"), out, options())
-    assert out.read_bytes() == b"previous"
+def quantized(zero: np.ndarray, stored: np.ndarray | None = None) -> Model:
+    """A pair on x with zero point `zero`, or `stored` dequantized and added to x."""
+    weights = {"s": np.array(0.1, np.float32), "z": zero}
+    if stored is None:
+        nodes = [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y")]
+        return raw(nodes, weights)
+    nodes = [node("DequantizeLinear", "w s z", "f", "bias_dq"), node("Add", "x f", "y", "add")]
+    return raw(nodes, {**weights, "w": stored})
 
 
-@ask
-@pytest.mark.usefixtures("rtx")
-def test_a_version_compatible_plan_needs_the_lean_runtime(tmp_path: Path) -> None:
-    found = checked(linear(), tmp_path, version_compatible=True)
-    assert "lean runtime, which is not installed" in found.problems[0]
+INTEGERS = {
+    "s": np.array(0.1, np.float32),
+    "z": np.array(0, np.int8),
+    "w": np.ones((4, 4), np.int8),
+}
 
 
-@ask
-@needs
-@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
-def test_a_timing_cache_is_made_and_garbage_tolerated(tmp_path: Path) -> None:
-    nv, file = module.module(), tmp_path / "t.cache"
-    builder = module.start(nv)
-    digests = set()
-    for content in (b"", b"garbage" * 30):
-        file.write_bytes(content)
-        config = builder.create_builder_config()
-        _, _, notes = use_cache(nv, config, file)
-        assert any("timing cache" in note for note in notes) == bool(content)
-        digests.add(keep_cache(config, file))
-    ((digest, _),) = digests
-    assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-@ask
-@needs
-@pytest.mark.parametrize("group", [1, 2])
-def test_a_transposed_convolution_in_int8_is_accepted_with_a_scale_per_output(
-    group: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (raw([node("Det", "x", "d", "det"), node("Unique", "x", "y", "uniq")]), ["Det", "Unique"]),
+        (raw([node("Det", "x", "y")]), ["Det '#0'"]),
+        (foreign(), ["Magic 'm' needs a plugin"]),
+        (
+            raw([node("Identity", "x", "y", "id")], kind=TensorProto.STRING),
+            ["a type that TensorRT does not support, such as string"],
+        ),
+        (
+            raw([node("QLinearMatMul", "x s z w s z s z", "y", "qmm")], INTEGERS, kind=INT8),
+            ["QLinearMatMul 'qmm' is an integer operator of ONNX Runtime"],
+        ),
+        (
+            quantized(np.array(0, np.int32), np.ones(4, np.int32)),
+            ["'bias_dq' dequantizes an int32 bias"],
+        ),
+        (quantized(np.array(3, np.int8)), ["zero point other than 0"]),
+        (
+            quantized(np.array(128, np.uint8), np.ones(4, np.uint8)),
+            ["TensorRT supports symmetric INT8 only"],
+        ),
+    ],
+    ids=["two", "no name", "domain", "text", "QOperator", "int32 bias", "asymmetric", "uint8"],
+)
+def test_each_refusal_of_the_parser_is_explained(
+    graph: Model, words: list[str], tmp_path: Path
 ) -> None:
-    """Its 8 inputs and 4 outputs tell the axes apart: a scale for each of axis 0 is refused."""
-    weights = {"W": np.ones((8, 4 // group, 2, 2), np.float32)}
-    node = helper.make_node("ConvTranspose", ["x", "W"], ["y"], strides=[2, 2], group=group)
-    model = make([node], {"x": ("N", 8, 4, 4)}, {"y": ("N", 4, 8, 8)}, weights)
-    int8 = to_pairs(model, calibration(dict.fromkeys("xy", Range(-1, 1))))
-    assert checked(int8, tmp_path).problems == ()
-    axes = [a for n in int8.graph.node for a in n.attribute if a.name == "axis"]
-    assert len(axes) == (group == 1)
-    for axis in axes:
-        axis.i = 0
-        (problem,) = checked(int8, tmp_path).problems
-        assert "scales is not equal to the number of output channels" in str(problem)
+    found = checked(graph, tmp_path)
+    assert not found.accepted
+    assert len(found.problems) >= len(words)  # all in one pass
+    assert all(word in text for word, text in zip(words, found.problems, strict=False))
 
 
-@ask
-@needs
+def test_types_that_disagree_are_bad_input(tmp_path: Path) -> None:
+    nodes = [node("Cast", "x", "h", "half", to=TensorProto.FLOAT16), node("Div", "h x", "y", "div")]
+    with pytest.raises(BadInput, match="Div 'div' mixes the types Half and Float"):
+        checked(raw(nodes), tmp_path)
+
+
+def test_damaged_empty_and_missing_files_are_not_given_to_the_parser(tmp_path: Path) -> None:
+    path = tmp_path / "cut.onnx"
+    path.write_bytes(linear().SerializeToString()[:100])
+    with pytest.raises(BadInput, match=r"cut\.onnx: is a truncated or damaged ONNX file"):
+        check(path, options())
+    path.write_bytes(b"")
+    with pytest.raises(BadInput, match="the file is empty"):
+        check(path, options())
+    with pytest.raises(NotFound, match=r"none\.onnx"):
+        check(tmp_path / "none.onnx", options())
+
+
+def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="m.data")
+    assert check(path, options()).accepted
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(BadInput, match=r"m\.data"):
+        check(path, options())
+    _builder, reasons, taken = parsed(path)  # the parser's own, if they go missing in between
+    assert not taken
+    assert f"cannot be read: {tmp_path / 'm.data'}" in reasons[0].text
+
+
+def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> None:
+    found = checked(linear(), tmp_path, workspace_bytes=1024)
+    assert found.problems == ("no kernel fits into the workspace",)
+    assert "plugin" in checked(foreign(), tmp_path).problems[0]
+    assert checked(linear(), tmp_path).accepted
+
+
+# what the library does
+
+
 def test_an_object_with_a_recorder_reports_there_and_not_to_the_logger() -> None:
     """Seen on TensorRT for RTX 1.7.1 with the bindings of 11.4; what our stand-in does, too."""
     nv = module.module()
@@ -297,3 +351,15 @@ def test_an_object_with_a_recorder_reports_there_and_not_to_the_logger() -> None
     assert own.num_errors() > 0
     assert "incompatible serialization" in own.get_error_desc(0)
     assert list(log.errors) == []
+
+
+def test_a_plan_of_rtx_is_never_kept_and_needs_the_lean_runtime_elsewhere(tmp_path: Path) -> None:
+    if checked(linear(), tmp_path).flavour != "rtx":
+        pytest.skip("the library here is TensorRT itself")
+    out = tmp_path / "m.trt"
+    out.write_bytes(b"previous")
+    with pytest.raises(Unsupported, match="not written: the installed library is TensorRT for RTX"):
+        build(save(linear(), tmp_path / "m.onnx"), out, options())
+    assert out.read_bytes() == b"previous"
+    found = checked(linear(), tmp_path, version_compatible=True)
+    assert "lean runtime, which is not installed" in found.problems[0]

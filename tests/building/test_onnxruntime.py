@@ -1,23 +1,29 @@
+"""Builds for a CPU: the graph that ONNX Runtime optimised, and the sizes that prove it."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper, parser
 
 import deploykit as dk
+from deploykit.building.builder import Shapes
 from deploykit.building.onnxruntime import build
 from deploykit.building.runtime import actual_shapes
 from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.profile import load_profile
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.onnxruntime import engine
 from tests.support.graphs.protos import calibrate, load_graph, specs, summarise, to_half, to_pairs
+from tests.support.installed import needs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
@@ -29,7 +35,6 @@ from tests.support.onnx_zoo import (
     two_inputs,
 )
 
-ZOO = [linear, conv_relu, two_inputs, overflow, int64_ids, mnist_like]
 Make = Callable[[], onnx.ModelProto]
 
 
@@ -43,103 +48,83 @@ def int8(model: onnx.ModelProto, tmp_path: Path, runtime: str = "onnxruntime") -
     return to_pairs(model, calibration, runtime=runtime)
 
 
-def check_same_outputs(source: Path, out: Path, atol: float) -> None:
+# Both files run the same kernels, at most in another memory layout: a sum of up to 784 products
+# of size 1 in another order. In half precision outputs are below 16: 1 ulp at 8.
+ATOL = {"fp32": 784 * 2.0**-24 * 8, "fp16": 2.0**-7, "int8": 784 * 2.0**-24 * 8}
+
+
+@pytest.mark.parametrize("kind", ATOL)
+@pytest.mark.parametrize("graph", [linear, conv_relu, two_inputs, overflow, int64_ids, mnist_like])
+def test_a_built_file_answers_as_its_source(graph: Make, kind: str, tmp_path: Path) -> None:
+    model = graph()
+    if kind == "int8":
+        if graph in (two_inputs, overflow):
+            pytest.skip("nothing to quantize")
+        model = int8(model, tmp_path)
+    source = save(to_half(model)[0] if kind == "fp16" else model, tmp_path / "m.onnx")
+    out = tmp_path / "built.onnx"
+    build(source, out)
     inputs = feeds(load_graph(source))
     with load(source, "cpu") as before, load(out, "cpu") as after:
         assert (after.inputs, after.outputs) == (before.inputs, before.outputs)
         for name, wanted in before(inputs).items():
-            np.testing.assert_allclose(after(inputs)[name], wanted, atol=atol, rtol=0)
+            np.testing.assert_allclose(after(inputs)[name], wanted, atol=ATOL[kind], rtol=0)
 
 
-# Both files run the same kernels, at most in another memory layout: a sum of up to 784 products
-# of size 1 in another order.
-ATOL_SUMS = 784 * 2.0**-24 * 8
-
-
-@pytest.mark.parametrize("graph", ZOO)
-def test_a_built_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None:
-    source = save(graph(), tmp_path / "m.onnx")
-    build(source, tmp_path / "built.onnx")
-    check_same_outputs(source, tmp_path / "built.onnx", ATOL_SUMS)
-
-
-@pytest.mark.parametrize("graph", ZOO)
-def test_a_built_half_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None:
-    source = save(to_half(graph())[0], tmp_path / "half.onnx")
-    build(source, tmp_path / "built.onnx")
-    check_same_outputs(source, tmp_path / "built.onnx", 2.0**-7)  # outputs below 16: 1 ulp at 8
-
-
-@pytest.mark.parametrize("graph", [linear, conv_relu, int64_ids, mnist_like])
-def test_a_built_int8_file_answers_as_its_source(graph: Make, tmp_path: Path) -> None:
-    source = save(int8(graph(), tmp_path), tmp_path / "int8.onnx")
-    build(source, tmp_path / "built.onnx")
-    check_same_outputs(source, tmp_path / "built.onnx", ATOL_SUMS)
-
-
-def test_int8_pairs_become_integer_kernels(tmp_path: Path) -> None:
-    source = save(int8(mnist_like(), tmp_path), tmp_path / "int8.onnx")
+@pytest.mark.parametrize(
+    ("runtime", "counts", "precision"),
+    [
+        # no pair is left to compute in float
+        ("onnxruntime", {"QLinearConv": 2, "QGemm": 1, "DequantizeLinear": 0}, {"int8": 3}),
+        ("tensorrt", {"FusedConv": 2}, {"float32": 3}),  # reported as the float they are here
+    ],
+)
+def test_int8_pairs_become_integer_kernels_where_they_stand_for_this_runtime(
+    tmp_path: Path, runtime: str, counts: dict[str, int], precision: dict[str, int]
+) -> None:
+    source = save(int8(mnist_like(), tmp_path, runtime), tmp_path / "int8.onnx")
     build(source, tmp_path / "built.onnx")
     summary = summarise(load_graph(tmp_path / "built.onnx"))
-    assert (summary.operators["QLinearConv"], summary.operators["QGemm"]) == (2, 1)
-    assert "DequantizeLinear" not in summary.operators  # none is left to compute in float
-    assert summary.precision == {"int8": 3}
+    assert {name: summary.operators.get(name, 0) for name in counts} == counts
+    assert {name: summary.precision.get(name) for name in precision} == precision
+    assert ("int8" in summary.precision) is ("int8" in precision)
 
 
-def test_pairs_for_tensorrt_are_reported_as_the_float_they_are_here(tmp_path: Path) -> None:
-    source = save(int8(mnist_like(), tmp_path, "tensorrt"), tmp_path / "int8.onnx")
-    build(source, tmp_path / "built.onnx")
-    summary = summarise(load_graph(tmp_path / "built.onnx"))
-    assert summary.operators["FusedConv"] == 2
-    assert "int8" not in summary.precision
-
-
-def test_float_nodes_are_fused(tmp_path: Path) -> None:
-    build(save(conv_relu(), tmp_path / "m.onnx"), tmp_path / "built.onnx")
-    assert summarise(load_graph(tmp_path / "built.onnx")).operators == {"FusedConv": 1}
-
-
-def test_a_built_file_is_not_bound_to_this_processor(tmp_path: Path) -> None:
-    build(save(mnist_like(), tmp_path / "m.onnx"), tmp_path / "built.onnx")
-    domains = {node.domain for node in load_graph(tmp_path / "built.onnx").graph.node}
-    assert "com.microsoft.nchwc" not in domains
-
-
-def test_building_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    source = save(mnist_like(), tmp_path / "m.onnx")
-    build(source, tmp_path / "a.onnx")
-    build(source, tmp_path / "b.onnx")
-    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
-
-
-def test_it_says_what_it_was_built_on(tmp_path: Path) -> None:
-    facts = build(save(linear(), tmp_path / "m.onnx"), tmp_path / "built.onnx")
-    assert facts == {
+def test_a_built_file_is_fused_the_same_each_time_and_not_bound_to_this_processor(
+    tmp_path: Path,
+) -> None:
+    source, a, b = (tmp_path / name for name in ("m.onnx", "a.onnx", "b.onnx"))
+    save(mnist_like(), source)
+    assert build(source, a) == {
         "runtime": f"onnxruntime {onnxruntime.__version__}",
         "device": "cpu",
         "optimisation": "extended",
     }
+    build(source, b)
+    assert a.read_bytes() == b.read_bytes()
+    nodes = load_graph(a).graph.node
+    assert "FusedConv" in {node.op_type for node in nodes}
+    assert "com.microsoft.nchwc" not in {node.domain for node in nodes}
 
 
-def test_a_refused_graph_leaves_the_previous_file(tmp_path: Path) -> None:
-    out = tmp_path / "built.onnx"
-    out.write_bytes(b"previous")
-    bad = tmp_path / "bad.onnx"
-    bad.write_bytes(mnist_like().SerializeToString()[:-1])
-    with pytest.raises(BadInput, match=r"bad\.onnx"):
-        build(bad, out)
-    assert out.read_bytes() == b"previous"
-    assert {file.name for file in tmp_path.iterdir()} == {"bad.onnx", "built.onnx"}
-
-
-def test_a_missing_model_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"none\.onnx"):
-        build(tmp_path / "none.onnx", tmp_path / "built.onnx")
-
-
-def test_an_output_folder_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="does not exist"):
-        build(save(linear(), tmp_path / "m.onnx"), tmp_path / "none" / "built.onnx")
+@pytest.mark.parametrize(
+    ("content", "out", "error", "says"),
+    [
+        (mnist_like().SerializeToString()[:-1], "built.onnx", BadInput, r"m\.onnx"),
+        (None, "built.onnx", NotFound, r"m\.onnx"),
+        (mnist_like().SerializeToString(), "none/built.onnx", BadInput, "does not exist"),
+    ],
+)
+def test_what_cannot_be_built_leaves_the_previous_file(
+    tmp_path: Path, content: bytes | None, out: str, error: type[Exception], says: str
+) -> None:
+    (tmp_path / "built.onnx").write_bytes(b"previous")
+    if content is not None:
+        (tmp_path / "m.onnx").write_bytes(content)
+    with pytest.raises(error, match=says):
+        build(tmp_path / "m.onnx", tmp_path / out)
+    assert (tmp_path / "built.onnx").read_bytes() == b"previous"
+    assert {file.name for file in tmp_path.iterdir()} <= {"m.onnx", "built.onnx"}
 
 
 def test_fusions_that_are_slower_on_a_cpu_are_off(
@@ -179,7 +164,7 @@ NORMS = {  # as exporters write them below the opset that has the operator
 }
 
 
-@pytest.mark.parametrize("opset", [11, 13, 14, 16])
+@pytest.mark.parametrize("opset", [11, 16])
 @pytest.mark.parametrize("operator", NORMS)
 def test_operators_that_the_optimizer_writes_at_any_opset_are_those_of_the_runtime(
     tmp_path: Path, operator: str, opset: int
@@ -188,16 +173,10 @@ def test_operators_that_the_optimizer_writes_at_any_opset_are_those_of_the_runti
     body = f"{NORMS[operator]}\n a = Add(v, e)\n r = Sqrt(a)\n n = Div(d, r)\n y = Mul(n, g) }}"
     head = f'<ir_version: 8, opset_import: ["" : {opset}]>\n'
     path = tmp_path / "m.onnx"
-    onnx.save(onnx.parser.parse_model(head + SPREAD + body), path)
+    onnx.save(parser.parse_model(head + SPREAD + body), path)
     made = dk.build(path, "cpu")
     kinds = {(node.domain, node.op_type) for node in onnx.load(made.path).graph.node}
     assert ("", "SimplifiedLayerNormalization") in kinds or ("", "LayerNormalization") in kinds
-    feeds = {"x": np.random.default_rng(0).random((3, 4, 8), dtype=np.float32)}
-    wanted = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(
-        None, feeds
-    )[0]
-    with dk.load(made.path, "cpu") as opened:
-        np.testing.assert_allclose(opened(feeds)["y"], wanted, rtol=1e-4, atol=1e-5)
     assert dk.inspect(made.path).precision["float32"] >= 1
     assert dk.compare(path, made.path).parity.passed
 
@@ -208,6 +187,7 @@ def test_an_output_that_is_declared_wrongly_is_corrected_with_a_note(
     tmp_path: Path, declared: list[int | str], profile: str
 ) -> None:
     """ONNX Runtime only warns; whoever reads the metadata of a server would be misled."""
+    needs(load_profile(profile).runtime)
     weights = {"w": np.ones((4, 1), np.float32), "s": np.array([-1])}
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["m"], "product"),
@@ -231,13 +211,11 @@ def test_an_output_that_is_declared_wrongly_is_corrected_with_a_note(
 def test_the_sizes_of_several_runs_tell_a_fixed_axis_from_one_of_an_input() -> None:
     pairs = ((1, 7), (2, 7), (5, 9))
     runs = [({"N": n, "T": t}, {"y": (n, t, 3), "z": (5,), "a": (n * t,)}) for n, t in pairs]
-    specs = [TensorSpec(name, "float32", shape) for name, shape in DECLARED.items()]
+    declared: dict[str, tuple[int | str, ...]] = {"y": (), "z": (4,), "a": (1,)}
+    specs = [TensorSpec(name, "float32", shape) for name, shape in declared.items()]
     assert actual_shapes(specs, runs) == {"y": ("N", "T", 3), "z": (5,), "a": ("a_0",)}
     alike = actual_shapes(specs, runs[:2])  # samples of one length do not show what depends on it
     assert alike == {"y": ("N", "T", "y_2"), "z": ("z_0",), "a": ("a_0",)}
-
-
-DECLARED: dict[str, tuple[int | str, ...]] = {"y": (), "z": (4,), "a": (1,)}
 
 
 def test_weights_above_two_gib_do_not_fit_into_a_build(tmp_path: Path) -> None:
@@ -256,7 +234,6 @@ def test_weights_above_two_gib_do_not_fit_into_a_build(tmp_path: Path) -> None:
 
 def test_a_model_without_inputs_is_built_and_takes_no_images(tmp_path: Path) -> None:
     """It computes one answer, from its weights alone."""
-    pytest.importorskip("onnxruntime")
     pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     weights = {"w": np.arange(8, dtype=np.float32).reshape(2, 4) - 3}
     model = make([helper.make_node("Relu", ["w"], ["y"])], {}, {"y": (2, 4)}, weights)
@@ -268,3 +245,92 @@ def test_a_model_without_inputs_is_built_and_takes_no_images(tmp_path: Path) -> 
     (images / "a.png").write_bytes(b"")
     with pytest.raises(dk.BadInput, match="its inputs are: none"):
         dk.predict(made.path, images, out=tmp_path / "p.npz")
+
+
+# sizes and samples of the proof, for files that run at few sizes only
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def write(path: Path, text: str, **stored: np.ndarray) -> Path:
+    model = parser.parse_model('<ir_version: 8, opset_import: ["":17]> ' + text)
+    for name, array in stored.items():
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def audio(tmp_path: Path) -> Path:
+    """A file that takes no fewer than 65 steps, as one for speech."""
+    text = (
+        'audio (float[N,T] x) => (float[N,L] y) { p = Pad<mode="reflect">(x, pads)'
+        " u = Unsqueeze(p, ax) c = Conv(u, K) y = Squeeze(c, ax) }"
+    )
+    pads, ax = np.array([0, 64, 0, 64]), np.array([1])
+    np.savez(tmp_path / "d.npz", x=normal(40, 512))
+    return write(tmp_path / "audio.onnx", text, pads=pads, ax=ax, K=normal(1, 1, 33))
+
+
+def batches(made: dk.Made) -> list[int]:
+    assert made.parity is not None
+    assert made.parity.passed
+    return [row.batch for row in made.parity.rows]
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cpu-openvino"])
+def test_a_file_with_a_least_size_is_compared_at_sizes_that_run(audio: Path, profile: str) -> None:
+    needs(load_profile(profile).runtime)
+    assert {1, 2, 7, 32} <= set(batches(dk.build(audio, profile)))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "compared"),
+    [
+        (Shapes(axes=["T=512"]), {}, [1, 2, 7, 32]),
+        (Shapes(axes=["T=100,512,600"], batch="1,3,7"), {}, [3, 1, 7]),
+        (Shapes(batch="4", axes=["T=70"]), {}, [4]),
+        (None, {"data": True}, [1, 2, 32]),
+        (None, {"precision": "int8", "calib": True}, [1, 2, 32]),
+    ],
+    ids=["an axis", "ranges", "one size", "samples", "calibration"],
+)
+def test_named_sizes_or_given_samples_are_those_of_the_comparison(
+    audio: Path, shapes: Shapes | None, options: dict[str, Any], compared: list[int]
+) -> None:
+    data = audio.with_name("d.npz")
+    given = {key: data if value is True else value for key, value in options.items()}
+    assert batches(dk.build(audio, "cpu", shapes=shapes, **given))[: len(compared)] == compared
+
+
+def test_samples_on_another_axis_are_compared(tmp_path: Path) -> None:
+    text = (
+        "gru (float[S,N,5] x, float[2,N,8] h) => (float[S,2,N,8] y) "
+        '{ y = GRU<hidden_size=8, direction="bidirectional">(x, W, R, B, , h) }'
+    )
+    weights = {"W": normal(2, 24, 5), "R": normal(2, 24, 8), "B": normal(2, 48)}
+    path = write(tmp_path / "gru.onnx", text, **weights)
+    np.savez(tmp_path / "d.npz", x=normal(7, 12, 5), h=normal(2, 12, 8))
+    assert batches(dk.build(path, "cpu", data=tmp_path / "d.npz")) == [1, 2, 12]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "says"),
+    [
+        (Shapes(axes=["Q=5"]), {}, "no input has a dynamic axis 'Q'"),
+        (Shapes(axes=["T"]), {}, "names no axis"),
+        (Shapes(batch="0"), {}, "OPT must be 1 or more"),
+        (Shapes(axes=["T=8"]), {}, r"no random inputs (of any size )?that w.+ tried run"),
+        (Shapes(axes=["T=512"]), {"data": True}, "sizes of random inputs"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    audio: Path, shapes: Shapes, options: dict[str, Any], says: str
+) -> None:
+    data = audio.with_name("d.npz")
+    with pytest.raises(dk.BadInput, match=says):
+        dk.build(audio, "cpu", shapes=shapes, **dict.fromkeys(options, data))

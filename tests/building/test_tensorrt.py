@@ -1,257 +1,192 @@
-"""Builds with a fake TensorRT: what reaches it, and what is recorded about the plan."""
+"""Builds with a TensorRT made of Python: what reaches it, what is refused, what is recorded."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 
-from deploykit.building.tensorrt import build as tensorrt
+import deploykit as dk
 from deploykit.building.tensorrt import module
-from deploykit.building.tensorrt.build import build, check, precision_flags
-from deploykit.building.tensorrt.options import HARDWARE, AxisRange, Options
+from deploykit.building.tensorrt.build import (
+    activation_bytes,
+    cache_path,
+    check,
+    precision_flags,
+    weight_bytes,
+    workspace_that_fits,
+)
+from deploykit.building.tensorrt.options import (
+    HARDWARE,
+    AxisRange,
+    parse_axis,
+    parse_batch,
+    ranges,
+)
 from deploykit.building.tensorrt.progress import BuildProgress
-from deploykit.core.errors import MissingExtra, NotFound, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, NotFound, Unsupported
 from deploykit.core.extras import install_command
 from deploykit.core.files import sha256
+from deploykit.core.machine import Gpu, this_machine
+from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
+from deploykit.core.tensors import parse_spec
 from scripts.nvidia import fetch
+from tests.building.conftest import Rig
 from tests.support.graphs.protos import to_half
-from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, Use, options
-from tests.support.runtimes.modules import replaced
+from tests.support.onnx_zoo import linear, mnist_like, save
+from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, options, replaced
+
+ONE = AxisRange(4, 4, 4)
 
 
-def test_the_plan_is_written_as_it_came(use: Use, model: Path, out: Path) -> None:
-    does = use()
-    build(model, out, options())
-    assert out.read_bytes() == does.plan
+# what reaches the builder, and what is recorded of the plan
 
 
-def test_the_facts_say_what_a_plan_is_bound_to(use: Use, model: Path, out: Path) -> None:
-    use(version="10.3.0.26")
-    facts = build(model, out, options(version_compatible=True, hardware_compatible="ampere-plus"))
-    built_on = facts.built_on
-    assert built_on["tensorrt"] == "10.3.0.26"
-    assert (built_on["model"], built_on["profile"], built_on["batch"]) == ("m.onnx", "l4", "1,4,8")
-    assert built_on["hardware_compatible"] == "ampere-plus"
-    assert built_on["typing"] == "strong"
-    assert all(isinstance(value, str) for value in built_on.values())
+def test_profile_and_options_reach_the_builder_and_its_plan_is_written(rig: Rig) -> None:
+    does = rig.use(version="10.3.0.26", needs_plugins=True)
+    facts = rig.build(version_compatible=True, hardware_compatible="ampere-plus")
+    assert rig.out.read_bytes() == does.plan
+    config, on = does.seen["config"], facts.built_on
+    assert does.seen["shapes"] == {"x": ((1, 4), (4, 4), (8, 4))}
+    assert does.seen["WORKSPACE"] == load_profile("l4").workspace_bytes
+    assert (config.profiling_verbosity, config.flags) == ("DETAILED", ["VERSION_COMPATIBLE"])
+    assert [tensor.allowed_formats for tensor in does.seen["ends"]] == [1, 1]  # row-major
+    assert (on["tensorrt"], on["model"], on["profile"]) == ("10.3.0.26", "m.onnx", "l4")
+    assert (on["batch"], on["hardware_compatible"], on["typing"]) == (
+        "1,4,8",
+        "ampere-plus",
+        "strong",
+    )
+    assert "tf32" not in on  # left on, unless it is refused
+    assert "cleared" not in does.seen
+    assert rig.build(tf32=False).built_on["tf32"] == "no"
+    assert does.seen["cleared"] == ["TF32"]
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["TensorRT 11", "TensorRT 10"])
-def test_strong_typing_is_asked_for_by_name(use: Use, model: Path, out: Path, number: int) -> None:
-    does = use(strong_number=number)
-    facts = build(model, out, options())
+def test_strong_typing_is_asked_for_by_name(rig: Rig, number: int) -> None:
+    does = rig.use(strong_number=number)
+    facts = rig.build()
     assert does.seen["strong"] == [True]
     assert facts.flags_used == ("STRONGLY_TYPED",)
 
 
-def test_profile_and_options_reach_the_builder(use: Use, model: Path, out: Path) -> None:
-    does = use()
-    build(model, out, options(version_compatible=True))
-    config = does.seen["config"]
-    assert does.seen["shapes"] == {"x": ((1, 4), (4, 4), (8, 4))}
-    assert does.seen["WORKSPACE"] == load_profile("l4").workspace_bytes
-    assert config.profiling_verbosity == "DETAILED"
-    assert config.flags == ["VERSION_COMPATIBLE"]
-
-
-def test_without_tensorrt_the_extra_is_named(model: Path, out: Path) -> None:
-    with replaced("tensorrt", None), pytest.raises(MissingExtra) as caught:
-        build(model, out, options())
-    assert install_command("tensorrt") in (caught.value.hint or "")
-
-
-def test_a_profile_that_ends_before_this_tensorrt_is_refused(
-    use: Use, model: Path, out: Path
-) -> None:
-    use(version="11.4.0")
-    old = replace(load_profile("l4"), tensorrt_max="10.16")
-    with pytest.raises(Unsupported, match=r"TensorRT 10\.3 to 10\.16, the installed one is 11"):
-        build(model, out, options(old))
-
-
 @pytest.mark.parametrize("level", HARDWARE)
-def test_a_hardware_compatibility_level_reaches_the_builder(
-    use: Use, model: Path, out: Path, level: str
-) -> None:
-    does = use(hardware="NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
-    facts = build(model, out, options(hardware_compatible=level))
+def test_a_hardware_compatibility_level_reaches_the_builder(rig: Rig, level: str) -> None:
+    does = rig.use(hardware="NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
+    facts = rig.build(hardware_compatible=level)
     config = does.seen["config"]
     assert config.hardware_compatibility_level == level.upper().replace("-", "_")
     assert facts.built_on["hardware_compatible"] == level
 
 
-# weak typing, where strong typing has gaps
-
-
+@pytest.mark.parametrize(
+    ("behaviour", "flags"),
+    [
+        (
+            {"strong_error": NO_FORMATS, "dtypes": ("FLOAT", "HALF", "INT8", "FP8")},
+            ("FP16", "INT8", "FP8"),
+        ),
+        (
+            {
+                "strong_error": "Could not find any implementation for node gemm.",
+                "dtypes": ("FLOAT", "HALF"),
+            },
+            ("FP16",),
+        ),
+    ],
+)
 def test_older_flags_are_used_where_strong_typing_is_refused_with_a_note(
-    use: Use, model: Path, out: Path
+    rig: Rig, behaviour: dict[str, Any], flags: tuple[str, ...]
 ) -> None:
-    does = use(version="10.3.0", strong_error=NO_FORMATS, dtypes=("FLOAT", "HALF", "INT8", "FP8"))
-    facts = build(model, out, options())
+    does = rig.use(version="10.3.0", **behaviour)
+    facts = rig.build()
     assert does.seen["strong"] == [True, False]
-    assert facts.flags_used == ("FP16", "INT8", "FP8")
-    assert does.seen["config"].flags == ["FP16", "INT8", "FP8"]
+    assert facts.flags_used == flags
+    assert does.seen["config"].flags == list(flags)
     assert facts.built_on["typing"] == "weak"
     assert "refused the strongly typed network" in facts.notes[0]
-    assert "could not find any supported formats" in facts.notes[0]
+    assert behaviour["strong_error"][-30:-1] in facts.notes[0]
 
 
-def test_no_kernel_for_a_node_is_answered_with_the_older_flags(
-    use: Use, model: Path, out: Path
+@pytest.mark.parametrize(
+    ("version", "strong", "weak", "says", "tried"),
+    [
+        *((each, NO_FORMATS, None, "any supported formats", 1) for each in ("10.12.0", "11.4.0")),
+        ("10.3.0", "no tactics within workspace limit", None, "workspace", 1),
+        ("10.3.0", NO_FORMATS, "something else", "any supported formats", 2),
+    ],
+)
+def test_a_build_that_fails_gives_its_first_reason(
+    rig: Rig, version: str, strong: str, weak: str | None, says: str, tried: int
 ) -> None:
-    line = "Error Code 10: Internal Error (Could not find any implementation for node gemm.)"
-    does = use(version="10.3.0", strong_error=line, dtypes=("FLOAT", "HALF"))
-    assert build(model, out, options()).flags_used == ("FP16",)
-    assert does.seen["strong"] == [True, False]
+    does = rig.use(version=version, strong_error=strong, weak_error=weak)
+    with pytest.raises(Unsupported, match=says):
+        rig.build()
+    assert does.seen["strong"] == [True, False][:tried]
+    assert not rig.out.exists()
 
 
-@pytest.mark.parametrize("version", ["10.12.0", "10.13.3", "11.4.0"])
-def test_later_tensorrt_is_never_given_the_older_flags(
-    use: Use, model: Path, out: Path, version: str
-) -> None:
-    does = use(version=version, strong_error=NO_FORMATS)
-    with pytest.raises(Unsupported, match="could not find any supported formats"):
-        build(model, out, options())
-    assert does.seen["strong"] == [True]
+def test_weak_typing_takes_its_flags_from_the_types() -> None:
+    assert precision_flags(["FLOAT", "INT64", "BOOL"]) == ()
+    assert precision_flags(["BF16"]) == ("BF16",)
+    assert precision_flags(["INT4", "HALF"]) == ("FP16", "INT4")
 
 
-def test_another_error_is_not_answered_with_the_older_flags(
-    use: Use, model: Path, out: Path
-) -> None:
-    does = use(version="10.3.0", strong_error="no tactics within workspace limit")
-    with pytest.raises(Unsupported, match="workspace"):
-        build(model, out, options())
-    assert does.seen["strong"] == [True]
-
-
-def test_when_both_fail_the_first_reason_is_reported(use: Use, model: Path, out: Path) -> None:
-    use(version="10.3.0", strong_error=NO_FORMATS, weak_error="something else")
-    with pytest.raises(Unsupported, match="could not find any supported formats"):
-        build(model, out, options())
-
-
-# reading back
-
-
-def test_layers_are_read_back_where_the_plan_can_be_loaded(
-    use: Use, model: Path, out: Path
-) -> None:
+def test_layers_are_read_back_where_the_plan_can_be_loaded(rig: Rig) -> None:
     layer = {"Name": "gemm", "LayerType": "gemm", "Inputs": [{"Format/Datatype": "Half"}]}
-    use(layers=json.dumps({"Layers": [layer]}))
-    facts = build(model, out, options())
-    assert facts.layers is not None
-    assert [(found.name, found.precision) for found in facts.layers] == [("gemm", "float16")]
-
-
-def test_the_facts_become_json(use: Use, model: Path, out: Path) -> None:
-    use(layers='{"Layers": ["a + b"]}')
-    document = json.loads(json.dumps(build(model, out, options()).to_dict()))
-    assert document["layers"][0]["onnx_nodes"] == ["a", "b"]
-    assert document["flags_used"] == ["STRONGLY_TYPED"]
-
-
-def test_a_version_compatible_plan_may_bring_its_own_code(use: Use, model: Path, out: Path) -> None:
-    does = use(layers='{"Layers": []}')
-    build(model, out, options(version_compatible=True))
+    does = rig.use(layers=json.dumps({"Layers": [layer, "a + b"]}))
+    facts = rig.build(version_compatible=True)
     assert does.seen["host_code"] is True
-    build(model, out, options())
+    document = json.loads(json.dumps(facts.to_dict()))
+    assert [layer["precision"] for layer in document["layers"]] == ["float16", None]
+    assert document["layers"][1]["onnx_nodes"] == ["a", "b"]
+    rig.build()
     assert does.seen["host_code"] is False
 
 
 @pytest.mark.parametrize("layers", [None, "{broken"])
-def test_without_layers_the_plan_is_kept_and_the_reason_noted(
-    use: Use, model: Path, out: Path, layers: str | None
-) -> None:
-    does = use(layers=layers)
-    facts = build(model, out, options())
+def test_without_layers_the_plan_is_kept_and_the_reason_noted(rig: Rig, layers: str | None) -> None:
+    does = rig.use(layers=layers)
+    facts = rig.build()
     assert facts.layers is None
     assert "could not be read back" in facts.notes[-1]
-    assert out.read_bytes() == does.plan
+    assert rig.out.read_bytes() == does.plan
 
 
-# what else reaches the builder: formats, plugins, TF32; what comes back: warnings
-
-
-def test_inputs_and_outputs_are_pinned_to_row_major_order(use: Use, model: Path, out: Path) -> None:
-    does = use()
-    build(model, out, options())
-    assert [tensor.allowed_formats for tensor in does.seen["ends"]] == [1, 1]
-
-
-def test_nvidias_own_plugins_are_registered_before_the_file_is_parsed(
-    use: Use, model: Path, out: Path
-) -> None:
-    use(needs_plugins=True)
-    build(model, out, options())
-    assert out.exists()
-
-
-@pytest.fixture(name="library", scope="module")
-def library_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared library with the entry point of TensorRT's plugin registry."""
-    path = tmp_path_factory.mktemp("plugin") / "libmine.so"
+def test_a_plugin_library_is_loaded_and_recorded(rig: Rig) -> None:
+    library = rig.out.with_name("libmine.so")
     try:
-        fetch.library(path, "void *getPluginCreators(int *n) { *n = 0; return 0; }")
+        fetch.library(library, "void *getPluginCreators(int *n) { *n = 0; return 0; }")
     except fetch.Unobtainable as exc:
         pytest.skip(str(exc))
-    return path
-
-
-def test_a_plugin_library_is_loaded_and_recorded(
-    use: Use, model: Path, out: Path, library: Path
-) -> None:
-    does = use()
-    found = build(model, out, options(plugins=(library,)))
+    does = rig.use()
+    found = rig.build(plugins=(library,))
     assert does.seen["libraries"] == [str(library)]
     assert found.plugins == {str(library): sha256(library)}
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "says"),
-    [(None, NotFound, "no such plugin library"), (b"text", Unsupported, "cannot be loaded")],
-)
-def test_a_library_that_does_not_load_is_named(
-    use: Use, model: Path, out: Path, content: bytes | None, error: type, says: str
-) -> None:
-    use()
-    wrong = out.with_name("libwrong.so")
-    if content is not None:
-        wrong.write_bytes(content)
-    with pytest.raises(error, match=rf"libwrong\.so: {says}"):
-        build(model, out, options(plugins=(wrong,)))
-    assert not out.exists()
-
-
-def test_tf32_is_left_on_unless_it_is_refused(use: Use, model: Path, out: Path) -> None:
-    does = use()
-    assert "tf32" not in build(model, out, options()).built_on
-    assert "cleared" not in does.seen
-    assert build(model, out, options(tf32=False)).built_on["tf32"] == "no"
-    assert does.seen["cleared"] == ["TF32"]
-
-
-def test_warnings_of_the_builder_become_notes_each_once(use: Use, model: Path, out: Path) -> None:
+def test_warnings_of_the_builder_become_notes_each_once(rig: Rig) -> None:
     lines = [f"[convert.cpp::f::1] weights of conv{n} overflow" for n in range(7)]
-    use(warnings=(lines[0], lines[0] + "\nand a dump", *lines))
-    notes = [note for note in build(model, out, options()).notes if "warn" in note]
+    rig.use(warnings=(lines[0], lines[0] + "\nand a dump", *lines))
+    notes = [note for note in rig.build().notes if "warn" in note]
     assert notes[:2] == [f"TensorRT warns: weights of conv{n} overflow" for n in range(2)]
     assert (len(notes), notes[5]) == (6, "TensorRT gave 2 more warnings: see `--debug`")
 
 
-# log lines, types, TensorRT for RTX
-
-
-def test_lines_are_collected_within_the_block_only(use: Use) -> None:
-    use()
+def test_log_lines_are_collected_within_the_block_only(rig: Rig) -> None:
+    rig.use()
     nv = module.module()
     log, error = module.logger(nv), Severity.ERROR
     with module.collect_log(nv) as outer:
@@ -260,53 +195,252 @@ def test_lines_are_collected_within_the_block_only(use: Use) -> None:
         log.log(error, "second")
     log.log(error, "third")
     assert (inner.errors, outer.errors) == (["first"], ["second"])
-    assert module.logger(nv) is log
+
+
+@pytest.mark.parametrize("error", [None, NO_FORMATS])
+def test_tensorrt_for_rtx_checks_where_it_alone_is_installed(rig: Rig, error: str | None) -> None:
+    does = rig.use("tensorrt_rtx", version="1.7.1.116", plan=b"vtrt" + bytes(8), strong_error=error)
+    found = check(rig.model, options())
+    if error:
+        assert "could not find any supported formats" in found.problems[0]
+    else:
+        assert (found.accepted, found.flavour, found.plan_bytes) == (True, "rtx", 12)
+    assert does.seen["strong"] == [True]  # never the older flags
+
+
+# what a target, a TensorRT or a file cannot give is refused before TensorRT builds
+
+DLA: dict[str, Any] = {"profile": "jetson-orin-nx-16gb", "dla": 1, "batch": ONE}
+NO_DLA = r"has no DLA: it exists up to 10\.7 .* and from 11\.4\.1"
+OLD: dict[str, Any] = {"version": "10.3.0", "dla_cores": 2}
+NANO = {"profile": "jetson-orin-nano-8gb"}
+SAME = {"hardware_compatible": "same-compute-capability"}
+AMPERE = {"hardware_compatible": "ampere-plus"}
+TO_10_16 = replace(load_profile("l4"), tensorrt_max="10.16")
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "flags"),
+    ("given", "behaviour", "error", "words"),
     [
-        (["FLOAT", "INT64", "BOOL"], ()),
-        (["HALF", "FLOAT"], ("FP16",)),
-        (["BF16"], ("BF16",)),
-        (["INT4", "HALF"], ("FP16", "INT4")),
+        (SAME, {"version": "10.3.0"}, Unsupported, "needs a newer TensorRT.*SAME_COMPUTE"),
+        ({"hardware_compatible": "everything"}, {}, BadInput, "unknown level 'everything"),
+        ({**NANO, **AMPERE}, {}, Unsupported, "profile jetson-orin-nano-8gb is a Jetson"),
+        ({"profile": "t4", **AMPERE}, {}, Unsupported, r"t4 has compute capability 7\.5, 8\.0"),
+        ({"profile": TO_10_16}, {"version": "11.4.0"}, Unsupported, r"10\.16, the installed one"),
+        ({"free_bytes": 10 << 20}, {}, Unsupported, "64 MiB of workspace, but only 10 MiB are"),
+        ({"dla": 0}, OLD, Unsupported, "profile l4 has no DLA"),
+        ({"profile": "jetson-orin-nx-8gb", "dla": 1}, OLD, Unsupported, "has 1 DLA core, counted"),
+        ({"profile": "jetson-agx-orin-64gb", "dla": -1}, OLD, Unsupported, "has 2 DLA cores"),
+        (DLA, {**OLD, "version": "10.8.0"}, Unsupported, NO_DLA),
+        (DLA, {**OLD, "version": "11.4.0.106"}, Unsupported, NO_DLA),
+        (DLA, {**OLD, "dla_cores": 1}, Unsupported, "`dla` 1: TensorRT finds 1"),
+        ({**DLA, "batch": AxisRange(1, 8, 32)}, OLD, BadInput, "a DLA takes no dynamic sizes"),
+        ({**DLA, "axes": {"T": AxisRange(1, 2, 3)}}, OLD, BadInput, "takes no dynamic sizes"),
+        ({**DLA, "graph": "fp32"}, OLD, Unsupported, "FP16 and INT8 only, the graph is fp32"),
+        ({}, {"version": "8.6.2"}, Unsupported, r"TensorRT 8\.6\.2 is installed.*no types"),
+        ({}, {"driver": False}, Unsupported, "cannot start: no NVIDIA driver"),
+        ({"plugins": ("libno.so",)}, {}, NotFound, r"libno\.so: no such plugin library"),
+        ({"plugins": (__file__,)}, {}, Unsupported, r"test_tensorrt\.py: cannot be loaded"),
     ],
 )
-def test_weak_typing_takes_its_flags_from_the_types(
-    dtypes: list[str], flags: tuple[str, ...]
+def test_options_that_cannot_be_had_are_refused_with_the_reason(
+    rig: Rig,
+    tmp_path: Path,
+    given: dict[str, Any],
+    behaviour: dict[str, Any],
+    error: type[Exception],
+    words: str,
 ) -> None:
-    assert precision_flags(dtypes) == flags
+    does = rig.use(**behaviour)
+    float32 = given.get("graph") == "fp32"
+    graph = linear() if float32 else to_half(linear(), "fp16", {})[0]
+    rest = {key: value for key, value in given.items() if key not in ("graph", "plugins")}
+    plugins = tuple(Path(each) for each in given.get("plugins", ()))
+    with pytest.raises(error, match=words):
+        rig.build(save(graph, tmp_path / "half.onnx"), plugins=plugins, **rest)
+    assert "strong" not in does.seen
+    assert not rig.out.exists()
 
 
-def test_a_plan_of_rtx_is_known_by_its_first_bytes() -> None:
-    assert tensorrt.flavour_of(b"vtrt\0\0") == "rtx"
-    assert tensorrt.flavour_of(b"ftrt\0\0") == "tensorrt"
+def test_without_tensorrt_the_extra_is_named(rig: Rig) -> None:
+    with replaced("tensorrt", None), pytest.raises(MissingExtra) as caught:
+        rig.build()
+    assert install_command("tensorrt") in (caught.value.hint or "")
 
 
-def test_tensorrt_for_rtx_checks_where_it_alone_is_installed(use: Use, model: Path) -> None:
-    use("tensorrt_rtx", version="1.7.1.116", plan=b"vtrt" + bytes(8))
-    found = check(model, options())
-    assert (found.accepted, found.flavour, found.plan_bytes) == (True, "rtx", 12)
+def outside(folder: Path) -> Path:
+    graph = linear()
+    for tensor in graph.graph.initializer:
+        tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="../secret")
+    return save(graph, folder / "evil.onnx")
 
 
-def test_tensorrt_for_rtx_is_never_given_the_older_flags(use: Use, model: Path) -> None:
-    does = use("tensorrt_rtx", version="1.7.1.116", strong_error=NO_FORMATS)
-    assert "could not find any supported formats" in check(model, options()).problems[0]
-    assert does.seen["strong"] == [True]
+def a_plan(folder: Path) -> Path:
+    (folder / "other.onnx").write_bytes(b"ftrt" + bytes(100))
+    return folder / "other.onnx"
 
 
-# memory, progress, interruption
-
-
-def test_a_workspace_is_cut_to_the_free_memory_with_a_note(
-    use: Use, model: Path, out: Path
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (outside, BadInput, "outside the model's folder"),
+        (a_plan, BadInput, "expected an ONNX file, got a tensorrt file"),
+        (lambda folder: folder / "none.onnx", NotFound, r"none\.onnx"),
+    ],
+    ids=["weights elsewhere", "a plan", "missing"],
+)
+def test_a_file_that_cannot_be_read_is_refused(
+    rig: Rig, tmp_path: Path, make: Any, error: type[Exception], words: str
 ) -> None:
-    does = use()
-    facts = build(model, out, options(free_bytes=1 << 30))
-    assert 1000 << 20 < does.seen["WORKSPACE"] < 1 << 30
+    does = rig.use()
+    with pytest.raises(error, match=words):
+        rig.build(make(tmp_path))
+    assert "strong" not in does.seen
+
+
+@pytest.mark.parametrize(
+    ("profile", "option", "message"),
+    [
+        ("l4", {"device": -1}, "must be the number of a GPU, got -1"),
+        ("l4", {"plugins": (Path("nope.so"),)}, "no such plugin library"),
+        *(("l4", {"batch": text}, "`batch`") for text in ("8,1,2", "x", "1,2", "-1,2,3")),
+        ("jetson-orin-nano-8gb", {"dla": 0}, "has no DLA"),
+    ],
+)
+def test_wrong_options_are_named_before_the_missing_gpu(
+    tmp_path: Path, profile: str, option: dict[str, Any], message: str
+) -> None:
+    source = save(mnist_like(), tmp_path / "m.onnx")
+    with pytest.raises(DeploykitError, match=message):
+        dk.build(source, profile, shapes=dk.Shapes(**option))
+
+
+# sizes
+
+BATCH = AxisRange(1, 8, 32)
+WRONG = ["", "1,8", "1,2,3,4", "a", "1,,3", "-1,2,3", "1.5", "8,4,2", "1,9,8", "0,0,0"]
+WRONG += ["99999999999", "1,1,2147483648"]  # too large for TensorRT's offsets of 32 bits
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "expected"),
+    [
+        (parse_batch, "1,8,32", AxisRange(1, 8, 32)),
+        (parse_batch, "4", ONE),
+        (parse_batch, " 1 , 2,3 ", AxisRange(1, 2, 3)),
+        (parse_batch, "0,1,2", AxisRange(0, 1, 2)),
+        (parse_axis, "T=16,128,512", ("T", AxisRange(16, 128, 512))),
+        *((parse_batch, text, "`batch`") for text in WRONG),
+        *((parse_axis, text, "`axes`") for text in ("16,128,512", "=1,2,3", "T", "T=", "T=5,4,3")),
+    ],
+)
+def test_a_range_of_sizes_is_read(read: Callable[[str], Any], text: str, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(BadInput, match=expected):
+            read(text)
+    else:
+        assert read(text) == expected
+
+
+AXES = {"T": AxisRange(1, 16, 64), "H": AxisRange(224, 224, 448), "P": AxisRange(1, 500, 1000)}
+P_SIZES = ((1, 3), (500, 3), (1000, 3))
+
+
+@pytest.mark.parametrize(
+    ("specs", "batch", "axes", "shapes"),
+    [
+        ("ids:int64[N,T]", "1,8,32", "T", [((1, 1), (8, 16), (32, 64))]),
+        ("x:float32[N,3,H,9]", "2", "H", [((2, 3, 224, 9), (2, 3, 224, 9), (2, 3, 448, 9))]),
+        # axis 0 is the batch whatever its name, also where it is elsewhere in another input
+        (
+            "x:float32[b,4] m:bool[4,b]",
+            "1,2,3",
+            "",
+            [((1, 4), (2, 4), (3, 4)), ((4, 1), (4, 2), (4, 3))],
+        ),
+        ("p:float32[P,3] x:float32[N,4]", "1,2,3", "P", [P_SIZES, ((1, 4), (2, 4), (3, 4))]),
+        ("s:float32[]", "1", "", [((), (), ())]),
+        *(("x:float32[4,3]", batch, "", [((4, 3),) * 3]) for batch in "14"),
+        ("p:float32[P,3]", "1", "P", [P_SIZES]),
+    ],
+)
+def test_the_batch_and_named_axes_become_three_shapes(
+    specs: str, batch: str, axes: str, shapes: list[object]
+) -> None:
+    inputs = [parse_spec(spec) for spec in specs.split()]
+    found = ranges(inputs, parse_batch(batch), {name: AXES[name] for name in axes})
+    assert list(found.values()) == shapes
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "says", "hint"),
+    [
+        ("ids:int64[N,T]", {}, "input 'ids': axis 1, 'T'", "give it one: `axes` T=MIN,OPT,MAX"),
+        ("x:float32[N,T,4]", {"W": BATCH}, "no input has a dynamic axis 'W'", "dynamic axes: T"),
+        ("x:float32[N,4]", {"N": BATCH}, "`axes`: N is the batch", "write it as `batch` 1,8,32"),
+        ("x:float32[4,3]", {}, "axis 0 of input 'x' is fixed at 4", "`batch` 4"),
+        ("p:float32[P,3]", {"P": AXES["P"]}, "`batch` 1,8,32: no input has a batch", "leave"),
+    ],
+)
+def test_sizes_that_fit_no_input_are_refused(
+    spec: str, axes: dict[str, AxisRange], says: str, hint: str
+) -> None:
+    with pytest.raises(BadInput, match=says) as caught:
+        ranges([parse_spec(spec)], BATCH, axes)
+    assert hint in str(caught.value.hint)
+
+
+# memory
+
+MIB = 1 << 20
+
+
+def test_activations_are_two_of_the_largest_tensor_and_external_weights_count(
+    tmp_path: Path,
+) -> None:
+    shapes = [(-1, 10), (-1, 3, -1), (7,), ()]
+    assert activation_bytes(shapes, batch=8, others=50) == 2 * 4 * (8 * 3 * 50)
+    path, data = tmp_path / "m.onnx", tmp_path / "w.bin"
+    onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="w.bin")
+    assert weight_bytes(path) == path.stat().st_size + data.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("shared", "free", "fits"),
+    [
+        (False, None, 200),
+        (False, 350, 200),
+        (False, 250, 100),  # the workspace gives way before a build is refused
+        (False, 214, 64),
+        (False, 213, r"m: .* 100 MiB .* 50 MiB .* 213 MiB are free"),
+        (True, 4 * 1024, 200),  # three copies of the weights and the builder
+        (True, 1000, r"m: .* MiB of GPU memory for the builder"),
+    ],
+)
+def test_the_workspace_fits_into_the_free_memory(
+    shared: bool, free: int | None, fits: int | str
+) -> None:
+    need = BuildMemory(100 * MIB, 200 * MIB, 50 * MIB, shared=shared)
+    free = free and free * MIB
+    if isinstance(fits, str):
+        with pytest.raises(Unsupported, match=fits):
+            workspace_that_fits(need, free, "m")
+    else:
+        assert workspace_that_fits(need, free, "m") == fits * MIB
+
+
+def test_a_workspace_is_cut_to_the_free_memory_with_a_note(rig: Rig) -> None:
+    does = rig.use()
+    facts = rig.build(free_bytes=1 << 30)
+    assert 1000 * MIB < does.seen["WORKSPACE"] < 1 << 30
     assert "instead of 6,144 MiB" in facts.notes[0]
-    assert build(model, out, options(free_bytes=8 << 30)).notes == facts.notes[1:]
+    assert rig.build(free_bytes=8 << 30).notes == facts.notes[1:]
     assert does.seen["WORKSPACE"] == 6 << 30
+
+
+# progress, interruption
 
 
 @pytest.mark.parametrize(
@@ -316,15 +450,10 @@ def test_a_workspace_is_cut_to_the_free_memory_with_a_note(
 )
 @pytest.mark.parametrize("again", [False, True])
 def test_a_signal_stops_the_build_at_its_next_step_and_a_second_one_at_once(
-    use: Use,
-    model: Path,
-    out: Path,
-    number: signal.Signals,
-    raised: type[BaseException],
-    again: bool,
+    rig: Rig, number: signal.Signals, raised: type[BaseException], again: bool
 ) -> None:
     """TensorRT may compute for minutes without a step."""
-    out.write_bytes(b"previous")
+    rig.out.write_bytes(b"previous")
     stopping, leave = threading.Event(), threading.Event()
 
     def on_progress(phase: str, share: float) -> None:
@@ -341,27 +470,27 @@ def test_a_signal_stops_the_build_at_its_next_step_and_a_second_one_at_once(
     def exits(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    use(during_build=during_build)
+    rig.use(during_build=during_build)
     before = signal.signal(signal.SIGTERM, exits)
     try:
         with pytest.raises(raised):
-            build(model, out, options(), on_progress)
+            rig.build(on_progress=on_progress)
     finally:
         signal.signal(signal.SIGTERM, before)
         leave.set()
-    assert out.read_bytes() == b"previous"
+    assert rig.out.read_bytes() == b"previous"
 
 
-def test_an_error_in_on_progress_comes_through(use: Use, model: Path, out: Path) -> None:
-    use()
+def test_an_error_in_on_progress_comes_through(rig: Rig) -> None:
+    rig.use()
 
     def fails(text: str, share: float) -> None:
         if text == "Building engine":
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        build(model, out, options(), fails)
-    assert not out.exists()
+        rig.build(on_progress=fails)
+    assert not rig.out.exists()
 
 
 def test_progress_from_several_threads_never_falls_and_comes_one_call_at_a_time() -> None:
@@ -394,17 +523,12 @@ def test_progress_from_several_threads_never_falls_and_comes_one_call_at_a_time(
     assert shares == sorted(shares)
 
 
-# what a Jetson's DLA takes
-
+# a Jetson's DLA
 
 ON_DLA = {"Name": "{ForeignNode[gemm...relu]}", "LayerType": "DLA"}
 ON_GPU = {"Name": "{ForeignNode[a...b]}", "LayerType": "Myelin"}
 COPY = {"Name": "x to nvm", "LayerType": "Reformat"}
 LAYERS = json.dumps({"Layers": [COPY, ON_DLA, ON_GPU]})
-
-
-def on_dla(dla: int = 1) -> Options:
-    return options("jetson-orin-nx-16gb", AxisRange(4, 4, 4), dla=dla)
 
 
 @pytest.fixture(name="half")
@@ -417,35 +541,86 @@ def half_fixture(tmp_path: Path) -> Path:
     [("10.3.0", ("GPU_FALLBACK",)), ("11.4.1", ("STRONGLY_TYPED", "GPU_FALLBACK"))],
 )
 def test_layers_on_the_dla_are_counted_and_the_core_is_set(
-    use: Use, half: Path, out: Path, version: str, typing: tuple[str, ...]
+    rig: Rig, half: Path, version: str, typing: tuple[str, ...]
 ) -> None:
     """Before TensorRT 11 precision is a flag; FLOAT alone, as here, needs none."""
-    does = use(version=version, dla_cores=2, layers=LAYERS)
-    facts = build(half, out, on_dla())
+    does = rig.use(version=version, dla_cores=2, layers=LAYERS)
+    facts = rig.build(half, **DLA)
     config = does.seen["config"]
     assert (config.default_device_type, config.DLA_core) == ("DLA", 1)
     assert does.seen["runtime_dla"] == 1
     assert facts.flags_used == typing
     assert facts.built_on["dla"] == "1"
     assert "1 of 3 layers run on DLA core 1, the others on the GPU" in facts.notes
+    rig.use(**OLD)
+    assert "not known" in rig.build(half, **DLA).notes[-1]
 
 
-def test_an_engine_with_nothing_on_the_dla_is_refused(use: Use, half: Path, out: Path) -> None:
-    use(version="10.3.0", dla_cores=2, layers=json.dumps({"Layers": [COPY, ON_GPU]}))
+def test_an_engine_with_nothing_on_the_dla_is_refused(rig: Rig, half: Path) -> None:
+    rig.use(**OLD, layers=json.dumps({"Layers": [COPY, ON_GPU]}))
     with pytest.raises(Unsupported, match="none of its 2 layers runs on DLA core 1"):
-        build(half, out, on_dla())
-    assert not out.exists()
+        rig.build(half, **DLA)
+    assert not rig.out.exists()
 
 
-def test_without_layers_to_read_a_note_reports_an_unknown_number(
-    use: Use, half: Path, out: Path
-) -> None:
-    use(version="10.3.0", dla_cores=2)
-    assert "not known" in build(half, out, on_dla()).notes[-1]
-
-
-def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(use: Use, half: Path) -> None:
-    use(dla_cores=0)
-    found = check(half, on_dla(dla=0))
+def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(rig: Rig, half: Path) -> None:
+    rig.use(dla_cores=0)
+    found = check(half, options(**DLA | {"dla": 0}))
     assert found.accepted
     assert "checked for the GPU alone" in found.notes[0]
+
+
+# the timing cache
+
+
+def test_the_timing_cache_is_kept_and_given_back(rig: Rig) -> None:
+    file = rig.out.with_name("t.cache")
+    file.touch()  # empty: a cache without timings
+    does = rig.use()
+    first = rig.build(timing_cache=file)
+    assert file.read_bytes() == b"timed"
+    assert first.built_on["timing_cache_sha256"] == hashlib.sha256(b"timed").hexdigest()
+    assert not any("t.cache" in note for note in first.notes)
+    second = rig.build(timing_cache=file)
+    assert does.seen["caches"] == [b"", b"timed"]
+    assert second.built_on["timing_cache_sha256"] == hashlib.sha256(b"timedtimed").hexdigest()
+    check(rig.model, options(timing_cache=rig.out.with_name("other.cache")))
+    assert not rig.out.with_name("other.cache").exists()  # a check keeps nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "driver", "note", "after"),
+    [
+        ("t.cache", True, "starts with an empty one", b"timed"),
+        ("notes.txt", True, "the file stays as it is", b"what is in it"),
+        ("t.cache", False, "no NVIDIA driver", b"what is in it"),
+        ("m.onnx/t.cache", True, "timing cache was not written", None),
+    ],
+)
+def test_a_timing_cache_that_cannot_be_used_is_noted_and_fails_no_build(
+    rig: Rig, name: str, driver: bool, note: str, after: bytes | None
+) -> None:
+    file = rig.out.parent / name
+    if after:
+        file.write_bytes(b"what is in it")
+    rig.use(cache_refused=True, cache_driver=driver)
+    facts = rig.build(timing_cache=file)
+    assert any(note in each for each in facts.notes)
+    assert (file.read_bytes() if after else None) == after
+    assert driver or "timing_cache_sha256" not in facts.built_on
+
+
+def test_caches_are_kept_apart_by_tensorrt_gpu_and_driver(cache: Path) -> None:
+    gpu = Gpu("NVIDIA L4", 1, "580.65.06", "8.9")
+    here = replace(this_machine(), gpus=(gpu,), power_mode=None)
+    other = replace(here, gpus=(replace(gpu, driver="575.1"),))
+    jetson = replace(here, gpus=(), board="Jetson Orin NX", l4t="36.4.3", power_mode="25W")
+    assert {cache_path("10.3", each) for each in (here, other, jetson)} == {
+        cache / "timing" / f"{name}.cache"
+        for name in (
+            "10.3_NVIDIA-L4_580.65.06",
+            "10.3_NVIDIA-L4_575.1",
+            "10.3_Jetson-Orin-NX_36.4.3_25W",
+        )
+    }
+    assert cache_path("10.3", replace(here, gpus=(), board=None)) is None

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 from deploykit.core.files import read_toml
-from tests.support.cli.terminal import DEPLOYKIT
 from tests.support.onnx_zoo import mnist_like, save
 from tests.support.serving.faults import until
 
@@ -86,21 +86,42 @@ def interrupted(
     return code, said
 
 
-WITH_ONNX = {
-    "quantize": "quantize model.onnx --to int8 --calib data.npz -o out --force",
-    "build": "build model.onnx --profile cpu --precision int8 --calib data.npz -o out --force",
-    "compare": "compare model.onnx model.onnx --data data.npz",
-    "predict": "predict model.onnx data.npz -o out --force --batch 1",
-    "bench": "bench model.onnx -o report",
+TRAINED = "'epoch ' in Path('stderr.txt').read_text()"
+CALIBRATED = "--precision int8 --calib data.npz"
+VERBS = {  # the command line, when it is interrupted, what it needs
+    "build": (f"build model.onnx --profile cpu {CALIBRATED} -o out --force", MAPPED, ()),
+    "compare": ("compare model.onnx model.onnx --data data.npz", MAPPED, ()),
+    "predict": ("predict model.onnx data.npz -o out --force --batch 1", MAPPED, ()),
+    "bench": ("bench model.onnx -o report", MAPPED, ()),
+    "train": ("train RECIPE --epochs 100000 -o out --force", TRAINED, ("torch", "sklearn")),
+    "export": ("export m.pt -o out --force", "any(Path().glob('.out.*'))", ("torch",)),
 }
 
 
-@pytest.mark.parametrize("verb", WITH_ONNX)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("build", "compare", "predict", "bench"),
+        *(
+            pytest.param(verb, marks=[pytest.mark.torch, pytest.mark.slow])
+            for verb in ("train", "export")
+        ),
+    ],
+)
 def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
-    if verb != "compare":
-        (place / "out").write_bytes(BEFORE)
+    line, when, packages = VERBS[verb]
+    for package in packages:
+        pytest.importorskip(package)
+    (place / "out").write_bytes(BEFORE)
+    if verb == "export":
+        from deploykit.core.recipe import load_recipe
+        from deploykit.engines.torch.open import save_checkpoint
+
+        recipe = load_recipe("mnist-cnn")
+        save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
     before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
-    code, said = interrupted(place, WITH_ONNX[verb].split(), MAPPED)
+    own = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
+    code, said = interrupted(place, line.replace("RECIPE", own).split(), when)
     assert (code, "Traceback" in said) == (130, False), said
     parts = place / "out.parts"  # those of `predict`, from which the same command goes on
     files = (
@@ -112,44 +133,17 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
     assert not (place / "report").exists()
 
 
-@pytest.mark.torch
-@pytest.mark.slow
-def test_ctrl_c_while_training(place: Path) -> None:
-    pytest.importorskip("torch")
-    (place / "out.pt").write_bytes(BEFORE)
-    pytest.importorskip("sklearn")
-    recipe = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
-    words = ["train", recipe, "--epochs", "100000", "-o", "out.pt", "--force"]
-    code, said = interrupted(place, words, "'epoch ' in Path('stderr.txt').read_text()")
-    assert (code, "Traceback" in said) == (130, False), said
-    assert (place / "out.pt").read_bytes() == BEFORE
-    assert sorted(path.name for path in place.iterdir()) == ["data.npz", "model.onnx", "out.pt"]
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_ctrl_c_while_exporting(place: Path) -> None:
-    pytest.importorskip("torch")
-    from deploykit.core.recipe import load_recipe
-    from deploykit.engines.torch.open import save_checkpoint
-
-    recipe = load_recipe("mnist-cnn")
-    save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
-    (place / "out.onnx").write_bytes(BEFORE)
-    words = ["export", "m.pt", "-o", "out.onnx", "--force"]
-    code, said = interrupted(place, words, "any(Path().glob('.out.onnx.*'))")
-    assert (code, "Traceback" in said) == (130, False), said
-    assert (place / "out.onnx").read_bytes() == BEFORE
-    names = sorted(path.name for path in place.iterdir())
-    assert names == ["data.npz", "m.pt", "model.onnx", "out.onnx"]
+def busy(url: str) -> bool:
+    """Whether the server has answered inference requests."""
+    with urllib.request.urlopen(f"{url}/v2/models/m/stats", timeout=LIMIT_S) as answer:
+        stats = json.loads(answer.read())["model_stats"][0]
+    return stats["inference_count"] > 100
 
 
 def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
-    server = subprocess.Popen(
-        [*DEPLOYKIT, "serve", "--engine", "m=model.onnx", "--http-port", "0", "--grpc-port=none"],
-        cwd=place,
-        stdout=subprocess.PIPE,
-    )
+    words = ["serve", "m=model.onnx", "--http-port=0", "--grpc-port=none"]
+    command = [sys.executable, "-m", "deploykit", *words]
+    server = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None
         url = "http://" + json.loads(server.stdout.readline())["http"]
@@ -163,66 +157,51 @@ def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
         server.communicate()
 
 
-def test_ctrl_c_while_text_is_executed_is_130_too(tmp_path: Path) -> None:
-    """A module that defines a dataclass does that: `python -m` would end by the signal itself."""
-    (tmp_path / "interrupted.py").write_text(
-        "import signal\n"
-        "from deploykit.cli import main\n"
-        "main._run = lambda words: exec('signal.raise_signal(signal.SIGINT)')\n"
-        "main.script()\n"
-    )
-    command = [sys.executable, "-m", "interrupted"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
-
-
-TWICE = """
-import signal
+RUNNING = """
+import atexit, signal
 from pathlib import Path
 from deploykit.cli import main
+from deploykit.core.errors import BadInput
+
+def twice(number):
+    try:
+        signal.raise_signal(number)
+    finally:  # what cleans up
+        signal.raise_signal(number)
+        Path("cleaned").touch()
+
+def at_exit():
+    atexit.register(signal.raise_signal, signal.SIGINT)
 
 def run(_words):
-    try:
-        signal.raise_signal({number})
-    finally:  # what cleans up
-        signal.raise_signal({number})
-        Path("cleaned").touch()
+    {body}
+    return 0
 
 main._run = run
 main.script()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_that_is_sent_twice_lets_the_clean_up_end(
-    tmp_path: Path, number: signal.Signals, code: int
+@pytest.mark.parametrize(
+    ("body", "code", "error"),
+    [
+        # `timeout` sends it to the process and to its group, which is the same process
+        ("twice(signal.SIGINT)", 130, "interrupted\n"),
+        ("twice(signal.SIGTERM)", 143, ""),
+        # as a module does that defines a dataclass: `python -m` would end by the signal itself
+        ("exec('signal.raise_signal(signal.SIGINT)')", 130, "interrupted\n"),
+        ("at_exit()", 0, ""),  # at the end of Python it changes neither output nor code
+        ("at_exit(); raise BadInput('no')", 2, "error: no\n"),
+    ],
+)
+def test_a_signal_at_any_moment_has_its_exit_code_and_lets_the_clean_up_end(
+    tmp_path: Path, body: str, code: int, error: str
 ) -> None:
-    """`timeout` sends it to the process and to its group, which is the same process."""
-    command = [sys.executable, "-c", TWICE.format(number=int(number))]
+    (tmp_path / "running.py").write_text(RUNNING.format(body=body))
+    command = [sys.executable, "-m", "running"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    assert (tmp_path / "cleaned").exists()
-
-
-@pytest.mark.parametrize("result", ["0", "raise BadInput('no')"], ids=["success", "error"])
-def test_ctrl_c_at_the_end_of_python_changes_neither_output_nor_code(
-    tmp_path: Path, result: str
-) -> None:
-    (tmp_path / "ending.py").write_text(
-        "import atexit, signal\n"
-        "from deploykit.cli import main\n"
-        "from deploykit.core.errors import BadInput\n"
-        "def run(words):\n"
-        f"    {result}\n"
-        "    return 0\n"
-        "main._run = run\n"
-        "atexit.register(signal.raise_signal, signal.SIGINT)\n"
-        "main.script()\n"
-    )
-    command = [sys.executable, "-m", "ending"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-    expected = (0, "") if result == "0" else (2, "error: no\n")
-    assert (done.returncode, done.stderr) == expected
+    assert (done.returncode, done.stderr) == (code, error)
+    assert (tmp_path / "cleaned").exists() == body.startswith("twice")
 
 
 def test_ctrl_c_while_the_command_line_itself_loads_prints_one_line() -> None:
@@ -243,12 +222,3 @@ def test_ctrl_c_while_the_command_line_itself_loads_prints_one_line() -> None:
 def test_the_installed_command_starts_where_ctrl_c_is_heeded() -> None:
     project = read_toml(Path(__file__).parents[2] / "pyproject.toml")["project"]
     assert project["scripts"] == {"deploykit": "deploykit.__main__:main"}
-
-
-def busy(url: str) -> bool:
-    """Whether the server has answered inference requests."""
-    import urllib.request
-
-    with urllib.request.urlopen(f"{url}/v2/models/m/stats", timeout=LIMIT_S) as answer:
-        stats = json.loads(answer.read())["model_stats"][0]
-    return stats["inference_count"] > 100

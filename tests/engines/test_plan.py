@@ -1,30 +1,78 @@
-"""What may be loaded: every way in which a plan is wrong, before TensorRT sees a byte of it."""
+"""What may be loaded: each way in which a plan is wrong, and whose code it may bring along."""
 
 from __future__ import annotations
 
-import json
+import ctypes
+import hashlib
 import re
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import deploykit as dk
+from deploykit.building.builder import Shapes
+from deploykit.cli.main import main
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported
-from deploykit.core.evidence import Evidence, WeightsFile
-from deploykit.core.files import manifest_path
-from deploykit.core.manifest import write_manifest
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
+from deploykit.core.evidence import BuildRecord, Evidence, WeightsFile
+from deploykit.core.files import manifest_path, sha256
+from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tensorrt.compatibility import (
     Here,
+    built_here,
     check_plan,
     differences,
+    list_path,
     open_plan,
     rebuild,
+    record_build,
 )
-from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.plans import BUILT, CONTENT, HERE, described
+from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
+from scripts.nvidia import fetch
+from tests.support.onnx_zoo import linear
+from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt
+from tests.support.runtimes.gpu_machine import gpu_machine
+
+HERE = Here("10.13.3.9", "NVIDIA H200", "9.0", 132, "580.65.06", "13.0")
+CONTENT = b"ptrt" + bytes(range(256)) * 40
+BUILT = {
+    **HERE.facts(),
+    "cuda": "13",
+    "model": "resnet.onnx",
+    "profile": "h200",
+    "batch": "1,8,32",
+}
+
+
+def described(
+    content: bytes = CONTENT,
+    version_compatible: bool = False,
+    plugins: dict[str, str] | None = None,
+    **built: str,
+) -> Manifest:
+    return Manifest(
+        format="tensorrt",
+        inputs=(TensorSpec("x", "float32", ("N", 4)),),
+        outputs=(TensorSpec("y", "float32", ("N", 4)),),
+        precision={"float16": 20, "float32": 3},
+        sha256=hashlib.sha256(content).hexdigest(),
+        made_from=("ab" * 32,),
+        built_on={**BUILT, **built},
+        evidence=Evidence(build=BuildRecord("h200", (), version_compatible, plugins or {})),
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -37,17 +85,13 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_plan_of_this_machine_is_read_whole(plan: Path) -> None:
-    opened, manifest = open_plan(plan, HERE)
-    assert (opened.content, opened.notes, opened.host_code) == (CONTENT, (), False)
-    assert manifest == described()
-
-
-def test_the_manifest_of_an_opened_plan_is_not_read_again(plan: Path) -> None:
+def test_plan_of_this_machine_is_read_whole_and_its_manifest_once(plan: Path) -> None:
     artefact = Artefact.open(plan)
     assert artefact.manifest == described()
     manifest_path(plan).unlink()  # reading it again would hash gigabytes again
-    assert open_plan(artefact, HERE)[1] == described()
+    opened, manifest = open_plan(artefact, HERE)
+    assert (opened.content, opened.notes, opened.host_code) == (CONTENT, (), False)
+    assert manifest == described()
 
 
 # damaged, another file, no manifest or one of something else
@@ -58,11 +102,11 @@ def test_the_manifest_of_an_opened_plan_is_not_read_again(plan: Path) -> None:
     [
         (lambda _: b"", "the file is empty"),
         (lambda content: content[: len(content) // 2], "SHA-256 differs"),
-        (lambda content: content + b"\0", "SHA-256 differs"),
         (lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:], "SHA-256 differs"),
         (lambda _: b"vtrt" + bytes(1000), "TensorRT for RTX"),
+        (lambda _: linear().SerializeToString(), "is an ONNX file, a TensorRT engine is needed"),
     ],
-    ids=["empty", "half", "longer", "bit", "rtx"],
+    ids=["empty", "half", "bit", "rtx", "onnx"],
 )
 @pytest.mark.parametrize("trust", [False, True])
 def test_damaged_plan_is_refused_trusted_or_not(
@@ -72,16 +116,6 @@ def test_damaged_plan_is_refused_trusted_or_not(
     with pytest.raises((BadInput, Unsupported), match=says) as caught:
         open_plan(plan, HERE, trust)
     assert caught.value.exit_code == (3 if "RTX" in says else 2)
-
-
-@pytest.mark.parametrize("with_manifest", [True, False])
-def test_onnx_file_by_another_name_is_named(tmp_path: Path, with_manifest: bool) -> None:
-    path = save(linear(), tmp_path / "m.trt")
-    if with_manifest:
-        write_manifest(path, described())
-    with pytest.raises(BadInput, match="is an ONNX file, a TensorRT engine is needed") as e:
-        open_plan(path, HERE, trust=True)
-    assert "build" in (e.value.hint or "")
 
 
 def test_plan_without_manifest_needs_trust_and_comes_with_a_warning(plan: Path) -> None:
@@ -95,16 +129,16 @@ def test_plan_without_manifest_needs_trust_and_comes_with_a_warning(plan: Path) 
     assert not opened.host_code  # code of unknown origin is not run
 
 
+NO_ENGINE = r"m\.trt\.json does not describe an engine"
+
+
 @pytest.mark.parametrize(
     ("manifest", "says"),
     [
         (described(b"another"), "SHA-256 differs"),
-        (replace(described(), sha256=""), r"m\.trt\.json does not describe an engine"),
-        (replace(described(), format="onnx"), r"m\.trt\.json does not describe an engine"),
-        *(
-            (replace(described(), evidence=Evidence(weights=WeightsFile(file, "00"))), "an engine")
-            for file in ["../secret", "/etc/passwd", "a/../../b", "m.trt.data"]
-        ),
+        (replace(described(), sha256=""), NO_ENGINE),
+        (replace(described(), format="onnx"), NO_ENGINE),
+        (replace(described(), evidence=Evidence(weights=WeightsFile("../x", "00"))), NO_ENGINE),
     ],
 )
 def test_manifest_of_something_else_is_refused(plan: Path, manifest: Any, says: str) -> None:
@@ -112,9 +146,7 @@ def test_manifest_of_something_else_is_refused(plan: Path, manifest: Any, says: 
         check_plan(plan, manifest, HERE)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"manifest": 99}', "\x00\x01", json.dumps({"manifest": 1})]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"manifest": 99}', "\x00\x01"])
 def test_broken_manifest_is_bad_input(plan: Path, text: str) -> None:
     manifest_path(plan).write_text(text, encoding="utf-8")
     with pytest.raises(BadInput):
@@ -133,7 +165,6 @@ def test_a_hostile_manifest_gives_one_short_line_of_printable_characters(plan: P
 # another TensorRT, GPU, driver or CPU: (built on, here, what differs; "" if it fits)
 
 OLD_DRIVER = replace(HERE, driver="550.54.14", cuda="12.4")
-SEVEN_FIVE, EIGHT_NINE = (replace(HERE, compute_capability=each) for each in ("7.5", "8.9"))
 A10 = {"gpu": "NVIDIA A10", "compute_capability": "8.6", "sm_count": "72"}
 CUDA_12, CUDA_13 = (replace(HERE, tensorrt_cuda=each).facts() for each in ("12", "13"))
 X86, ARM = (replace(HERE, architecture=each) for each in ("x86_64", "aarch64"))
@@ -164,7 +195,7 @@ X86, ARM = (replace(HERE, architecture=each) for each in ("x86_64", "aarch64"))
         *(
             ({**A10, "hardware_compatible": level}, replace(HERE, compute_capability=here), says)
             for level, here, says in [
-                *(("ampere-plus", each, "") for each in ("8.0", "9.0", "12.0")),
+                *(("ampere-plus", each, "") for each in ("8.0", "12.0")),
                 ("ampere-plus", "7.5", "7.5, where the engine needs 8.0"),
                 ("same-compute-capability", "8.6", ""),
                 *((level, "8.9", "8.9 here") for level in ("same-compute-capability", "none", "")),
@@ -183,20 +214,17 @@ def test_plan_of_another_machine_says_what_differs(
 @pytest.mark.parametrize(
     ("there", "here", "fits"),
     [
-        ("10.3.0", HERE, True),
-        ("10.13.3.9", HERE, True),
-        ("10.16.0", HERE, False),
-        ("11.0.0", HERE, False),
-        ("9.3", HERE, False),
-        *((n, replace(HERE, tensorrt="11.4.1"), n == "10.3.0") for n in ("10.3.0", "9.3", "12.0")),
+        *((n, "10.13.3.9", True) for n in ("10.3.0", "10.13.3.9")),
+        *((n, "10.13.3.9", False) for n in ("10.16.0", "11.0.0", "9.3")),
+        *((n, "11.4.1", n == "10.3.0") for n in ("10.3.0", "9.3", "12.0")),
     ],
 )
 def test_version_compatible_plan_runs_on_later_minors_and_from_10_on_11(
-    there: str, here: Here, fits: bool
+    there: str, here: str, fits: bool
 ) -> None:
-    built = {**BUILT, "tensorrt": there}
-    assert (list(differences(built, here, version_compatible=True)) == []) is fits
-    assert list(differences(built, here)) != [] or here.tensorrt == there
+    machine, built = replace(HERE, tensorrt=here), {**BUILT, "tensorrt": there}
+    assert (list(differences(built, machine, version_compatible=True)) == []) is fits
+    assert list(differences(built, machine)) != [] or here == there
 
 
 @pytest.mark.parametrize(
@@ -220,14 +248,10 @@ def test_the_dla_core_of_a_plan_is_read_from_its_manifest(
     assert check_plan(plan, described(dla=core), HERE).dla == found
 
 
-def test_only_a_version_compatible_plan_may_bring_code_along(plan: Path) -> None:
-    assert check_plan(plan, described(version_compatible=True), HERE, trust=True).host_code
-    assert not check_plan(plan, described(version_compatible=False), HERE, trust=True).host_code
-
-
 # the command in the hint, which builds it again
 
 QUANTIZED = ("ab" * 32, "cd" * 32)  # made from a model and from samples
+AXES = {"version_compatible": True, "hardware_compatible": "ampere-plus", "axes": "T=1,2,3 W=8"}
 
 
 @pytest.mark.parametrize(
@@ -244,19 +268,9 @@ QUANTIZED = ("ab" * 32, "cd" * 32)  # made from a model and from samples
         ({"precision": "fp8"}, QUANTIZED, "fp8 --batch 1,8,32 --calib DATA -o m.trt"),
         ({"precision": "auto", "calib": "c"}, QUANTIZED, "auto --batch 1,8,32 --calib c -o m.trt"),
         ({"precision": "int8"}, (), "resnet.onnx --profile h200 --batch 1,8,32 -o m.trt"),
-        (
-            {
-                "version_compatible": True,
-                "hardware_compatible": "ampere-plus",
-                "axes": "T=1,2,3 W=8",
-            },
-            (),
-            "--hardware-compatible ampere-plus --axis T=1,2,3 --axis W=8 --version-compatible",
-        ),
-        *(
-            ({"model": name}, (), f"build {name.rpartition('/')[2]} --profile")  # never a path
-            for name in ("../../secret.onnx", "/etc/x.onnx", "a/b.onnx")
-        ),
+        (AXES, (), "--hardware-compatible ampere-plus --axis T=1,2,3 --axis W=8 --version-comp"),
+        ({"plugins": {"/a/lib my.so": "00"}}, (), "--plugin '/a/lib my.so'"),
+        ({"model": "../../secret.onnx"}, (), "build secret.onnx --profile"),  # never a path
         (
             {"model": "a b;rm.onnx", "profile": "x y", "batch": "$(id)"},
             (),
@@ -275,3 +289,228 @@ def test_the_hint_builds_it_again(
     assert (caught.value.exit_code, "\n" in caught.value.message) == (3, False)
     assert words in (caught.value.hint or "")
     assert caught.value.hint == f"build it here: {rebuild(plan, manifest, HERE)}"
+
+
+# whose code an engine may bring along: only that of this user's own builds, or with `trust`
+
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+PLUGIN = "cd" * 32
+CODE = described(version_compatible=True)
+NEEDS_PLUGIN = described(plugins={"libown.so": PLUGIN})
+REFUSED = "was not built by you on this machine"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "recorded", "says"),
+    [
+        (CODE, None, "contains host code"),
+        (NEEDS_PLUGIN, None, "brings plugin libraries"),
+        (described(version_compatible=True, plugins={"libevil.so": PLUGIN}), CODE, "brings"),
+        (NEEDS_PLUGIN, replace(NEEDS_PLUGIN, sha256="00" * 32), "brings"),
+    ],
+    ids=["host-code", "plugin", "a library that was added", "a stranger's plan"],
+)
+def test_a_manifest_does_not_vouch_for_the_code_of_its_engine(
+    plan: Path, manifest: Manifest, recorded: Manifest | None, says: str
+) -> None:
+    assert recorded is None or record_build(recorded)
+    write_manifest(plan, manifest)
+    with pytest.raises(BadInput, match=f"{says}.*, and {REFUSED}") as caught:
+        open_plan(plan, HERE)
+    assert caught.value.exit_code == 2
+    assert "`trust`" in (caught.value.hint or "")
+    assert "\n" not in caught.value.message
+    assert open_plan(plan, HERE, trust=True)[1] == manifest
+
+
+@pytest.mark.parametrize("manifest", [CODE, NEEDS_PLUGIN], ids=["host-code", "plugin"])
+def test_a_recorded_build_needs_no_trust(plan: Path, manifest: Manifest, cache: Path) -> None:
+    assert record_build(described())  # an engine without code needs no record
+    assert not list_path().exists()
+    cache.mkdir()
+    list_path().touch(0o600)
+    list_path().write_text("ab12", encoding="ascii")  # a line that was cut
+    for each in (manifest, replace(CODE, sha256="11" * 32), manifest):
+        assert record_build(each)
+    assert check_plan(plan, manifest, HERE).host_code is manifest.version_compatible
+    digests = {DIGEST, *manifest.plugins.values(), "11" * 32, "ab12"}
+    assert sorted(list_path().read_text(encoding="ascii").split()) == sorted(digests)
+
+
+def link(path: Path) -> None:
+    (path.parent / "sums").write_text(f"{DIGEST}  m.trt\n", encoding="ascii")
+    path.symlink_to(path.parent / "sums")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: record_build(CODE) and path.chmod(0o620),
+        lambda path: record_build(CODE) and path.chmod(0o602),
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        link,
+    ],
+    ids=["group", "others", "bytes", "link"],
+)
+def test_a_list_that_is_not_this_users_alone_proves_nothing(
+    cache: Path, spoil: Callable[[Path], None]
+) -> None:
+    cache.mkdir()
+    spoil(list_path())
+    assert not built_here(CODE)
+    assert not record_build(CODE)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Behaviour]:
+    with gpu_machine(tmp_path, monkeypatch) as found:
+        yield found
+
+
+def test_build_records_an_engine_with_code_so_that_it_opens(
+    affine_onnx: Path,
+    gpu: Behaviour,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = dk.build(affine_onnx, "l4", shapes=Shapes(version_compatible=True))
+    assert made.manifest.version_compatible
+    assert made.manifest.evidence.verified
+    assert list_path().stat().st_mode & 0o777 == 0o600
+    dk.load(made.path).close()
+    shutil.rmtree(list_path().parent)  # as on another machine
+    dk.load(made.path, trust=True).close()
+    words = ["deploykit", "bench", made.path, "--quick", "-o", affine_onnx.with_name("report")]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert error.endswith(f"contains host code, and {REFUSED}")
+    assert hint.endswith("build it here, or open your own with --trust")
+
+
+def test_build_without_a_place_for_the_record_notes_that_trust_is_needed(
+    affine_onnx: Path, gpu: Behaviour, cache: Path
+) -> None:
+    cache.write_text("a file, not a folder", encoding="utf-8")
+    made = dk.build(affine_onnx, "l4", shapes=Shapes(version_compatible=True))
+    assert made.manifest.evidence.verified
+    assert any(note.endswith("opening it needs --trust") for note in made.notes)
+    plain = dk.build(affine_onnx, "l4", out=affine_onnx.with_name("plain.trt"))
+    assert not any("--trust" in note for note in plain.notes)
+    dk.load(plain.path).close()
+
+
+# plugin libraries: found again, and loaded before the engine
+
+
+def compile_library(path: Path, code: str) -> Path:
+    try:
+        fetch.library(path, code)
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    return path
+
+
+def test_an_engine_built_with_a_plugin_loads_it_again_and_no_strangers(
+    affine_onnx: Path, tmp_path: Path, gpu: Behaviour
+) -> None:
+    own = compile_library(tmp_path / "libown.so", "int here(void) { return 1; }")
+    made = dk.build(affine_onnx, "l4", shapes=Shapes(plugins=(own,)))
+    assert made.manifest.plugins == {str(own): sha256(own)}
+    dk.load(made.path).close()
+    mark = tmp_path / "ran"
+    evil = compile_library(
+        tmp_path / "libevil.so",
+        "#include <stdio.h>\n"
+        "__attribute__((constructor)) static void run(void)\n"
+        f'{{ FILE *file = fopen("{mark}", "w"); if (file) fclose(file); }}\n',
+    )
+    assert made.manifest.evidence.build is not None
+    for plugins, trust, error in (
+        ({str(own): "0" * 64}, True, "is not the plugin library"),
+        ({evil.name: sha256(evil)}, False, REFUSED),
+        ({evil.name: sha256(evil)}, True, None),
+    ):
+        build = replace(made.manifest.evidence.build, plugins=plugins)
+        evidence = replace(made.manifest.evidence, build=build)
+        write_manifest(made.path, replace(made.manifest, evidence=evidence))
+        assert not mark.exists()
+        if error:
+            with pytest.raises(BadInput, match=error):
+                dk.load(made.path, trust=trust)
+        else:
+            dk.load(made.path, trust=trust).close()
+    assert mark.exists()
+
+
+def test_a_library_next_to_the_plan_comes_first_and_another_file_is_refused(tmp_path: Path) -> None:
+    library, copy = tmp_path / "lib my.so", tmp_path / "sub" / "lib my.so"
+    copy.parent.mkdir()
+    plan = copy.parent / "m.trt"
+    for path in (library, copy):
+        path.write_bytes(b"code")
+    recorded = {str(library): sha256(library)}
+    assert recorded_plugins(plan, recorded) == [copy]
+    copy.unlink()
+    assert recorded_plugins(plan, recorded) == [library]
+    library.write_bytes(b"other code")
+    with pytest.raises(BadInput, match=r"lib my\.so: is not the plugin library that m\.trt"):
+        recorded_plugins(plan, recorded)
+
+
+@pytest.mark.parametrize("name", ["lib my.so", "a" * 5000, "", "a\0.so", "/"])
+def test_a_library_that_is_not_there_or_no_files_name_is_not_found(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library") as caught:
+        recorded_plugins(tmp_path / "m.trt", {name: "0" * 64})
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_library_that_registers_itself_is_not_registered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, itself: bool
+) -> None:
+    """As TensorRT's own macro does when the library is loaded: a second time is an error."""
+    code = "int getCreators(void) { return 1; }"
+    library = compile_library(tmp_path / f"lib{itself}.so", code)
+    nv = FakeTensorRt()
+    real = ctypes.CDLL
+
+    def load(path: str) -> ctypes.CDLL:
+        nv.does.seen.setdefault("creators", []).extend(["own"] * itself)
+        return real(path)
+
+    monkeypatch.setattr("deploykit.engines.tensorrt.plugins.ctypes.CDLL", load)
+    load_plugins(nv, [library])
+    assert nv.does.seen.get("libraries", []) == ([] if itself else [str(library)])
+
+
+@pytest.mark.parametrize(
+    ("content", "answer", "reason"),
+    [
+        (None, None, "no such plugin library"),
+        (b"text", None, "cannot be loaded: .*(file too short|invalid ELF header)"),
+        ("int getCreators(void) { return 1; }", None, "cannot be loaded: TensorRT refused it"),
+        ("int getCreators(void) { return 2; }", RuntimeError("no"), "cannot be loaded: no"),
+    ],
+    ids=["missing", "text", "refused", "raised"],
+)
+def test_a_library_that_does_not_load_is_named_with_the_reason(
+    tmp_path: Path, content: str | bytes | None, answer: Exception | None, reason: str
+) -> None:
+    library = tmp_path / "libown.so"
+    if isinstance(content, bytes):
+        library.write_bytes(content)
+    elif content is not None:
+        compile_library(library, content)
+
+    def load(_path: str) -> None:
+        if answer is not None:
+            raise answer
+
+    nv = SimpleNamespace(get_plugin_registry=lambda: SimpleNamespace(load_library=load))
+    with pytest.raises((NotFound, Unsupported), match=rf"libown\.so: {reason}"):
+        load_plugins(nv, [library])

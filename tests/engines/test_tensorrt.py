@@ -1,76 +1,70 @@
-"""What the TensorRT runtime adds to test_cuda.py and test_plan.py: tensors, profiles, words.
+"""What the TensorRT runtime adds to test_cuda.py and test_plan.py: tensors, profiles, contexts.
 
-The engine runs on a TensorRT and a CUDA made of Python; `make gpu-test` runs the real ones.
+Here on a TensorRT made of Python and our CUDA driver; `make gpu-test` runs the real ones.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.tensorrt.engine import choose_profile
-from deploykit.engines.tensorrt.log import logger
-from tests.support.campaign import rounds
-from tests.support.runtimes.cuda_runs import FakeCuda
-from tests.support.runtimes.fake_tensorrt import FakeTensorRt, tensor
+from tests.support.runtimes.fake_tensorrt import tensor
+from tests.support.runtimes.own_cuda import FakeCuda, rows
 from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
     PROFILE,
     Opened,
     X,
     Y,
     opened_fixture,
-    rows,
+    right,
 )
+
+SIZES = (1, 2, 4, 8)
+MEMORY = {"weights": 100_000, "context": 1000}
+
+
+def calls(*sizes: int) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.zeros((size, 4), np.float32)} for size in sorted(sizes, reverse=True)]
+
 
 # what an engine says of itself
 
 
-def test_specs_are_read_from_the_engine(opened: Opened) -> None:
-    assert opened.engine.inputs == (TensorSpec("x", "float32", ("N", 4)),)
-    assert opened.engine.outputs == (TensorSpec("y", "float32", ("N", 4)),)
-    assert opened.engine.max_batch == 32
-    assert opened.engine.device == "cuda:0"
-    assert opened.engine.runtime == "tensorrt 10.13.3.9"
+def test_an_engine_describes_itself() -> None:
+    with Opened(notes=("loaded on trust",)).engine as engine:
+        assert engine.inputs == (TensorSpec("x", "float32", ("N", 4)),)
+        assert engine.outputs == (TensorSpec("y", "float32", ("N", 4)),)
+        assert (engine.max_batch, engine.device) == (32, "cuda:0")
+        assert engine.runtime == "tensorrt 10.13.3.9"
+        assert engine.notes == ("loaded on trust",)
 
 
-def test_names_of_axes_come_from_the_manifest() -> None:
-    x, y = (TensorSpec(name, "float32", ("rows", 4, "T")) for name in "xy")
-    found = Opened(
-        (tensor("x", "INPUT", [-1, 4, -1]), tensor("y", "OUTPUT", [-1, 4, -1])),
-        ({"x": [[1, 4, 1], [1, 4, 1], [2, 4, 9]]},),
-        Manifest("tensorrt", (x,), (y,)),
-    )
-    assert found.engine.inputs == (x,)
-    assert found.engine.outputs == (y,)
-
-
-def test_axes_without_a_manifest_get_generated_names() -> None:
-    found = Opened(
-        (tensor("x", "INPUT", [-1, 4, -1]), Y), ({"x": [[1, 4, 1], [1, 4, 1], [2, 4, 9]]},)
-    )
-    assert str(found.engine.inputs[0]) == "x:float32[N,4,x_2]"
-
-
-def test_manifest_of_other_tensors_does_not_change_the_sizes() -> None:
-    wrong = TensorSpec("x", "float32", (7, "C"))
-    found = Opened(manifest=Manifest("tensorrt", (wrong,), ()))
-    assert str(found.engine.inputs[0]) == "x:float32[x_0,4]"
-
-
-def test_engine_of_fixed_shapes_has_no_batch_limit() -> None:
-    fixed = {"x": [[2, 4]] * 3}
-    with Opened(
-        (tensor("x", "INPUT", [2, 4]), tensor("y", "OUTPUT", [2, 4])), (fixed,)
-    ).engine as e:
-        assert e.max_batch is None
-        np.testing.assert_array_equal(e({"x": rows(2)})["y"], 2 * rows(2) + 1)
+@pytest.mark.parametrize(
+    ("shape", "declared", "named"),
+    [
+        ([-1, 4, -1], ("rows", 4, "T"), "x:float32[rows,4,T]"),
+        ([-1, 4, -1], None, "x:float32[N,4,x_2]"),  # no manifest
+        ([-1, 4], (7, "C"), "x:float32[x_0,4]"),  # of other tensors: the sizes stay
+    ],
+)
+def test_names_of_axes_come_from_the_manifest(
+    shape: list[int], declared: tuple[int | str, ...] | None, named: str
+) -> None:
+    sizes = [[1 if n < 0 else n for n in shape]] * 3
+    specs = tuple(TensorSpec(name, "float32", declared or ()) for name in "xy")
+    manifest = Manifest("tensorrt", specs[:1], specs[1:]) if declared else None
+    ends = (tensor("x", "INPUT", shape), tensor("y", "OUTPUT", shape))
+    assert str(Opened(ends, ({"x": sizes},), manifest).engine.inputs[0]) == named
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,6 @@ def test_an_engine_may_have_no_input() -> None:
     ("item", "says"),
     [
         (tensor("x", "INPUT", [-1, 4], "BF16"), "tensor 'x' is BF16"),
-        (tensor("x", "INPUT", [-1, 4], "FP8"), "tensor 'x' is FP8"),
         (tensor("x", "INPUT", [-1, 4], location="HOST"), "'x' is a shape tensor"),
         (tensor("x", "INPUT", [-1, 4], shape_io=True), "'x' is a shape tensor"),
         (tensor("x", "INPUT", [-1, 4], format="CHW4"), "'x' has no linear memory format"),
@@ -114,86 +107,58 @@ def test_tensor_that_numpy_cannot_carry_is_unsupported(item: Any, says: str) -> 
 # calls
 
 
-@pytest.mark.parametrize(("batch", "says"), [(0, "axis N is 0"), (33, "axis N is 33")])
-def test_batch_out_of_range_names_the_range(opened: Opened, batch: int, says: str) -> None:
-    with pytest.raises(BadInput, match=rf"m\.trt: input 'x': {says}, built for 1 to 32"):
-        opened.engine({"x": rows(batch)})
-    np.testing.assert_array_equal(opened.engine({"x": rows(1)})["y"], 2 * rows(1) + 1)
-
-
-def test_wrong_feeds_do_not_reach_tensorrt(opened: Opened) -> None:
+def test_wrong_feeds_are_refused_before_tensorrt(opened: Opened) -> None:
     before = len(opened.cuda.calls)
+    for batch in (0, 33):
+        words = rf"m\.trt: input 'x': axis N is {batch}, built for 1 to 32"
+        with pytest.raises(BadInput, match=words):
+            opened.engine({"x": rows(batch)})
     for feeds in ({}, {"x": rows(1).astype(np.float64)}, {"x": rows(1), "z": rows(1)}):
         with pytest.raises(BadInput):
             opened.engine(feeds)
     assert len(opened.cuda.calls) == before
-
-
-def test_two_calls_run_in_two_contexts(opened: Opened) -> None:
-    tickets = [opened.engine.submit({"x": rows(2, start=n)}) for n in range(2)]
-    assert len(opened.nv.contexts) == 2
-    assert opened.cuda.names("enqueue", "wait") == ["enqueue", "enqueue"]
-    for n, ticket in enumerate(tickets):
-        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(2, start=n) + 1)
-
-
-def test_more_calls_than_slots_answer_in_order(opened: Opened) -> None:
-    tickets = [opened.engine.submit({"x": rows(1 + n % 4, start=n)}) for n in range(9)]
-    for n, ticket in enumerate(tickets):
-        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1 + n % 4, start=n) + 1)
+    assert right(opened.engine, 1)
 
 
 def test_shapes_and_addresses_are_set_once_for_calls_of_the_same_size(opened: Opened) -> None:
-    opened.engine({"x": rows(2)})
+    assert right(opened.engine, 2)
     (context,) = opened.nv.contexts
     changes = context.changes
-    for n in range(5):
-        opened.engine({"x": rows(2, start=n)})
+    assert all(right(opened.engine, 2, start=n) for n in range(5))
     assert context.changes == changes
 
 
-# graphs, scratch memory, several profiles, data-dependent shapes
+def test_the_copy_times_of_the_last_call_are_reported() -> None:
+    """Four megabytes take more than a microsecond each way."""
+    with Opened(profiles=({"x": [[1, 4], [8, 4], [1 << 18, 4]]},)).engine as engine:
+        assert engine.last_copies_us == (0, 0)
+        before_ns = time.perf_counter_ns()
+        engine({"x": rows(1 << 18)})
+        taken_us = (time.perf_counter_ns() - before_ns) // 1000
+        assert min(engine.last_copies_us) > 0
+        assert sum(engine.last_copies_us) <= taken_us
 
 
-def test_graphs_have_contexts_of_their_own() -> None:
-    """The stand-in fails when a graph runs whose context was changed since."""
-    found = Opened(graphs=[1, 2], scratch=4096)
-    with found.engine as engine:
-        for count in (1, 2, 1, 2, 3, 1, 2, 32, 1, 2):
-            np.testing.assert_array_equal(engine({"x": rows(count)})["y"], 2 * rows(count) + 1)
-        assert len(found.nv.contexts) == 3
-        assert len({context.scratch for context in found.nv.contexts}) == 1
-        assert found.cuda.count["launch"] > 2
-        assert engine.notes == ()
-    assert found.cuda.held() == {}
+def test_layer_information_is_read_by_a_thread_that_never_used_cuda(opened: Opened) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(opened.engine.layer_information).result() == ""  # the stand-in's
 
 
-def test_refused_graph_is_a_note_and_the_call_answers() -> None:
-    found = Opened(graphs=[2])
-    with found.engine as engine:
-        engine({"x": rows(2)})
-        found.nv.fail = {
-            "execute_async_v3": "[a.cpp::b::1] Error Code 1: Cuda Runtime (operation not permitted "
-            "when stream is capturing)"
-        }
-        np.testing.assert_array_equal(engine({"x": rows(2)})["y"], 2 * rows(2) + 1)
-        assert "no CUDA graph for [2, 4]" in engine.notes[0]
-        assert "cudaErrorStreamCaptureUnsupported" in engine.notes[0]
+# several profiles
 
 
 def test_profile_is_chosen_by_the_shapes() -> None:
     small = {"x": [[1, 4], [1, 4], [4, 4]]}
     large = {"x": [[3, 4], [64, 4], [64, 4]]}
-    found = Opened(profiles=(small, large))
-    with found.engine as engine:
-        assert engine.max_batch == 64
+    with Opened(profiles=(small, large)) as found:
+        assert found.engine.max_batch == 64
         chosen = []
         for count in (1, 64, 2, 40, 4):
-            np.testing.assert_array_equal(engine({"x": rows(count)})["y"], 2 * rows(count) + 1)
+            assert right(found.engine, count)
             chosen.append(found.nv.contexts[0].profile)
         assert chosen == [0, 1, 0, 1, 0]
         with pytest.raises(BadInput, match="axis N is 65, built for 1 to 4 or 3 to 64"):
-            engine({"x": rows(65)})
+            found.engine({"x": rows(65)})
 
 
 def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
@@ -205,73 +170,186 @@ def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
 
 
 def test_sizes_that_only_fit_different_profiles_are_refused() -> None:
-    one = {"x": [[1, 4], [1, 4], [1, 4]], "x2": [[5, 4], [5, 4], [5, 4]]}
-    two = {"x": [[5, 4], [5, 4], [5, 4]], "x2": [[1, 4], [1, 4], [1, 4]]}
+    one = {"x": [[1, 4]] * 3, "x2": [[5, 4]] * 3}
+    two = {"x": [[5, 4]] * 3, "x2": [[1, 4]] * 3}
     x2 = tensor("x2", "INPUT", [-1, 4])
     together = pytest.raises(BadInput, match="optimisation profiles together")
     with Opened((X, x2, Y), (one, two)).engine as engine, together:
         engine({"x": rows(1), "x2": rows(1)})
 
 
-def test_output_whose_shape_depends_on_the_data_is_fetched_by_its_allocator() -> None:
-    found = Opened((X, tensor("y", "OUTPUT", [-1, 4], late=True)), graphs=[3])
-    with found.engine as engine:
-        for start in (-1, -100, 5, -5):
-            x = rows(3, start=start)
-            np.testing.assert_array_equal(engine({"x": x})["y"], x[x[:, 0] > 0])
-        assert found.cuda.count["begin_capture"] == 0
-    assert found.cuda.held() == {}
+# weights are shared
 
 
-def test_no_memory_for_such_an_output_says_how_much_was_needed() -> None:
-    found = Opened((X, tensor("y", "OUTPUT", [-1, 4], late=True)))
-    with found.engine as engine:
-        engine({"x": rows(1)})
-        found.cuda.total_bytes = found.cuda.used_bytes + 100
-        with pytest.raises(OutOfMemory, match="needed"):
-            engine({"x": rows(32, start=1)})
+def test_engines_that_share_weights_take_memory_for_contexts_only() -> None:
+    with Opened(memory=MEMORY) as found:
+        before = found.cuda.library_bytes
+        assert before == 101_000
+        others = [found.engine.share() for _ in range(3)]
+        assert found.cuda.library_bytes == before + 3 * 1000
+        assert len(found.nv.contexts) == 4
+        found.engine.close()
+        for other in others:  # the weights stay until the last one is closed
+            assert right(other, 5)
+            other.close()
+    for engine in (found.engine, *others):
+        with pytest.raises(DeploykitError, match="is closed"):
+            engine({"x": rows(1)})
+
+
+@pytest.mark.parametrize(("ended", "kind"), [("closed", DeploykitError), ("lost", DeviceLost)])
+def test_an_engine_that_is_closed_or_lost_takes_no_memory(
+    ended: str, kind: type[DeploykitError]
+) -> None:
+    with Opened(memory=MEMORY) as found:
+        if ended == "closed":
+            found.engine.close()
+        else:
+            found.cuda.fail = {"wait": "IllegalAddress"}
+            with pytest.raises(DeviceLost):
+                found.engine({"x": rows(1)})
+        used = found.cuda.used_bytes
+        with pytest.raises(kind, match=ended):
+            found.engine.prepare(calls(8), joined=True)
+        with pytest.raises(kind, match=ended):
+            found.engine.share()
+        assert found.cuda.used_bytes == used
+
+
+def test_engines_that_share_weights_run_in_threads_of_their_own() -> None:
+    """The stand-in fails when two threads use one context."""
+    with Opened(graphs=SIZES, memory=MEMORY, scratch=512) as found:
+        engines = [found.engine, *(found.engine.share(graphs=SIZES) for _ in range(2))]
+
+        def run(number: int) -> bool:
+            return all(right(engines[number], 1 + n % 9, start=100 * number + n) for n in range(60))
+
+        with ThreadPoolExecutor(len(engines)) as pool:
+            assert all(pool.map(run, range(len(engines))))
+        for engine in engines:
+            engine.close()
+
+
+# memory is taken before the first call
+
+
+def test_opening_makes_the_context_of_the_optimum() -> None:
+    with Opened(memory=MEMORY) as found:
+        contexts, used = found.nv.contexts, found.cuda.used_bytes
+        assert [context.shapes for context in contexts] == [{"x": (8, 4)}]
+        assert right(found.engine, 8)
+        assert (found.nv.contexts, found.cuda.used_bytes) == (contexts, used)
+        found.cuda.total_bytes = used + 100
+        with pytest.raises(OutOfMemory, match=r"free of"):
+            found.engine.share()
+        assert right(found.engine, 8)
         found.cuda.total_bytes = 1 << 30
-        assert engine({"x": rows(32, start=1)})["y"].shape == (32, 4)
-    assert found.cuda.held() == {}
+        found.engine.prepare()  # makes every slot ready for it
+        assert [each.shapes for each in found.nv.contexts] == [{"x": (8, 4)}] * 2
+        del contexts
 
 
-# the engine as a whole
+@pytest.mark.parametrize(
+    ("total", "memory", "says"),
+    [
+        (10, {}, r"out of memory: .*needed.*free"),  # before it is loaded
+        (5000, {"scratch": 50_000}, "needed"),
+        (100_500, {"memory": MEMORY}, r"create_execution_context.*free of"),
+    ],
+    ids=["plan", "scratch", "context"],
+)
+def test_too_little_memory_is_refused_at_load(
+    total: int, memory: Mapping[str, Any], says: str
+) -> None:
+    cuda = FakeCuda(total_bytes=total)
+    with pytest.raises(OutOfMemory, match=rf"cuda:0: .*{says}") as caught:
+        Opened(cuda=cuda, **memory)
+    assert caught.value.exit_code == 3
+    assert cuda.held() == {}
 
 
-def test_the_copy_times_of_the_last_call_are_reported() -> None:
-    """Four megabytes take more than a microsecond each way."""
-    with Opened(profiles=({"x": [[1, 4], [8, 4], [1 << 18, 4]]},)).engine as engine:
-        assert engine.last_copies_us == (0, 0)
-        before_ns = time.perf_counter_ns()
-        engine({"x": rows(1 << 18)})
-        taken_us = (time.perf_counter_ns() - before_ns) // 1000
-        copied_in_us, copied_out_us = engine.last_copies_us
-        assert copied_in_us > 0
-        assert copied_out_us > 0
-        assert copied_in_us + copied_out_us <= taken_us
+@pytest.mark.parametrize("left", [100, 4000], ids=["slot", "graph"])
+def test_too_little_memory_is_refused_by_prepare_with_the_sizes(left: int) -> None:
+    with Opened(graphs=SIZES, memory=MEMORY, scratch=512) as found:
+        found.cuda.total_bytes = found.cuda.used_bytes + left
+        with pytest.raises(OutOfMemory, match="free of") as caught:
+            found.engine.prepare(calls(*SIZES), joined=True)
+        assert "`max_batch`" in str(caught.value.hint)
 
 
-def test_an_engine_has_the_notes_of_its_plan() -> None:
-    with Opened(notes=("loaded on trust",)).engine as engine:
-        assert engine.notes == ("loaded on trust",)
+@pytest.mark.parametrize("graphs", [(), SIZES], ids=["plain", "graphs"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_call_takes_memory_after_prepare(graphs: tuple[int, ...], slots: int) -> None:
+    with Opened(graphs=graphs, slots=slots, memory=MEMORY, scratch=512) as found:
+        engine, count = found.engine, found.cuda.count
+        assert engine.slots == slots
+        engine.prepare(calls(1, 3, *SIZES), joined=True)
+        found.cuda.total_bytes = used = found.cuda.used_bytes  # not a byte is left
+        contexts, before = len(found.nv.contexts), count.copy()
+        for _ in range(3):
+            tickets = [engine.submit({"x": rows(n)}) for n in range(1, 9)]
+            for n, ticket in enumerate(tickets, 1):
+                np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(n) + 1)
+        assert (found.cuda.used_bytes, len(found.nv.contexts)) == (used, contexts)
+        assert all(count[call] == before[call] for call in ("pin", "begin_capture"))
+        if graphs:  # each batch up to the largest graph is one launch
+            assert count["launch"] - before["launch"] == 24
+            assert count["enqueue"] == before["enqueue"]
+        assert engine.notes == ()
 
 
-def test_one_logger_for_the_process() -> None:
-    """TensorRT ignores every logger but the first."""
-    nv = FakeTensorRt(FakeCuda())
-    assert logger(nv) is logger(nv)
+# graphs
 
 
-def test_layer_information_is_read_by_a_thread_that_never_used_cuda(opened: Opened) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(opened.engine.layer_information).result() == ""  # the stand-in's
+def test_sizes_that_were_not_prepared_are_not_captured_later() -> None:
+    """Each would take a context, and its memory, during a request."""
+    ends = (tensor("x", "INPUT", [-1, 4, -1]), tensor("y", "OUTPUT", [-1, 4, 2]))
+    with Opened(ends, ({"x": [[1, 4, 1], [8, 4, 2], [8, 4, 2]]},), graphs=SIZES) as found:
+        found.engine.prepare()  # no size of the third axis is known
+        contexts = len(found.nv.contexts)
+        for n in (*range(1, 9), *range(1, 9)):
+            found.engine.submit({"x": np.zeros((n, 4, 2), np.float32)})
+        assert len(found.nv.contexts) == contexts == 2
 
 
-def test_many_calls_leak_nothing() -> None:
-    found = Opened(graphs=[1, 2], scratch=1024)
-    for n in range(rounds(2_000, 100_000)):
-        found.engine.submit({"x": rows(1 + n % 5)})
-        found.cuda.calls.clear()
-    assert len(found.nv.contexts) == 6  # two slots: two graphs and one for all other sizes
-    found.engine.close()
-    assert found.cuda.held() == {}
+def test_rows_that_depend_on_each_other_have_graphs_of_what_was_prepared_alone() -> None:
+    with Opened(graphs=SIZES, memory=MEMORY) as found:
+        found.engine.prepare(calls(1), joined=False)
+        launches = found.cuda.count["launch"]
+        assert all(right(found.engine, n) for n in (2, 4, 8, 3) * 3)
+        assert found.cuda.count["launch"] == launches  # nor are they padded
+        assert right(found.engine, 1)
+        assert found.cuda.count["launch"] == launches + 1
+        # in both slots: one for the graph, one for all other sizes
+        assert len(found.nv.contexts) == 4
+
+
+def test_a_graph_above_the_largest_batch_is_one_of_the_largest_batch() -> None:
+    with Opened(profiles=({"x": [[1, 4], [2, 4], [6, 4]]},), graphs=(1, 2, 4, 8, 16)) as found:
+        found.engine.prepare(calls(1, 2, 4, 6), joined=True)
+        before = found.cuda.count["launch"]
+        assert right(found.engine, 5)
+        assert found.cuda.count["launch"] == before + 1
+        with pytest.raises(BadInput, match="axis N is 7"):
+            found.engine({"x": rows(7)})
+
+
+def test_of_several_profiles_no_call_is_padded_out_of_its_own() -> None:
+    """Rows of 4 fit the first profile, of 9 the second: 3 long rows padded to 8 would fit none."""
+    many = {"x": [[1, 1], [8, 4], [8, 4]]}
+    long = {"x": [[1, 5], [2, 9], [3, 9]]}
+    ends = (tensor("x", "INPUT", [-1, -1]), tensor("y", "OUTPUT", [-1, 9]))
+    with Opened(ends, (many, long), graphs=(8,)) as found:
+        found.engine.prepare(joined=True)
+        answer = found.engine({"x": np.ones((3, 9), np.float32)})["y"]
+        np.testing.assert_array_equal(answer, np.full((3, 9), 3, np.float32))
+
+
+def test_an_engine_of_fixed_shapes_has_no_batch_limit_and_one_graph() -> None:
+    ends = (tensor("x", "INPUT", [2, 4]), tensor("y", "OUTPUT", [2, 4]))
+    with Opened(ends, ({"x": [[2, 4]] * 3},), graphs=SIZES) as found:
+        assert found.engine.max_batch is None
+        found.engine.prepare(calls(2), joined=False)
+        before = found.cuda.count["launch"]
+        assert right(found.engine, 2)
+        assert found.cuda.count["launch"] == before + 1

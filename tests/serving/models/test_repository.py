@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,10 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.options import ServeOptions
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, Function
 from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.scrapes import exposition
+from tests.support.serving.warming import Clock
 
 
 def ask(rows: int = 1, **more: Any) -> Request:
@@ -28,42 +30,41 @@ def ask(rows: int = 1, **more: Any) -> Request:
     return Request(feeds, rows, (("x", "FP32", (4,)),), (RequestedOutput("y", True),), **more)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.us = 0
-
-    def __call__(self) -> int:
-        return self.us
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".", "stats", " ", "é", "a" * 129, "a\n"])
-def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match="cannot be the name of a model"):
-        ModelRepository({name: FakeEngine()}, ServeOptions())
+@contextmanager
+def holding(models: dict[str, Any], clock: Clock | None = None, **options: Any) -> Iterator[Any]:
+    """A repository of these models; its clock stands still."""
+    repository = ModelRepository(models, ServeOptions(**options), clock_us=clock or Clock())
+    try:
+        yield repository
+    finally:
+        repository.close()
 
 
-@pytest.mark.parametrize("name", ["m", "resnet-18_v1.5", "..m", "a" * 128])
-def test_a_plain_name_is_accepted(name: str) -> None:
-    repository = ModelRepository({name: FakeEngine()}, ServeOptions())
-    assert repository.find(name).name == name
-    repository.close()
+def metrics(repository: ModelRepository) -> str:
+    return exposition(repository.samples())[0].decode()
+
+
+def raises(error: Exception) -> FakeEngine:
+    def fail(_feeds: object) -> dict[str, np.ndarray]:
+        raise error
+
+    return Function(fail)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "taken"),
     [
-        ("http_port", 65536),
-        ("http_port", -1),
-        ("max_batch", 0),
-        ("max_delay_us", -1),
-        ("queue", 0),
-        ("timeout_ms", 0),
-        ("max_body_bytes", 0),
+        *((name, False) for name in ["", "a/b", "..", "stats", " ", "é", "a" * 129, "a\n"]),
+        *((name, True) for name in ["m", "resnet-18_v1.5", "..m", "a" * 128]),
     ],
 )
-def test_an_option_out_of_range_is_named(name: str, value: int) -> None:
-    with pytest.raises(BadInput, match=f"`{name}`"):
-        ServeOptions(**{name: value})
+def test_a_name_that_could_be_a_path_is_refused(name: str, taken: bool) -> None:
+    if taken:
+        with holding({name: FakeEngine()}) as repository:
+            assert repository.find(name).name == name
+    else:
+        with pytest.raises(BadInput, match="cannot be the name of a model"):
+            ModelRepository({name: FakeEngine()}, ServeOptions())
 
 
 def test_a_model_without_inputs_is_refused_and_leaves_no_thread() -> None:
@@ -73,90 +74,67 @@ def test_a_model_without_inputs_is_refused_and_leaves_no_thread() -> None:
     with pytest.raises(Unsupported, match="without inputs"):
         ModelRepository({"good": FakeEngine(), "m": engine}, ServeOptions())
     assert set(threading.enumerate()) <= before
+    for name, value in {"http_port": 65536, "max_batch": 0, "timeout_ms": 0}.items():
+        with pytest.raises(BadInput, match=f"`{name}`"):
+            ServeOptions(**{name: value})
 
 
 def test_a_draining_repository_refuses_requests_and_is_not_ready() -> None:
-    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    assert repository.why_not_ready() is None
-    repository.drain()
-    with pytest.raises(Overloaded, match="shutting down"):
-        repository.find("m").submit(ask(), lambda _: None)
-    assert repository.index() == [
-        {
-            "name": "m",
-            "version": "1",
-            "state": "UNAVAILABLE",
-            "reason": "the server is shutting down",
-        }
-    ]
-    assert repository.why_not_ready(repository.find("m")) == "the server is shutting down"
-    assert b'outcome="rejected",version="1"} 1.0\n' in exposition(repository.samples())[0]
-    repository.close()
+    with holding({"m": FakeEngine()}) as repository:
+        assert repository.why_not_ready() is None
+        repository.drain()
+        with pytest.raises(Overloaded, match="shutting down"):
+            repository.find("m").submit(ask(), lambda _: None)
+        why = "the server is shutting down"
+        index = [{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": why}]
+        assert repository.index() == index
+        assert repository.why_not_ready(repository.find("m")) == why
+        assert 'outcome="rejected",version="1"} 1.0\n' in metrics(repository)
 
 
 def test_priority_trace_and_decode_time_reach_the_batcher() -> None:
     clock = Clock()
     clock.us = 107
-    repository = ModelRepository({"m": FakeEngine()}, ServeOptions(), clock_us=clock)
-    model = repository.find("m")
-    pending = model.submit(ask(priority=3), lambda _: None, trace="00-ab-cd-01", started_us=100)
+    with holding({"m": FakeEngine()}, clock) as repository:
+        model, options = repository.find("m"), {"trace": "00-ab-cd-01", "started_us": 100}
+        pending = model.submit(ask(priority=3), lambda _: None, **options)
     assert (pending.priority, pending.trace, pending.decode_us) == (3, "00-ab-cd-01", 7)
-    repository.close()
 
 
 def test_a_lost_gpu_is_fatal_and_not_ready() -> None:
-    class Lost(FakeEngine):
-        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
-            raise DeviceLost("/home/me/m.trt: cuda:0: the GPU is lost")
-
     came = threading.Event()
-    repository = ModelRepository({"good": FakeEngine(), "m": Lost()}, ServeOptions())
-    assert repository.fatal is None
-    repository.find("m").submit(ask(), lambda _: came.set())
-    assert came.wait(WAIT_S)
-    assert repository.fatal == "model 'm': the GPU is lost to this process"
-    assert repository.why_not_ready() == repository.fatal
-    assert [entry["state"] for entry in repository.index()] == ["UNAVAILABLE", "UNAVAILABLE"]
-    repository.close()
+    lost = raises(DeviceLost("/home/me/m.trt: cuda:0: the GPU is lost"))
+    with holding({"good": FakeEngine(), "m": lost}) as repository:
+        assert repository.fatal is None
+        repository.find("m").submit(ask(), lambda _: came.set())
+        assert came.wait(WAIT_S)
+        assert repository.fatal == "model 'm': the GPU is lost to this process"
+        assert repository.why_not_ready() == repository.fatal
+        assert [entry["state"] for entry in repository.index()] == ["UNAVAILABLE"] * 2
 
 
 def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
-    clock, engine = Clock(), GatedEngine()
-    engine.warm = True
-    repository = ModelRepository(
-        {"good": FakeEngine(), "m": engine}, ServeOptions(timeout_ms=1), clock_us=clock
-    )
-    model, came = repository.find("m"), threading.Event()
-    pending = model.submit(ask(), lambda _: came.set())
-    assert engine.entered.acquire(timeout=WAIT_S)
-    clock.us = 1000
-    repository.expire()
-    assert pending.error is not None
-    assert pending.error.http_status == 504
-    assert repository.why_not_ready(model) is None
-    clock.us = 2000
-    assert "does not return" in (repository.why_not_ready(model) or "")
-    assert repository.why_not_ready() == repository.why_not_ready(model)
-    assert [entry["state"] for entry in repository.index()] == ["READY", "UNAVAILABLE"]
-    assert "1 of 1 engines do not return" in " ".join(model.notes)
-    assert (
-        b'deploykit_engines_hung{model="m",version="1"} 1.0\n'
-        in exposition(repository.samples())[0]
-    )
-    engine.gate.set()
-    came.clear()
-    model.submit(ask(), lambda _: came.set())
-    assert came.wait(WAIT_S)
-    assert repository.why_not_ready() is None
-    repository.close()
-
-
-def test_shared_memory_is_offered_only_with_the_option() -> None:
-    for enabled in (False, True):
-        repository = ModelRepository({"m": FakeEngine()}, ServeOptions(shared_memory=enabled))
-        assert (repository.memory is not None) is enabled
-        assert ("system_shared_memory" in repository.metadata()["extensions"]) is enabled
-        repository.close()
+    clock, engine, came = Clock(), GatedEngine(warm=True), threading.Event()
+    with holding({"good": FakeEngine(), "m": engine}, clock, timeout_ms=1) as repository:
+        model = repository.find("m")
+        pending = model.submit(ask(), lambda _: came.set())
+        assert engine.entered.acquire(timeout=WAIT_S)
+        clock.us = 1000
+        repository.expire()
+        assert pending.error is not None
+        assert pending.error.http_status == 504
+        assert repository.why_not_ready(model) is None
+        clock.us = 2000
+        assert "does not return" in (repository.why_not_ready(model) or "")
+        assert repository.why_not_ready() == repository.why_not_ready(model)
+        assert [entry["state"] for entry in repository.index()] == ["READY", "UNAVAILABLE"]
+        assert "1 of 1 engines do not return" in " ".join(model.notes)
+        assert 'deploykit_engines_hung{model="m",version="1"} 1.0\n' in metrics(repository)
+        engine.gate.set()
+        came.clear()
+        model.submit(ask(), lambda _: came.set())
+        assert came.wait(WAIT_S)
+        assert repository.why_not_ready() is None
 
 
 def test_each_request_is_charged_the_whole_time_of_its_batch() -> None:
@@ -179,39 +157,26 @@ def test_each_request_is_charged_the_whole_time_of_its_batch() -> None:
     assert stats["inference_stats"]["compute_infer"]["ns"] == charged_ns
 
 
-def test_failures_are_counted_by_outcome() -> None:
-    class Broken(FakeEngine):
-        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
-            raise RuntimeError("broken")
-
-    repository = ModelRepository({"m": Broken()}, ServeOptions())
-    model = repository.find("m")
-    model.submit(ask(), lambda _: None)
-    model.metrics.count("bad_request")
-    repository.close()
-    text = exposition(repository.samples())[0].decode()
+def test_failures_are_counted_by_outcome_in_declared_families() -> None:
+    with holding({"m": raises(RuntimeError("broken")), "b": FakeEngine()}) as repository:
+        repository.add_metrics(lambda: [Sample("deploykit_held_bytes", {}, 1)])
+        model = repository.find("m")
+        model.submit(ask(), lambda _: None)
+        model.metrics.count("bad_request")
+    text = metrics(repository)
     for outcome, count in {"failed": 1, "bad_request": 1, "success": 0, "expired": 0}.items():
-        assert (
-            f'deploykit_requests_total{{model="m",outcome="{outcome}",version="1"}} {count}.0\n'
-            in text
-        )
+        labels = f'model="m",outcome="{outcome}",version="1"'
+        assert f"deploykit_requests_total{{{labels}}} {count}.0\n" in text
     assert 'nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 1.0\n' in text
     assert repository.statistics()["model_stats"][0]["inference_stats"]["fail"]["count"] == 2
-
-
-def test_every_metrics_line_belongs_to_a_declared_family() -> None:
-    repository = ModelRepository({"a": FakeEngine(), "b": FakeEngine()}, ServeOptions())
-    repository.add_metrics(lambda: [Sample("deploykit_held_bytes", {}, 1)])
-    lines = exposition(repository.samples())[0].decode().splitlines()
-    families = [line.split()[2] for line in lines if "# TYPE" in line]
-    samples = [line for line in lines if not line.startswith("#")]
-    repository.close()
+    families = [line.split()[2] for line in text.splitlines() if "# TYPE" in line]
     assert "deploykit_held_bytes" in families
     assert len(families) == len(set(families))
-    for line in samples:
+    for line in text.splitlines():
         name, _, value = line.rpartition(" ")
-        assert float(value) >= 0
-        assert any(name.startswith(family) for family in families)
+        if not line.startswith("#"):
+            assert float(value) >= 0
+            assert any(name.startswith(family) for family in families)
 
 
 class Plain(Inference):

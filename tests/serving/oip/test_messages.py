@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -77,11 +78,6 @@ def test_the_layouts_of_few_requests_are_remembered() -> None:
         contents = MESSAGES["ModelInferRequest"](raw_input_contents=[bytes(size)])
         infer.split_request(data + contents.SerializeToString(), 0)
         assert len(infer._layouts) <= infer._MOST_LAYOUTS
-    before = dict(infer._layouts)
-    request = message(id="x" * infer._CACHED_BYTES)
-    request.raw_input_contents.append(b"large")
-    infer.split_request(request.SerializeToString(), 0)
-    assert infer._layouts == before
 
 
 def test_parameters_of_every_type_are_decoded() -> None:
@@ -121,6 +117,15 @@ def test_invalid_contents_are_refused(
         decode(request.SerializeToString())
 
 
+def test_typed_floats_may_be_nan_or_infinite() -> None:
+    """Other than in JSON."""
+    request = message()
+    request.inputs[0].contents.fp32_contents.extend([np.nan, -np.inf])
+    request.inputs[1].contents.int_contents.extend([1, 2, 3])
+    found = decode(request.SerializeToString()).feeds["a"]
+    np.testing.assert_array_equal(found, np.array([[np.nan, -np.inf]], np.float32))
+
+
 def test_damaged_messages_are_decoded_or_refused() -> None:
     rng = np.random.default_rng(0)
     good = raw(id="7").SerializeToString()
@@ -128,18 +133,10 @@ def test_damaged_messages_are_decoded_or_refused() -> None:
         data = bytearray(good)
         for _ in range(rng.integers(1, 4)):
             at = int(rng.integers(len(data)))
-            match int(rng.integers(3)):
-                case 0:
-                    data[at] = int(rng.integers(256))
-                case 1:
-                    del data[at : at + int(rng.integers(1, 5))]
-                case _:
-                    data[at:at] = rng.bytes(3)
+            data[at : at + int(rng.integers(3))] = rng.bytes(int(rng.integers(3)))
             data = data or bytearray(b"\0")
-        try:
+        with contextlib.suppress(BadInput):
             decode(bytes(data))
-        except BadInput:
-            continue
 
 
 def test_an_encoded_answer_is_read_by_protobuf() -> None:
@@ -165,10 +162,7 @@ def test_an_encoded_answer_is_read_by_protobuf() -> None:
     )
     response.parameters["triton_final_response"].bool_param = True
     assert streamed.infer_response == response
-
-
-def test_an_answer_without_an_id_has_none() -> None:
-    y = np.zeros((1, 2), np.float32)
-    result = Result("y", "FP32", (1, 2), y, RequestedOutput("y", True))
-    response = b"".join(infer.encode("m", "1", None, [result]))
-    assert MESSAGES["ModelInferResponse"].FromString(response).id == ""
+    without = MESSAGES["ModelInferResponse"].FromString(
+        b"".join(infer.encode("m", "1", None, found[:1]))
+    )
+    assert without.id == ""

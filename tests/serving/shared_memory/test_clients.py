@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -74,24 +72,17 @@ def test_inputs_and_outputs_pass_through_shared_memory(kit: tuple[ModuleType, An
     with region(client, "frames", ROWS.nbytes) as frames, region(client, "answers", 256) as answers:
         for number in range(3):
             shm.set_shared_memory_region(frames, [ROWS + number])
-            client.infer(**infer_arguments(kind, ("answers", ROWS.nbytes, 64)))
+            result = client.infer(**infer_arguments(kind, ("answers", ROWS.nbytes, 64)))
+            output = result.get_output("y")
+            if kind is httpclient:
+                assert output.keys() == {"name", "datatype", "shape"}  # as Triton's
+            else:
+                assert output.parameters["shared_memory_region"].string_param == "answers"
             found = shm.get_contents_as_numpy(answers, np.float32, list(ROWS.shape), 64)
             assert np.array_equal(found, 2 * (ROWS + number) + 1)
             del found  # a view of memory that is unmapped below
         result = client.infer(**infer_arguments(kind))  # only the input in shared memory
         assert np.array_equal(result.as_numpy("y"), 2 * (ROWS + 2) + 1)
-
-
-def test_an_output_in_shared_memory_is_not_in_the_answer(kit: tuple[ModuleType, Any]) -> None:
-    kind, client = kit
-    with region(client, "frames", ROWS.nbytes) as frames, region(client, "answers", 256):
-        shm.set_shared_memory_region(frames, [ROWS])
-        result = client.infer(**infer_arguments(kind, ("answers", 100, 8)))
-        output = result.get_output("y")
-        if kind is httpclient:
-            assert output.keys() == {"name", "datatype", "shape"}  # as Triton's
-        else:
-            assert output.parameters["shared_memory_region"].string_param == "answers"
 
 
 def test_a_registered_region_is_listed_until_it_is_unregistered(
@@ -115,29 +106,12 @@ def test_a_registered_region_is_listed_until_it_is_unregistered(
 
 
 @pytest.mark.parametrize(
-    ("key", "offset", "size", "why"),
-    [
-        ("/../etc/passwd", 0, 1, "cannot be the key"),
-        ("/etc/passwd", 0, 1, "cannot be the key"),
-        ("/test-not-there", 0, 1, "No such file"),
-        ("/deploykit-secret", 0, 1, "cannot be the key"),
-        ("REAL", 0, 65, "it would end at byte 65"),
-        ("REAL", 1, 64, "it would end at byte 65"),
-        ("REAL", 0, 0, "'byte_size' must be"),
-    ],
+    ("key", "why"), [("/../etc/passwd", "cannot be the key"), ("/test-not-there", "No such file")]
 )
-def test_an_invalid_registration_gets_400(
-    kit: tuple[ModuleType, Any], key: str, offset: int, size: int, why: str
-) -> None:
+def test_an_invalid_registration_gets_400(kit: tuple[ModuleType, Any], key: str, why: str) -> None:
     _, client = kit
-    handle = shm.create_shared_memory_region("r", f"/test-{uuid4().hex}", 64)
-    try:
-        with pytest.raises(InferenceServerException, match=why) as caught:
-            client.register_system_shared_memory(
-                "r", handle._shm_key if key == "REAL" else key, size, offset
-            )
-    finally:
-        shm.destroy_shared_memory_region(handle)
+    with pytest.raises(InferenceServerException, match=why) as caught:
+        client.register_system_shared_memory("r", key, 1)
     assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
     assert "/dev/shm" not in caught.value.message()
 
@@ -146,7 +120,6 @@ def test_an_invalid_registration_gets_400(
     ("output", "why"),
     [
         (("answers", ROWS.nbytes, 240), "out of bounds"),
-        (("answers", 1 << 40, 0), "out of bounds"),
         (("answers", ROWS.nbytes - 1, 0), f"the output has {ROWS.nbytes} bytes"),
         (("nobody", ROWS.nbytes, 0), "no region 'nobody'"),
     ],
@@ -160,43 +133,6 @@ def test_an_output_that_does_not_fit_its_region_gets_400(
         with pytest.raises(InferenceServerException, match=why) as caught:
             client.infer(**infer_arguments(kind, output))
         assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
-
-
-def test_truncating_a_region_does_not_end_the_server(
-    kit: tuple[ModuleType, Any], server: Process
-) -> None:
-    """Each answer is right or an error; other clients are not affected."""
-    kind, client = kit
-    size = ROWS.nbytes
-    handle = shm.create_shared_memory_region("frames", f"/test-{uuid4().hex}", size)
-    path = SHARED / handle._shm_key[1:]
-    ended = threading.Event()
-
-    def truncate_and_restore() -> None:
-        while not ended.is_set():
-            os.truncate(path, 0)
-            path.write_bytes(ROWS.tobytes())
-
-    client.register_system_shared_memory("frames", handle._shm_key, size)
-    thread = threading.Thread(target=truncate_and_restore)
-    thread.start()
-    outcomes = {"right": 0, "refused": 0}
-    try:
-        while min(outcomes.values()) < 5:
-            try:
-                found = client.infer(**infer_arguments(kind)).as_numpy("y")
-            except InferenceServerException as exc:
-                outcomes["refused"] += "smaller than when it was registered" in exc.message()
-            else:
-                # a copy taken while the client wrote may be mixed; it is the client's own row
-                outcomes["right"] += bool(np.array_equal(found, 2 * ROWS + 1))
-            assert server.infer(1) == (200, [3.0])
-    finally:
-        ended.set()
-        thread.join()
-        shm.destroy_shared_memory_region(handle)
-    assert server.popen.poll() is None
-    assert server.shared() == []
 
 
 def test_cuda_shared_memory_is_not_offered(kit: tuple[ModuleType, Any]) -> None:

@@ -20,8 +20,8 @@ FOLDER = Path("/dev/shm")
 class Shared:
     """An object in shared memory, as a client creates it."""
 
-    def __init__(self, content: bytes, prefix: str = "test-") -> None:
-        self.path = FOLDER / f"{prefix}{uuid4().hex}"
+    def __init__(self, content: bytes) -> None:
+        self.path = FOLDER / f"test-{uuid4().hex}"
         self.path.write_bytes(content)
         self.key = f"/{self.path.name}"
 
@@ -61,104 +61,66 @@ def test_a_region_is_a_part_of_its_object(memory: SharedMemory, shared: Shared) 
     assert memory.status() == [{"name": "frame", "key": shared.key, "offset": 16, "byte_size": 32}]
 
 
-def test_a_read_is_a_copy(memory: SharedMemory, shared: Shared) -> None:
+def test_a_read_is_a_copy_and_an_array_is_written_as_its_bytes(
+    memory: SharedMemory, shared: Shared
+) -> None:
     memory.register("frame", shared.key, 0, 64)
     view = memory.read(Region("frame", 0, 64))
-    shared.path.write_bytes(bytes(64))
+    values = np.arange(16, dtype=np.float32).reshape(4, 4)
+    memory.write(Region("frame", 0, 64), values.data)
+    assert shared.path.read_bytes() == values.tobytes()
     assert bytes(view) == bytes(range(64))
     assert view.readonly
     assert np.frombuffer(view, np.float32).flags.aligned
 
 
-def test_an_array_is_written_as_its_bytes(memory: SharedMemory, shared: Shared) -> None:
-    memory.register("frame", shared.key, 0, 64)
-    values = np.arange(4, dtype=np.float32).reshape(2, 2)
-    memory.write(Region("frame", 0, 16), values.data)
-    assert shared.path.read_bytes()[:16] == values.tobytes()
+OUTSIDE = [(0, 65), (64, 1), (1, 64), (-1, 4), (0, -4), (1 << 62, 1), (4, (1 << 64) - 4)]
 
 
-@pytest.mark.parametrize(
-    ("offset", "size"),
-    [
-        (0, 65),
-        (64, 1),
-        (1, 64),
-        (-1, 4),
-        (0, -4),
-        (1 << 62, 1),
-        (4, (1 << 64) - 4),
-        ((1 << 64) - 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("offset", "size"), [*OUTSIDE, ((1 << 64) - 1, 2)])
 def test_reads_and_writes_outside_a_region_are_refused(
-    memory: SharedMemory, shared: Shared, offset: int, size: int
+    shared: Shared, offset: int, size: int
 ) -> None:
     with SharedMemory(max_bytes=1 << 70) as large:
+        with pytest.raises(BadInput, match="no region 'frame'"):
+            large.read(Region("frame", 0, 1))
         large.register("frame", shared.key, 0, 64)
         for use in (lambda at: large.read(at), lambda at: large.write(at, b"")):
             with pytest.raises(BadInput, match="region 'frame' has 64 bytes"):
                 use(Region("frame", offset, size))
-    with pytest.raises(BadInput, match="no region 'frame'"):
-        memory.read(Region("frame", 0, 1))
+        with pytest.raises(BadInput, match="the output has 9 bytes, the request reserved 8"):
+            large.write(Region("frame", 0, 8), bytes(9))
     assert shared.path.read_bytes() == bytes(range(64))
 
 
-def test_an_output_longer_than_reserved_is_rejected(memory: SharedMemory, shared: Shared) -> None:
-    memory.register("frame", shared.key, 0, 64)
-    with pytest.raises(BadInput, match="the output has 9 bytes, the request reserved 8"):
-        memory.write(Region("frame", 0, 8), bytes(9))
-    assert shared.path.read_bytes() == bytes(range(64))
+KEYS = [
+    *("", "/", "/.", "/..", "/../etc/passwd", "/a/b", "//x", "/a\0", "/a\n", "/" + "x" * 129),
+    *("/etc/passwd", "../x", "/dev/shm/x", "/%2e", None, 5, ["/x"], "/ä"),
+]
+OF_SERVERS = ["deploykit-x", "deploykit_x", "triton_python_backend_x", "sem.x"]
+NAMES = ["", "a/b", "a b", "\n", "x" * 129, "é", None, 7, {"a": 1}]
+SIZES = [-1, 1.0, "1", True, None, 1 << 62, 1 << 4000]
+REFUSED: list[tuple[dict[str, object], str]] = [
+    *(({"key": key}, "cannot be the key") for key in [*KEYS, *(f"/{each}" for each in OF_SERVERS)]),
+    *(({"name": name}, "cannot be the name") for name in NAMES),
+    *(({"offset": value}, "region 'frame': 'offset' must be an integer") for value in SIZES),
+    *(({"byte_size": value}, "region 'frame': 'byte_size' must be an int") for value in SIZES),
+    *(
+        ({"offset": offset, "byte_size": size}, r"would end at byte \d+, the object has 64")
+        for offset, size in ((0, 65), (64, 1), (1, 64), ((1 << 62) - 1, 1))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("", "/", "/.", "/..", "/../etc/passwd", "/a/b", "//x", "/a\0", "/a\n", "/" + "x" * 129),
-        *("/etc/passwd", "../x", "/dev/shm/x", "/%2e", None, 5, ["/x"], "/ä"),
-    ],
-    ids=ascii,
-)
-def test_a_key_that_is_not_a_plain_name_is_refused(memory: SharedMemory, key: object) -> None:
-    with pytest.raises(BadInput, match="cannot be the key") as caught:
-        memory.register("frame", key, 0, 1)
-    assert "/dev/shm" not in caught.value.message.replace(ascii(key), "")
-
-
-@pytest.mark.parametrize("prefix", ["deploykit-", "deploykit_", "triton_python_backend_", "sem."])
-def test_objects_of_servers_cannot_be_registered(memory: SharedMemory, prefix: str) -> None:
-    shared = Shared(b"secret", prefix)
-    try:
-        with pytest.raises(BadInput, match="cannot be the key"):
-            memory.register("frame", shared.key, 0, 6)
-    finally:
-        shared.path.unlink()
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "a b", "\n", "x" * 129, "é", None, 7, {"a": 1}])
-def test_a_region_name_that_is_not_plain_is_refused(
-    memory: SharedMemory, shared: Shared, name: object
-) -> None:
-    with pytest.raises(BadInput, match="cannot be the name"):
-        memory.register(name, shared.key, 0, 1)
-    assert memory.status() == []
-
-
-@pytest.mark.parametrize("field", ["offset", "byte_size"])
-@pytest.mark.parametrize("value", [-1, 1.0, "1", True, None, 1 << 62, 1 << 4000], ids=repr)
-def test_offsets_and_sizes_that_are_not_integers_are_refused(
-    memory: SharedMemory, shared: Shared, field: str, value: object
-) -> None:
-    with pytest.raises(BadInput, match=f"region 'frame': '{field}' must be an integer"):
-        memory.register("frame", shared.key, **{"offset": 0, "byte_size": 1, field: value})
-
-
-@pytest.mark.parametrize(("offset", "size"), [(0, 65), (64, 1), (1, 64), ((1 << 62) - 1, 1)])
-def test_a_region_must_lie_inside_its_object(
-    memory: SharedMemory, shared: Shared, offset: int, size: int
+@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=lambda each: f"{each!r:.40}")
+def test_a_registration_that_cannot_be_is_refused(
+    memory: SharedMemory, shared: Shared, change: dict[str, object], reason: str
 ) -> None:
     before = open_objects()
-    with pytest.raises(BadInput, match=r"it would end at byte \d+, the object has 64"):
-        memory.register("frame", shared.key, offset, size)
+    asked = {"name": "frame", "key": shared.key, "offset": 0, "byte_size": 1, **change}
+    with pytest.raises(BadInput, match=reason) as caught:
+        memory.register(**asked)
+    assert "/dev/shm" not in caught.value.message.replace(ascii(asked["key"]), "")
     assert open_objects() == before
     assert memory.status() == []
 
@@ -201,11 +163,14 @@ def test_a_name_can_be_reused_after_unregistering(memory: SharedMemory, shared: 
     assert str(shared.path) not in open_objects()
 
 
-def test_the_number_of_regions_is_limited(memory: SharedMemory, shared: Shared) -> None:
-    for number in range(MAX_REGIONS):
-        memory.register(f"r{number}", shared.key, 0, 1)
-    with pytest.raises(BadInput, match=f"{MAX_REGIONS} regions are registered"):
-        memory.register("one-more", shared.key, 0, 1)
+def test_the_number_of_regions_is_limited_and_closing_unmaps_them(shared: Shared) -> None:
+    with SharedMemory() as memory:
+        for number in range(MAX_REGIONS):
+            memory.register(f"r{number}", shared.key, 0, 1)
+        with pytest.raises(BadInput, match=f"{MAX_REGIONS} regions are registered"):
+            memory.register("one-more", shared.key, 0, 1)
+        assert str(shared.path) in open_objects()
+    assert str(shared.path) not in open_objects()
 
 
 def test_the_size_of_a_read_is_limited(shared: Shared) -> None:
@@ -217,54 +182,47 @@ def test_the_size_of_a_read_is_limited(shared: Shared) -> None:
         assert len(memory.read(Region("huge", (1 << 40) - 4, 4))) == 4
 
 
-def test_closing_unmaps_every_object(shared: Shared) -> None:
-    with SharedMemory() as memory:
-        memory.register("frame", shared.key, 0, 64)
-        assert str(shared.path) in open_objects()
-    assert str(shared.path) not in open_objects()
-
-
-def test_a_removed_object_stays_readable_until_it_is_unregistered(
-    memory: SharedMemory, shared: Shared
-) -> None:
-    memory.register("frame", shared.key, 0, 64)
-    shared.path.unlink()
-    assert bytes(memory.read(Region("frame", 0, 4))) == bytes(range(4))
-
-
 def test_a_truncated_object_is_rejected_and_not_extended(
     memory: SharedMemory, shared: Shared
 ) -> None:
     memory.register("frame", shared.key, 0, 64)
     os.truncate(shared.path, 10)
     assert bytes(memory.read(Region("frame", 0, 10))) == bytes(range(10))
-    with pytest.raises(BadInput, match="smaller than when it was registered"):
-        memory.read(Region("frame", 0, 11))
-    with pytest.raises(BadInput, match="smaller than when it was registered"):
-        memory.write(Region("frame", 8, 4), b"abcd")
+    for use in (
+        lambda: memory.read(Region("frame", 0, 11)),
+        lambda: memory.write(Region("frame", 8, 4), b"abcd"),
+    ):
+        with pytest.raises(BadInput, match="smaller than when it was registered"):
+            use()
     assert shared.path.stat().st_size == 10
+    shared.path.unlink()
+    assert bytes(memory.read(Region("frame", 0, 4))) == bytes(range(4))  # until unregistered
 
 
-def test_a_region_that_finds_no_descriptor_left_is_the_servers_problem(
+@pytest.mark.parametrize(
+    ("function", "code", "reason"),
+    [
+        ("open", errno.EMFILE, "Too many open files"),
+        ("pwrite", errno.ENOSPC, "region 'r': No space left on device"),
+    ],
+)
+def test_what_the_system_lacks_is_the_servers_problem(
+    memory: SharedMemory,
+    shared: Shared,
     monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    code: int,
+    reason: str,
 ) -> None:
     def full(*_: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "open", full)
-    with SharedMemory() as memory, pytest.raises(Overloaded, match="Too many open files") as caught:
-        memory.register("r", "/some", 0, 4)
-    assert caught.value.http_status == 503
-
-
-def test_shared_memory_that_is_full_is_the_servers_problem(
-    memory: SharedMemory, shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     memory.register("r", shared.key, 0, 64)
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(Overloaded, match="region 'r': No space left on device") as caught:
-        memory.write(Region("r", 0, 4), b"abcd")
+    monkeypatch.setattr(os, function, full)
+    use = {
+        "open": lambda: memory.register("other", shared.key, 0, 4),
+        "pwrite": lambda: memory.write(Region("r", 0, 4), b"abcd"),
+    }[function]
+    with pytest.raises(Overloaded, match=reason) as caught:
+        use()
     assert caught.value.http_status == 503

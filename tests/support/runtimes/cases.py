@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.engine import Arrays, Engine
 from tests.support.fake_engine import FakeEngine
 
-WIDTH = 4
 LARGEST_BATCH, LARGEST_STEPS = 64, 32  # of a TensorRT plan
 TABLE = (np.arange(30, dtype=np.float32) - 15).reshape(10, 3)
 
@@ -70,7 +69,6 @@ class Case:
 
 
 _MODULUS = {"float32": 1 << 20, "float16": 512, "int64": len(TABLE), "bool": 2}
-_ONE, _TWO = {"one": np.float32(1)}, {"two": np.float32(2)}
 
 AFFINE = Case(
     "affine",
@@ -79,25 +77,19 @@ AFFINE = Case(
     (("Mul", ["x", "two"], "m"), ("Add", ["m", "one"], "y")),
     "x * 2.0 + 1.0",
     lambda feeds: {"y": 2 * feeds["x"] + 1},
-    {**_ONE, **_TWO},
+    {"one": np.float32(1), "two": np.float32(2)},
 )
-SEQUENCE = Case(
-    "sequence",
-    ("x:float32[N,T,2]",),
-    ("y:float32[N,T,2]",),
-    AFFINE.nodes,
-    AFFINE.forward,
-    AFFINE.compute,
-    AFFINE.constants,
+SEQUENCE = replace(
+    AFFINE, name="sequence", inputs=("x:float32[N,T,2]",), outputs=("y:float32[N,T,2]",)
 )
-HALF = Case(
-    "half",
-    ("x:float16[N,4]",),
-    ("y:float16[N,4]",),
-    AFFINE.nodes,
-    AFFINE.forward,
-    lambda feeds: {"y": (2 * feeds["x"] + 1).astype(np.float16)},
-    {"one": np.float16(1), "two": np.float16(2)},
+FIXED = replace(AFFINE, name="fixed", inputs=("x:float32[2,4]",), outputs=("y:float32[2,4]",))
+HALF = replace(
+    AFFINE,
+    name="half",
+    inputs=("x:float16[N,4]",),
+    outputs=("y:float16[N,4]",),
+    compute=lambda feeds: {"y": (2 * feeds["x"] + 1).astype(np.float16)},
+    constants={"one": np.float16(1), "two": np.float16(2)},
 )
 TWO_INPUTS = Case(
     "two-inputs",
@@ -124,15 +116,6 @@ MASK = Case(
     "torch.where(keep, x, 0.0), ~keep",
     lambda feeds: {"kept": np.where(feeds["keep"], feeds["x"], 0), "dropped": ~feeds["keep"]},
     {"zero": np.float32(0)},
-)
-FIXED = Case(
-    "fixed",
-    ("x:float32[2,4]",),
-    ("y:float32[2,4]",),
-    AFFINE.nodes,
-    AFFINE.forward,
-    AFFINE.compute,
-    AFFINE.constants,
 )
 CASES = (AFFINE, SEQUENCE, HALF, TWO_INPUTS, IDS, MASK, FIXED)
 
@@ -167,11 +150,6 @@ class Model(torch.nn.Module):
     def forward(self, {arguments}):
         return {values}
 """
-
-
-def open_fake(folder: Path, case: Case) -> Engine:
-    """The fake engine computes `AFFINE` whatever is asked."""
-    return FakeEngine(width=WIDTH)
 
 
 def open_onnxruntime(folder: Path, case: Case, device: str = "cpu") -> Engine:
@@ -244,16 +222,8 @@ def open_tensorrt(folder: Path, case: Case) -> Engine:
     content, built_on = plan_of(case.name)
     plan = folder / f"{case.name}.trt"
     plan.write_bytes(content)
-    manifest = Manifest(
-        format="tensorrt",
-        inputs=case.input_specs,
-        outputs=case.output_specs,
-        precision={},
-        sha256=sha256(plan),
-        made_from=(),
-        made_with={},
-        built_on=built_on,
-    )
+    specs = case.input_specs, case.output_specs
+    manifest = Manifest("tensorrt", *specs, {}, sha256(plan), (), {}, built_on=built_on)
     write_manifest(plan, manifest)
     return load(plan, "cuda:0")
 
@@ -265,14 +235,39 @@ def _onnx_file(folder: Path, case: Case) -> Path:
 
 
 def open_stand_in(folder: Path, case: Case) -> Engine:
-    """Our TensorRT engine where there is no TensorRT: see `stand_in.py`."""
-    from tests.support.runtimes import stand_in
+    """Our TensorRT engine on a TensorRT made of Python, which computes what the case does.
 
-    return stand_in.open_stand_in(folder, case)
+    So the suite proves its names, dtypes, shapes, batches and buffers on machines without a GPU.
+    """
+    from deploykit.core.manifest import Manifest
+    from deploykit.engines.tensorrt.compatibility import PlanFile
+    from deploykit.engines.tensorrt.engine import TensorRtEngine
+    from tests.support.runtimes.fake_tensorrt import FakeTensorRt, plan_bytes, tensor
+    from tests.support.runtimes.own_cuda import FakeCuda
+
+    types = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "bool": "BOOL"}
+    sizes: Mapping[Any, tuple[int, int, int]] = {
+        "N": (1, 8, LARGEST_BATCH),
+        "T": (1, 3, LARGEST_STEPS),
+    }
+    tensors = [
+        tensor(spec.name, mode, spec.shape, types[spec.dtype])
+        for mode, specs in (("INPUT", case.input_specs), ("OUTPUT", case.output_specs))
+        for spec in specs
+    ]
+    profile = {
+        spec.name: [[sizes.get(n, (n,) * 3)[at] for n in spec.shape] for at in range(3)]
+        for spec in case.input_specs
+    }
+    manifest = Manifest("tensorrt", case.input_specs, case.output_specs, {}, "", (), {})
+    cuda = FakeCuda(new_machine=False)
+    nv = FakeTensorRt(cuda, computes=case.compute)
+    plan = PlanFile(plan_bytes(tensors, [profile]), (), host_code=False)
+    return TensorRtEngine(nv, cuda, folder / f"{case.name}.trt", plan, manifest)
 
 
 OPENERS: Mapping[str, Callable[[Path, Case], Engine]] = {
-    "fake": open_fake,
+    "fake": lambda *_: FakeEngine(width=4),  # which computes `AFFINE` whatever is asked
     "onnxruntime-cpu": open_onnxruntime,
     "onnxruntime-cuda": partial(open_onnxruntime, device="cuda"),
     "openvino": open_openvino,

@@ -22,10 +22,11 @@ import functools
 import importlib.machinery
 import json
 import re
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,64 +46,58 @@ NO_FORMATS = (
     "IBuilder::buildSerializedNetwork: Error Code 9: Internal Error (conv: could not find any "
     "supported formats consistent with input/output data types)"
 )
-
 MAGIC = b"ptrt"
 WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}
 
+# a module -> our files with `require` of it at their top, and what is inside it
+HOLDERS = {
+    "tensorrt": ("deploykit.engines.tensorrt.open",),
+    "cuda": ("deploykit.engines.cuda.driver", "cuda.bindings", "cuda.bindings.driver"),
+}
 
-class Severity(enum.Enum):
-    INTERNAL_ERROR = 0
-    ERROR = 1
-    WARNING = 2
-    INFO = 3
-    VERBOSE = 4
+
+@contextlib.contextmanager
+def replaced(name: str, module: Any) -> Iterator[None]:
+    """`sys.modules[name]` is `module` inside the block; None: it is not installed.
+
+    Our files that import it at their top are imported anew inside, and are what they were after.
+    """
+    kept = {each: _taken(each) for each in (name, *HOLDERS.get(name, ()))}
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for each, before in kept.items():
+            _taken(each)
+            if before is not None:
+                package, _, last = each.rpartition(".")
+                sys.modules[each] = before
+                if package:
+                    setattr(sys.modules[package], last, before)
+
+
+def _taken(name: str) -> Any:
+    """The module, out of `sys.modules` and out of its package; None where it was not imported."""
+    package, _, last = name.rpartition(".")
+    if package and package in sys.modules:
+        vars(sys.modules[package]).pop(last, None)
+    return sys.modules.pop(name, None)
+
+
+Severity = enum.Enum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE", start=0)
+TensorIOMode = enum.Enum("TensorIOMode", "INPUT OUTPUT")
+# DataType, TensorLocation and TensorFormat: what matters is the name
+Named = enum.Enum("Named", "FLOAT HALF INT64 BOOL BF16 FP8 DEVICE HOST LINEAR CHW4", start=0)
 
 
 class ILogger:
     Severity = Severity
 
-    def log(self, severity: Severity, text: str) -> None:
-        raise NotImplementedError
 
-
-class IOutputAllocator:
-    pass
-
-
-class IErrorRecorder:
-    pass
-
-
-class IProfiler:
-    pass
-
-
-class TensorIOMode(enum.Enum):
-    INPUT = 1
-    OUTPUT = 2
-
-
-class Named(enum.Enum):
-    """DataType, TensorLocation and TensorFormat: what matters is the name."""
-
-    FLOAT = 0
-    HALF = 1
-    INT64 = 2
-    BOOL = 3
-    BF16 = 4
-    FP8 = 5
-    DEVICE = 6
-    HOST = 7
-    LINEAR = 8
-    CHW4 = 9
-
-
-class ExecutionContextAllocationStrategy(enum.Enum):
-    STATIC = 0
-    USER_MANAGED = 2
-
-
-def tensor(name: str, mode: str, shape: Sequence[int], dtype: str = "FLOAT", **more: Any) -> Any:
+def tensor(
+    name: str, mode: str, shape: Sequence[int | str], dtype: str = "FLOAT", **more: Any
+) -> Any:
+    """`shape`: -1 is the batch; a name is the size that another tensor has there."""
     return {"name": name, "mode": mode, "shape": list(shape), "dtype": dtype, **more}
 
 
@@ -150,23 +145,36 @@ class Behaviour:
     seen: dict[str, Any] = field(default_factory=dict)
 
 
-Use = Callable[..., Behaviour]  # puts such a TensorRT in place of the installed one
+Computes = Callable[[Mapping[str, np.ndarray]], Mapping[str, Any]]
+
+
+def affine(inputs: Mapping[str, np.ndarray]) -> Mapping[str, Any]:
+    first, *second = inputs.values()
+    return {"y": first + second[0] if second else 2 * first + 1}
 
 
 class FakeTensorRt:
     """The module. `cuda`: where its engines run; without one, it only builds."""
 
     ILogger = ILogger
-    IOutputAllocator = IOutputAllocator
-    IErrorRecorder = IErrorRecorder
-    IProfiler = IProfiler
+    IOutputAllocator = type("IOutputAllocator", (), {})
+    IErrorRecorder = type("IErrorRecorder", (), {})
+    IProfiler = type("IProfiler", (), {})
+    IProgressMonitor = type("IProgressMonitor", (), {})
     TensorIOMode = TensorIOMode
-    ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
+    TensorFormat = enum.IntEnum("TensorFormat", {"LINEAR": 0, "CHW4": 2})
+    ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
     __spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
 
-    def __init__(self, cuda: FakeCuda | None = None, does: Behaviour | None = None) -> None:
+    def __init__(
+        self,
+        cuda: FakeCuda | None = None,
+        does: Behaviour | None = None,
+        computes: Computes = affine,
+    ) -> None:
         self.cuda: Any = cuda
         self.does = does = does or Behaviour()
+        self.computes = computes
         self.__version__ = does.version
         self.logger: Any = None
         self.made: list[weakref.ref[Context]] = []
@@ -176,13 +184,11 @@ class FakeTensorRt:
         number = {"STRONGLY_TYPED": does.strong_number}
         self.NetworkDefinitionCreationFlag: Any = enum.IntEnum("Creation", number)
         self.BuilderFlag = _names("FP16 BF16 INT8 FP8 INT4 TF32 GPU_FALLBACK VERSION_COMPATIBLE")
-        self.TensorFormat: Any = enum.IntEnum("TensorFormat", {"LINEAR": 0, "CHW4": 2})
         self.MemoryPoolType = _names("WORKSPACE")
         self.ProfilingVerbosity = _names("DETAILED")
         self.HardwareCompatibilityLevel = _names(does.hardware)
         self.DeviceType = _names("GPU DLA")
         self.LayerInformationFormat = _names("ONELINE JSON")
-        self.IProgressMonitor = type("IProgressMonitor", (), {})
 
     def init_libnvinfer_plugins(self, log: Any, space: str) -> bool:
         assert isinstance(log, ILogger)
@@ -222,9 +228,8 @@ class FakeTensorRt:
     def took(self, nbytes: int, owner: Any) -> bool:
         if self.cuda is None or self.cuda.take(nbytes):
             return True
-        self.report(
-            f"Requested amount of GPU memory ({nbytes} bytes) could not be allocated.", owner
-        )
+        line = f"Requested amount of GPU memory ({nbytes} bytes) could not be allocated."
+        self.report(line, owner)
         return False
 
     def report(self, line: str, owner: Any = None) -> None:
@@ -237,7 +242,6 @@ class FakeTensorRt:
 
 
 class Runtime:
-    kind: type[Engine]
     engine_host_code_allowed = False
     error_recorder: Any = None
     DLA_core = -1
@@ -257,13 +261,10 @@ class Runtime:
             told = {"tensors": [], "profiles": [], "layers": does.layers}
         else:
             return None
-        if not self.nv.took(told.get("weights", 0), self):
-            return None
-        return self.kind(self.nv, told)
+        return Engine(self.nv, told) if self.nv.took(told.get("weights", 0), self) else None
 
 
 class Engine:
-    kind: type[Context]
     error_recorder: Any = None
 
     def __init__(self, nv: FakeTensorRt, told: Any) -> None:
@@ -287,7 +288,7 @@ class Engine:
         return Named[self.tensors[name]["dtype"]]
 
     def get_tensor_shape(self, name: str) -> list[int]:
-        return self.tensors[name]["shape"]
+        return [-1 if isinstance(n, str) else n for n in self.tensors[name]["shape"]]
 
     def get_tensor_location(self, name: str) -> Named:
         return Named[self.tensors[name].get("location", "DEVICE")]
@@ -305,12 +306,12 @@ class Engine:
         return None if self.nv.failed("create_engine_inspector", self) else Inspector(self)
 
     def create_execution_context(self, strategy: Any) -> Context | None:
-        assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        assert strategy == "user managed"
         if self.nv.failed("create_execution_context", self):
             return None
         if not self.nv.took(self.told.get("context", 0), self):
             return None
-        context = self.kind(self)
+        context = Context(self)
         self.nv.made.append(weakref.ref(context))
         return context
 
@@ -327,9 +328,8 @@ class Inspector:
         layers: str = self.engine.told.get("layers", "")
         dynamic = any(-1 in item["shape"] for item in self.engine.told["tensors"])
         if dynamic and not (self.execution_context and self.execution_context.inferred):
-            layers = re.sub(
-                r'("Format/Datatype": )"[^"]*"', r'\1"N/A due to dynamic shapes"', layers
-            )
+            unknown = r'\1"N/A due to dynamic shapes"'
+            layers = re.sub(r'("Format/Datatype": )"[^"]*"', unknown, layers)
         return layers
 
 
@@ -351,6 +351,7 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 class Context:
     inferred = False
     error_recorder: Any = None
+    profiler: Any = None
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.nv = engine, engine.nv
@@ -359,7 +360,6 @@ class Context:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
         self.allocators: dict[str, Any] = {}
-        self.profiler: Any = None
         self.changes = 0
         self.ready = -1  # the changes at the last call that was not captured
         self.stream = 0  # of its calls
@@ -385,8 +385,7 @@ class Context:
     @alone
     def set_input_shape(self, name: str, shape: Iterable[int]) -> bool:
         low, _, high = self.engine.get_tensor_profile_shape(name, self.profile)
-        shape = tuple(shape)
-        self.shapes[name] = shape
+        self.shapes[name] = shape = tuple(shape)
         self.changes += 1
         fits = all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
         return fits and not self.nv.failed("set_input_shape", self)
@@ -396,20 +395,20 @@ class Context:
         if self.nv.failed("infer_shapes", self):
             raise RuntimeError("infer_shapes error code: -1")
         self.inferred = True
-        return [
-            name
-            for name, item in self.engine.tensors.items()
-            if item["mode"] == "INPUT" and name not in self.shapes
-        ]
+        tensors = self.engine.tensors.values()
+        inputs = [item["name"] for item in tensors if item["mode"] == "INPUT"]
+        return [name for name in inputs if name not in self.shapes]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         if self.nv.failed("get_tensor_shape", self):
             raise ValueError("__len__() should return >= 0")
-        item = self.engine.tensors[name]
-        if item.get("late"):
-            return tuple(-1 if axis == 0 else n for axis, n in enumerate(item["shape"]))
-        batch = next((shape[0] for shape in self.shapes.values()), -1)
-        return tuple(batch if n < 0 else n for n in item["shape"])
+        tensors, late = self.engine.tensors, self.engine.tensors[name].get("late")
+        sizes: dict[Any, int] = {}  # by the names of axes; -1 is the batch
+        for given, shape in self.shapes.items():
+            sizes |= dict(zip(tensors[given]["shape"], shape, strict=True))
+        sizes[-1] = next((shape[0] for shape in self.shapes.values()), -1)
+        found = [sizes.get(n, n) for n in tensors[name]["shape"]]
+        return (-1, *found[1:]) if late else tuple(found)
 
     @alone
     def set_tensor_address(self, name: str, memory: int) -> bool:
@@ -432,33 +431,27 @@ class Context:
         assert stream == self.stream, "a context on two streams"
         if self.scratch:
             assert cuda.scratch_of.setdefault(self.scratch, stream) == stream, "shared scratch"
-        inputs = [self._array(name, shape) for name, shape in self.shapes.items()]
+        inputs = {name: self._array(name, shape) for name, shape in self.shapes.items()}
         captured = stream in cuda.capturing
         if captured and self.ready != changes:
             self.nv.report("Cuda Runtime (operation not permitted when stream is capturing)", self)
             return False
         self.ready = changes
-        for name, allocator in self.allocators.items():  # the rows that are above 0
-            cuda.wait_stream(stream)
-            found = inputs[0][inputs[0][:, 0] > 0].copy()
-            memory = allocator.reallocate_output_async(name, 0, found.nbytes, 256, stream)
-            if not memory:
+        for name, allocator in self.allocators.items():
+            if not self._late(name, allocator, *inputs.values()):
                 self.nv.report("output allocation failed", self)
                 return False
-            cuda.at(memory, found.nbytes)[:] = np.frombuffer(found.tobytes(), np.uint8)
-            allocator.notify_shape(name, list(found.shape))
-        outputs = [
-            self._array(name, self.get_tensor_shape(name))
+        outputs = {
+            name: self._array(name, self.get_tensor_shape(name))
             for name in self.addresses
             if name not in self.shapes and name not in self.allocators
-        ]
+        }
 
         def run() -> None:
             assert not captured or changes == self.changes, "a graph of a context since changed"
-            for y in outputs:
-                first = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
-                value = first * 2 + 1 if len(inputs) == 1 else first
-                y[:] = (value + self.engine.told.get("off", 0)).astype(y.dtype)
+            values = self.nv.computes(inputs) if outputs else {}
+            for name, y in outputs.items():
+                y[:] = (values[name] + self.engine.told.get("off", 0)).astype(y.dtype)
 
         cuda.push(stream, "enqueue", run)
         if self.profiler is not None:
@@ -466,13 +459,23 @@ class Context:
                 self.profiler.report_layer_time(layer["Name"], layer.get("ms", 1.0))
         return True
 
+    def _late(self, name: str, allocator: Any, x: np.ndarray) -> bool:
+        """An output of the rows that begin above 0: how many, only running it tells."""
+        cuda = self.nv.cuda
+        cuda.wait_stream(self.stream)
+        rows = x[x[:, 0] > 0].copy()
+        memory = allocator.reallocate_output_async(name, 0, rows.nbytes, 256, self.stream)
+        if not memory:
+            return False
+        cuda.at(memory, rows.nbytes)[:] = np.frombuffer(rows.tobytes(), np.uint8)
+        allocator.notify_shape(name, list(rows.shape))
+        return True
+
     def _array(self, name: str, shape: Sequence[int]) -> np.ndarray:
         dtype = np.dtype(WIDTHS[self.engine.tensors[name]["dtype"]])
         nbytes = dtype.itemsize * int(np.prod(shape))
         return self.nv.cuda.at(self.addresses[name], nbytes).view(dtype).reshape(shape)
 
-
-Runtime.kind, Engine.kind = Engine, Context
 
 # -- the builder
 
@@ -490,10 +493,11 @@ def _tensor(name: str, dtype: str, shape: tuple[int, ...]) -> SimpleNamespace:
 
 
 class _Network:
+    num_inputs = num_outputs = 1
+
     def __init__(self, does: Behaviour, flags: int) -> None:
         self.strong = flags == 1 << does.strong_number
-        self.num_inputs, self.num_outputs, self.num_layers = 1, 1, len(does.dtypes)
-        self._dtypes = does.dtypes
+        self.num_layers, self._dtypes = len(does.dtypes), does.dtypes
         self.ends = (_tensor("x", "FLOAT", (-1, 4)), _tensor("y", "FLOAT", (-1, 4)))
         does.seen["ends"] = self.ends
 
@@ -522,20 +526,21 @@ class _Parser:
         return True
 
 
+@dataclass
 class _Cache:
-    def __init__(self, content: bytes) -> None:
-        self.content = content
+    content: bytes
 
     def serialize(self) -> bytes:
         return self.content
 
 
 class _Config:
+    cache: _Cache | None = None
+    progress_monitor: Any = None
+
     def __init__(self, does: Behaviour, log: Any) -> None:
         self.does, self.log = does, log
         self.flags: list[str] = []
-        self.cache: _Cache | None = None
-        self.progress_monitor: Any = None
         does.seen["config"] = self
 
     def set_flag(self, flag: str) -> None:

@@ -16,23 +16,17 @@ from typing import Any
 import pytest
 
 from tests.support.runtimes import fake_tensorrt as fake
-from tests.support.runtimes.fake_tensorrt import Behaviour
-from tests.support.runtimes.modules import replaced
+from tests.support.runtimes.fake_tensorrt import Behaviour, replaced
 from tests.support.runtimes.own_cuda import FakeCuda
 
 GPU = "NVIDIA L4"
-LAYERS = json.dumps(
-    {
-        "Layers": [
-            {
-                "Name": "node_of_m + node_of_y",
-                "LayerType": "kgen",
-                "Inputs": [{"Name": "x", "Format/Datatype": "Float"}],
-                "Outputs": [{"Name": "y", "Format/Datatype": "Float"}],
-            }
-        ]
-    }
-)
+LAYER = {
+    "Name": "node_of_m + node_of_y",
+    "LayerType": "kgen",
+    "Inputs": [{"Name": "x", "Format/Datatype": "Float"}],
+    "Outputs": [{"Name": "y", "Format/Datatype": "Float"}],
+}
+LAYERS = json.dumps({"Layers": [LAYER]})
 TENSORS = (fake.tensor("x", "INPUT", [-1, 4]), fake.tensor("y", "OUTPUT", [-1, 4]))
 
 
@@ -41,18 +35,11 @@ def plan(batch: tuple[int, int, int] = (1, 8, 32), **more: Any) -> bytes:
 
 
 class Cuda(FakeCuda):
-    """`CudaDevice` of the file that owns CUDA."""
-
     sm_count = 58
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "gpu": GPU,
-            "compute_capability": "8.9",
-            "sm_count": self.sm_count,
-            "driver": "580.65.06",
-            "cuda": "13.0",
-        }
+        facts = {"gpu": GPU, "compute_capability": "8.9", "sm_count": self.sm_count}
+        return {**facts, "driver": "580.65.06", "cuda": "13.0"}
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""`CudaDevice` on a CUDA driver of our own, `fakecuda.c`, through NVIDIA's real bindings.
+"""`CudaDevice` on a CUDA driver of our own, `fakecuda.c`, and a pipeline on it.
 
-Nothing on a stream runs until it is waited for, so that a buffer that is read too early or written
-too late shows as a wrong answer. Each `FakeCuda` begins as a new process would: a test has one at a
-time. A test that asks for the driver is skipped where there are no bindings or no compiler.
+NVIDIA's real bindings call the driver. Nothing on a stream runs until it is waited for, so that a
+buffer that is read too early or written too late shows as a wrong answer. Each `FakeCuda` begins as
+a new process would: a test has one at a time. Skipped where there are no bindings or no compiler.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import CODES
-from deploykit.engines.cuda.execution import Shape, byte_count
+from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
 from scripts.nvidia import fetch
 from tests.support.installed import needs
 
@@ -106,26 +107,7 @@ def _init(flags: int) -> Any:
 driver.cuda.cuInit = _init
 
 
-class CallLog:
-    """The calls that a CUDA got, in their order."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []  # (name, stream; 0 for none)
-        self.count: Counter[str] = Counter()
-        self.scratch_of: dict[int, int] = {}  # memory -> the stream whose calls work in it
-
-    def log(self, name: str, stream: int) -> None:
-        self.calls.append((name, stream))
-        self.count[name] += 1
-
-    def names(self, *wanted: str) -> list[str]:
-        return [name for name, _ in self.calls if not wanted or name in wanted]
-
-    def on(self, stream: int) -> list[str]:
-        return [name for name, at in self.calls if at == stream]
-
-
-class FakeCuda(CallLog, CudaDevice):
+class FakeCuda(CudaDevice):
     """Device 0 of a machine with `total_bytes`.
 
     `fail`: by call the code that it answers once; `lost`: one that all answer from now on.
@@ -134,7 +116,9 @@ class FakeCuda(CallLog, CudaDevice):
     def __init__(
         self, *, total_bytes: int = 1 << 30, integrated: bool = False, new_machine: bool = True
     ) -> None:
-        CallLog.__init__(self)
+        self.calls: list[tuple[str, int]] = []  # (name, stream; 0 for none), in their order
+        self.count: Counter[str] = Counter()
+        self.scratch_of: dict[int, int] = {}  # memory -> the stream whose calls work in it
         self.library = library()
         if new_machine:
             self.library.fakecuda_machine(total_bytes, int(integrated))
@@ -153,6 +137,16 @@ class FakeCuda(CallLog, CudaDevice):
         with driver_is_there():
             CudaDevice.__init__(self, 0)
         self.calls, self.count = [], Counter()
+
+    def log(self, name: str, stream: int) -> None:
+        self.calls.append((name, stream))
+        self.count[name] += 1
+
+    def names(self, *wanted: str) -> list[str]:
+        return [name for name, _ in self.calls if not wanted or name in wanted]
+
+    def on(self, stream: int) -> list[str]:
+        return [name for name, at in self.calls if at == stream]
 
     @property
     def capturing(self) -> set[int]:
@@ -235,10 +229,12 @@ class FakeCuda(CallLog, CudaDevice):
             self.device_blocks[result] = arguments[0]
         elif name == "pin":
             self.host_blocks[result] = self.array(result, arguments[0])
-        elif name in _SETS:
-            which, adds = _SETS[name]
-            handle = arguments[0] if arguments else result
-            (set.add if adds else set.discard)(getattr(self, which), handle)
+        elif name == "open_stream":
+            self.streams.add(result)
+        elif name == "close_stream":
+            self.streams.discard(arguments[0])
+        elif name == "drop_graph":
+            self.graphs.discard(arguments[0])
         elif name in ("free", "unpin"):
             blocks: dict[int, Any] = self.device_blocks if name == "free" else self.host_blocks
             blocks.pop(arguments[0])
@@ -248,17 +244,6 @@ class FakeCuda(CallLog, CudaDevice):
             raise raised
 
 
-# a call -> the set that it changes, and whether it adds
-_SETS = {
-    "open_stream": ("streams", True),
-    "close_stream": ("streams", False),
-    "drop_graph": ("graphs", False),
-}
-
-
-_ENDS_CAPTURE = ("end_capture", "drop_graph")
-
-
 def _logged(name: str, stream: int | None) -> Callable[..., Any]:
     original = getattr(CudaDevice, name)
 
@@ -266,12 +251,13 @@ def _logged(name: str, stream: int | None) -> Callable[..., Any]:
         self.log(name, 0 if stream is None else arguments[stream])
         if name == "begin_capture":
             self._captured[arguments[0]] = []
-        captured = self._captured.pop(arguments[0], []) if name in _ENDS_CAPTURE else []
+        ends = name in ("end_capture", "drop_graph")
+        captured = self._captured.pop(arguments[0], []) if ends else []
         result = original(self, *arguments)
         if name == "end_capture":
             self.graphs.add(result)
             self._captured[result] = captured
-        elif captured:
+        else:
             for kernel in captured:
                 kernel.clear()
         self.done(name, arguments, result)
@@ -282,50 +268,6 @@ def _logged(name: str, stream: int | None) -> Callable[..., Any]:
 
 for _name, (_, _stream) in _CALLS.items():
     setattr(FakeCuda, _name, _logged(_name, _stream))
-
-
-class Affine:
-    """Work: y = 2x + 1 on float32, whatever the shapes; a graph of it holds until it is changed."""
-
-    def __init__(self, cuda: FakeCuda, stream: int, scratch: int) -> None:
-        self.cuda, self.stream, self.scratch = cuda, stream, scratch
-        self.inputs: dict[str, Shape] = {}
-        self.addresses: dict[str, int] = {}
-        self.changes = 0
-        self.closed = False
-        self.refuse: Exception | None = None
-
-    def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-        self.inputs = dict(inputs)
-        self.changes += 1
-        return {"y": self.inputs["x"]}
-
-    def bind(self, addresses: Mapping[str, int]) -> None:
-        self.addresses = dict(addresses)
-        self.changes += 1
-
-    def enqueue(self, stream: int) -> None:
-        assert stream == self.stream
-        if self.refuse is not None:
-            raise self.refuse
-        shape, changes = self.inputs["x"], self.changes
-        nbytes = 4 * int(np.prod(shape))
-        x = self.cuda.at(self.addresses["x"], nbytes).view(np.float32)
-        y = self.cuda.at(self.addresses["y"], nbytes).view(np.float32)
-        captured = stream in self.cuda.capturing
-
-        def run() -> None:
-            assert not captured or changes == self.changes, "a graph of a context since changed"
-            y[:] = 2 * x + 1
-
-        self.cuda.push(stream, "enqueue", run)
-
-    def late(self, name: str) -> tuple[int, Shape]:
-        raise AssertionError(f"{name} is not late")
-
-    def close(self) -> None:
-        assert not self.closed
-        self.closed = True
 
 
 class Copy:
@@ -345,7 +287,17 @@ class Copy:
         y, x = self.addresses["y"], self.addresses["x"]
         self.cuda._all("cuMemcpyDtoDAsync", y, x, self.nbytes, stream)
 
-    def late(self, name: str) -> tuple[int, Shape]:
-        raise AssertionError(name)
-
     def close(self) -> None: ...
+
+
+X = TensorSpec("x", "float32", ("N", 4))
+Y = TensorSpec("y", "float32", ("N", 4))
+
+
+def rows(count: int, start: float = 0.0) -> np.ndarray:
+    return (np.arange(count * 4, dtype=np.float32) + np.float32(start)).reshape(count, 4)
+
+
+def pipeline(cuda: CudaDevice, **options: Any) -> Pipeline:
+    """Y = x on float32[N,4]."""
+    return Pipeline(cuda, functools.partial(Copy, cuda), [X], [Y], **options)
