@@ -154,14 +154,6 @@ def test_settings_reach_the_session(affine_onnx: Path) -> None:
         assert engine.runtime.startswith("onnxruntime")
 
 
-def test_the_columns_of_a_benchmark_can_be_sent_to_a_process(affine_onnx: Path) -> None:
-    every = open_entries([affine_onnx], on_note=[].append)  # which no process needs
-    found = make_columns(every, {}, [1, 2], "cpu")[0]
-    for setup in pickle.loads(pickle.dumps(found)):
-        with setup.engines() as engine:
-            assert engine({"x": np.zeros((2, 4), np.float32)})["y"].shape == (2, 4)
-
-
 def machine(*features: str) -> Machine:
     return replace(this_machine(), cpu_features=features)
 
@@ -407,13 +399,6 @@ def test_what_lost_by_far_is_timed_in_one_window_only() -> None:
     assert all(engine.closed for engine in machine.engines)
 
 
-def test_rates_are_rows_per_second_of_the_last_time_it_ran() -> None:
-    slower = iter((0.01, 0.02, 0.02))
-    machine = Runs(lambda _: next(slower))
-    (trial,) = machine.search([CpuSettings()]).trials
-    assert trial.throughput_per_s == pytest.approx(4 / 0.02)
-
-
 def test_processes_are_not_started_for_windows_shorter_than_their_start() -> None:
     machine = Runs(lambda each: 0.001 * each.sessions)
     machine.search(choices([2]), window_s=0.01)
@@ -436,21 +421,3 @@ def test_settings_that_do_not_fit_into_memory_are_left_out(error: DeploykitError
 
     with pytest.raises(type(error), match=error.message):
         Runs(none).search(choices([4]))
-
-
-def test_finalists_that_do_not_fit_together_keep_their_first_rates() -> None:
-    limit = iter(range(100))
-
-    def call_s(each: CpuSettings) -> float:
-        if next(limit) > 4:  # those of the first windows: 1 + 2 + 1 + 1 sessions
-            raise OutOfMemory("a.onnx: 4 GiB needed")
-        return 0.01 * each.sessions * (1 if each.threads == 2 and each.spinning else 2)
-
-    assert Runs(call_s).search(choices([2])).fastest == CpuSettings(1, 2, True)
-
-
-def test_settings_that_are_processes_already_are_raced_once() -> None:
-    machine = Runs(lambda each: 0.01 * each.sessions * (0.5 if each.threads == 2 else 1))
-    found = machine.search(choices([2], "torch"))
-    assert len({trial.settings for trial in found.trials}) == len(found.trials) == 3
-    assert str(found.fastest) == "1 process of 2 threads"

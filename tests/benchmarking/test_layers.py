@@ -128,13 +128,6 @@ def test_each_call_has_its_nodes_and_what_is_in_a_loop_is_the_loop_s() -> None:
     ]
 
 
-@pytest.mark.parametrize("cut", [1, 2, 40, 10_000])
-def test_a_profile_that_was_cut_short_is_refused(cut: int) -> None:
-    whole = written(call(0, 9), kernel(b"add", 1, 3))
-    with pytest.raises(DeploykitError, match="not whole: is the disk of TMPDIR full"):
-        read_profile(whole[:-cut])
-
-
 NAMES = ('say "hi"', "C:\\new\\x", "line\nbreak\ttab", "süß 层", "<b>\x1b[31mred", '","args" : {')
 
 

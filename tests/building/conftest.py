@@ -9,8 +9,28 @@ from typing import Any
 
 import pytest
 
+from deploykit.building.builder import BuildResult
+from deploykit.building.tensorrt.build import build
 from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, Use, replaced
+from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, options, replaced
+
+
+class Rig:
+    """A model, the place of its plan, and the TensorRT that stands in for the installed one."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.model, self.out = save(linear(), folder / "m.onnx"), folder / "m.trt"
+        self._stack = stack
+
+    def use(self, name: str = "tensorrt", **behaviour: Any) -> Behaviour:
+        does = Behaviour(**behaviour)
+        self._stack.enter_context(replaced(name, FakeTensorRt(does=does)))
+        return does
+
+    def build(
+        self, model: Path | None = None, on_progress: Any = None, **given: Any
+    ) -> BuildResult:
+        return build(model or self.model, self.out, options(**given), on_progress)
 
 
 @pytest.fixture(autouse=True)
@@ -20,22 +40,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save(linear(), tmp_path / "m.onnx")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "m.trt"
-
-
-@pytest.fixture
-def use() -> Iterator[Use]:
+def rig(tmp_path: Path) -> Iterator[Rig]:
     with ExitStack() as stack:
-
-        def install(name: str = "tensorrt", **behaviour: Any) -> Behaviour:
-            does = Behaviour(**behaviour)
-            stack.enter_context(replaced(name, FakeTensorRt(does=does)))
-            return does
-
-        yield install
+        yield Rig(tmp_path, stack)

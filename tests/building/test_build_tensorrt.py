@@ -37,9 +37,10 @@ from deploykit.core.subprocesses import run_apart
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.evaluation.verify import find_sources
 from deploykit.quantization.job import QuantizeRequest
+from tests.building.conftest import Rig
 from tests.support.onnx_zoo import make, save
 from tests.support.runtimes import fake_tensorrt as fake
-from tests.support.runtimes.fake_tensorrt import FakeTensorRt, Use, replaced
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, replaced
 from tests.support.runtimes.gpu_machine import LAYER, LAYERS, gpu_machine, plan
 
 Machine = Callable[..., Any]
@@ -79,11 +80,9 @@ def built(
 GEMM = LAYERS.replace("node_of_m + node_of_y", "gemm")
 
 
-def test_an_engine_that_cannot_run_here_is_kept_as_unverified(
-    model: Path, tmp_path: Path, use: Use
-) -> None:
-    use(layers=GEMM)
-    made = built(model, tmp_path, batch="2,4,64")
+def test_an_engine_that_cannot_run_here_is_kept_as_unverified(rig: Rig, tmp_path: Path) -> None:
+    rig.use(layers=GEMM)
+    made = built(rig.model, tmp_path, batch="2,4,64")
     assert made.path.read_bytes()[1:4] == b"trt"
     manifest = Artefact(made.path).manifest
     assert manifest is not None
@@ -99,18 +98,18 @@ def test_an_engine_that_cannot_run_here_is_kept_as_unverified(
         dk.inspect(made.path)
 
 
-def test_a_plan_that_cannot_be_read_back_is_noted(model: Path, tmp_path: Path, use: Use) -> None:
-    use(layers=None)
-    made = built(model, tmp_path)
+def test_a_plan_that_cannot_be_read_back_is_noted(rig: Rig, tmp_path: Path) -> None:
+    rig.use(layers=None)
+    made = built(rig.model, tmp_path)
     assert made.manifest.evidence.precision.layers is None
     assert any("could not be read back" in note for note in made.notes)
 
 
 def test_a_layer_that_runs_wider_than_its_graph_fails_and_is_named(
-    tmp_path: Path, use: Use, model: Path
+    rig: Rig, tmp_path: Path
 ) -> None:
-    half = dk.quantize(model, "fp16", tmp_path / "half.onnx").path
-    use(layers=GEMM)
+    half = dk.quantize(rig.model, "fp16", tmp_path / "half.onnx").path
+    rig.use(layers=GEMM)
     with pytest.raises(dk.GateFailed, match="gemm") as caught:
         built(half, tmp_path)
     assert not (tmp_path / "m.trt").exists()
@@ -390,21 +389,21 @@ def test_the_workspace_fits_the_free_memory_of_a_shared_gpu(
     ("number", "right", "wrong"), [(0, "l4", "a100-80gb"), (1, "a100-80gb", "l4")]
 )
 def test_the_gpu_that_was_chosen_must_be_the_target(
-    monkeypatch: pytest.MonkeyPatch, model: Path, number: int, right: str, wrong: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int, right: str, wrong: str
 ) -> None:
     l4, a100 = Gpu("NVIDIA L4", 1, "580", "8.9"), Gpu("NVIDIA A100-SXM4-80GB", 1, "580", "8.0")
     two = replace(this_machine(), gpus=(l4, a100))
     monkeypatch.setattr(build_tensorrt, "this_machine", lambda: two)
     with replaced("tensorrt", FakeTensorRt()):
-        build_tensorrt.check_here(load_profile(right), Artefact(model), number)
+        build_tensorrt.check_here(load_profile(right), Artefact(rig.model), number)
         with pytest.raises(dk.Unsupported, match=f"'{wrong}' is not this machine, which has"):
-            build_tensorrt.check_here(load_profile(wrong), Artefact(model), number)
+            build_tensorrt.check_here(load_profile(wrong), Artefact(rig.model), number)
     names = {cache_path("10.3", with_gpu(two, each)) for each in (0, 1)}
     assert len(names) == 2  # each kind of GPU has a timing cache
 
 
 def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
-    monkeypatch: pytest.MonkeyPatch, model: Path
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
     nano = replace(this_machine(), gpus=(gpu,), board_ids=("nvidia,p3767-0005", "nvidia,tegra234"))
@@ -412,32 +411,32 @@ def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
     for here in (nano, without_smi):
         monkeypatch.setattr(build_tensorrt, "this_machine", lambda here=here: here)
         with replaced("tensorrt", FakeTensorRt()):
-            build_tensorrt.check_here(load_profile(ORIN), Artefact(model))
+            build_tensorrt.check_here(load_profile(ORIN), Artefact(rig.model))
         words = "profile 'jetson-orin-nx-16gb' is not this machine"
         with pytest.raises(dk.Unsupported, match=words):
-            build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(model))
+            build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(rig.model))
 
 
-def test_a_target_of_another_machine_is_refused_with_what_works_here(model: Path) -> None:
+def test_a_target_of_another_machine_is_refused_with_what_works_here(rig: Rig) -> None:
     if this_machine().gpus:
         pytest.skip("a GPU is here")
     with pytest.raises(dk.Unsupported, match="profile 'h200' is not this machine") as caught:
-        dk.build(model, "h200")
+        dk.build(rig.model, "h200")
     assert "--check" in caught.value.hint
     assert "--profile cpu" in caught.value.hint
 
 
-def test_a_target_without_tensorrt_has_no_such_options_and_nothing_to_check(model: Path) -> None:
+def test_a_target_without_tensorrt_has_no_such_options_and_nothing_to_check(rig: Rig) -> None:
     with pytest.raises(dk.BadInput, match="has no such options") as caught:
-        dk.build(model, "cpu", shapes=Shapes(batch="1,2,3", tf32=False, dla=0))
+        dk.build(rig.model, "cpu", shapes=Shapes(batch="1,2,3", tf32=False, dla=0))
     assert caught.value.hint == "leave out `dla`, `tf32`, for TensorRT only"
     with pytest.raises(dk.BadInput, match="nothing to check"):
-        check_build(model, "cpu")
+        check_build(rig.model, "cpu")
 
 
-def test_a_refused_check_fails_and_names_the_reason(model: Path, use: Use) -> None:
-    use(strong_error="Error Code 10: no implementation for node gemm")
-    checked = check_build(model, "l4")
+def test_a_refused_check_fails_and_names_the_reason(rig: Rig) -> None:
+    rig.use(strong_error="Error Code 10: no implementation for node gemm")
+    checked = check_build(rig.model, "l4")
     assert not checked.accepted
     with pytest.raises(dk.GateFailed, match=r"m\.onnx: refused: "):
         checked.raise_if_refused()
@@ -471,27 +470,27 @@ def build_apart(model: Path, out: Path, on_progress: Any = None) -> BuildResult:
 
 
 def test_a_shared_memory_builds_in_another_process_and_reports_progress(
-    monkeypatch: pytest.MonkeyPatch, model: Path, out: Path
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child(monkeypatch, CHILD.format(error=None))
     phases: list[str] = []
-    built = build_apart(model, out, lambda phase, _share: phases.append(phase))
+    built = build_apart(rig.model, rig.out, lambda phase, _share: phases.append(phase))
     assert "tensorrt" not in sys.modules
-    assert out.exists()
+    assert rig.out.exists()
     assert built.built_on["tensorrt"] == "10.3.0"
     assert {"parsing", "Building engine", "built"} <= set(phases)
 
 
 def test_an_error_there_is_the_error_here_and_nothing_is_interrupted(
-    monkeypatch: pytest.MonkeyPatch, model: Path, out: Path, tmp_path: Path
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """An interrupt then is a traceback among the messages of a device."""
     end = f"import time; time.sleep(0.3); open({str(tmp_path / 'ended')!r}, 'w')"
     child(monkeypatch, CHILD.format(error="no tactics within workspace limit") + end)
     with pytest.raises(Unsupported, match="no kernel fits into the workspace") as caught:
-        build_apart(model, out)
+        build_apart(rig.model, rig.out)
     assert caught.value.hint == "a larger `workspace_bytes` in the profile"
-    assert not out.exists()
+    assert not rig.out.exists()
     assert (tmp_path / "ended").exists()
 
 
@@ -503,16 +502,16 @@ def test_an_error_there_is_the_error_here_and_nothing_is_interrupted(
     ],
 )
 def test_a_build_that_is_killed_is_an_error_with_its_cause(
-    monkeypatch: pytest.MonkeyPatch, model: Path, out: Path, end: str, error: type, says: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, end: str, error: type, says: str
 ) -> None:
     child(monkeypatch, f"import os; {end}")
     with pytest.raises(error, match=says) as caught:
-        build_apart(model, out)
+        build_apart(rig.model, rig.out)
     assert type(caught.value) is error
 
 
 def test_an_interrupted_caller_stops_the_build(
-    monkeypatch: pytest.MonkeyPatch, model: Path, out: Path, tmp_path: Path
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mark = tmp_path / "stopped"
     code = f"""
@@ -532,7 +531,7 @@ except KeyboardInterrupt:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_apart(model, out, stop)
+        build_apart(rig.model, rig.out, stop)
     assert mark.exists()
 
 

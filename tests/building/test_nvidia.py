@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import time
@@ -21,9 +20,7 @@ from deploykit.building.tensorrt.build import (
     build,
     check,
     element_types,
-    keep_cache,
     precision_flags,
-    use_cache,
 )
 from deploykit.building.tensorrt.options import AxisRange
 from deploykit.core.errors import BadInput, NotFound, Unsupported
@@ -228,15 +225,6 @@ def test_progress_is_reported_and_never_falls(tmp_path: Path) -> None:
     assert 0.5 < shares[-1] <= 1.0
 
 
-def test_an_error_in_on_progress_is_not_swallowed(tmp_path: Path) -> None:
-    def fails(text: str, share: float) -> None:
-        if text != "parsing":
-            raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        check(save(mnist_like(), tmp_path / "m.onnx"), options(), fails)
-
-
 def test_ctrl_c_in_the_middle_of_a_build_ends_it(tmp_path: Path) -> None:
     reported: list[str] = []
 
@@ -342,31 +330,6 @@ def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) ->
     assert f"cannot be read: {tmp_path / 'm.data'}" in reasons[0].text
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        (None, "no optimization profile has been defined"),
-        (((8, 4), (4, 4), (2, 4)), "satisfy MIN<=OPT<=MAX"),
-        (((1, 5), (2, 5), (4, 5)), "profile has min=5"),
-        (((1, 4, 1), (1, 4, 1), (1, 4, 1)), "3 dimensions"),
-    ],
-    ids=["none", "out of order", "static axis differs", "rank differs"],
-)
-def test_the_builder_names_a_profile_that_is_wrong(
-    sizes: tuple[tuple[int, ...], ...] | None, words: str, tmp_path: Path
-) -> None:
-    builder, network, taken = parsed(save(linear(), tmp_path / "m.onnx"))
-    assert taken
-    config = builder.create_builder_config()
-    with module.collect_log(module.module()) as lines:
-        if sizes:
-            profile = builder.create_optimization_profile()
-            profile.set_shape("x", *sizes)
-            config.add_optimization_profile(profile)
-        assert builder.build_serialized_network(network, config) is None
-    assert words in module.build_refusal(lines.errors).text
-
-
 def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> None:
     found = checked(linear(), tmp_path, workspace_bytes=1024)
     assert found.problems == ("no kernel fits into the workspace",)
@@ -375,21 +338,6 @@ def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> No
 
 
 # what the library does
-
-
-@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
-def test_a_timing_cache_is_made_and_garbage_tolerated(tmp_path: Path) -> None:
-    nv, file = module.module(), tmp_path / "t.cache"
-    builder = module.start(nv)
-    digests = set()
-    for content in (b"", b"garbage" * 30):
-        file.write_bytes(content)
-        config = builder.create_builder_config()
-        _, _, notes = use_cache(nv, config, file)
-        assert any("timing cache" in note for note in notes) == bool(content)
-        digests.add(keep_cache(config, file))
-    ((digest, _),) = digests
-    assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_an_object_with_a_recorder_reports_there_and_not_to_the_logger() -> None:

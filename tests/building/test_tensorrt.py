@@ -20,7 +20,6 @@ import deploykit as dk
 from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import (
     activation_bytes,
-    build,
     cache_path,
     check,
     precision_flags,
@@ -30,7 +29,6 @@ from deploykit.building.tensorrt.build import (
 from deploykit.building.tensorrt.options import (
     HARDWARE,
     AxisRange,
-    Options,
     parse_axis,
     parse_batch,
     ranges,
@@ -44,26 +42,21 @@ from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import parse_spec
 from scripts.nvidia import fetch
+from tests.building.conftest import Rig
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, mnist_like, save
-from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, Use, options, replaced
+from tests.support.runtimes.fake_tensorrt import NO_FORMATS, Severity, options, replaced
 
 ONE = AxisRange(4, 4, 4)
-
-
-def built(model: Path, out: Path, *arguments: Any, **given: Any) -> Any:
-    return build(model, out, options(*arguments, **given))
 
 
 # what reaches the builder, and what is recorded of the plan
 
 
-def test_profile_and_options_reach_the_builder_and_its_plan_is_written(
-    use: Use, model: Path, out: Path
-) -> None:
-    does = use(version="10.3.0.26", needs_plugins=True)
-    facts = built(model, out, version_compatible=True, hardware_compatible="ampere-plus")
-    assert out.read_bytes() == does.plan
+def test_profile_and_options_reach_the_builder_and_its_plan_is_written(rig: Rig) -> None:
+    does = rig.use(version="10.3.0.26", needs_plugins=True)
+    facts = rig.build(version_compatible=True, hardware_compatible="ampere-plus")
+    assert rig.out.read_bytes() == does.plan
     config, on = does.seen["config"], facts.built_on
     assert does.seen["shapes"] == {"x": ((1, 4), (4, 4), (8, 4))}
     assert does.seen["WORKSPACE"] == load_profile("l4").workspace_bytes
@@ -77,24 +70,22 @@ def test_profile_and_options_reach_the_builder_and_its_plan_is_written(
     )
     assert "tf32" not in on  # left on, unless it is refused
     assert "cleared" not in does.seen
-    assert built(model, out, tf32=False).built_on["tf32"] == "no"
+    assert rig.build(tf32=False).built_on["tf32"] == "no"
     assert does.seen["cleared"] == ["TF32"]
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["TensorRT 11", "TensorRT 10"])
-def test_strong_typing_is_asked_for_by_name(use: Use, model: Path, out: Path, number: int) -> None:
-    does = use(strong_number=number)
-    facts = built(model, out)
+def test_strong_typing_is_asked_for_by_name(rig: Rig, number: int) -> None:
+    does = rig.use(strong_number=number)
+    facts = rig.build()
     assert does.seen["strong"] == [True]
     assert facts.flags_used == ("STRONGLY_TYPED",)
 
 
 @pytest.mark.parametrize("level", HARDWARE)
-def test_a_hardware_compatibility_level_reaches_the_builder(
-    use: Use, model: Path, out: Path, level: str
-) -> None:
-    does = use(hardware="NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
-    facts = built(model, out, hardware_compatible=level)
+def test_a_hardware_compatibility_level_reaches_the_builder(rig: Rig, level: str) -> None:
+    does = rig.use(hardware="NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
+    facts = rig.build(hardware_compatible=level)
     config = does.seen["config"]
     assert config.hardware_compatibility_level == level.upper().replace("-", "_")
     assert facts.built_on["hardware_compatible"] == level
@@ -117,10 +108,10 @@ def test_a_hardware_compatibility_level_reaches_the_builder(
     ],
 )
 def test_older_flags_are_used_where_strong_typing_is_refused_with_a_note(
-    use: Use, model: Path, out: Path, behaviour: dict[str, Any], flags: tuple[str, ...]
+    rig: Rig, behaviour: dict[str, Any], flags: tuple[str, ...]
 ) -> None:
-    does = use(version="10.3.0", **behaviour)
-    facts = built(model, out)
+    does = rig.use(version="10.3.0", **behaviour)
+    facts = rig.build()
     assert does.seen["strong"] == [True, False]
     assert facts.flags_used == flags
     assert does.seen["config"].flags == list(flags)
@@ -138,20 +129,13 @@ def test_older_flags_are_used_where_strong_typing_is_refused_with_a_note(
     ],
 )
 def test_a_build_that_fails_gives_its_first_reason(
-    use: Use,
-    model: Path,
-    out: Path,
-    version: str,
-    strong: str,
-    weak: str | None,
-    says: str,
-    tried: int,
+    rig: Rig, version: str, strong: str, weak: str | None, says: str, tried: int
 ) -> None:
-    does = use(version=version, strong_error=strong, weak_error=weak)
+    does = rig.use(version=version, strong_error=strong, weak_error=weak)
     with pytest.raises(Unsupported, match=says):
-        built(model, out)
+        rig.build()
     assert does.seen["strong"] == [True, False][:tried]
-    assert not out.exists()
+    assert not rig.out.exists()
 
 
 def test_weak_typing_takes_its_flags_from_the_types() -> None:
@@ -160,53 +144,49 @@ def test_weak_typing_takes_its_flags_from_the_types() -> None:
     assert precision_flags(["INT4", "HALF"]) == ("FP16", "INT4")
 
 
-def test_layers_are_read_back_where_the_plan_can_be_loaded(
-    use: Use, model: Path, out: Path
-) -> None:
+def test_layers_are_read_back_where_the_plan_can_be_loaded(rig: Rig) -> None:
     layer = {"Name": "gemm", "LayerType": "gemm", "Inputs": [{"Format/Datatype": "Half"}]}
-    does = use(layers=json.dumps({"Layers": [layer, "a + b"]}))
-    facts = built(model, out, version_compatible=True)
+    does = rig.use(layers=json.dumps({"Layers": [layer, "a + b"]}))
+    facts = rig.build(version_compatible=True)
     assert does.seen["host_code"] is True
     document = json.loads(json.dumps(facts.to_dict()))
     assert [layer["precision"] for layer in document["layers"]] == ["float16", None]
     assert document["layers"][1]["onnx_nodes"] == ["a", "b"]
-    built(model, out)
+    rig.build()
     assert does.seen["host_code"] is False
 
 
 @pytest.mark.parametrize("layers", [None, "{broken"])
-def test_without_layers_the_plan_is_kept_and_the_reason_noted(
-    use: Use, model: Path, out: Path, layers: str | None
-) -> None:
-    does = use(layers=layers)
-    facts = built(model, out)
+def test_without_layers_the_plan_is_kept_and_the_reason_noted(rig: Rig, layers: str | None) -> None:
+    does = rig.use(layers=layers)
+    facts = rig.build()
     assert facts.layers is None
     assert "could not be read back" in facts.notes[-1]
-    assert out.read_bytes() == does.plan
+    assert rig.out.read_bytes() == does.plan
 
 
-def test_a_plugin_library_is_loaded_and_recorded(use: Use, model: Path, out: Path) -> None:
-    library = out.with_name("libmine.so")
+def test_a_plugin_library_is_loaded_and_recorded(rig: Rig) -> None:
+    library = rig.out.with_name("libmine.so")
     try:
         fetch.library(library, "void *getPluginCreators(int *n) { *n = 0; return 0; }")
     except fetch.Unobtainable as exc:
         pytest.skip(str(exc))
-    does = use()
-    found = built(model, out, plugins=(library,))
+    does = rig.use()
+    found = rig.build(plugins=(library,))
     assert does.seen["libraries"] == [str(library)]
     assert found.plugins == {str(library): sha256(library)}
 
 
-def test_warnings_of_the_builder_become_notes_each_once(use: Use, model: Path, out: Path) -> None:
+def test_warnings_of_the_builder_become_notes_each_once(rig: Rig) -> None:
     lines = [f"[convert.cpp::f::1] weights of conv{n} overflow" for n in range(7)]
-    use(warnings=(lines[0], lines[0] + "\nand a dump", *lines))
-    notes = [note for note in built(model, out).notes if "warn" in note]
+    rig.use(warnings=(lines[0], lines[0] + "\nand a dump", *lines))
+    notes = [note for note in rig.build().notes if "warn" in note]
     assert notes[:2] == [f"TensorRT warns: weights of conv{n} overflow" for n in range(2)]
     assert (len(notes), notes[5]) == (6, "TensorRT gave 2 more warnings: see `--debug`")
 
 
-def test_log_lines_are_collected_within_the_block_only(use: Use) -> None:
-    use()
+def test_log_lines_are_collected_within_the_block_only(rig: Rig) -> None:
+    rig.use()
     nv = module.module()
     log, error = module.logger(nv), Severity.ERROR
     with module.collect_log(nv) as outer:
@@ -218,11 +198,9 @@ def test_log_lines_are_collected_within_the_block_only(use: Use) -> None:
 
 
 @pytest.mark.parametrize("error", [None, NO_FORMATS])
-def test_tensorrt_for_rtx_checks_where_it_alone_is_installed(
-    use: Use, model: Path, error: str | None
-) -> None:
-    does = use("tensorrt_rtx", version="1.7.1.116", plan=b"vtrt" + bytes(8), strong_error=error)
-    found = check(model, options())
+def test_tensorrt_for_rtx_checks_where_it_alone_is_installed(rig: Rig, error: str | None) -> None:
+    does = rig.use("tensorrt_rtx", version="1.7.1.116", plan=b"vtrt" + bytes(8), strong_error=error)
+    found = check(rig.model, options())
     if error:
         assert "could not find any supported formats" in found.problems[0]
     else:
@@ -266,28 +244,27 @@ TO_10_16 = replace(load_profile("l4"), tensorrt_max="10.16")
     ],
 )
 def test_options_that_cannot_be_had_are_refused_with_the_reason(
-    use: Use,
+    rig: Rig,
     tmp_path: Path,
-    out: Path,
     given: dict[str, Any],
     behaviour: dict[str, Any],
     error: type[Exception],
     words: str,
 ) -> None:
-    does = use(**behaviour)
+    does = rig.use(**behaviour)
     float32 = given.get("graph") == "fp32"
     graph = linear() if float32 else to_half(linear(), "fp16", {})[0]
     rest = {key: value for key, value in given.items() if key not in ("graph", "plugins")}
     plugins = tuple(Path(each) for each in given.get("plugins", ()))
     with pytest.raises(error, match=words):
-        built(save(graph, tmp_path / "m.onnx"), out, plugins=plugins, **rest)
+        rig.build(save(graph, tmp_path / "half.onnx"), plugins=plugins, **rest)
     assert "strong" not in does.seen
-    assert not out.exists()
+    assert not rig.out.exists()
 
 
-def test_without_tensorrt_the_extra_is_named(model: Path, out: Path) -> None:
+def test_without_tensorrt_the_extra_is_named(rig: Rig) -> None:
     with replaced("tensorrt", None), pytest.raises(MissingExtra) as caught:
-        built(model, out)
+        rig.build()
     assert install_command("tensorrt") in (caught.value.hint or "")
 
 
@@ -315,11 +292,11 @@ def a_plan(folder: Path) -> Path:
     ids=["weights elsewhere", "a plan", "missing"],
 )
 def test_a_file_that_cannot_be_read_is_refused(
-    use: Use, tmp_path: Path, out: Path, make: Any, error: type[Exception], words: str
+    rig: Rig, tmp_path: Path, make: Any, error: type[Exception], words: str
 ) -> None:
-    does = use()
+    does = rig.use()
     with pytest.raises(error, match=words):
-        built(make(tmp_path), out)
+        rig.build(make(tmp_path))
     assert "strong" not in does.seen
 
 
@@ -454,14 +431,12 @@ def test_the_workspace_fits_into_the_free_memory(
         assert workspace_that_fits(need, free, "m") == fits * MIB
 
 
-def test_a_workspace_is_cut_to_the_free_memory_with_a_note(
-    use: Use, model: Path, out: Path
-) -> None:
-    does = use()
-    facts = built(model, out, free_bytes=1 << 30)
+def test_a_workspace_is_cut_to_the_free_memory_with_a_note(rig: Rig) -> None:
+    does = rig.use()
+    facts = rig.build(free_bytes=1 << 30)
     assert 1000 * MIB < does.seen["WORKSPACE"] < 1 << 30
     assert "instead of 6,144 MiB" in facts.notes[0]
-    assert built(model, out, free_bytes=8 << 30).notes == facts.notes[1:]
+    assert rig.build(free_bytes=8 << 30).notes == facts.notes[1:]
     assert does.seen["WORKSPACE"] == 6 << 30
 
 
@@ -475,15 +450,10 @@ def test_a_workspace_is_cut_to_the_free_memory_with_a_note(
 )
 @pytest.mark.parametrize("again", [False, True])
 def test_a_signal_stops_the_build_at_its_next_step_and_a_second_one_at_once(
-    use: Use,
-    model: Path,
-    out: Path,
-    number: signal.Signals,
-    raised: type[BaseException],
-    again: bool,
+    rig: Rig, number: signal.Signals, raised: type[BaseException], again: bool
 ) -> None:
     """TensorRT may compute for minutes without a step."""
-    out.write_bytes(b"previous")
+    rig.out.write_bytes(b"previous")
     stopping, leave = threading.Event(), threading.Event()
 
     def on_progress(phase: str, share: float) -> None:
@@ -500,27 +470,27 @@ def test_a_signal_stops_the_build_at_its_next_step_and_a_second_one_at_once(
     def exits(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    use(during_build=during_build)
+    rig.use(during_build=during_build)
     before = signal.signal(signal.SIGTERM, exits)
     try:
         with pytest.raises(raised):
-            build(model, out, options(), on_progress)
+            rig.build(on_progress=on_progress)
     finally:
         signal.signal(signal.SIGTERM, before)
         leave.set()
-    assert out.read_bytes() == b"previous"
+    assert rig.out.read_bytes() == b"previous"
 
 
-def test_an_error_in_on_progress_comes_through(use: Use, model: Path, out: Path) -> None:
-    use()
+def test_an_error_in_on_progress_comes_through(rig: Rig) -> None:
+    rig.use()
 
     def fails(text: str, share: float) -> None:
         if text == "Building engine":
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        build(model, out, options(), fails)
-    assert not out.exists()
+        rig.build(on_progress=fails)
+    assert not rig.out.exists()
 
 
 def test_progress_from_several_threads_never_falls_and_comes_one_call_at_a_time() -> None:
@@ -561,10 +531,6 @@ COPY = {"Name": "x to nvm", "LayerType": "Reformat"}
 LAYERS = json.dumps({"Layers": [COPY, ON_DLA, ON_GPU]})
 
 
-def on_dla(dla: int = 1) -> Options:
-    return options("jetson-orin-nx-16gb", ONE, dla=dla)
-
-
 @pytest.fixture(name="half")
 def half_fixture(tmp_path: Path) -> Path:
     return save(to_half(linear(), "fp16", {})[0], tmp_path / "m.onnx")
@@ -575,31 +541,31 @@ def half_fixture(tmp_path: Path) -> Path:
     [("10.3.0", ("GPU_FALLBACK",)), ("11.4.1", ("STRONGLY_TYPED", "GPU_FALLBACK"))],
 )
 def test_layers_on_the_dla_are_counted_and_the_core_is_set(
-    use: Use, half: Path, out: Path, version: str, typing: tuple[str, ...]
+    rig: Rig, half: Path, version: str, typing: tuple[str, ...]
 ) -> None:
     """Before TensorRT 11 precision is a flag; FLOAT alone, as here, needs none."""
-    does = use(version=version, dla_cores=2, layers=LAYERS)
-    facts = build(half, out, on_dla())
+    does = rig.use(version=version, dla_cores=2, layers=LAYERS)
+    facts = rig.build(half, **DLA)
     config = does.seen["config"]
     assert (config.default_device_type, config.DLA_core) == ("DLA", 1)
     assert does.seen["runtime_dla"] == 1
     assert facts.flags_used == typing
     assert facts.built_on["dla"] == "1"
     assert "1 of 3 layers run on DLA core 1, the others on the GPU" in facts.notes
-    use(**OLD)
-    assert "not known" in build(half, out, on_dla()).notes[-1]
+    rig.use(**OLD)
+    assert "not known" in rig.build(half, **DLA).notes[-1]
 
 
-def test_an_engine_with_nothing_on_the_dla_is_refused(use: Use, half: Path, out: Path) -> None:
-    use(**OLD, layers=json.dumps({"Layers": [COPY, ON_GPU]}))
+def test_an_engine_with_nothing_on_the_dla_is_refused(rig: Rig, half: Path) -> None:
+    rig.use(**OLD, layers=json.dumps({"Layers": [COPY, ON_GPU]}))
     with pytest.raises(Unsupported, match="none of its 2 layers runs on DLA core 1"):
-        build(half, out, on_dla())
-    assert not out.exists()
+        rig.build(half, **DLA)
+    assert not rig.out.exists()
 
 
-def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(use: Use, half: Path) -> None:
-    use(dla_cores=0)
-    found = check(half, on_dla(dla=0))
+def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(rig: Rig, half: Path) -> None:
+    rig.use(dla_cores=0)
+    found = check(half, options(**DLA | {"dla": 0}))
     assert found.accepted
     assert "checked for the GPU alone" in found.notes[0]
 
@@ -607,19 +573,19 @@ def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(use: Use, half: Path) 
 # the timing cache
 
 
-def test_the_timing_cache_is_kept_and_given_back(use: Use, model: Path, out: Path) -> None:
-    file = out.with_name("t.cache")
+def test_the_timing_cache_is_kept_and_given_back(rig: Rig) -> None:
+    file = rig.out.with_name("t.cache")
     file.touch()  # empty: a cache without timings
-    does = use()
-    first = built(model, out, timing_cache=file)
+    does = rig.use()
+    first = rig.build(timing_cache=file)
     assert file.read_bytes() == b"timed"
     assert first.built_on["timing_cache_sha256"] == hashlib.sha256(b"timed").hexdigest()
     assert not any("t.cache" in note for note in first.notes)
-    second = built(model, out, timing_cache=file)
+    second = rig.build(timing_cache=file)
     assert does.seen["caches"] == [b"", b"timed"]
     assert second.built_on["timing_cache_sha256"] == hashlib.sha256(b"timedtimed").hexdigest()
-    check(model, options(timing_cache=out.with_name("other.cache")))
-    assert not out.with_name("other.cache").exists()  # a check keeps nothing
+    check(rig.model, options(timing_cache=rig.out.with_name("other.cache")))
+    assert not rig.out.with_name("other.cache").exists()  # a check keeps nothing
 
 
 @pytest.mark.parametrize(
@@ -632,13 +598,13 @@ def test_the_timing_cache_is_kept_and_given_back(use: Use, model: Path, out: Pat
     ],
 )
 def test_a_timing_cache_that_cannot_be_used_is_noted_and_fails_no_build(
-    use: Use, model: Path, out: Path, name: str, driver: bool, note: str, after: bytes | None
+    rig: Rig, name: str, driver: bool, note: str, after: bytes | None
 ) -> None:
-    file = out.parent / name
+    file = rig.out.parent / name
     if after:
         file.write_bytes(b"what is in it")
-    use(cache_refused=True, cache_driver=driver)
-    facts = built(model, out, timing_cache=file)
+    rig.use(cache_refused=True, cache_driver=driver)
+    facts = rig.build(timing_cache=file)
     assert any(note in each for each in facts.notes)
     assert (file.read_bytes() if after else None) == after
     assert driver or "timing_cache_sha256" not in facts.built_on

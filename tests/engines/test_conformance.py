@@ -22,11 +22,6 @@ from tests.support.runtimes.cases import CASES, OPENERS, PRESENT, Case, absent, 
 
 pytestmark = pytest.mark.conformance
 DYNAMIC = [case for case in CASES if case is not cases.FIXED]
-REFUSES_ZERO_ROWS = (
-    "tensorrt",
-    "tensorrt-stand-in",
-)  # its plans are built for batches of 1 or more
-CALLS = 25  # of each of two threads
 
 Open = Callable[[Case], Engine]
 
@@ -67,31 +62,25 @@ def rows(count: int, start: float = 0.0) -> np.ndarray:
     return (np.arange(count * 4, dtype=np.float32) + np.float32(start)).reshape(count, 4)
 
 
-def test_specs_name_the_tensors(engine: Engine) -> None:
+def test_device_and_runtime_say_what_really_runs(engine: Engine) -> None:
     assert engine.inputs == (TensorSpec("x", "float32", ("N", 4)),)
     assert engine.outputs == (TensorSpec("y", "float32", ("N", 4)),)
-
-
-def test_device_and_runtime_say_what_really_runs(engine: Engine) -> None:
     assert re.fullmatch(r"cpu|cuda:\d+", engine.device)
     assert re.fullmatch(r"fake|(onnxruntime|openvino|torch|tensorrt) \d+\.\d+.*", engine.runtime)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 33])
-def test_every_batch_size_gives_the_right_rows(engine: Engine, batch: int) -> None:
-    x = rows(batch)
-    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
-
-
-def test_read_only_input_is_accepted(engine: Engine) -> None:
+def test_answer_belongs_to_the_caller_and_the_input_may_be_read_only(engine: Engine) -> None:
     """The server's inputs are views of bytes received."""
     x = np.frombuffer(rows(2).tobytes(), np.float32).reshape(2, 4)
-    assert not x.flags.writeable
-    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
+    first, second = engine({"x": x})["y"], engine({"x": rows(2, start=100)})["y"]
+    np.testing.assert_array_equal(first, 2 * x + 1)
+    first[:] = -1  # writable, and nobody else's
+    np.testing.assert_array_equal(x, rows(2))
+    np.testing.assert_array_equal(second, 2 * rows(2, start=100) + 1)
 
 
 def test_zero_rows_give_zero_rows_or_are_refused_by_name(runtime: str, engine: Engine) -> None:
-    if runtime in REFUSES_ZERO_ROWS:
+    if runtime.startswith("tensorrt"):  # its plans are built for batches of 1 or more
         with pytest.raises(BadInput, match=r"\b0\b"):
             engine({"x": rows(0)})
         return
@@ -117,7 +106,6 @@ def test_batch_above_the_largest_is_refused_by_number(engine: Engine) -> None:
         ({"x": rows(1)[:, :3]}, r"input 'x' is float32\[N,4\], got float32\[1,3\]"),
         ({"x": rows(1)[None]}, r"got float32\[1,1,4\]"),
         ({"x": rows(1).astype(np.float64)}, r"input 'x' .* got float64\[1,4\]"),
-        ({"x": rows(1).astype(np.int64)}, r"input 'x' .* got int64\[1,4\]"),
         ({"x": np.array([["a"] * 4])}, r"input 'x' .* got str"),
         ({"x": np.array([[None] * 4])}, r"input 'x' .* got object"),
         ({"x": rows(1).tolist()}, "input 'x' is a list, not a NumPy array"),
@@ -132,44 +120,20 @@ def test_wrong_feeds_are_refused_by_name(
         engine(feeds)
 
 
-def test_answer_belongs_to_the_caller(engine: Engine) -> None:
-    x = rows(2)
-    first, second = engine({"x": x})["y"], engine({"x": rows(2, start=100)})["y"]
-    first[:] = -1  # writable, and nobody else's
-    np.testing.assert_array_equal(x, rows(2))
-    np.testing.assert_array_equal(second, 2 * rows(2, start=100) + 1)
-
-
-def test_another_thread_may_call_it(engine: Engine) -> None:
-    """The server calls an engine from its batcher's thread, not from the one that opened it."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        y = pool.submit(lambda: engine({"x": rows(5)})["y"]).result(timeout=60)
-    np.testing.assert_array_equal(y, 2 * rows(5) + 1)
-
-
-def test_closed_engine_still_names_its_tensors(engine: Engine) -> None:
+def test_a_closed_engine_says_so_and_still_names_its_tensors(engine: Engine) -> None:
     """The server's metadata and error messages need them while it shuts down."""
-    engine.close()
+    for _ in range(2):
+        engine.close()
     assert [spec.name for spec in (*engine.inputs, *engine.outputs)] == ["x", "y"]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_specs_are_those_of_the_model(opened: Open, case: Case) -> None:
-    engine = opened(case)
-    assert engine.inputs == case.input_specs
-    assert engine.outputs == case.output_specs
-
-
-@pytest.mark.parametrize("batch", [1, 3, 8, 33])
-@pytest.mark.parametrize("case", DYNAMIC, ids=lambda case: case.name)
-def test_every_dtype_and_batch_comes_back_bit_for_bit(opened: Open, case: Case, batch: int) -> None:
-    check(case, opened(case), case.feeds(batch))
+    with pytest.raises(DeploykitError, match="closed"):  # before it looks at the feeds
+        engine({})
 
 
 @pytest.mark.parametrize("case", DYNAMIC, ids=lambda case: case.name)
-def test_batches_in_any_order_do_not_disturb_each_other(opened: Open, case: Case) -> None:
+def test_every_dtype_and_batch_comes_back_bit_for_bit(opened: Open, case: Case) -> None:
     engine = opened(case)
-    for number, batch in enumerate((5, 1, 33, 2, 33, 5)):
+    assert (engine.inputs, engine.outputs) == (case.input_specs, case.output_specs)
+    for number, batch in enumerate((5, 1, 33, 2, 33, 8, 5)):  # none disturbs another
         check(case, engine, case.feeds(batch, start=7 * number))
 
 
@@ -179,55 +143,49 @@ def test_another_dynamic_axis_may_change_too(opened: Open) -> None:
         check(cases.SEQUENCE, engine, cases.SEQUENCE.feeds(batch, T=steps))
 
 
-@pytest.mark.parametrize("case", [*DYNAMIC, cases.FIXED], ids=lambda case: case.name)
-@pytest.mark.parametrize(
-    "view",
-    [lambda a: a[::2], lambda a: a[::-2], lambda a: np.asfortranarray(a[::2])],
-    ids=["every-second", "backwards", "fortran"],
+VIEWS: tuple[Callable[[np.ndarray], np.ndarray], ...] = (
+    lambda a: a[::2],
+    lambda a: a[::-2],
+    lambda a: np.asfortranarray(a[::2]),
 )
-def test_views_of_any_dtype_are_read_in_their_order(
-    opened: Open, case: Case, view: Callable[[np.ndarray], np.ndarray]
-) -> None:
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_views_of_any_dtype_are_read_in_their_order(opened: Open, case: Case) -> None:
     engine = opened(case)
     batch = 2 if case is cases.FIXED else 3
-    twice = {
-        name: np.repeat(array, 2, axis=0)
-        + np.arange(2 * batch).astype(array.dtype).reshape(-1, *[1] * (array.ndim - 1))
-        for name, array in case.feeds(batch).items()
-    }
+    twice = {}
+    for name, array in case.feeds(batch).items():
+        change = np.arange(2 * batch).astype(array.dtype).reshape(-1, *[1] * (array.ndim - 1))
+        twice[name] = np.repeat(array, 2, axis=0) + change
     if case is cases.IDS:
         twice["ids"] %= len(cases.TABLE)
-    feeds = {name: view(array) for name, array in twice.items()}
-    assert not any(array.flags.c_contiguous for array in feeds.values())
-    check(case, engine, feeds)
+    for view in VIEWS:
+        feeds = {name: view(array) for name, array in twice.items()}
+        assert not any(array.flags.c_contiguous for array in feeds.values())
+        check(case, engine, feeds)
 
 
 def test_fixed_batch_is_kept(opened: Open) -> None:
     engine = opened(cases.FIXED)
+    assert engine.inputs == cases.FIXED.input_specs
     check(cases.FIXED, engine, cases.FIXED.feeds(2))
     with pytest.raises(BadInput, match=r"input 'x' is float32\[2,4\], got float32\[3,4\]"):
         engine({"x": rows(3)})
 
 
-def test_order_of_the_feeds_does_not_matter(opened: Open) -> None:
+def test_feeds_may_come_in_any_order_and_be_one_array(opened: Open) -> None:
     engine, feeds = opened(cases.TWO_INPUTS), cases.TWO_INPUTS.feeds(3)
     check(cases.TWO_INPUTS, engine, dict(reversed(feeds.items())))
-
-
-def test_one_array_may_be_both_inputs(opened: Open) -> None:
     x = rows(3)
-    check(cases.TWO_INPUTS, opened(cases.TWO_INPUTS), {"a": x, "b": x})
+    check(cases.TWO_INPUTS, engine, {"a": x, "b": x})
 
 
 @pytest.mark.parametrize(
     ("case", "wrong", "says"),
     [
         (cases.HALF, {"x": rows(2)}, r"input 'x' is float16\[N,4\], got float32\[2,4\]"),
-        (
-            cases.IDS,
-            {"ids": np.zeros((2, 5), np.int32)},
-            r"input 'ids' is int64\[N,5\], got int32\[2,5\]",
-        ),
+        (cases.IDS, {"ids": np.zeros((2, 5), np.int32)}, r"is int64\[N,5\], got int32\[2,5\]"),
         (cases.MASK, {"keep": np.ones((2, 4), np.uint8)}, r"input 'keep' is bool.* got uint8\[2,4"),
         (cases.MASK, {"keep": np.ones((3, 4), np.bool_)}, "axis N is 2 and 3 in the same call"),
         (cases.TWO_INPUTS, {"c": rows(2)}, "unknown input 'c'"),
@@ -244,30 +202,17 @@ def test_wrong_dtype_shape_or_name_is_refused_by_name_and_forgotten(
     check(case, engine, feeds)
 
 
-@pytest.mark.parametrize("case", [cases.AFFINE, cases.IDS, cases.MASK], ids=lambda c: c.name)
-def test_two_engines_run_in_two_threads_at_once(opened: Open, case: Case) -> None:
+def test_two_engines_run_in_two_threads_at_once_and_one_may_close(opened: Open) -> None:
     """Each is called by one thread at a time; what they share inside must not mix their rows."""
+    case = cases.MASK
     engines = [opened(case), opened(case)]
 
     def work(number: int) -> None:
-        for call in range(CALLS):
+        for call in range(25):
             check(case, engines[number], case.feeds(1 + call % 9, start=100 * number + call))
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         for done in [pool.submit(work, number) for number in range(2)]:
             done.result(timeout=120)
-
-
-def test_closing_one_engine_leaves_the_other_of_the_same_model(opened: Open) -> None:
-    first, second = opened(cases.AFFINE), opened(cases.AFFINE)
-    first.close()
-    check(cases.AFFINE, second, cases.AFFINE.feeds(3))
-    with pytest.raises(DeploykitError, match="closed"):
-        first(cases.AFFINE.feeds(3))
-
-
-def test_call_after_close_says_so_before_it_looks_at_the_feeds(engine: Engine) -> None:
-    for _ in range(2):
-        engine.close()
-    with pytest.raises(DeploykitError, match="closed"):
-        engine({})
+    engines[0].close()
+    check(case, engines[1], case.feeds(3))

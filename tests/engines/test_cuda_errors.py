@@ -2,135 +2,89 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.engines.cuda import errors as codes
 from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost, cuda_error
-from tests.support.runtimes.own_cuda import Affine, FakeCuda, driver, pipeline, right, rows
+from tests.support.runtimes.own_cuda import FakeCuda, driver, rows
+from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, right  # noqa: F401
+
+LARGE = ({"x": [[1, 4], [1, 4], [8192, 4]]},)
 
 
 def test_out_of_memory_says_need_and_free_and_a_smaller_call_still_runs() -> None:
-    cuda = FakeCuda(total_bytes=100_000)
-    with pipeline(cuda) as run:
-        assert right(run({"x": rows(100)}), rows(100))
+    with Opened(profiles=LARGE, cuda=FakeCuda(total_bytes=100_000)) as found:
+        assert right(found.engine, 100)
         words = r"cuda:0: out of memory: .* MiB needed, .* MiB free"
         with pytest.raises(OutOfMemory, match=words) as caught:
-            run({"x": rows(5000)})
+            found.engine({"x": rows(5000)})
         assert (caught.value.exit_code, caught.value.http_status) == (3, 503)
-        assert right(run({"x": rows(100)}), rows(100))
-    assert cuda.held() == {}
-
-
-def test_too_little_memory_for_the_first_slot_is_reported_at_once_and_frees_all() -> None:
-    cuda = FakeCuda(total_bytes=1000)
-    run = pipeline(cuda, scratch_bytes=2000)
-    with pytest.raises(OutOfMemory):
-        run.reserve([(1, 4)])
-    run.close()
-    assert cuda.held() == {}
+        assert right(found.engine, 100)
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc"])
 def test_memory_that_the_driver_refuses_is_an_error_and_nothing_is_held(call: str) -> None:
-    cuda = FakeCuda()
-    with pipeline(cuda) as run:
-        cuda.library.fakecuda_fail(f"{call}:2@2".encode())
+    with Opened(profiles=LARGE) as found:
+        found.cuda.library.fakecuda_fail(f"{call}:2@2".encode())
         with pytest.raises(OutOfMemory, match="cuda:0: out of memory"):
-            run({"x": rows(2)})
-        assert right(run({"x": rows(2)}), rows(2))
-    assert cuda.held() == {}
+            found.engine({"x": rows(5000)})
+        assert right(found.engine, 5000)
 
 
 @pytest.mark.parametrize("call", ["copy_in", "record", "wait", "begin_capture", "end_capture"])
 def test_a_lost_device_has_its_own_error_and_stays_lost(call: str) -> None:
-    cuda = FakeCuda()
-    run = pipeline(cuda, graphs=[1] if "capture" in call else [])
-    run({"x": rows(1)})
-    cuda.fail = {call: "IllegalAddress"}
-    with pytest.raises(DeviceLost, match="cudaErrorIllegalAddress"):
-        run({"x": rows(1)})
-    assert run.notes == ()  # it is not a refused graph
-    before = len(cuda.calls)
-    with pytest.raises(DeviceLost):
-        run({"x": rows(1)})
-    assert len(cuda.calls) == before  # CUDA is not asked again
-    run.close()
+    with Opened(graphs=[1] if "capture" in call else []) as found:
+        found.engine({"x": rows(1)})
+        found.cuda.fail = {call: "IllegalAddress"}
+        with pytest.raises(DeviceLost, match="cudaErrorIllegalAddress"):
+            found.engine({"x": rows(1)})
+        assert found.engine.notes == ()  # it is not a refused graph
+        before = len(found.cuda.calls)
+        with pytest.raises(DeviceLost):
+            found.engine({"x": rows(1)})
+        assert len(found.cuda.calls) == before  # CUDA is not asked again
 
 
-@pytest.mark.parametrize("lost", [True, False])
-def test_an_unknown_failure_on_a_lost_device_is_a_lost_device(lost: bool) -> None:
-    """TensorRT gives a reason of its own, whatever CUDA's is."""
-    cuda, made = FakeCuda(), list[Affine]()
-    run = pipeline(cuda, made)
-    run({"x": rows(1)})
-
-    def refuse(_stream: int) -> None:
-        if lost:
-            cuda.lost = "IllegalAddress"
-        raise Unsupported("m.trt: TensorRT refused it")
-
-    made[0].enqueue = refuse  # type: ignore[method-assign]
-    kind = DeviceLost if lost else Unsupported
-    with pytest.raises(kind) as caught:
-        run({"x": rows(1)})
-    assert type(caught.value) is kind
-    assert "refused it" in str(caught.value.__cause__ if lost else caught.value)
-    with pytest.raises(kind):
-        run({"x": rows(1)})
-    run.close()
-
-
-def test_a_copy_of_one_byte_finds_the_lost_device_where_a_wait_does_not() -> None:
-    cuda = FakeCuda()
-    run = pipeline(cuda)
-    run({"x": rows(1)})
-    cuda.library.fakecuda_fail(b"cuEventRecord:1,cuStreamSynchronize:1,cuMemcpyDtoH:719")
+def test_a_copy_of_one_byte_finds_the_lost_device_where_a_wait_does_not(opened: Opened) -> None:
+    opened.engine({"x": rows(1)})
+    opened.cuda.library.fakecuda_fail(b"cuEventRecord:1,cuStreamSynchronize:1,cuMemcpyDtoH:719")
     with pytest.raises(DeviceLost, match="cudaErrorLaunchFailure") as caught:
-        run({"x": rows(1)})
+        opened.engine({"x": rows(1)})
     assert "cudaErrorInvalidValue" in str(caught.value.__cause__)
-    run.close()
 
 
 @pytest.mark.parametrize("code", ["copy_in:InvalidValue", "wait:InvalidResourceHandle"])
 def test_a_call_that_fails_for_another_reason_costs_neither_the_device_nor_a_slot(
-    code: str,
+    opened: Opened, code: str
 ) -> None:
-    cuda = FakeCuda()
     call, _, name = code.partition(":")
-    with pipeline(cuda, slots=2) as run:
-        for _ in range(5):
-            cuda.fail = {call: name}
-            with pytest.raises(DeploykitError, match=f"cudaError{name}") as caught:
-                run({"x": rows(1)})
-            assert not isinstance(caught.value, DeviceLost)
-        assert right(run({"x": rows(1)}), rows(1))
-        assert len(cuda.streams) == 1
+    for _ in range(5):
+        opened.cuda.fail = {call: name}
+        with pytest.raises(DeploykitError, match=f"cudaError{name}") as caught:
+            opened.engine({"x": rows(1)})
+        assert not isinstance(caught.value, DeviceLost)
+    assert right(opened.engine, 1)
+    assert len(opened.cuda.streams) == 1
 
 
 def test_closing_on_a_lost_device_does_not_raise() -> None:
-    cuda = FakeCuda()
-    run = pipeline(cuda, graphs=[1], scratch_bytes=64)
-    for _ in range(3):
-        run({"x": rows(1)})
-    ticket = run.submit({"x": rows(1)})
-    cuda.lost = "LaunchFailure"
-    run.close()
+    with Opened(graphs=[1], scratch=64) as found:
+        assert all(right(found.engine, 1) for _ in range(3))
+        ticket = found.engine.submit({"x": rows(1)})
+        found.cuda.lost = "LaunchFailure"
     with pytest.raises(DeviceLost):
         ticket.result()
 
 
-def test_closing_ends_the_calls_under_way_and_may_come_twice() -> None:
-    run = pipeline(FakeCuda())
-    tickets = [run.submit({"x": rows(2, start=n)}) for n in range(2)]
-    run.close()
-    run.close()
-    assert all(right(ticket.result(), rows(2, start=n)) for n, ticket in enumerate(tickets))
-    with pytest.raises(DeploykitError, match="closed"):
-        run({"x": rows(1)})
+def test_closing_ends_the_calls_under_way() -> None:
+    with Opened() as found:
+        tickets = [found.engine.submit({"x": rows(2, start=n)}) for n in range(2)]
+    for n, ticket in enumerate(tickets):
+        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(2, start=n) + 1)
 
 
 # what CUDA's codes mean
@@ -185,19 +139,3 @@ def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
     with pytest.raises(DeploykitError, match=r"cuMemAlloc.*unknown to the installed") as caught:
         cuda.allocate(1)
     assert type(caught.value) is kind
-
-
-def test_a_copy_into_memory_that_is_gone_is_a_lost_device_at_the_wait() -> None:
-    """As a wild pointer in a kernel: CUDA reports it later, with another call."""
-    cuda = FakeCuda()
-    stream, host, device = cuda.open_stream(), cuda.pin(512), cuda.allocate(512)
-    cuda.begin_capture(stream)
-    cuda.copy_in(device, host, 512, stream)
-    graph = cuda.end_capture(stream)
-    cuda.free(device)
-    cuda.launch(graph, stream)
-    with pytest.raises(DeviceLost, match="cudaErrorIllegalAddress in cuStreamSynchronize"):
-        cuda.wait_stream(stream)
-    for call in (cuda.memory, functools.partial(cuda.pin, 1), cuda.check):
-        with pytest.raises(DeviceLost, match="illegal memory access"):
-            call()

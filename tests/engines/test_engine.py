@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,11 @@ from deploykit.engines.engine import Engine, FeedCheck, check_feeds, load
 from tests.support.fake_engine import FakeEngine
 
 ROW = TensorSpec("a", "float32", ("N", 4))
+BARE = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+
+
+def zeros(*shape: int, kind: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, kind)
 
 
 def test_content_decides_not_the_name(affine_onnx: Path) -> None:
@@ -28,15 +32,12 @@ def test_content_decides_not_the_name(affine_onnx: Path) -> None:
         assert engine.runtime.startswith("onnxruntime")
 
 
-DEVICES = ("gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         *(
             ({"device": name}, "`device`: unknown value")
-            for name in ["gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n"]
+            for name in ("gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n")
         ),
         ({"threads": 0}, "`threads` must be 1 or more"),
         ({"cuda_graphs": [4, 0]}, "`cuda_graphs` are batch sizes of 1 or more"),
@@ -50,87 +51,23 @@ def test_a_wrong_option_is_refused(
         load(str(affine_onnx), **options)
 
 
-def test_missing_file_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"nothing\.onnx: no such file"):
-        load(tmp_path / "nothing.onnx")
-
-
-@pytest.mark.torch
-def test_bare_weights_are_refused_as_an_engine(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("safetensors")
-    path = tmp_path / "weights.safetensors"
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(BadInput, match=r"weights\.safetensors.*not say what the model") as caught:
-        load(path)
-    assert caught.value.exit_code == 2
-
-
-def test_a_runtime_that_is_not_installed_exits_with_3(tmp_path: Path) -> None:
-    if importlib.util.find_spec("tensorrt") is not None:
-        pytest.skip("tensorrt is installed")
-    path = tmp_path / "m.trt"
-    path.write_bytes(b"ftrt" + bytes(60))
-    with pytest.raises(Unsupported, match="no NVIDIA GPU") as caught:
-        load(path)
-    assert caught.value.exit_code == 3
-
-
-def test_one_axis_name_is_one_size() -> None:
-    both = (ROW, TensorSpec("b", "float32", ("N", 4)))
-    feeds = {"a": np.zeros((3, 4), np.float32), "b": np.zeros((2, 4), np.float32)}
-    with pytest.raises(BadInput, match=r"m: axis N is 3 and 2 in the same call"):
-        check_feeds(both, feeds, "m")
-
-
-def test_error_lists_the_inputs_there_are() -> None:
-    with pytest.raises(BadInput) as caught:
-        check_feeds((ROW,), {}, "m")
-    assert caught.value.hint is not None
-    assert "a:float32[N,4]" in caught.value.hint
-
-
-def test_shapes_that_passed_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-
-    def counting(*arguments: Any) -> None:
-        looked.append(1)
-        check_feeds(*arguments)
-
-    monkeypatch.setattr("deploykit.engines.engine.check_feeds", counting)
-    check = FeedCheck((ROW,), "m")
-    for rows in (3, 3, 5, 3, 5):
-        check({"a": np.zeros((rows, 4), np.float32)})
-    assert len(looked) == 2
-
-
 @pytest.mark.parametrize(
-    "feeds",
+    ("content", "error", "says"),
     [
-        {"a": np.zeros((3, 5), np.float32)},
-        {"a": np.zeros((3, 4), np.float64)},
-        {"a": np.zeros((3, 4), np.float32).astype(">f4")},
-        {"a": [[0.0] * 4] * 3},
-        {"b": np.zeros((3, 4), np.float32)},
-        {"a": np.zeros((3, 4), np.float32), "b": np.zeros((3, 4), np.float32)},
-        {},
+        (None, NotFound, r"m\.file: no such file"),
+        (len(BARE).to_bytes(8, "little") + BARE + bytes(4), BadInput, "not say what the model"),
     ],
-    ids=["shape", "dtype", "byte order", "list", "name", "one more", "none"],
+    ids=["missing", "bare weights"],
 )
-def test_wrong_feeds_are_refused_every_time_also_after_valid_ones(feeds: Any) -> None:
-    check = FeedCheck((ROW,), "m")
-    check({"a": np.zeros((3, 4), np.float32)})
-    for used in (check, FeedCheck((ROW,), "m"), check):
-        with pytest.raises(BadInput):
-            used(feeds)
-
-
-def test_a_repeated_shape_is_known_as_such() -> None:
-    check = FeedCheck((ROW,), "m")
-    rows = 3, 3, 5, 5, 3, 3
-    seen = [check({"a": np.zeros((count, 4), np.float32)}) for count in rows]
-    assert seen == [False, True] * 3
+def test_a_file_that_is_no_model_is_refused(
+    tmp_path: Path, content: bytes | None, error: type[Exception], says: str
+) -> None:
+    path = tmp_path / "m.file"
+    if content is not None:
+        path = path.with_suffix(".safetensors")
+        path.write_bytes(content)
+    with pytest.raises(error, match=says):
+        load(path)
 
 
 def test_a_tensorrt_engine_without_a_gpu_gives_no_hint_to_install_packages(
@@ -143,6 +80,7 @@ def test_a_tensorrt_engine_without_a_gpu_gives_no_hint_to_install_packages(
     monkeypatch.setattr(runtimes, "installed", lambda _: False)
     with pytest.raises(Unsupported, match="this machine has no NVIDIA GPU") as caught:
         load(path)
+    assert caught.value.exit_code == 3
     assert "pip install" not in (caught.value.hint or "")
     gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
     monkeypatch.setattr(runtimes, "this_machine", lambda: replace(here, gpus=(gpu,)))
@@ -151,16 +89,57 @@ def test_a_tensorrt_engine_without_a_gpu_gives_no_hint_to_install_packages(
     assert "no NVIDIA GPU" not in caught_too.value.message
 
 
+def test_one_axis_name_is_one_size_and_an_error_lists_the_inputs_there_are() -> None:
+    both = (ROW, TensorSpec("b", "float32", ("N", 4)))
+    with pytest.raises(BadInput, match=r"m: axis N is 3 and 2 in the same call"):
+        check_feeds(both, {"a": zeros(3, 4), "b": zeros(2, 4)}, "m")
+    with pytest.raises(BadInput) as caught:
+        check_feeds((ROW,), {}, "m")
+    assert "a:float32[N,4]" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "feeds",
+    [
+        {"a": zeros(3, 5)},
+        {"a": zeros(3, 4, kind=np.float64)},
+        {"a": zeros(3, 4).astype(">f4")},
+        {"a": [[0.0] * 4] * 3},
+        {"b": zeros(3, 4)},
+        {"a": zeros(3, 4), "b": zeros(3, 4)},
+        {},
+    ],
+    ids=["shape", "dtype", "byte order", "list", "name", "one more", "none"],
+)
+def test_wrong_feeds_are_refused_every_time_also_after_valid_ones(feeds: Any) -> None:
+    check = FeedCheck((ROW,), "m")
+    check({"a": zeros(3, 4)})
+    for used in (check, FeedCheck((ROW,), "m"), check):
+        with pytest.raises(BadInput):
+            used(feeds)
+
+
+def test_a_repeated_shape_is_known_as_such_and_not_checked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+
+    def counting(*arguments: Any) -> None:
+        looked.append(1)
+        check_feeds(*arguments)
+
+    monkeypatch.setattr("deploykit.engines.engine.check_feeds", counting)
+    check = FeedCheck((ROW,), "m")
+    assert [check({"a": zeros(n, 4)}) for n in (3, 3, 5, 5, 3, 3)] == [False, True] * 3
+    assert len(looked) == 2
+
+
 def test_every_engine_has_all_that_the_protocol_declares() -> None:
     declared = {name for name in vars(Engine) if not name.startswith("_")} - {"inputs", "outputs"}
     engine = FakeEngine()
     assert all(hasattr(engine, name) for name in declared)
-    assert (engine.limits, engine.notes, engine.steady, engine.last_copies_us) == (
-        {},
-        (),
-        False,
-        (0, 0),
-    )
+    assert (engine.limits, engine.notes, engine.steady) == ({}, (), False)
+    assert engine.last_copies_us == (0, 0)
 
 
 def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
@@ -171,11 +150,9 @@ def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
     sizes = "(float[N,1,T,4] x, float[N,1,1,T] mask) => (float[N,1,T,4] y)"
     model = onnx.parser.parse_model(f"{head}{sizes} {{ [a] y = Attention(x, x, x, mask) }}")
     onnx.save(model, tmp_path / "m.onnx")
-    feeds = {"x": np.ones((1, 1, 3, 4), np.float32), "mask": np.zeros((1, 1, 1, 3), np.float32)}
-    with (
-        load(tmp_path / "m.onnx", "cpu") as engine,
-        pytest.raises((BadInput, Unsupported)) as caught,
-    ):  # before 1.24: Unsupported
+    feeds = {"x": np.ones((1, 1, 3, 4), np.float32), "mask": zeros(1, 1, 1, 3)}
+    refused = pytest.raises((BadInput, Unsupported))  # before 1.24: Unsupported
+    with load(tmp_path / "m.onnx", "cpu") as engine, refused as caught:
         engine(feeds)
     why = "inconsistent q_sequence_length (between attn_mask and Q)"
     assert caught.value.message.startswith(f"{tmp_path / 'm.onnx'}: ONNX Runtime ")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import deploykit as dk
 from deploykit.core.errors import BadInput
 from deploykit.engines.batching import prove_rows, spread_places
 from deploykit.engines.engine import Arrays
 from deploykit.evaluation.feeds import feeds_at_sizes
 from tests.support.fake_engine import Function
-from tests.support.onnx_zoo import mnist_like, save
 
 ROWS = 32
 
@@ -74,11 +71,3 @@ def test_the_smaller_feeds_of_a_comparison_are_rows_of_the_largest() -> None:
     assert np.array_equal(by_rows[0]["x"], largest[-1:])
     lengths = feeds_at_sizes(Function(dict, "x:float32[N,T]").inputs)
     assert [feeds["x"].shape for feeds in lengths] == [(1, 5), (2, 12), (7, 1), (ROWS, 33)]
-
-
-def test_a_build_proves_its_rows(tmp_path: Path) -> None:
-    model = save(mnist_like(), tmp_path / "model.onnx")
-    proof = dk.build(model, "cpu", out=tmp_path / "built.onnx").evidence.batching
-    assert proof is not None
-    assert proof.passed
-    assert {4, ROWS} <= {*proof.rows}

@@ -17,28 +17,24 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost
-from deploykit.engines.tensorrt.engine import TensorRtEngine, choose_profile
-from tests.support.campaign import rounds
+from deploykit.engines.tensorrt.engine import choose_profile
 from tests.support.runtimes.fake_tensorrt import tensor
 from tests.support.runtimes.own_cuda import FakeCuda, rows
-from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y, opened_fixture  # noqa: F401
+from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
+    PROFILE,
+    Opened,
+    X,
+    Y,
+    opened_fixture,
+    right,
+)
 
 SIZES = (1, 2, 4, 8)
 MEMORY = {"weights": 100_000, "context": 1000}
-LATE = tensor("y", "OUTPUT", [-1, 4], late=True)
-FIXED = {
-    "tensors": (tensor("x", "INPUT", [2, 4]), tensor("y", "OUTPUT", [2, 4])),
-    "profiles": ({"x": [[2, 4]] * 3},),
-}
 
 
 def calls(*sizes: int) -> list[dict[str, np.ndarray]]:
     return [{"x": np.zeros((size, 4), np.float32)} for size in sorted(sizes, reverse=True)]
-
-
-def right(engine: TensorRtEngine, count: int, start: float = 0.0) -> bool:
-    x = rows(count, start=start)
-    return np.array_equal(engine({"x": x})["y"], 2 * x + 1)
 
 
 # what an engine says of itself
@@ -124,14 +120,6 @@ def test_wrong_feeds_are_refused_before_tensorrt(opened: Opened) -> None:
     assert right(opened.engine, 1)
 
 
-def test_calls_run_in_two_contexts_and_answer_in_order(opened: Opened) -> None:
-    tickets = [opened.engine.submit({"x": rows(1 + n % 4, start=n)}) for n in range(9)]
-    assert len(opened.nv.contexts) == 2
-    assert opened.cuda.names("enqueue", "wait")[:3] == ["enqueue", "enqueue", "wait"]
-    for n, ticket in enumerate(tickets):
-        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1 + n % 4, start=n) + 1)
-
-
 def test_shapes_and_addresses_are_set_once_for_calls_of_the_same_size(opened: Opened) -> None:
     assert right(opened.engine, 2)
     (context,) = opened.nv.contexts
@@ -156,32 +144,21 @@ def test_layer_information_is_read_by_a_thread_that_never_used_cuda(opened: Open
         assert threads.submit(opened.engine.layer_information).result() == ""  # the stand-in's
 
 
-def test_many_calls_leak_nothing() -> None:
-    found = Opened(graphs=[1, 2], scratch=1024)
-    for n in range(rounds(1_000, 100_000)):
-        found.engine.submit({"x": rows(1 + n % 5)})
-        found.cuda.calls.clear()
-    assert len(found.nv.contexts) == 6  # two slots: two graphs and one for all other sizes
-    found.engine.close()
-    assert found.cuda.held() == {}
-
-
-# several profiles, data-dependent shapes
+# several profiles
 
 
 def test_profile_is_chosen_by_the_shapes() -> None:
     small = {"x": [[1, 4], [1, 4], [4, 4]]}
     large = {"x": [[3, 4], [64, 4], [64, 4]]}
-    found = Opened(profiles=(small, large))
-    with found.engine as engine:
-        assert engine.max_batch == 64
+    with Opened(profiles=(small, large)) as found:
+        assert found.engine.max_batch == 64
         chosen = []
         for count in (1, 64, 2, 40, 4):
-            assert right(engine, count)
+            assert right(found.engine, count)
             chosen.append(found.nv.contexts[0].profile)
         assert chosen == [0, 1, 0, 1, 0]
         with pytest.raises(BadInput, match="axis N is 65, built for 1 to 4 or 3 to 64"):
-            engine({"x": rows(65)})
+            found.engine({"x": rows(65)})
 
 
 def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
@@ -193,44 +170,28 @@ def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
 
 
 def test_sizes_that_only_fit_different_profiles_are_refused() -> None:
-    one = {"x": [[1, 4], [1, 4], [1, 4]], "x2": [[5, 4], [5, 4], [5, 4]]}
-    two = {"x": [[5, 4], [5, 4], [5, 4]], "x2": [[1, 4], [1, 4], [1, 4]]}
+    one = {"x": [[1, 4]] * 3, "x2": [[5, 4]] * 3}
+    two = {"x": [[5, 4]] * 3, "x2": [[1, 4]] * 3}
     x2 = tensor("x2", "INPUT", [-1, 4])
     together = pytest.raises(BadInput, match="optimisation profiles together")
     with Opened((X, x2, Y), (one, two)).engine as engine, together:
         engine({"x": rows(1), "x2": rows(1)})
 
 
-def test_output_whose_shape_depends_on_the_data_is_fetched_by_its_allocator() -> None:
-    found = Opened((X, LATE), graphs=[3])
-    with found.engine as engine:
-        for start in (-1, -100, 5, -5):
-            x = rows(3, start=start)
-            np.testing.assert_array_equal(engine({"x": x})["y"], x[x[:, 0] > 0])
-        assert found.cuda.count["begin_capture"] == 0
-        found.cuda.total_bytes = found.cuda.used_bytes + 100
-        with pytest.raises(OutOfMemory, match="needed"):
-            engine({"x": rows(32, start=1)})
-        found.cuda.total_bytes = 1 << 30
-        assert engine({"x": rows(32, start=1)})["y"].shape == (32, 4)
-    assert found.cuda.held() == {}
-
-
 # weights are shared
 
 
 def test_engines_that_share_weights_take_memory_for_contexts_only() -> None:
-    found = Opened(memory=MEMORY)
-    before = found.cuda.library_bytes
-    assert before == 101_000
-    others = [found.engine.share() for _ in range(3)]
-    assert found.cuda.library_bytes == before + 3 * 1000
-    assert len(found.nv.contexts) == 4
-    found.engine.close()
-    for other in others:  # the weights stay until the last one is closed
-        assert right(other, 5)
-        other.close()
-    assert found.cuda.held() == {}
+    with Opened(memory=MEMORY) as found:
+        before = found.cuda.library_bytes
+        assert before == 101_000
+        others = [found.engine.share() for _ in range(3)]
+        assert found.cuda.library_bytes == before + 3 * 1000
+        assert len(found.nv.contexts) == 4
+        found.engine.close()
+        for other in others:  # the weights stay until the last one is closed
+            assert right(other, 5)
+            other.close()
     for engine in (found.engine, *others):
         with pytest.raises(DeploykitError, match="is closed"):
             engine({"x": rows(1)})
@@ -240,57 +201,52 @@ def test_engines_that_share_weights_take_memory_for_contexts_only() -> None:
 def test_an_engine_that_is_closed_or_lost_takes_no_memory(
     ended: str, kind: type[DeploykitError]
 ) -> None:
-    found = Opened(memory=MEMORY)
-    if ended == "closed":
-        found.engine.close()
-    else:
-        found.cuda.fail = {"wait": "IllegalAddress"}
-        with pytest.raises(DeviceLost):
-            found.engine({"x": rows(1)})
-    used = found.cuda.used_bytes
-    with pytest.raises(kind, match=ended):
-        found.engine.prepare(calls(8), joined=True)
-    with pytest.raises(kind, match=ended):
-        found.engine.share()
-    assert found.cuda.used_bytes == used
-    found.engine.close()
+    with Opened(memory=MEMORY) as found:
+        if ended == "closed":
+            found.engine.close()
+        else:
+            found.cuda.fail = {"wait": "IllegalAddress"}
+            with pytest.raises(DeviceLost):
+                found.engine({"x": rows(1)})
+        used = found.cuda.used_bytes
+        with pytest.raises(kind, match=ended):
+            found.engine.prepare(calls(8), joined=True)
+        with pytest.raises(kind, match=ended):
+            found.engine.share()
+        assert found.cuda.used_bytes == used
 
 
 def test_engines_that_share_weights_run_in_threads_of_their_own() -> None:
     """The stand-in fails when two threads use one context."""
-    found = Opened(graphs=SIZES, memory=MEMORY, scratch=512)
-    engines = [found.engine, *(found.engine.share(graphs=SIZES) for _ in range(2))]
+    with Opened(graphs=SIZES, memory=MEMORY, scratch=512) as found:
+        engines = [found.engine, *(found.engine.share(graphs=SIZES) for _ in range(2))]
 
-    def run(number: int) -> bool:
-        return all(right(engines[number], 1 + n % 9, start=100 * number + n) for n in range(60))
+        def run(number: int) -> bool:
+            return all(right(engines[number], 1 + n % 9, start=100 * number + n) for n in range(60))
 
-    with ThreadPoolExecutor(len(engines)) as pool:
-        assert all(pool.map(run, range(len(engines))))
-    for engine in engines:
-        engine.close()
-    assert found.cuda.held() == {}
+        with ThreadPoolExecutor(len(engines)) as pool:
+            assert all(pool.map(run, range(len(engines))))
+        for engine in engines:
+            engine.close()
 
 
 # memory is taken before the first call
 
 
 def test_opening_makes_the_context_of_the_optimum() -> None:
-    found = Opened(memory=MEMORY)
-    (context,) = found.nv.contexts
-    assert context.shapes == {"x": (8, 4)}
-    used = found.cuda.used_bytes
-    assert right(found.engine, 8)
-    assert (found.nv.contexts, found.cuda.used_bytes) == ([context], used)
-    found.cuda.total_bytes = used + 100
-    with pytest.raises(OutOfMemory, match=r"free of"):
-        found.engine.share()
-    assert right(found.engine, 8)
-    found.cuda.total_bytes = 1 << 30
-    found.engine.prepare()  # makes every slot ready for it
-    assert [each.shapes for each in found.nv.contexts] == [{"x": (8, 4)}] * 2
-    found.engine.close()
-    del context
-    assert found.cuda.held() == {}
+    with Opened(memory=MEMORY) as found:
+        contexts, used = found.nv.contexts, found.cuda.used_bytes
+        assert [context.shapes for context in contexts] == [{"x": (8, 4)}]
+        assert right(found.engine, 8)
+        assert (found.nv.contexts, found.cuda.used_bytes) == (contexts, used)
+        found.cuda.total_bytes = used + 100
+        with pytest.raises(OutOfMemory, match=r"free of"):
+            found.engine.share()
+        assert right(found.engine, 8)
+        found.cuda.total_bytes = 1 << 30
+        found.engine.prepare()  # makes every slot ready for it
+        assert [each.shapes for each in found.nv.contexts] == [{"x": (8, 4)}] * 2
+        del contexts
 
 
 @pytest.mark.parametrize(
@@ -314,104 +270,68 @@ def test_too_little_memory_is_refused_at_load(
 
 @pytest.mark.parametrize("left", [100, 4000], ids=["slot", "graph"])
 def test_too_little_memory_is_refused_by_prepare_with_the_sizes(left: int) -> None:
-    found = Opened(graphs=SIZES, memory=MEMORY, scratch=512)
-    found.cuda.total_bytes = found.cuda.used_bytes + left
-    with pytest.raises(OutOfMemory, match="free of") as caught:
-        found.engine.prepare(calls(*SIZES), joined=True)
-    assert "`max_batch`" in str(caught.value.hint)
-    found.engine.close()
-    assert found.cuda.held() == {}
+    with Opened(graphs=SIZES, memory=MEMORY, scratch=512) as found:
+        found.cuda.total_bytes = found.cuda.used_bytes + left
+        with pytest.raises(OutOfMemory, match="free of") as caught:
+            found.engine.prepare(calls(*SIZES), joined=True)
+        assert "`max_batch`" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("graphs", [(), SIZES], ids=["plain", "graphs"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_call_takes_memory_after_prepare(graphs: tuple[int, ...], slots: int) -> None:
-    found = Opened(graphs=graphs, slots=slots, memory=MEMORY, scratch=512)
-    engine = found.engine
-    assert engine.slots == slots
-    engine.prepare(calls(1, 3, *SIZES), joined=True)
-    found.cuda.total_bytes = used = found.cuda.used_bytes  # not a byte is left
-    contexts, before = len(found.nv.contexts), found.cuda.count.copy()
-    for _ in range(3):
-        tickets = [engine.submit({"x": rows(n)}) for n in range(1, 9)]
-        for n, ticket in enumerate(tickets, 1):
-            np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(n) + 1)
-    assert (found.cuda.used_bytes, len(found.nv.contexts)) == (used, contexts)
-    after = found.cuda.count
-    assert all(after[call] == before[call] for call in ("pin", "begin_capture"))
-    if graphs:  # each batch up to the largest graph is one launch
-        assert after["launch"] - before["launch"] == 24
-        assert after["enqueue"] == before["enqueue"]
-    assert engine.notes == ()
-    engine.close()
-    assert found.cuda.held() == {}
+    with Opened(graphs=graphs, slots=slots, memory=MEMORY, scratch=512) as found:
+        engine, count = found.engine, found.cuda.count
+        assert engine.slots == slots
+        engine.prepare(calls(1, 3, *SIZES), joined=True)
+        found.cuda.total_bytes = used = found.cuda.used_bytes  # not a byte is left
+        contexts, before = len(found.nv.contexts), count.copy()
+        for _ in range(3):
+            tickets = [engine.submit({"x": rows(n)}) for n in range(1, 9)]
+            for n, ticket in enumerate(tickets, 1):
+                np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(n) + 1)
+        assert (found.cuda.used_bytes, len(found.nv.contexts)) == (used, contexts)
+        assert all(count[call] == before[call] for call in ("pin", "begin_capture"))
+        if graphs:  # each batch up to the largest graph is one launch
+            assert count["launch"] - before["launch"] == 24
+            assert count["enqueue"] == before["enqueue"]
+        assert engine.notes == ()
 
 
 # graphs
 
 
-def test_graphs_have_contexts_of_their_own() -> None:
-    """The stand-in fails when a graph runs whose context was changed since."""
-    found = Opened(graphs=[1, 2], scratch=4096)
-    with found.engine as engine:
-        assert all(right(engine, count) for count in (1, 2, 1, 2, 3, 1, 2, 32, 1, 2))
-        assert len(found.nv.contexts) == 3
-        assert len({context.scratch for context in found.nv.contexts}) == 1
-        assert found.cuda.count["launch"] > 2
-        assert engine.notes == ()
-    assert found.cuda.held() == {}
-
-
-def test_refused_graph_is_a_note_and_the_call_answers() -> None:
-    found = Opened(graphs=[2])
-    with found.engine as engine:
-        engine({"x": rows(2)})
-        found.nv.fail = {
-            "execute_async_v3": "[a.cpp::b::1] Error Code 1: Cuda Runtime (operation not permitted "
-            "when stream is capturing)"
-        }
-        assert right(engine, 2)
-        assert "no CUDA graph for [2, 4]" in engine.notes[0]
-        assert "cudaErrorStreamCaptureUnsupported" in engine.notes[0]
-
-
 def test_sizes_that_were_not_prepared_are_not_captured_later() -> None:
     """Each would take a context, and its memory, during a request."""
     ends = (tensor("x", "INPUT", [-1, 4, -1]), tensor("y", "OUTPUT", [-1, 4, 2]))
-    found = Opened(ends, ({"x": [[1, 4, 1], [8, 4, 2], [8, 4, 2]]},), graphs=SIZES)
-    found.engine.prepare()  # no size of the third axis is known
-    contexts = found.nv.contexts
-    for _ in range(3):
-        for n in range(1, 9):
+    with Opened(ends, ({"x": [[1, 4, 1], [8, 4, 2], [8, 4, 2]]},), graphs=SIZES) as found:
+        found.engine.prepare()  # no size of the third axis is known
+        contexts = len(found.nv.contexts)
+        for n in (*range(1, 9), *range(1, 9)):
             found.engine.submit({"x": np.zeros((n, 4, 2), np.float32)})
-    assert found.nv.contexts == contexts
-    assert len(contexts) == 2
-    found.engine.close()
+        assert len(found.nv.contexts) == contexts == 2
 
 
 def test_rows_that_depend_on_each_other_have_graphs_of_what_was_prepared_alone() -> None:
-    found = Opened(graphs=SIZES, memory=MEMORY)
-    found.engine.prepare(calls(1), joined=False)
-    used, contexts = found.cuda.used_bytes, found.nv.contexts
-    launches = found.cuda.count["launch"]
-    assert all(right(found.engine, n) for n in (2, 4, 8, 3) * 3)
-    assert found.cuda.count["launch"] == launches  # nor are they padded
-    assert right(found.engine, 1)
-    assert found.cuda.count["launch"] == launches + 1
-    assert (found.cuda.used_bytes, found.nv.contexts) == (used, contexts)
-    assert len(contexts) == 4  # in both slots: one for the graph, one for all other sizes
-    found.engine.close()
+    with Opened(graphs=SIZES, memory=MEMORY) as found:
+        found.engine.prepare(calls(1), joined=False)
+        launches = found.cuda.count["launch"]
+        assert all(right(found.engine, n) for n in (2, 4, 8, 3) * 3)
+        assert found.cuda.count["launch"] == launches  # nor are they padded
+        assert right(found.engine, 1)
+        assert found.cuda.count["launch"] == launches + 1
+        # in both slots: one for the graph, one for all other sizes
+        assert len(found.nv.contexts) == 4
 
 
 def test_a_graph_above_the_largest_batch_is_one_of_the_largest_batch() -> None:
-    found = Opened(profiles=({"x": [[1, 4], [2, 4], [6, 4]]},), graphs=(1, 2, 4, 8, 16))
-    found.engine.prepare(calls(1, 2, 4, 6), joined=True)
-    before = found.cuda.count["launch"]
-    assert right(found.engine, 5)
-    assert found.cuda.count["launch"] == before + 1
-    with pytest.raises(BadInput, match="axis N is 7"):
-        found.engine({"x": rows(7)})
-    found.engine.close()
+    with Opened(profiles=({"x": [[1, 4], [2, 4], [6, 4]]},), graphs=(1, 2, 4, 8, 16)) as found:
+        found.engine.prepare(calls(1, 2, 4, 6), joined=True)
+        before = found.cuda.count["launch"]
+        assert right(found.engine, 5)
+        assert found.cuda.count["launch"] == before + 1
+        with pytest.raises(BadInput, match="axis N is 7"):
+            found.engine({"x": rows(7)})
 
 
 def test_of_several_profiles_no_call_is_padded_out_of_its_own() -> None:
@@ -419,18 +339,17 @@ def test_of_several_profiles_no_call_is_padded_out_of_its_own() -> None:
     many = {"x": [[1, 1], [8, 4], [8, 4]]}
     long = {"x": [[1, 5], [2, 9], [3, 9]]}
     ends = (tensor("x", "INPUT", [-1, -1]), tensor("y", "OUTPUT", [-1, 9]))
-    found = Opened(ends, (many, long), graphs=(8,))
-    found.engine.prepare(joined=True)
-    answer = found.engine({"x": np.ones((3, 9), np.float32)})["y"]
-    np.testing.assert_array_equal(answer, np.full((3, 9), 3, np.float32))
-    found.engine.close()
+    with Opened(ends, (many, long), graphs=(8,)) as found:
+        found.engine.prepare(joined=True)
+        answer = found.engine({"x": np.ones((3, 9), np.float32)})["y"]
+        np.testing.assert_array_equal(answer, np.full((3, 9), 3, np.float32))
 
 
 def test_an_engine_of_fixed_shapes_has_no_batch_limit_and_one_graph() -> None:
-    found = Opened(**FIXED, graphs=SIZES)
-    assert found.engine.max_batch is None
-    found.engine.prepare(calls(2), joined=False)
-    before = found.cuda.count["launch"]
-    assert right(found.engine, 2)
-    assert found.cuda.count["launch"] == before + 1
-    found.engine.close()
+    ends = (tensor("x", "INPUT", [2, 4]), tensor("y", "OUTPUT", [2, 4]))
+    with Opened(ends, ({"x": [[2, 4]] * 3},), graphs=SIZES) as found:
+        assert found.engine.max_batch is None
+        found.engine.prepare(calls(2), joined=False)
+        before = found.cuda.count["launch"]
+        assert right(found.engine, 2)
+        assert found.cuda.count["launch"] == before + 1

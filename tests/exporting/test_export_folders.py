@@ -167,14 +167,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {  # a class, or what is c
         "has token 32, the model's tokens are 0 to 31",
     ),
     "too long": ({}, TEXT | {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
-    "too short": ({}, TEXT | {"max_length": 1}, "`max_length` must be from 2 to 1048576, got 1"),
     "labels": ({}, TEXT | {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
     "an image": (
         {},
         {"task": "classify"},
         "is for one image; the model takes input_ids.*for a text: `task` embed or text-classify",
     ),
-    "pixels": ({}, TEXT | {"preprocess": "imagenet"}, "`preprocess` is for an image"),
     "a regression": (
         {"config": {"problem_type": "regression"}},
         TEXT,
@@ -329,7 +327,6 @@ CONFORMER = {"vocab_size": 9, "feature_projection_input_dim": 40, "conv_depthwis
 DECODER = "decoder_input_ids:int64[N,U]"
 NOT_TEXT: dict[str, tuple[dict[str, Any], str]] = {
     "WhisperForConditionalGeneration": (HEARS, f"input_features:float32[N,16,100] {DECODER}"),
-    "WhisperForAudioClassification": (HEARS, "input_features:float32[N,16,100]"),
     "ASTForAudioClassification": (
         {**ONE, "num_mel_bins": 32, "max_length": 64},
         "input_values:float32[N,64,32]",

@@ -116,10 +116,6 @@ def rounds(x: Any) -> Any:
     return torch.stack([x[:, at : at + 2].sum(1) for at in range(0, x.shape[1], 2)], 1)
 
 
-def thirds(x: Any) -> Any:
-    return torch.stack([part.sum(1) for part in torch.tensor_split(x, 3, dim=1)], 1)
-
-
 def twice(x: Any) -> Any:
     for _ in range(2 * x.shape[1]):
         x = torch.tanh(x + 1)
@@ -273,7 +269,6 @@ REFUSED = [
     pieces(split, "x.split(2, dim=1)"),
     pieces(chunks, "x.chunk("),
     pieces(rounds, "range(0, x.shape[1], 2)", seldom=True),
-    pieces(thirds, "torch.tensor_split(x, 3, dim=1)", seldom=True),
     pieces(twice, "range(2 * x.shape[1])"),
     case(
         "a window",

@@ -29,10 +29,10 @@ from deploykit.planning.predict import (
     LINK_BYTES_PER_S,
     REACHED,
     Inferred,
+    Prediction,
     Target,
     in_precision,
     infer,
-    precisions,
     predict_call,
     target_of,
 )
@@ -47,7 +47,7 @@ from tests.support.calibrations import (
 from tests.support.calibrations import LAUNCH_S as NODE_S
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, to_pairs
-from tests.support.onnx_zoo import linear, make, mnist_like, save
+from tests.support.onnx_zoo import make, mnist_like, save
 
 
 @pytest.fixture(autouse=True)
@@ -89,14 +89,10 @@ def test_every_profile_has_predictions(model: Path) -> None:
     assert {target.profile for target in found.targets if target.checked} == {"cpu"}
     assert any("not yet checked" in note for note in found.notes)
     json.dumps(found.to_dict(), allow_nan=False)
-
-
-def test_every_precision_at_every_batch(model: Path) -> None:
-    found = on("l4", model, batches=[1, 8, 8]).predictions
+    l4 = on("l4", model, batches=[1, 8, 8]).predictions
     kinds = ("fp32", "fp16", "bf16", "fp8", "int8")
-    assert [(each.precision, each.batch) for each in found] == [
-        (p, b) for p in kinds for b in (1, 8)
-    ]
+    assert [(each.precision, each.batch) for each in l4] == [(p, b) for p in kinds for b in (1, 8)]
+    assert {each.precision for each in on("v100", model).predictions} == {"fp32", "fp16"}
 
 
 def test_the_probe_runs_once_and_is_kept(
@@ -122,6 +118,7 @@ def test_a_doubtful_probe_is_noted_and_measured_again(
     quiet = keep_round_calibration(tmp_path / "cache", monkeypatch)
     store_calibration(replace(quiet, spread=2.0))
     monkeypatch.setattr(probe, "measure_cpu", lambda *_, **__: replace(quiet, spread=again))
+    assert "calls took 2.0 times their least" in replace(quiet, spread=2.0).doubt
     notes = dk.plan(model, profiles=["cpu"]).notes
     assert ["calls took" in note for note in notes] == [True] * (kept > 1)
     calibration, _ = probe.cpu_calibration(only_kept=True)
@@ -260,20 +257,9 @@ def test_options_out_of_range_are_bad_input(
 ) -> None:
     with pytest.raises((BadInput, NotFound), match=re.escape(message)):
         dk.plan(sequence, **{"profiles": ["l4"], **options})
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.trt").write_bytes(b"ftrt" + bytes(100))
+    (sequence.parent / "m.trt").write_bytes(b"ftrt" + bytes(100))
     with pytest.raises(BadInput, match="is a TensorRT engine, an ONNX file is needed"):
-        dk.plan(tmp_path / "m.trt")
-
-
-def test_axes_of_size_zero_take_a_call(tmp_path: Path) -> None:
-    path = saved(tmp_path, "Relu", ("N", 0))
-    cpu, l4 = dk.plan(path, profiles=["cpu", "l4"], batches=[1]).targets
-    assert cpu.predictions[0].latency_ms == pytest.approx(CALL_S * 1e3)
-    assert l4.predictions[0].compute_ms == 0
-    json.dumps(l4.to_dict(), allow_nan=False)
+        dk.plan(sequence.parent / "m.trt")
 
 
 def test_without_any_prediction_no_latency_is_missed(model: Path) -> None:
@@ -281,12 +267,6 @@ def test_without_any_prediction_no_latency_is_missed(model: Path) -> None:
     assert found.targets[0].capacity is None
     with pytest.raises(GateFailed, match="nothing is predicted, on no target"):
         found.raise_if_none_meets()
-
-
-def test_linear_counts(tmp_path: Path) -> None:
-    found = dk.plan(save(linear(), tmp_path / "m.onnx"), profiles=["l4"], batches=[1])
-    assert (found.flops, found.parameters, found.weight_bytes) == (24, 15, 60)
-    assert [node.name for node in found.nodes] == ["gemm"]
 
 
 @pytest.mark.parametrize(("gain", "apart"), [(4.0, True), (1.2, False)])
@@ -337,25 +317,22 @@ def product(rows: int, width: int) -> Inferred:
     return infer(Graph(model), rows, {"N": rows})
 
 
-def test_on_the_cpu_a_product_takes_its_operations_at_the_measured_rate() -> None:
-    found = predict_call(product(512, 512), target("cpu"), "fp32")
+def predicted(rows: int, width: int, name: str, precision: str = "fp32") -> Prediction:
+    return predict_call(product(rows, width), target(name), precision)
+
+
+def test_on_the_cpu_a_product_takes_its_operations_or_its_weights_at_the_measured_rate() -> None:
+    found = predicted(512, 512, "cpu")
     seconds = CALL_S + 2 * 512**3 / OPS_PER_S
     assert found.latency_ms == pytest.approx(seconds * 1e3)
     assert found.throughput_per_s == pytest.approx(512 / seconds)
-    assert found.limit == COMPUTE
-
-
-def test_one_row_waits_for_the_weights() -> None:
-    found = predict_call(product(1, 1024), target("cpu"), "fp32")
-    assert found.latency_ms == pytest.approx((CALL_S + NODE_S + 4 * 1024**2 / BYTES_PER_S) * 1e3)
-    assert found.limit == MEMORY
-
-
-def test_int8_runs_at_its_own_rate_and_its_weights_are_a_quarter() -> None:
-    inferred, cpu = product(512, 512), target("cpu")
-    fp32, int8 = predict_call(inferred, cpu, "fp32"), predict_call(inferred, cpu, "int8")
-    assert int8.weight_bytes == fp32.weight_bytes / 4
-    assert int8.latency_ms < fp32.latency_ms / 2
+    assert (found.limit, found.joules) == (COMPUTE, None)
+    int8 = predicted(512, 512, "cpu", "int8")
+    assert int8.weight_bytes == found.weight_bytes / 4
+    assert int8.latency_ms < found.latency_ms / 2
+    row = predicted(1, 1024, "cpu")
+    assert row.latency_ms == pytest.approx((CALL_S + NODE_S + 4 * 1024**2 / BYTES_PER_S) * 1e3)
+    assert (row.limit, row.latency_ms) == (MEMORY, row.compute_ms)
 
 
 @pytest.mark.parametrize(
@@ -379,32 +356,24 @@ def test_what_a_conversion_makes_of_a_node(
 
 
 def test_on_a_gpu_the_longer_of_arithmetic_and_traffic_after_the_launch() -> None:
-    inferred, l4 = product(1024, 1024), target("l4")
-    ops, moved = 2 * 1024**3, 2 * 3 * 1024**2
-    found = predict_call(inferred, l4, "fp16")
-    peak = l4.profile.peak_ops_per_s["fp16"] * REACHED
-    bandwidth = (l4.profile.bandwidth_bytes_per_s or 0) * REACHED
-    seconds = LAUNCH_S + max(ops / peak, moved / bandwidth)
+    l4, found = target("l4"), predicted(1024, 1024, "l4", "fp16")
+    moved_s = 2 * 3 * 1024**2 / (l4.profile.bandwidth_bytes_per_s * REACHED)
+    seconds = LAUNCH_S + max(2 * 1024**3 / (l4.profile.peak_ops_per_s["fp16"] * REACHED), moved_s)
     assert found.compute_ms == pytest.approx(seconds * 1e3)
     assert found.shares[LAUNCH] == pytest.approx(LAUNCH_S * 1e3 / found.latency_ms)
+    assert found.joules == pytest.approx(72 * found.latency_ms / 1e3 / 1024)  # at most its limit
+    tf32 = predicted(1024, 1024, "a100-80gb")
+    assert tf32.compute_ms == pytest.approx((LAUNCH_S + 2 * 1024**3 / (156e12 * REACHED)) * 1e3)
 
 
 def test_a_call_on_a_gpu_has_its_copies_and_a_small_one_little_else() -> None:
-    inferred = product(1, 32)
-    found = predict_call(inferred, target("l4"), "fp16")
+    found = predicted(1, 32, "l4", "fp16")
     copies = 2 * COPY_S + 2 * 32 * 4 / (LINK_BYTES_PER_S * REACHED)
     assert found.latency_ms - found.compute_ms == pytest.approx(copies * 1e3)
     assert found.limit == COPIES
-    cpu = predict_call(inferred, target("cpu"), "fp32")
-    assert cpu.latency_ms == cpu.compute_ms
     nano = target("jetson-orin-nano-8gb")  # whose memory is shared
     seconds = 2 * COPY_S + 10**9 / (nano.profile.bandwidth_bytes_per_s * REACHED)
     assert nano.copies_s([10**9, 0]) == pytest.approx(seconds)
-
-
-def test_float32_products_on_a_gpu_run_in_tf32() -> None:
-    found = predict_call(product(1024, 1024), target("a100-80gb"), "fp32")
-    assert found.compute_ms == pytest.approx((LAUNCH_S + 2 * 1024**3 / (156e12 * REACHED)) * 1e3)
 
 
 def test_a_power_mode_lowers_the_peaks_by_its_clock_and_multiprocessors() -> None:
@@ -423,17 +392,6 @@ def test_memory_is_weights_and_activations_and_what_does_not_fit_is_named() -> N
     assert predict_call(inferred, small, "fp32").fits is False
     assert predict_call(inferred, small, "fp16").fits is True
     assert predict_call(inferred, target("l4", memory_bytes=None), "fp32").fits is None
-
-
-def test_energy_is_at_most_the_power_limit_and_unknown_without_one() -> None:
-    found = predict_call(product(64, 64), target("l4"), "fp32")
-    assert found.joules == pytest.approx(72 * found.latency_ms / 1e3 / 64)
-    assert predict_call(product(64, 64), target("cpu"), "fp32").joules is None
-
-
-def test_a_float32_graph_is_predicted_in_what_the_target_offers() -> None:
-    assert precisions(product(1, 8), target("v100")) == ("fp32", "fp16")
-    assert precisions(product(1, 8), target("cpu")) == ("fp32", "int8")
 
 
 def test_a_profile_without_peaks_is_no_target() -> None:
@@ -509,7 +467,3 @@ def test_a_cache_that_cannot_be_written_is_reported(
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "file"))
     (note,) = store_calibration(round_calibration())
     assert note.startswith("the calibration is measured again next time: ")
-
-
-def test_a_probe_next_to_other_work_is_doubted() -> None:
-    assert "calls took 1.6 times their least" in replace(round_calibration(), spread=1.6).doubt

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 import deploykit as dk
+
+# a module that a test imports first would keep that test's counter
+import deploykit.quantization.quantize
+from deploykit.core import files
 from deploykit.core.artefact import Artefact
+from deploykit.graph import validate
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import share_outputs
+from deploykit.quantization.scales import FEW
 from tests.support.graphs.qdq_graphs import stored, with_weight
 from tests.support.graphs.small import parse
 from tests.support.onnx_zoo import mnist_like, overflow, save
@@ -250,6 +261,41 @@ def test_low_argmax_agreement_is_a_warning(tmp_path: Path) -> None:
     made = dk.quantize(path, "int8", calib=data)
     assert made.evaluation.agreement.value < 0.9
     assert any("change their answer" in note for note in made.notes)
+
+
+def test_quantizing_to_int8_reads_opens_and_hashes_each_file_once(
+    model: Path, calib: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counter[str]()
+
+    def count(owner: Any, function: str, name: str) -> None:
+        real = getattr(owner, function)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name.format(args[0].name if "{" in name else "")] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, function, counted)
+
+    real = files.sha256
+    for module in list(sys.modules.values()):
+        ours = getattr(module, "__name__", "").startswith("deploykit")
+        if ours and vars(module).get("sha256") is real:
+            count(module, "sha256", "sha256 of {}")
+    count(validate, "parse_model", "parse")
+    count(onnxruntime, "InferenceSession", "session")
+    count(os, "fsync", "fsync")
+    write(calib, images(FEW))
+    made = dk.quantize(model, "int8", calib=calib)
+    assert made.manifest.sha256 == real(made.path)
+    # what was written is hashed on the way to the disk, but for the few golden samples
+    once = ("model.onnx", "calib.npz", f"{made.path.name}.golden.npz")
+    assert counts == {
+        "parse": 1,
+        "session": 4,  # to calibrate, to try the one set of ranges, and one for either graph
+        "fsync": 3,  # of the model, its golden samples and its manifest: of no trial
+        **{f"sha256 of {name}": 1 for name in once},
+    }
 
 
 # Gates: what a failed one leaves behind, and what it carries

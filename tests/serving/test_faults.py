@@ -265,7 +265,6 @@ CLOCK = r"""
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <sys/stat.h>
-#include <sys/time.h>
 #include <time.h>
 
 static long shift(void) {  /* seconds: an hour on or back, while the file FAULT_CLOCK says so */
@@ -280,19 +279,6 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
     int code = real(clock, now);
     if (clock == CLOCK_REALTIME) now->tv_sec += shift();
     return code;
-}
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-    struct timespec found;
-    clock_gettime(CLOCK_REALTIME, &found);
-    now->tv_sec = found.tv_sec;
-    now->tv_usec = found.tv_nsec / 1000;
-    return 0;
-}
-time_t time(time_t *now) {
-    struct timespec found;
-    clock_gettime(CLOCK_REALTIME, &found);
-    if (now) *now = found.tv_sec;
-    return found.tv_sec;
 }
 """
 

@@ -12,19 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
-from deploykit.core.recipe import Recipe, Split, Splits  # noqa: E402
-from deploykit.core.tensors import TensorSpec  # noqa: E402
-from deploykit.engines.torch.files import with_torchvision  # noqa: E402
-from deploykit.training import data as loader  # noqa: E402
-from deploykit.training.data import DRAWS, Augment, Augmentation, Batches  # noqa: E402
-from deploykit.training.distributed import Processes  # noqa: E402
-from deploykit.training.loop import run_training  # noqa: E402
-from deploykit.training.options import Trained, TrainingOptions  # noqa: E402
-from tests.support.training import LINE, losses  # noqa: E402
+from deploykit.core.errors import BadInput, OutOfMemory
+from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.torch.files import with_torchvision
+from deploykit.training import data as loader
+from deploykit.training.data import DRAWS, Augment, Augmentation, Batches
+from deploykit.training.distributed import Processes
+from deploykit.training.loop import run_training
+from deploykit.training.options import Trained, TrainingOptions
+from tests.support.training import LINE, losses
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -61,15 +60,9 @@ def test_a_sample_is_the_same_in_any_batch(
     assert not torch.equal(expected, whole)
     parts = zip(whole.split(size), uniform.split(size), strict=True)
     assert torch.equal(torch.cat([EVERYTHING(*part) for part in parts]), expected)
+    assert torch.equal(EVERYTHING(whole, draws(40)), whole)  # in the middle they change nothing
     monkeypatch.setitem(loader._CHUNK, "cpu", size * images[0].size)
     assert torch.equal(EVERYTHING(whole, uniform), expected)
-
-
-@KINDS
-def test_draws_in_the_middle_change_nothing(images: np.ndarray) -> None:
-    whole = torch.from_numpy(images)
-    assert torch.equal(EVERYTHING(whole, draws(40)), whole)
-    assert torch.equal(Augment()(whole, random_draws(40)), whole)
 
 
 @pytest.mark.parametrize(("u", "shift"), [(0.0, -2), (0.25, -1), (MIDDLE, 0), (0.99, 2)])
@@ -202,15 +195,12 @@ def test_each_epoch_sees_other_changes() -> None:
 
 
 def test_an_augmented_run_that_goes_on_equals_an_unbroken_one(tmp_path: Path) -> None:
-    class StopError(Exception):
-        pass
-
     def stop(text: str, _share: float) -> None:
         if text.startswith("epoch 2/"):
-            raise StopError
+            raise KeyboardInterrupt
 
     options = replace(ON, checkpoint=tmp_path / "run.ckpt")
-    with pytest.raises(StopError):
+    with pytest.raises(KeyboardInterrupt):
         run_training(RECIPE, SPLITS, options, on_progress=stop)
     resumed = run_training(RECIPE, SPLITS, options)
     assert "went on after epoch 1" in resumed.notes[0]
@@ -229,37 +219,32 @@ def test_processes_make_the_samples_of_one(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("augment_s", "share", "said"),
+    ("augment_s", "said"),
     [
-        (0, 0.0, "the steps waited for data in 0.0% of the time"),
-        (1, 1 / 16, "the steps waited for data in 6.2% of the time"),
-        (10, 0.4, "the data loader was the limit: 40% of the time"),
+        (1, "the steps waited for data in 6.2% of the time"),
+        (10, "the data loader was the limit: 40% of the time"),
     ],
 )
 def test_a_run_says_how_long_it_waited_for_its_data(
-    augment_s: int, share: float, said: str, monkeypatch: pytest.MonkeyPatch
+    augment_s: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that only augmenting and the loss of a step move."""
     now_s = [0.0]
 
-    def pass_time(seconds: int) -> None:
-        now_s[0] += seconds
-
     def change(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        pass_time(augment_s)
+        now_s[0] += augment_s
         return images
 
     def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        pass_time(15)
+        now_s[0] += 15
         return torch.nn.functional.cross_entropy(y, labels)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    recipe = replace(flat(BYTES, change), loss=loss)
     monkeypatch.setattr(loader, "prefetch", lambda make, parts, _: map(make, parts))
+    recipe = replace(flat(BYTES, change), loss=loss)
     trained = run_training(recipe, SPLITS, replace(ON, epochs=1))
-    assert trained.figures["loader_share"] == round(share, 4)
+    assert trained.figures["loader_share"] == round(augment_s / (augment_s + 15), 4)
     assert trained.notes[-1].startswith(said)
-    assert trained.figures["augment"].startswith("test_a_run_says")
 
 
 def lacking(*_: object) -> None:

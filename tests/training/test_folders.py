@@ -10,30 +10,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from dataclasses import replace  # noqa: E402
-
-import deploykit as dk  # noqa: E402
-from deploykit.core.artefact import Artefact  # noqa: E402
-from deploykit.core.errors import (  # noqa: E402
-    BadInput,
-    NotFound,
-)
-from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
-from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.engines.data.folders import class_splits  # noqa: E402
-from deploykit.engines.data.samples import read_samples  # noqa: E402
-from deploykit.engines.tasks.engine import TaskSteps  # noqa: E402
-from deploykit.engines.torch.open import load_module  # noqa: E402
-from tests.support.installed import needs  # noqa: E402
-from tests.support.runtimes.pictures import encoded, noise  # noqa: E402
+import deploykit as dk
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.task import ImageInput, Task, TaskOutputs
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.engines.data.folders import class_splits
+from deploykit.engines.data.samples import read_samples
+from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.torch.open import load_module
+from tests.support.installed import needs
+from tests.support.runtimes.pictures import encoded, noise
 
 needs("PIL", "onnxscript")
 
@@ -138,7 +133,7 @@ def test_training_calibration_and_serving_read_the_same_bytes(photos: Path, rule
 
 
 def test_an_exported_checkpoint_is_served_the_pixels_it_was_trained_on(
-    photos: Path, exported: Any
+    photos: Path, trained: Path, exported: Any
 ) -> None:
     """It is letterboxed and BGR, which no default is, and knows its classes."""
     task = exported.manifest.task
@@ -147,6 +142,10 @@ def test_an_exported_checkpoint_is_served_the_pixels_it_was_trained_on(
     read = {pixels.tobytes() for part in parts_of(splits) for pixels in part.inputs["photo"]}
     fed = served(files_of(photos), task, exported.manifest.inputs)
     assert {pixels.tobytes() for pixels in fed} == read
+    with dk.load(exported.path, "cpu") as engine:
+        logits = engine({"photo": splits.test.inputs["photo"]})[engine.outputs[0].name]
+    score = Artefact(trained).manifest.evidence.training.score.value
+    assert (logits.argmax(1) == splits.test.labels).mean() == pytest.approx(score)  # normalised
     assert task.labels == CLASSES
     assert not any("labels" in note for note in exported.notes)
 

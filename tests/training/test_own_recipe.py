@@ -12,28 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-import deploykit as dk  # noqa: E402
-from deploykit.cli.main import main  # noqa: E402
-from deploykit.core.artefact import Artefact  # noqa: E402
-from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
-from deploykit.core.recipe import Split, Splits  # noqa: E402
-from deploykit.core.task import (
-    IMAGENET,
-    ImageInput,
-)
-from deploykit.core.tensors import (
-    TensorSpec,
-    parse_spec,
-)
-from deploykit.engines.torch.open import load_module  # noqa: E402
-from deploykit.evaluation.statistics import mean_score, proportion  # noqa: E402
-from deploykit.training import checks  # noqa: E402
-from deploykit.training.loop import run_training  # noqa: E402
-from deploykit.training.options import TrainingOptions, read_splits  # noqa: E402
-from tests.support.training import LINE, SPLITS  # noqa: E402
+import deploykit as dk
+from deploykit.cli.main import main
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, OutOfMemory
+from deploykit.core.recipe import Split, Splits
+from deploykit.core.task import IMAGENET, ImageInput
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.engines.torch.open import load_module
+from deploykit.evaluation.statistics import mean_score, proportion
+from deploykit.training import checks
+from deploykit.training.loop import run_training
+from deploykit.training.options import TrainingOptions, read_splits
+from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 CPU = TrainingOptions(device="cpu", epochs=1)
@@ -120,18 +113,15 @@ def test_what_a_recipe_does_wrong_is_named(changed: dict[str, Any], reason: str)
         ({"amp": "fp8"}, "unknown `amp` 'fp8'"),
         ({"seed": 2**64}, "`seed`"),
         ({"unfreeze": 0.5}, "`unfreeze`: this recipe has no frozen backbone"),
+        ({"unfreeze": math.nan}, "`unfreeze`"),
     ],
     ids=str,
 )
 def test_wrong_options_are_named(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         run_training(LINE, SPLITS, replace(CPU, **options))
-
-
-@pytest.mark.parametrize("rate", [0.0, 2.0, math.nan])
-def test_a_share_of_the_rate_is_between_0_and_1(rate: float) -> None:
     with pytest.raises(BadInput, match="`unfreeze` must be above 0, up to 1"):
-        run_training(replace(LINE, backbone=("a", "b")), SPLITS, replace(CPU, unfreeze=rate))
+        run_training(replace(LINE, backbone=("a", "b")), SPLITS, replace(CPU, unfreeze=2.0))
 
 
 @pytest.mark.parametrize(
@@ -279,14 +269,12 @@ def test_a_score_of_shares_has_the_interval_of_their_spread(tmp_path: Path) -> N
     scores = np.clip(np.random.default_rng(0).normal(0.65, 0.13, 74), 0, 1)
     found, random = mean_score(scores), np.random.default_rng(1)
     means = [random.choice(scores, len(scores)).mean() for _ in range(5000)]
-    low, high = np.percentile(means, [2.5, 97.5])
-    assert (found.value, found.low, found.high) == pytest.approx(
-        (scores.mean(), low, high), abs=3e-3
-    )
+    expected = (scores.mean(), *np.percentile(means, [2.5, 97.5]))
+    assert (found.value, found.low, found.high) == pytest.approx(expected, abs=3e-3)
+    assert mean_score([1, 1, 0, 1]) == proportion(3, 4)
     change = "metric=lambda outputs, labels: 0.6 + 0.1 * (outputs['y'].argmax(1) == labels)"
     made = dk.train(write_recipe(tmp_path, change), tmp_path / "m.pt", device="cpu")
     assert made.accuracy.high - made.accuracy.low < 0.05  # Wilson's is 0.17
-    assert mean_score([1, 1, 0, 1]) == proportion(3, 4)
 
 
 def test_a_checkpoint_and_its_manifest_are_written_together(
@@ -299,6 +287,9 @@ def test_a_checkpoint_and_its_manifest_are_written_together(
     monkeypatch.setattr("deploykit.training.train.sha256", stop)
     with pytest.raises(KeyboardInterrupt):
         dk.train(recipe, tmp_path / "m.pt", device="cpu")
+    recipe = write_recipe(tmp_path, "report=lambda _module, _splits: {'x': {1}}")
+    with pytest.raises(BadInput, match="report failed"):
+        dk.train(recipe, tmp_path / "m.pt", epochs=1, device="cpu")
     assert not [*tmp_path.glob("*m.pt*")]
 
 
@@ -339,10 +330,3 @@ def test_the_data_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = dk.train(recipe, tmp_path / "m.pt", learning_rate=0.25, device="cpu")
     assert len(checked) == len(checks.PARTS)
     assert made.evidence.training.figures["learning_rate"] == 0.25
-
-
-def test_a_recipe_that_fails_at_its_end_leaves_no_file(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, "report=lambda _module, _splits: {'x': {1}}")
-    with pytest.raises(BadInput, match="report failed"):
-        dk.train(recipe, tmp_path / "m.pt", epochs=1, device="cpu")
-    assert [each.name for each in tmp_path.glob("m*")] == ["mine.py"]

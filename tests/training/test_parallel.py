@@ -10,32 +10,26 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from dataclasses import replace  # noqa: E402
-
-import torch.distributed as dist  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from deploykit.core.errors import BadInput, Unsupported  # noqa: E402
-from deploykit.core.recipe import Split  # noqa: E402
-from deploykit.training import data as batches  # noqa: E402
-from deploykit.training import distributed  # noqa: E402
-from deploykit.training.data import Augmentation, Batches  # noqa: E402
-from deploykit.training.distributed import Processes, join_processes, parallel  # noqa: E402
-from deploykit.training.loop import run_training  # noqa: E402
-from deploykit.training.options import (  # noqa: E402
-    TrainingOptions,
-    choose_device,
-)
-from tests.support.campaign import only_in_a_campaign  # noqa: E402
-from tests.support.training import LINE, SPLITS  # noqa: E402
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.recipe import Split
+from deploykit.training import data as batches
+from deploykit.training import distributed
+from deploykit.training.data import Augmentation, Batches
+from deploykit.training.distributed import Processes, join_processes, parallel
+from deploykit.training.loop import run_training
+from deploykit.training.options import TrainingOptions, choose_device
+from tests.support.campaign import only_in_a_campaign
+from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).resolve().parents[2]

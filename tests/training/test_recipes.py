@@ -11,21 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-import deploykit as dk  # noqa: E402
-from deploykit.core.errors import BadInput, NotFound  # noqa: E402
-from deploykit.core.files import folder, import_object  # noqa: E402
-from deploykit.core.recipe import Recipe, Split, Splits, list_recipes, load_recipe  # noqa: E402
-from deploykit.core.tensors import TensorSpec  # noqa: E402
-from deploykit.engines.torch.open import load_module  # noqa: E402
-from deploykit.evaluation.statistics import proportion  # noqa: E402
-from deploykit.training import checks  # noqa: E402
-from deploykit.training.loop import run_training  # noqa: E402
-from deploykit.training.options import TrainingOptions  # noqa: E402
-from tests.support.campaign import only_in_a_campaign  # noqa: E402
-from tests.support.training import LINE, cut, torchvision_weights, write_photos  # noqa: E402
+import deploykit as dk
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.files import folder, import_object
+from deploykit.core.recipe import Recipe, Split, Splits, list_recipes, load_recipe
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.torch.open import load_module
+from deploykit.evaluation.statistics import proportion
+from deploykit.training import checks
+from deploykit.training.loop import run_training
+from deploykit.training.options import TrainingOptions
+from tests.support.campaign import only_in_a_campaign
+from tests.support.training import LINE, cut, torchvision_weights, write_photos
 
 pytestmark = pytest.mark.torch
 CPU = TrainingOptions(device="cpu", epochs=1)

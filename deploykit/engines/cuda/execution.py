@@ -297,24 +297,23 @@ class StreamSlot:
 
     def _capture(self, layout: _Layout) -> None:
         """Capture the whole sequence as a graph; on failure note the reason and run without."""
-        refused: DeploykitError | None = None
+        refused: BaseException | None = None
         graph = 0
         self.driver.begin_capture(self.stream)
         try:
             self._enqueue(layout)
-        except DeploykitError as exc:
+        except BaseException as exc:  # noqa: BLE001 - raised below, or noted
             refused = exc
-        finally:  # a stream that still captures runs nothing
-            try:
-                graph = self.driver.end_capture(self.stream)
-            except DeploykitError as exc:
-                refused = refused or exc
+        try:  # a stream that still captures runs nothing
+            graph = self.driver.end_capture(self.stream)
+        except DeploykitError as exc:
+            refused = refused or exc
         if refused is None:
             layout.graph = graph
             return
         if graph:
             self.driver.drop_graph(graph)
-        if isinstance(refused, DeviceLost):
+        if isinstance(refused, DeviceLost) or not isinstance(refused, DeploykitError):
             raise refused
         layout.capture = False
         shapes = ", ".join(str(list(shape)) for shape in layout.shapes.values())

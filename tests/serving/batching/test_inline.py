@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import queue
 import random
 import signal
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deploykit.core.errors import Expired, Overloaded
+from deploykit.core.errors import Overloaded
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving import server as http
 from deploykit.serving.batching import batcher as batching
@@ -28,7 +29,7 @@ from deploykit.serving.batching.batcher import (
     deliver_inline,
     monotonic_us,
 )
-from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher
+from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
@@ -45,8 +46,7 @@ from tests.support.serving.loops import (
     row,
     submit,
 )
-from tests.support.serving.running import WAIT_S, GatedEngine, Running, infer_json, running
-from tests.support.serving.running import request as http_request
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -110,80 +110,28 @@ def test_a_batch_above_inline_max_rows_runs_on_the_engines_thread(
     assert [thread == threading.get_ident() for thread in engine.threads] == here
 
 
-def test_a_request_that_expires_before_its_inline_run_is_not_run(
-    engine: Threads, loop: Loop, answers: Answers
-) -> None:
-    clock = Clock()
-    with inline([engine], loop, clock) as batcher:
-        late = submit(batcher, row(0), 1, KEY, answers.done, wait_us=10)
-        kept = submit(batcher, row(1), 1, KEY, answers.done)
-        clock.us = 11
-        loop.turn()
-        assert isinstance(late.error, Expired)
-        answers.wait(2)
-    assert kept.error is None
-    assert engine.batches == [1]
-
-
-def test_close_answers_requests_that_the_loop_has_not_run_yet(
-    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
-) -> None:
-    submit(batcher, row(0), 1, KEY, answers.done)
-    assert batcher.close() == 0
-    assert engine.batches == [1]
-    assert threading.get_ident() not in engine.threads
-    assert loop.turn() == 1  # the scheduled call finds an empty queue
-
-
-def test_an_engine_retired_during_an_inline_run_is_closed(loop: Loop, answers: Answers) -> None:
-    class Closer(Threads):
-        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            batcher.retire()
-            return super().__call__(feeds)
-
-    engine = Closer()
-    batcher = Batcher([engine], BatchPolicy(), call_soon=loop.call_soon)
-    batcher.inline_max_rows = math.inf
-    asleep(batcher)
-    submit(batcher, row(0), 1, KEY, answers.done)
-    loop.turn()
-    assert answers.order == [0]
-    batcher.close()
-    assert batcher.ended
-    assert engine.closed
-
-
 def test_the_loop_runs_a_second_engine_while_the_first_is_busy(
     loop: Loop, answers: Answers
 ) -> None:
-    slow, quick = GatedEngine(), Threads()
-    slow.warm = True
-    with Batcher([slow, quick], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
-        asleep(batcher)
+    slow, quick = GatedEngine(warm=True), Threads()
+    with inline([slow, quick], loop, Clock(), BatchPolicy(max_batch=4)) as batcher:
         batcher._idle.sort(key=lambda worker: worker.engine is slow)  # the last is next
+        batcher.inline_max_rows = 0
         submit(batcher, row(0), 1, KEY, answers.done)
         loop.turn()
         assert slow.entered.acquire(timeout=WAIT_S)
         batcher.inline_max_rows = math.inf
         submit(batcher, row(1), 1, KEY, answers.done)
         loop.turn()
-        assert answers.order == [1]
-        assert quick.threads == [threading.get_ident()]
+        assert (answers.order, quick.threads) == ([1], [threading.get_ident()])
         slow.gate.set()
-        answers.wait(2)
 
 
-def test_idle_time_includes_waiting_for_the_loop(
-    engine: Threads, loop: Loop, answers: Answers
-) -> None:
+def test_idle_time_includes_waiting_for_the_loop(loop: Loop, answers: Answers) -> None:
+    clock, notes = Clock(), Watcher()
     idle_us: list[int] = []
-
-    class Notes(Watcher):
-        def record_run(self, run: BatchRun) -> None:
-            idle_us.append(run.idle_us)
-
-    clock = Clock()
-    with inline([engine], loop, clock, watchers=[Notes()]) as batcher:
+    notes.record_run = lambda run: idle_us.append(run.idle_us)  # type: ignore[method-assign]
+    with inline([Threads()], loop, clock, watchers=[notes]) as batcher:
         for begin_us in (100, 200):
             clock.us = begin_us
             submit(batcher, row(0), 1, KEY, answers.done)
@@ -193,19 +141,15 @@ def test_idle_time_includes_waiting_for_the_loop(
 
 
 def test_a_server_runs_small_batches_on_its_event_loop_thread(engine: Threads) -> None:
-    server = Server({"m": engine}, ServeOptions(http_port=0))
-    served = Running(server)
-    try:
-        body = infer_json([1, 2, 3, 4], [1, 4])
+    with running({"m": engine}) as served:
+        batcher = served.server.repository.find("m").batcher
         for inline_max_rows in (0, math.inf):
-            batcher = server.repository.find("m").batcher
             asleep(batcher)
             batcher.inline_max_rows = inline_max_rows
+            body = infer_json([1, 2, 3, 4], [1, 4])
             assert served.ask("POST", "/v2/models/m/infer", body).status == 200
-        assert engine.threads[-2] != served.thread_id
-        assert engine.threads[-1] == served.thread_id
-    finally:
-        served.close()
+        here = [thread == served.thread_id for thread in engine.threads[-2:]]
+        assert here == [False, True]
 
 
 def test_a_server_restores_the_garbage_collector_and_signal_handlers() -> None:
@@ -365,28 +309,21 @@ WIDER = (("x", "FP32", (4,)), ("z", "FP32", (1,)))  # another key, of the same a
 
 
 class LoopThread:
-    """An event loop: `call_soon` for its own thread alone, `soon` for the others."""
+    """An event loop on a thread of its own. `soon` is for the other threads."""
 
     def __init__(self) -> None:
-        self._todo: deque[Callable[[], object]] = deque()
-        self._came = threading.Semaphore(0)
-        self.thread = threading.Thread(target=self._run, daemon=True)
         self.failed: list[Exception] = []
+        self._todo = queue.SimpleQueue[Callable[[], object]]()
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+        self.soon = self._todo.put
 
     def _run(self) -> None:
-        while self._came.acquire():
-            what = self._todo.popleft()
+        while (what := self._todo.get()) is not sys.exit:
             try:
                 what()
-            except SystemExit:
-                return
             except Exception as exc:  # noqa: BLE001 - the test asserts that there is none
                 self.failed.append(exc)
-
-    def soon(self, what: Callable[[], object]) -> None:
-        self._todo.append(what)
-        self._came.release()
 
     def call_soon(self, what: Callable[[], None]) -> None:
         assert threading.current_thread() is self.thread
@@ -410,29 +347,25 @@ class LoopThread:
 class Moody(FakeEngine):
     """Fails at times; never called by two threads at once."""
 
-    def __init__(self, chance: random.Random, *, lost_at: int = 0) -> None:
+    def __init__(self, seed: float, lost_at: int) -> None:
         super().__init__()
-        self._chance = chance
-        self._calls = 0
-        self._lost_at = lost_at
+        self._chance, self._lost_at, self._calls = random.Random(seed), lost_at, 0
         self._within = threading.Lock()
-        self.calm = True
+        self.calm = True  # until it was warmed up
         self.overlapped = False
 
     def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if not self._within.acquire(blocking=False):
-            self.overlapped = True
+        self.overlapped |= not self._within.acquire(blocking=False)
         try:
-            if self.calm:
-                return super().__call__(feeds)
-            self._calls += 1
-            if self._calls == self._lost_at:
-                raise DeviceLost("the GPU is lost")
-            luck = self._chance.random()
-            if luck < 0.05:
-                raise ValueError("not today")
-            if luck < 0.3:
-                threading.Event().wait(luck / 1000)
+            if not self.calm:
+                self._calls += 1
+                if self._calls == self._lost_at:
+                    raise DeviceLost("the GPU is lost")
+                luck = self._chance.random()
+                if luck < 0.05:
+                    raise ValueError("not today")
+                if luck < 0.3:
+                    threading.Event().wait(luck / 1000)
             return super().__call__(feeds)
         finally:
             self._within.release()
@@ -462,25 +395,24 @@ class Run:
             "m", self.make(), options, self.loop.deliver, monotonic_us, self.loop.call_soon
         )
         self.model.watch(Rude())
-        self.start_failing(self.engines)
+        self.start_failing()
         self.switch_inline_max_rows()
 
     def make(self) -> list[Moody]:
         chance = self.chance
         lost_at = chance.choice([0, 0, 0, 0, 20])
-        made = [Moody(random.Random(chance.random())) for _ in range(chance.choice([1, 1, 2, 3]))]
-        made[0]._lost_at = lost_at
+        count = chance.choice([1, 1, 2, 3])
+        made = [Moody(chance.random(), 0 if n else lost_at) for n in range(count)]
         self.engines += made
         return made
 
     def replace(self) -> None:
-        engines = self.make()
-        self.model.replace(engines)
-        self.start_failing(engines)
+        self.model.replace(self.make())
+        self.start_failing()
 
-    def start_failing(self, engines: list[Moody]) -> None:
-        """After the warm-up: from now on the engines fail at random."""
-        for engine in engines:
+    def start_failing(self) -> None:
+        """After the warm-up."""
+        for engine in self.engines:
             engine.calm = False
 
     def switch_inline_max_rows(self) -> None:
@@ -609,43 +541,3 @@ def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() 
     answers.wait(2)
     assert batcher.close(timeout_s=WAIT_S) == 0
     assert sorted(answers.order) == [0, 1]
-
-
-def test_a_batch_that_is_still_delayed_is_left_to_the_engines_thread(
-    loop: Loop, answers: Answers
-) -> None:
-    """Otherwise the loop would reschedule itself until the delay has passed."""
-    policy = BatchPolicy(max_batch=4, max_delay_us=60_000_000)
-    with inline([Threads()], loop, Clock(), policy) as batcher:
-        submit(batcher, row(0), 1, KEY, answers.done)
-        assert [loop.turn(), loop.turn()] == [1, 0]
-    assert answers.order == [0]
-
-
-def test_requests_submitted_in_a_callback_schedule_one_loop_iteration(
-    loop: Loop, answers: Answers
-) -> None:
-    def again(request: Pending) -> None:
-        answers.done(request)
-        for value in (2, 3):
-            submit(batcher, row(value), 1, KEY, answers.done)
-
-    with inline([Threads(), Threads()], loop, Clock(), BatchPolicy(max_batch=1)) as batcher:
-        submit(batcher, row(1), 1, KEY, again)
-        loop.turn()
-        assert len(loop.asked) == 1
-        while loop.turn():
-            pass
-        answers.wait(3)
-
-
-def test_a_server_with_a_batch_delay_answers_requests_without_rows() -> None:
-    with running(max_delay_us=2000) as server:
-        body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[0,4],"data":[]}]}'
-        raws = [server.connect() for _ in range(8)]
-        for _ in range(20):
-            for raw in raws:
-                raw.send(http_request("POST", "/v2/models/m/infer", body))
-            for raw in raws:
-                reply = raw.reply()
-                assert reply.status == 200

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from deploykit.core.errors import Overloaded
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.http import routes as scrapes
 from deploykit.serving.http.routes import Scrapes
@@ -294,14 +293,6 @@ def test_metrics_are_compressed_for_a_client_that_takes_it(server: Running) -> N
     packed = server.ask("GET", "/metrics", Accept_Encoding="gzip")
     assert packed.headers["content-encoding"] == "gzip"
     assert b"# TYPE deploykit_" in gzip.decompress(packed.body)
-
-
-def test_a_scrape_that_cannot_start_is_refused_and_the_next_one_tried() -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise Overloaded("no thread can be started; try again later")
-
-    route = Scrapes(group_of(list), refuse)
-    assert [call.status for call in asked(route, 2)] == [503, 503]
 
 
 def test_an_error_is_a_reply_to_each() -> None:

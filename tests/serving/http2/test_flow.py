@@ -245,23 +245,6 @@ def test_watch_calls_are_bounded_per_client_and_in_all(
         eventually(lambda: server.see(lambda: (len(calls._watches), calls._watching)) == (0, {}))
 
 
-def test_all_watch_calls_of_a_service_cost_one_look_at_its_health() -> None:
-    with serving() as server, frames(server.port) as client:
-        for stream in range(1, 32, 2):
-            client.start(stream, b"", WATCH)
-        client.settle()
-        calls, asked = server.grpc, []
-
-        def count() -> int:
-            health = calls._health
-            calls._health = lambda name: asked.append(name) or health(name)  # type: ignore[method-assign, func-returns-value]
-            calls.tick(0.0)
-            del calls._health  # type: ignore[method-assign]
-            return len(asked)
-
-        assert server.see(count) == 1
-
-
 def test_a_long_name_is_not_kept_for_a_watch_call(client: Frames) -> None:
     for stream, size in ((1, 257), (3, 70_000)):
         name = b"\n" + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + b"x" * size

@@ -285,13 +285,10 @@ def test_replaced_external_weights_are_reloaded(tmp_path: Path) -> None:
 def test_an_unexpected_error_in_the_loader_keeps_the_old_engine(
     serving: Serving, tmp_path: Path
 ) -> None:
-    def broken() -> list[Engine]:
-        raise ZeroDivisionError("division by zero")
-
-    serving.source.load = broken
+    serving.source.load = lambda: [1 // 0]  # type: ignore[list-item]
     replace(model(tmp_path / "new.onnx", 2.0), serving.path)
     serving.poll_twice()
-    assert serving.reloader.error("m") == "ZeroDivisionError: division by zero"
+    assert (serving.reloader.error("m") or "").startswith("ZeroDivisionError")
     assert serving.ask() == 2.0
 
 
@@ -573,37 +570,23 @@ def test_a_small_model_that_would_take_all_memory_or_all_time_is_not_run_here(
         assert serving.ask() == 2.0
 
 
-def test_a_file_that_becomes_a_fifo_while_it_is_opened_is_no_regular_file(
+def test_a_file_that_changes_its_size_while_it_is_hashed_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = model(tmp_path / "m.onnx", 1.0), os.open
-
-    def swapped(name: Any, *more: Any) -> int:
-        if name == path:
-            path.unlink()
-            os.mkfifo(path)
-        return real(name, *more)
-
-    monkeypatch.setattr(os, "open", swapped)
-    with pytest.raises(BadInput, match="not a regular file"):
-        sha256(path)
-
-
-@pytest.mark.parametrize("by", [-10, 3 << 20])
-def test_a_file_that_changes_its_size_while_it_is_hashed_is_an_error(
-    tmp_path: Path, by: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "m.onnx"
-    path.write_bytes(bytes(4 << 20))
+    path, whole, later = tmp_path / "m.onnx", 4 << 20, list[int]()
     real, asked = os.fstat, list[int]()
 
-    def grown(file: int) -> os.stat_result:
+    def fstat(file: int) -> os.stat_result:
         found = real(file)
         asked.append(file)
         if len(asked) == 2:  # it is open, and its size known
-            os.truncate(path, found.st_size + by)
+            os.truncate(path, later[0])
         return found
 
-    monkeypatch.setattr(os, "fstat", grown)
-    with pytest.raises(BadInput, match="changed while it was read"):
-        sha256(path)
+    monkeypatch.setattr(os, "fstat", fstat)
+    for size in (whole - 10, whole + (3 << 20)):
+        path.write_bytes(bytes(whole))
+        later[:] = [size]
+        asked.clear()
+        with pytest.raises(BadInput, match="changed while it was read"):
+            sha256(path)

@@ -67,23 +67,6 @@ def test_a_name_that_could_be_a_path_is_refused(name: str, taken: bool) -> None:
             ModelRepository({name: FakeEngine()}, ServeOptions())
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("http_port", 65536),
-        ("http_port", -1),
-        ("max_batch", 0),
-        ("max_delay_us", -1),
-        ("queue", 0),
-        ("timeout_ms", 0),
-        ("max_body_bytes", 0),
-    ],
-)
-def test_an_option_out_of_range_is_named(name: str, value: int) -> None:
-    with pytest.raises(BadInput, match=f"`{name}`"):
-        ServeOptions(**{name: value})
-
-
 def test_a_model_without_inputs_is_refused_and_leaves_no_thread() -> None:
     engine = FakeEngine()
     engine.inputs = ()
@@ -91,6 +74,9 @@ def test_a_model_without_inputs_is_refused_and_leaves_no_thread() -> None:
     with pytest.raises(Unsupported, match="without inputs"):
         ModelRepository({"good": FakeEngine(), "m": engine}, ServeOptions())
     assert set(threading.enumerate()) <= before
+    for name, value in {"http_port": 65536, "max_batch": 0, "timeout_ms": 0}.items():
+        with pytest.raises(BadInput, match=f"`{name}`"):
+            ServeOptions(**{name: value})
 
 
 def test_a_draining_repository_refuses_requests_and_is_not_ready() -> None:
@@ -149,13 +135,6 @@ def test_a_hung_engine_is_not_ready_until_it_returns() -> None:
         model.submit(ask(), lambda _: came.set())
         assert came.wait(WAIT_S)
         assert repository.why_not_ready() is None
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_shared_memory_is_offered_only_with_the_option(enabled: bool) -> None:
-    with holding({"m": FakeEngine()}, shared_memory=enabled) as repository:
-        assert (repository.memory is not None) is enabled
-        assert ("system_shared_memory" in repository.metadata()["extensions"]) is enabled
 
 
 def test_each_request_is_charged_the_whole_time_of_its_batch() -> None:

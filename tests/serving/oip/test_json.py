@@ -133,9 +133,25 @@ def test_parameters_are_decoded_and_unknown_fields_ignored(
 # -- Raw requests: the whole body is one tensor
 
 
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "string"])
-def test_a_raw_request_has_one_row_and_a_binary_answer(dtype: str) -> None:
-    array, signature = values(dtype, 1, 4), model(dtype)
+SIZES: list[tuple[tuple[int | str, ...], int, tuple[int, ...]]] = [
+    (("N", "T", 2), 8, (1, 6, 2)),
+    (("N", 4), 0, (3, 4)),
+    (("T",), 0, (12,)),
+    ((12,), 0, (12,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axes", "max_batch", "shape"),
+    [
+        *((dtype, ("N", 4), 8, (1, 4)) for dtype in DTYPES if dtype != "string"),
+        *(("float32", *sizes) for sizes in SIZES),  # the variable axis follows from the size
+    ],
+)
+def test_a_raw_request_has_one_row_and_a_binary_answer(
+    dtype: str, axes: tuple[int | str, ...], max_batch: int, shape: tuple[int, ...]
+) -> None:
+    array, signature = values(dtype, *shape), model(dtype, *axes, max_batch=max_batch)
     request = oip.decode(wire(dtype, array), 0, signature)
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
     assert request.rows == 1
@@ -143,25 +159,6 @@ def test_a_raw_request_has_one_row_and_a_binary_answer(dtype: str) -> None:
     assert parts[1] == wire(dtype, array)
     assert header == len(parts[0])
     assert "id" not in json.loads(parts[0])
-
-
-@pytest.mark.parametrize(
-    ("axes", "max_batch", "shape"),
-    [
-        (("N", 4), 8, (1, 4)),
-        (("N", "T", 2), 8, (1, 6, 2)),
-        (("N", 4), 0, (3, 4)),
-        (("T",), 0, (12,)),
-        ((12,), 0, (12,)),
-    ],
-)
-def test_the_size_of_one_variable_axis_follows_from_the_byte_count(
-    axes: tuple[int | str, ...], max_batch: int, shape: tuple[int, ...]
-) -> None:
-    array = values("float32", *shape)
-    signature = model("float32", *axes, max_batch=max_batch)
-    request = oip.decode(array.tobytes(), 0, signature)
-    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
 
 
 def test_a_raw_string_is_the_whole_body() -> None:

@@ -57,7 +57,7 @@ def words(tmp_path: Path) -> Iterator[Client]:
 @pytest.fixture
 def brief(tmp_path: Path) -> Iterator[Client]:
     """The stage `brief` has a limit that it may also miss when this machine is busy."""
-    with serving_words(tmp_path, brief_ms=50, grpc_port=0) as client:
+    with serving_words(tmp_path, brief_ms=50) as client:
         yield client
 
 
@@ -157,6 +157,7 @@ def test_a_pipeline_is_described_as_models_are(tiles: Client) -> None:
         assert client.get_model_config("tiles").config.max_batch_size == 0
         ready = [client.is_model_ready("tiles", version) for version in ("", "1", "2")]
         assert ready == [True, True, False]
+        assert "has no version '2'" in refused(tiles, "tiles", "page", b"", model_version="2")[1]
         states = {each.name: each.state for each in client.get_model_repository_index().models}
         assert states == {"tiles": "READY", "tiles.colours": "READY"}
 
@@ -230,9 +231,6 @@ def test_a_wrong_request_is_refused(
     assert (found[0], message in found[1]) == (code, True), found
     after = server.metric("deploykit_pipeline_requests_total", **failed)
     assert after == before + (code == "INVALID_ARGUMENT")
-    assert "has no version '2'" in refused(server, "tiles", "page", b"", model_version="2")[1] or (
-        pipeline == "words"
-    )
 
 
 def test_two_pipelines_at_once(words: Client) -> None:
@@ -355,8 +353,7 @@ def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(brief: C
         504,
         "stage 'brief': not ended within its time limit of 50 ms",
     )
-    assert refused(brief, "words", "text", "hang") == ("DEADLINE_EXCEEDED", error["error"])
-    assert outcomes(brief, "brief", "expired") == 2
+    assert outcomes(brief, "brief", "expired") == 1
     assert outcomes(brief, "answer", "success") == 0
     # what a late stage gives is not used
     brief.until(lambda: brief.predict("words", b"open") == (200, {"done": ["open"]}))

@@ -65,9 +65,8 @@ def test_json_above_the_limit_is_refused_with_the_other_formats(
 def test_a_long_document_of_few_values_is_refused_as_well(words: Client) -> None:
     """A parser holds the interpreter's lock for each of its bytes."""
     gzipped = gzip.compress(b'["' + b"a" * MOST_JSON_BYTES + b'"]', 1)
-    status, answer = words.predict(
-        "echo", gzipped, Content_Type="application/json", Content_Encoding="gzip"
-    )
+    headers = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
+    status, answer = words.predict("echo", gzipped, **headers)
     assert (status, "the JSON is longer than 24 MiB" in answer["error"]) == (413, True)
 
 
@@ -137,16 +136,12 @@ LONG = 1 << 17
 @pytest.mark.parametrize(
     "answer",
     [
-        list(range(LONG)),
         [[0.5] * LONG, []],
         [[1, 2]] * LONG,
         {"a": ["x"] * LONG, "b": {"c": [], "d": None}},
         {},
-        [],
         [[]],
-        [{}, {"a": 1}],
         "text",
-        np.linspace(0, 1, LONG, dtype=np.float32),
         np.linspace(0, 1, LONG, dtype=np.float16).reshape(-1, 2, 4)[::2],
         np.where(np.arange(LONG) % 3, np.inf, np.nan)[None],
         np.arange(LONG, dtype=">i4").reshape(2, -1),

@@ -82,6 +82,7 @@ OVER_HTTP: dict[str, tuple[str, bytes, str, int]] = {
     "no JSON when expanded": ("large", gzip.compress(BOMB[: LARGEST // 2], 1), "gzip", 400),
     "cut JSON": ("large", GOOD[:-5], "identity", 400),
     "a wrong shape": ("large", GOOD.replace(b"[1, ", b"[2, "), "identity", 400),
+    "half of it, then nothing": ("large", GOOD, "identity", 0),
     "an unknown model": ("nothing", GOOD, "identity", 404),
     "an engine that fails": ("fails", GOOD.replace(b"0.5", b"3.5"), "identity", 500),
     "an engine that answers wrongly": ("fails", GOOD.replace(b"0.5", b"5.5"), "identity", 500),
@@ -96,8 +97,8 @@ def test_an_http_request_leaves_no_garbage(
     with nothing_left():
         for _ in range(TIMES):
             raw = server.connect()
-            reply = raw.ask(data)
-            assert reply.status == status
+            raw.send(data if status else data[: len(data) // 2])
+            assert not status or raw.status() == status
             raw.close()
         assert server.ask("GET", "/v2/health/live").status == 200  # the loop is done with them
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import socket
 import ssl
@@ -217,37 +217,24 @@ def test_tls_carries_many_requests_and_large_bodies(pem: tuple[Path, Path]) -> N
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-def test_plain_http_on_the_tls_port_is_closed_with_one_log_line(
+def test_what_is_no_tls_handshake_is_closed_with_one_log_line(
     pem: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = pem
     caplog.set_level(logging.INFO, "deploykit")
-    with running(tls_cert=cert, tls_key=key) as server:
-        raw = Raw(server.port)
-        raw.send(request("GET", "/v2/health/live"))
-        assert b"200 OK" not in raw.socket.recv(4096)
-        raw.close()
-        again = secure(server.port, cert)
-        reply = again.ask(request("GET", "/v2/health/live"))
-        assert reply.status == 200
-        again.close()
-    lines = [r.message for r in caplog.records if "handshake" in r.message]
-    assert lines == ["a connection was closed in its TLS handshake: http request"]
-
-
-def test_an_unfinished_tls_handshake_is_closed(
-    pem: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    cert, key = pem
-    caplog.set_level(logging.INFO, "deploykit")
-    with running(None, HttpLimits(header_s=0.2), tls_cert=cert, tls_key=key) as server:
-        silent, half = Raw(server.port), Raw(server.port)
+    limits = HttpLimits(header_s=0.2)
+    with running(None, limits, tls_cert=cert, tls_key=key) as server:
+        plain, silent, half = (server.connect() for _ in range(3))
+        plain.send(request("GET", "/v2/health/live"))
         half.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        assert b"200 OK" not in plain.socket.recv(4096)
         assert silent.ended()
         assert half.ended()
-        silent.close()
-        half.close()
-    assert len([r for r in caplog.records if "TLS handshake" in r.message]) == 2
+        with closing(secure(server.port, cert)) as again:
+            assert again.ask(request("GET", "/v2/health/live")).status == 200
+    lines = [r.message for r in caplog.records if "handshake" in r.message]
+    assert lines[0] == "a connection was closed in its TLS handshake: http request"
+    assert len(lines) == 3
 
 
 def test_clients_without_a_tls_hello_make_room_for_others(
@@ -301,35 +288,26 @@ class Nobody(Port):
 
 def test_few_tls_handshakes_begin_in_one_turn_of_the_loop() -> None:
     """1,000 clients that sent a recorded first message at once stopped the loop for 1.3 s."""
-    begun, turns = list[int](), list[int]()
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         acceptor = Acceptor(loop, socket.socket(), Nobody(100, 9.0, MemoryBudget(1, 1)), tls)
-
-        async def handshake(client: socket.socket) -> None:
-            await acceptor._hello(client)
-            begun.append(1)
-
-        with contextlib.ExitStack() as stack:
-            pairs = [socket.socketpair() for _ in range(30)]
-            for end in (end for pair in pairs for end in pair):
-                stack.callback(end.close)
-            tasks = [asyncio.create_task(handshake(server)) for server, _ in pairs]
+        pairs = [socket.socketpair() for _ in range(30)]
+        tasks = [asyncio.create_task(acceptor._hello(server)) for server, _ in pairs]
+        await asyncio.sleep(0)
+        for _, client in pairs:
+            client.send(b"hello")
+        turns = [0]
+        while turns[-1] < len(pairs):
             await asyncio.sleep(0)
-            assert not begun
-            for _, client in pairs:
-                client.send(b"hello")
-            while len(begun) < len(pairs):
-                before = len(begun)
-                await asyncio.sleep(0)
-                turns.append(len(begun) - before)
-            await asyncio.gather(*tasks)
-            acceptor._socket.close()
+            turns.append(sum(task.done() for task in tasks))
+        for end in (acceptor._socket, *(end for pair in pairs for end in pair)):
+            end.close()
+        begun = [after - before for before, after in itertools.pairwise(turns)]
+        assert max(begun) == listener._HANDSHAKES
 
     asyncio.run(main())
-    assert max(turns) == listener._HANDSHAKES
 
 
 # -- files that change

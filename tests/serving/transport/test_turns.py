@@ -7,11 +7,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from deploykit.serving.grpc.call import GrpcCall, Method
-from deploykit.serving.http.connection import PIECE_BYTES, Exchange, HttpConnection
+from deploykit.serving.http.connection import Exchange, HttpConnection
 from deploykit.serving.http.head import ChunkedBody, HeadReader
 from deploykit.serving.http2.connection import (
     DATA,
@@ -23,7 +24,6 @@ from deploykit.serving.http2.connection import (
     frame,
 )
 from deploykit.serving.server import Server
-from deploykit.serving.transport import turns
 from deploykit.serving.transport.turns import BUSY_BYTES, TURN_S, Turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving import wired
@@ -57,7 +57,7 @@ def test_a_turn_that_is_used_up_leaves_the_rest_to_the_next_ones() -> None:
 
     def work(name: str = "a") -> None:
         begun_s = now.s
-        now.s += 0.6 * turns.TURN_S
+        now.s += 0.6 * TURN_S
         shared.spend(begun_s)
         done.append(name)
 
@@ -77,8 +77,8 @@ def test_a_turn_that_is_used_up_leaves_the_rest_to_the_next_ones() -> None:
         await asyncio.sleep(0)
         assert not shared.waiting
         assert done == ["a", "a", "urgent", "a", "a", "a"]
-        shared.spend(now.s - 0.2 * turns.TURN_S)
-        now.s += turns.TURN_S  # in the system, which is counted too
+        shared.spend(now.s - 0.2 * TURN_S)
+        now.s += TURN_S  # in the system, which is counted too
         shared.spend(now.s)
         assert shared.busy
         assert shared.late()
@@ -114,7 +114,7 @@ class Slow:
         begin = listener.turns._begin
 
         def slow(exchange: Exchange) -> None:
-            self.now.s += 2 * turns.TURN_S
+            self.now.s += 2 * TURN_S
             self.turns[-1] += 1
             handle(exchange)
 
@@ -223,7 +223,7 @@ def test_the_time_for_new_heads_is_counted_in_the_turn(
     shared.clock_s = now = Now()
 
     def slow(self: HeadReader, data: bytes) -> tuple[int, Any]:
-        now.s += 0.4 * turns.TURN_S
+        now.s += 0.4 * TURN_S
         return feed(self, data)
 
     monkeypatch.setattr(HeadReader, "feed", slow)
@@ -241,7 +241,7 @@ def test_many_small_chunks_are_many_turns(server: Running) -> None:
         before = chunks._lines
         used = read(self, chunks, at, end)
         lines.append(chunks._lines - before)
-        slow.now.s += 2 * turns.TURN_S
+        slow.now.s += 2 * TURN_S
         return used
 
     raw = server.connect()
@@ -274,113 +274,13 @@ def test_a_request_that_waits_for_its_turn_is_not_timed_out(idle: Server, first:
     assert not wire.out
 
 
-# -- What many clients do at one moment is done in many turns of the event loop
-
-
-CLIENTS = 60
-BYTES_PER_S = (1 << 20) / 1e-3  # that the system copies into new memory
-SIZE = 40 << 20
-
-
-class Socket(Wire):
-    """Has more data than the server takes."""
-
-    reading = True
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-    def write_eof(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("size", [SIZE, SIZE << 10], ids=["body", "dropped"])
-def test_receiving_from_many_clients_takes_many_turns(idle: Server, size: int) -> None:
-    """100 clients that sent 30 MB each, to routes that take none, stopped the loop for 762 ms."""
-    now_s, listener = [0.0], idle._listener
-    listener.turns = Turns(lambda: now_s[0])
-    head = request("POST", "/v2/repository/index", Content_Length=str(size))
-    received = [0] * CLIENTS
-
-    def read(number: int) -> int:
-        """What libuv does for a socket that can be read."""
-        count = len(connections[number].get_buffer(-1))
-        now_s[0] += count / BYTES_PER_S
-        received[number] += count
-        connections[number].buffer_updated(count)
-        return count
-
-    async def turn() -> float:
-        begun_s = now_s[0]
-        await asyncio.sleep(0)
-        for number, wire in enumerate(wires):
-            for _ in range(32):
-                if not wire.reading or received[number] > SIZE - 2 * PIECE_BYTES:
-                    break
-                read(number)
-        return now_s[0] - begun_s
-
-    async def main() -> None:
-        for connection, wire in zip(connections, wires, strict=True):
-            connection.connection_made(wire)
-            connection.get_buffer(-1)[: len(head)] = head
-            connection.buffer_updated(len(head))
-        busy_s = CLIENTS * BUSY_BYTES[False] / BYTES_PER_S
-        longest_s = max([await turn() for _ in range(6 * CLIENTS)])
-        assert longest_s < turns.TURN_S + 2 * PIECE_BYTES / BYTES_PER_S + busy_s
-        assert min(received) > SIZE - 3 * PIECE_BYTES  # each had its turns
-
-    wires = [Socket() for _ in range(CLIENTS)]
-    connections = [HttpConnection(listener) for _ in wires]
-    asyncio.run(main())
-    for connection in connections:
-        connection.connection_lost(None)
-    assert listener.memory.bytes == 0
-
-
-def test_connections_that_reach_a_limit_together_are_closed_in_many_turns(idle: Server) -> None:
-    """4,096 half heads, all of one moment, stopped the loop when their time was over."""
-    now_s, listener = [0.0], idle._listener
-    listener.turns.clock_s = lambda: now_s[0]
-    step_s = turns.TURN_S / 10
-
-    class Slow(Socket):
-        def write(self, data: object) -> None:
-            now_s[0] += step_s
-            super().write(data)
-
-    async def main() -> None:
-        for wire in wires:
-            connection = HttpConnection(listener)
-            connection.connection_made(wire)
-            connection.get_buffer(-1)[:7] = b"GET /v2"
-            connection.buffer_updated(7)
-        await asyncio.sleep(0)
-        before_s, turns_s = now_s[0], []
-        listener.tick(listener.now_s + listener.limits.header_s + 1)
-        while not all(wire.out for wire in wires):
-            listener.tick(listener.now_s + 1)  # the last round is still running
-            turns_s.append(now_s[0] - before_s)
-            before_s = now_s[0]
-            await asyncio.sleep(0)
-        turns_s.append(now_s[0] - before_s)
-        assert max(turns_s) < turns.TURN_S + 2 * step_s
-        assert now_s[0] == pytest.approx(CLIENTS * step_s)
-
-    wires = [Slow() for _ in range(CLIENTS)]
-    asyncio.run(main())
-    assert all(b" 408 " in wire.out for wire in wires)
-
-
 # -- Whatever calls do at one moment, all of them together stop the event loop for one turn onl
 
 
 STEP_S = 0.001  # that each step of the work seems to take
-IN_A_TURN = round(turns.TURN_S / STEP_S)
+IN_A_TURN = round(TURN_S / STEP_S)
 NO_WINDOW = b"\0\4\0\0\0\0"
+ALL_WINDOW = frame(SETTINGS, 0, 0, b"\0\4\0\0\xff\xff")
 
 
 class Counted(Wired):
@@ -396,40 +296,27 @@ class Counted(Wired):
             self.turn_number += 1
             begin()
 
+        def message(call: GrpcCall, _data: bytes, _at: int) -> None:
+            self.step()
+            call.send_message([b"answer"])
+
         self.shared.turns._begin = begun  # type: ignore[method-assign]
+        self.methods = patch.dict(wired.METHODS, {"/stream": Method(message, GrpcCall.complete)})
+        self.methods.start()
         self.links = [Http2Connection(self.shared) for _ in range(connections)]
         for link in self.links:
             self.turn(link.connection_made, Wire())
             self.turn(link.data_received, PREFACE + frame(SETTINGS, 0, 0, settings))
 
-    def step(self, *_: Any) -> None:
+    def step(self) -> None:
         self.now_s += STEP_S
         self.steps[self.turn_number] += 1
 
     def close(self) -> None:
+        self.methods.stop()
         for link in self.links:
             self.turn(link.connection_lost, None)
         super().close()
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Counted]]:
-    made: list[Counted] = []
-
-    def make(connections: int, settings: bytes = b"") -> Counted:
-        found = Counted(connections, settings)
-        made.append(found)
-
-        def message(call: GrpcCall, _data: bytes, _at: int) -> None:
-            found.step()
-            call.send_message([b"answer"])
-
-        monkeypatch.setitem(wired.METHODS, "/stream", Method(message, GrpcCall.complete))
-        return found
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def opened(count: int, data: bytes = b"", **headers: str) -> bytes:
@@ -444,43 +331,41 @@ def opened(count: int, data: bytes = b"", **headers: str) -> bytes:
 
 @pytest.mark.parametrize("in_streams", [True, False])
 def test_messages_that_arrive_in_one_piece_share_a_turn(
-    counted: Callable[..., Counted], in_streams: bool
+    in_streams: bool,
 ) -> None:
     """16 connections with 500 streams of 60 empty messages stopped the loop for seconds."""
-    wire = counted(2)
+    wire = Counted(2)
     for link in wire.links:
         data = opened(40, bytes(5) * 30) if in_streams else opened(480, bytes(5))
         wire.turn(link.data_received, data)
     assert sum(wire.steps.values()) == 2 * (1200 if in_streams else 480)
     assert max(wire.steps.values()) <= IN_A_TURN + 64  # one stream may begin at the end of a turn
-
-
-def lose_all(wire: Counted) -> None:
-    for link in wire.links:
-        link.connection_lost(None)
-
-
-def open_windows(wire: Counted) -> None:
-    for link in wire.links:
-        link.data_received(frame(SETTINGS, 0, 0, b"\0\4\0\0\xff\xff"))
+    wire.close()
 
 
 MOMENTS: dict[str, tuple[str, bytes, Callable[[Counted], object]]] = {  # the step that is counted
     "deadlines that pass": ("fail", b"", lambda wire: wire.shared.tick(wire.now_s + 2.0)),
-    "connections that are lost": ("finish", b"", lose_all),
-    "answers that windows let out": ("push", NO_WINDOW, open_windows),
+    "connections that are lost": (
+        "finish",
+        b"",
+        lambda wire: [link.connection_lost(None) for link in wire.links],
+    ),
+    "answers that windows let out": (
+        "push",
+        NO_WINDOW,
+        lambda wire: [link.data_received(ALL_WINDOW) for link in wire.links],
+    ),
 }
 
 
 @pytest.mark.parametrize(("step", "settings", "happen"), MOMENTS.values(), ids=MOMENTS)
 def test_what_happens_to_many_calls_at_one_moment_takes_many_turns(
-    counted: Callable[..., Counted],
     monkeypatch: pytest.MonkeyPatch,
     step: str,
     settings: bytes,
     happen: Callable[[Counted], object],
 ) -> None:
-    wire = counted(10, settings)
+    wire = Counted(10, settings)
     for link in wire.links:
         data = bytes(5) if settings else b""
         wire.turn(link.data_received, opened(20, data, **{"grpc-timeout": "1S"}))
@@ -491,6 +376,7 @@ def test_what_happens_to_many_calls_at_one_moment_takes_many_turns(
     assert sum(wire.steps.values()) == 10 * 20
     assert max(wire.steps.values()) <= IN_A_TURN + 20  # those of one connection
     assert not any(call.unsent for link in wire.links for call in link.streams.values())
+    wire.close()
 
 
 def test_requests_of_a_stream_that_was_reset_leave_the_queue(eventually: Eventually) -> None:
@@ -526,11 +412,9 @@ def test_resets_that_a_client_provokes_count_as_frames_without_content() -> None
 
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("protocol", ["HTTP", "gRPC"])
-def test_little_is_received_in_a_busy_turn(
-    idle: Server, counted: Callable[..., Counted], protocol: str, tls: bool
-) -> None:
+def test_little_is_received_in_a_busy_turn(idle: Server, protocol: str, tls: bool) -> None:
     """64 TLS clients with records of one byte stopped the loop for 283 ms, all in decryption."""
-    wire, now, sizes = counted(2), Now(), list[int]()
+    wire, now, sizes = Counted(2), Now(), list[int]()
     idle._listener.turns.clock_s = now
     turns = wire.shared.turns if protocol == "gRPC" else idle._listener.turns
     first, second = wire.links if protocol == "gRPC" else [HttpConnection(idle._listener)] * 2
@@ -544,7 +428,8 @@ def test_little_is_received_in_a_busy_turn(
         sizes.append(len(second.get_buffer(-1)))
 
     if protocol == "HTTP":
-        first.connection_made(Socket())
+        first.connection_made(Wire())
     wire.turn(both)
     assert sizes[0] > 4096
     assert sizes[1] == BUSY_BYTES[tls]
+    wire.close()

@@ -164,19 +164,6 @@ def test_a_draining_and_an_unreachable_server_are_reported(
         assert browser.text("#model-name") == "bands"  # the last figures stay
 
 
-def test_a_hidden_page_sends_no_requests(page: Tab) -> None:
-    hide = "Object.defineProperty(document, 'hidden', {configurable: true, get: () => %s});"
-    changed = "document.dispatchEvent(new Event('visibilitychange'));"
-    page.ask(hide % "true" + changed)
-    page.ask("fetch('/v2')")  # after this, earlier requests have returned
-    before = sum("/status" in url for url in page.requests)
-    page.ask("new Promise((done) => setTimeout(done, 2500))")
-    assert sum("/status" in url for url in page.requests) <= before + 1
-    page.ask("window.seen = document.querySelector('#uptime').innerText; 0")
-    page.ask(hide % "false" + changed)
-    page.until("document.querySelector('#uptime').innerText !== window.seen")
-
-
 def test_the_page_asks_for_the_token_and_uses_it(browser: Tab, files: dict[str, Path]) -> None:
     token = "a token of more than 16"
     with load(files["bands"], "cpu") as engine, running({"bands": engine}, token=token) as server:

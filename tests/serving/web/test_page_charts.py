@@ -39,19 +39,6 @@ def overlaps(svg: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_panel_breaks_its_line_where_there_is_no_value_and_names_its_series() -> None:
-    marks = [{"x": x, "y": y} for x, y in enumerate([1, 2, None, 4, 5])]
-    both = [{"label": name, "look": i + 1, "marks": marks} for i, name in enumerate(["p99", "p50"])]
-    given = {"title": "Latency", "alt": "Latency, now 5 ms", "series": both, "zero": True}
-    svg = evaluate(CHARTS, "m.draw(v.chart, m.PANEL)", chart=given)
-    root = ET.fromstring(svg)
-    assert root.get("aria-label") == "Latency, now 5 ms"
-    lines = [p for p in root.iter(f"{SVG}path") if p.get("class") == "line"]
-    assert len(lines) == 2 * 2 + 2  # two runs of each, and a sample of each in the legend
-    assert {"p99", "p50"} < {text for text, _ in boxes(svg)}
-    assert overlaps(svg) == []
-
-
 def test_bars_carry_their_share_and_leave_out_labels_that_would_overlap() -> None:
     bars = [{"label": str(10 * i), "value": i} for i in range(1, 41)]
     svg = evaluate(CHARTS, "m.drawBars(v.chart)", chart={"bars": bars, "alt": "Bars"})

@@ -145,7 +145,6 @@ class Behaviour:
     seen: dict[str, Any] = field(default_factory=dict)
 
 
-Use = Callable[..., Behaviour]  # puts such a TensorRT in place of the installed one
 Computes = Callable[[Mapping[str, np.ndarray]], Mapping[str, Any]]
 
 

@@ -201,8 +201,7 @@ class Frames:
         elif kind == 8:
             more = int.from_bytes(payload, "big")
             self.updates[stream] = self.updates.get(stream, 0) + more
-        if kind in (0, 1) and flags & 1:
-            answer.ended = True
+        answer.ended |= kind in (0, 1) and bool(flags & 1)
         return True
 
     def settle(self) -> None:

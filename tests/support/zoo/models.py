@@ -1,8 +1,7 @@
 """The zoo's architectures: functions for `--arch tests/support/zoo/models.py:NAME`.
 
-Each returns a float32 `nn.Module` whose weights are what its library starts with. The weights of
-the zoo are made in `members.py` and come as a state dict. torchvision and transformers are imported
-by the functions that need them, so that the rest of the zoo does without.
+Each returns a float32 `nn.Module`; the weights of the zoo are made in `members.py` and come as a
+state dict.
 """
 
 from __future__ import annotations
@@ -29,34 +28,6 @@ _NATIVE = (
 _libraries: list[torch.library.Library] = []  # kept: a definition goes with its library
 
 
-def resnet18() -> nn.Module:
-    return _torchvision("resnet18")
-
-
-def vgg16() -> nn.Module:
-    return _torchvision("vgg16")
-
-
-def mobilenet_v3_small() -> nn.Module:
-    return _torchvision("mobilenet_v3_small")
-
-
-def efficientnet_b0() -> nn.Module:
-    return _torchvision("efficientnet_b0")
-
-
-def convnext_tiny() -> nn.Module:
-    return _torchvision("convnext_tiny")
-
-
-def vit_b_16() -> nn.Module:
-    return _torchvision("vit_b_16")
-
-
-def swin_t() -> nn.Module:
-    return _torchvision("swin_t")
-
-
 def bert_tiny() -> nn.Module:
     """Ids and mask int64 (N, T) -> an object with last_hidden_state and pooler_output."""
     register_torchvision()  # transformers imports it where it is installed
@@ -73,19 +44,11 @@ def bert_tiny() -> nn.Module:
     return module
 
 
-def _torchvision(name: str) -> nn.Module:
-    register_torchvision()
-    from torchvision.models import get_model
-
-    module: nn.Module = get_model(name, weights=None)
-    return module
-
-
 def register_torchvision() -> None:
     """Make torchvision importable beside a torch that its native library was not built for.
 
-    PyPI's torchvision is built for PyPI's torch, which has CUDA; beside a CPU wheel its library
-    does not load, and its Python files stop at the first operator that it would have registered.
+    Beside a CPU wheel of torch the native library of PyPI's torchvision does not load, and its
+    Python files stop at the first operator that it would have registered.
     """
     try:
         import torchvision  # noqa: F401
