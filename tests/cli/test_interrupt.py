@@ -151,7 +151,7 @@ def run(_words):
     return 0
 
 main._run = run
-main.script()
+main.main()
 """
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.building.builder import Shapes
-from deploykit.cli.main import script
+from deploykit.cli.main import main
 from tests.support.runtimes.gpu_machine import LAYERS, Cuda, gpu_machine, plan
 
 
@@ -43,6 +43,6 @@ with pytest.MonkeyPatch.context() as patch:
 
         patch.setattr(Cuda, "wait", wait)
         try:
-            script()
+            main()
         finally:
             say(f"held: {does.seen['cuda'].held()}")
