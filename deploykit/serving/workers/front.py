@@ -24,8 +24,7 @@ from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
 from deploykit.serving.batching.queue import LEVELS, BatchPolicy, Pending
 from deploykit.serving.models.description import InUse
-from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.task import ModelTask
+from deploykit.serving.models.model import ModelTask, ServedModel
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
 from deploykit.serving.workers import blocks as exchange
