@@ -403,6 +403,7 @@ DOCUMENTS: list[tuple[bytes, str]] = [
     ),
     (adding(b'"outputs": [{"name": "z"}]'), "unknown output 'z'"),
     (adding(b'"outputs": "y"'), "'outputs' must be a list"),
+    (adding(b'"outputs": ["y"]'), "each of 'outputs' must be an object"),
     (adding(b'"outputs": [' + b'{"name":"y"},' * 50_000 + b'{"name":"y"}]'), "50001 outputs"),
     *(
         (ask_output(classification=value), "from 1 to 10000, got")

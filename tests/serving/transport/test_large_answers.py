@@ -19,7 +19,6 @@ from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip import messages
 from deploykit.serving.oip import request as requests
-from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Head
 from tests.support.fake_engine import FakeEngine
@@ -67,22 +66,6 @@ def test_small_answers_and_those_that_own_their_memory_are_not_copied() -> None:
         request = pending()
         Splitter(SPECS, joined=True)([request], {"y": array})
         assert np.shares_memory(request.outputs["y"], array) is not copied
-
-
-@pytest.mark.parametrize(
-    ("array", "copied"),
-    [
-        (np.ones((2, WIDTH), np.float32), False),
-        (np.ones((2, WIDTH), np.float16), False),
-        (np.ones((2, WIDTH), np.float32)[:1], True),  # its owner may use the memory again
-        (np.asfortranarray(np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)), True),
-        (np.ones((2, 4), np.float32), True),
-    ],
-)
-def test_large_numbers_are_sent_from_the_array_itself(array: np.ndarray, copied: bool) -> None:
-    found = to_bytes(array, "FP32")
-    assert bytes(found) == array.tobytes()
-    assert np.shares_memory(np.frombuffer(found, np.uint8), array) is not copied
 
 
 @pytest.mark.parametrize("waits", ["body", "outputs"])

@@ -100,10 +100,6 @@ def places(page: np.ndarray) -> list[list[int]]:
 def answer(places: list[list[int]]) -> list[dict]:
     return [{"box": place, "label": "<b>tile</b>"} for place in places]
 """,
-    "sizes": """
-def answer(request: dict) -> dict:
-    return {name: len(request[name]) for name in request}
-""",
     "turned": """
 import io
 import numpy as np
@@ -131,9 +127,7 @@ def served(
         yield browser, server, folder / "page.png"
 
 
-def test_boxes_of_an_answer_are_drawn_over_the_image(
-    served: tuple[Tab, dk.RunningServer, Path],
-) -> None:
+def test_the_answer_of_a_pipeline_is_drawn(served: tuple[Tab, dk.RunningServer, Path]) -> None:
     tab, server, file = served
     open_page(tab, server)  # type: ignore[arg-type]
     assert tab.text("#try-title") == "Try found"  # pipelines come first
@@ -146,17 +140,6 @@ def test_boxes_of_an_answer_are_drawn_over_the_image(
     assert tab.ask(pixel % (canvas, 120, 330)) != [255, 255, 255, 255]  # the edge of the box
     assert tab.ask(pixel % (canvas, 450, 450)) == [255, 255, 255, 255]
     assert tab.problems == []
-
-
-def test_json_and_files_are_sent_as_they_are(served: tuple[Tab, dk.RunningServer, Path]) -> None:
-    tab, server, file = served
-    open_page(tab, server)  # type: ignore[arg-type]
-    choose_model(tab, "sizes")
-    choose_way(tab, "JSON")
-    tab.ask("document.querySelector('#panel textarea').value = '{\"a\": [1, 2]}'")
-    assert json.loads(run(tab)) == {"a": 2}
-    tab.ask("document.querySelector('#panel textarea').value = '[1]'")
-    assert "dict is needed" in run(tab)
     choose_model(tab, "turned")
     choose_way(tab, "File")
     tab.choose_file("#panel input[type=file]", file)
