@@ -110,17 +110,6 @@ def test_a_content_length_without_a_body_allocates_nothing() -> None:
         assert rss_bytes() - before < 64 << 20
 
 
-@pytest.mark.parametrize("length", ["123456789012345678x", "9" * 5000])
-def test_a_wrong_length_of_the_json_before_a_body_in_pieces_is_refused(
-    server: Running, length: str
-) -> None:
-    raw = server.connect()
-    raw.send(request("POST", LARGE, Content_Length="4", Inference_Header_Content_Length=length))
-    reply = raw.ask(b"{}  ")
-    assert reply.status == 400
-    assert "Inference-Header-Content-Length is" in reply.json["error"]
-
-
 # -- large JSON: limited, read one at a time, and no delay for other clients
 
 

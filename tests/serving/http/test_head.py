@@ -38,9 +38,6 @@ def gated() -> Iterator[tuple[Running, GatedEngine]]:
             engine.gate.set()
 
 
-# -- order and connections
-
-
 def chunks(body: bytes) -> bytes:
     pieces = [body[at : at + 9] for at in range(0, len(body), 9)]
     return b"".join(b"%x;a=b\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
@@ -107,6 +104,7 @@ EXCHANGES = {  # sent, then for each answer its status or headers; 0: the connec
     "Upgrade": (request("GET", "/v2/health/live", Connection="Upgrade", Upgrade="h2c"), 200),
     "an unknown expectation": (request("GET", "/v2/health/live", Expect="a miracle"), 200),
     "any Accept": (request("GET", "/v2/health/live", Accept=";;,a/b;q=0"), 200),
+    "no length of JSON": (headed("Inference-Header-Content-Length: 123456789012345678x"), 400),
     **{f"{one} and {two}": (headed(one, two), status) for one, two, status in REPEATED},
     **{f"{of} at {host}": (request("GET", of, Host=host), code) for of, host, code in TARGETS},
     **{
@@ -160,9 +158,6 @@ def test_expect_100_continue_is_answered_before_the_body(server: Running) -> Non
     assert raw.status() == 200
 
 
-# -- malformed messages: one error answer, then the connection is closed (see test_http_hostile.py)
-
-
 @pytest.mark.parametrize(
     ("options", "pieces", "expected"),
     [
@@ -189,9 +184,6 @@ def test_a_body_of_exactly_the_limit_is_read(server: Running) -> None:
     reply = server.ask("POST", INFER, b" " * 100_000)
     assert reply.status == 400
     assert "not valid JSON" in reply.json["error"]
-
-
-# -- the engine is busy
 
 
 def test_a_full_queue_gets_503_at_once(
@@ -222,9 +214,6 @@ def test_a_request_that_times_out_gets_504_while_the_engine_is_busy(gated: Gated
     engine.gate.set()
     assert busy.status() == 200
     assert 7 not in engine.fed
-
-
-# -- Cached request heads: a repeated head is not parsed again, nor mistaken for another
 
 
 def test_a_packet_inside_a_header_is_not_cached_as_a_head(server: Running) -> None:

@@ -35,37 +35,21 @@ from tests.support.serving.memory import Seen
 from tests.support.serving.running import WAIT_S, GatedEngine, infer_json
 
 WIDTH = 100_000  # float32: 400 kB a row
-SPECS = (parse_spec("y:float32[N,W]"),)
 ALL_WINDOW = b"\0\4" + (1 << 30).to_bytes(4, "big")
 Eventually = Callable[[Callable[[], bool]], None]
-
-
-def pending(rows: int = 1, done: Callable[[Pending], None] = lambda _: None) -> Pending:
-    return Pending({"x": np.zeros((rows, 1), np.float32)}, rows, KEY, done, 0, 0, 0)
-
-
-# -- what an answer keeps alive
 
 
 def test_a_large_answer_keeps_only_its_own_rows_of_a_batch() -> None:
     """Else one slow reader keeps the memory of all 32 answers, and 1/32 of it is counted."""
     whole = np.ones((3, WIDTH), np.float32)
-    batch = [pending(1), pending(2)]
-    Splitter(SPECS, joined=True)(batch, {"y": whole})
+    rows = {count: {"x": np.zeros((count, 1), np.float32)} for count in (1, 2)}
+    batch = [Pending(feeds, count, KEY, print, 0, 0, 0) for count, feeds in rows.items()]
+    Splitter((parse_spec("y:float32[N,W]"),), joined=True)(batch, {"y": whole})
     for request, rows in zip(batch, (1, 2), strict=True):
         found = request.outputs["y"]
         assert found.shape == (rows, WIDTH)
         assert found.flags.owndata
         assert not np.shares_memory(found, whole)
-
-
-def test_small_answers_and_those_that_own_their_memory_are_not_copied() -> None:
-    arena = np.ones(2 * WIDTH, np.float32)  # such as ONNX Runtime's, which grows while it is in use
-    small, own = np.ones((1, 4), np.float32)[:], np.ones((1, WIDTH), np.float32)
-    for array, copied in ((small, False), (own, False), (arena[:WIDTH].reshape(1, WIDTH), True)):
-        request = pending()
-        Splitter(SPECS, joined=True)([request], {"y": array})
-        assert np.shares_memory(request.outputs["y"], array) is not copied
 
 
 @pytest.mark.parametrize("waits", ["body", "outputs"])
@@ -101,12 +85,6 @@ def test_the_bytes_of_a_disconnected_client_are_released_before_they_are_process
     finally:
         repository.close(drain=False)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
-
-
-# -- what one turn of the loop does
-
-
-# -- gRPC: what is slow to encode or to decode
 
 
 def strings(element: bytes, count: int) -> bytes:

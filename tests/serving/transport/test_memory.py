@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import gzip
 import io
-import random
 import ssl
 import sys
 import zlib
@@ -22,7 +20,6 @@ from deploykit.engines.engine import Arrays
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.web.page import FILES
-from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
@@ -295,42 +292,6 @@ def test_compressed_bodies_and_strings_count_with_their_size_in_memory(
         assert other.ask(BODY[-8:]).status == 200
         eventually(lambda: held_bytes(server) == 0)
         assert raw.ask(data).status == 200  # it is alone
-
-
-@pytest.mark.parametrize("seed", range(rounds(3, 100)))
-def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
-    chance = random.Random(seed)
-    data = [data for data, _ in ENDS.values()]
-    models = {"m": FakeEngine(width=WIDTH)}
-    with running(models, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
-        counted = server.server._listener.memory
-        raws: list[Raw] = []
-        for _ in range(40):
-            if len(raws) < 3 or chance.random() < 0.3:
-                raws.append(Raw(server.port))
-            raw = chance.choice(raws)
-            sent = chance.choice(data)
-            with contextlib.suppress(OSError):
-                raw.socket.settimeout(0.05)
-                raw.send(sent[: chance.randrange(len(sent))] if chance.random() < 0.3 else sent)
-            if chance.random() < 0.3:
-                raws.remove(raw)
-                raw.close()
-            assert counted.bytes >= 0
-        for raw in raws:
-            raw.close()
-
-        def is_served() -> bool:
-            with contextlib.closing(Raw(server.port)) as alone:
-                alone.send(raw_infer(values()))
-                return alone.reply().status == 200
-
-        eventually(is_served)  # not at once: some of the closed connections are yet to be accepted
-        eventually(lambda: not server.server._listener.connections)
-        eventually(lambda: counted.bytes == 0)
-
-
-# -- gRPC
 
 
 def test_health_checks_are_answered_when_the_memory_limit_is_reached(

@@ -27,9 +27,6 @@ INFER = "/v2/models/m/infer"
 TOKEN = "correct horse battery"
 
 
-# -- the token
-
-
 def test_without_the_exact_token_only_health_and_the_page_itself_answer() -> None:
     targets = "/v2 /v2/models/m /metrics /status /docs /openapi.json /v2/healthy /v2/models/unknown"
     asked = [("GET", target, b"") for target in targets.split()]
@@ -163,9 +160,6 @@ def test_an_invalid_origin_or_host_is_refused_at_start(option: str, value: str) 
         Server({"m": FakeEngine()}, ServeOptions(http_port=0, **{option: (value,)}))
 
 
-# -- the listening address
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture, **options: object) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, "deploykit"), running(**options):
@@ -274,9 +268,6 @@ def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) ->
             Server({"m": FakeEngine()}, options)
         assert message in caught.value.message
         assert "\n" not in caught.value.message
-
-
-# -- files that change
 
 
 def serial_of(port: int) -> str:

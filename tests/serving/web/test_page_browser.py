@@ -54,9 +54,6 @@ def page(browser: Tab, served: Running) -> Tab:
     return open_page(browser, served)
 
 
-# -- what it shows --------------------------------------------------------------------------------
-
-
 def test_the_page_loads_without_errors_or_requests_to_other_hosts(
     page: Tab, served: Running
 ) -> None:
@@ -170,9 +167,6 @@ def test_the_page_asks_for_the_token_and_uses_it(browser: Tab, files: dict[str, 
         assert "bands" in run(browser)
 
 
-# -- try it ---------------------------------------------------------------------------------------
-
-
 def test_a_drawing_by_pointer_reaches_the_model(page: Tab) -> None:
     pad = box(page, ".pad")
     x = pad["left"] + pad["width"] * 14.0 / 28  # in the fourth band
@@ -240,16 +234,6 @@ def test_the_json_form_starts_with_a_valid_request(page: Tab) -> None:
     assert values(page) == [0, 4.5]
     page.ask("document.querySelector('textarea').value = '{'")
     assert "JSON" in run(page)
-
-
-# -- appearance -----------------------------------------------------------------------------------
-
-
-def test_dark_and_light_follow_the_browsers_preference(page: Tab) -> None:
-    ground = "getComputedStyle(document.documentElement).backgroundColor"
-    assert page.ask(ground) == "rgb(255, 255, 255)"
-    page.look(dark=True)
-    assert page.ask(ground) == "rgb(18, 22, 27)"
 
 
 def test_the_page_is_never_wider_than_the_window(page: Tab) -> None:
@@ -335,9 +319,6 @@ def test_a_sentence_is_answered_and_an_error_is_shown(tasks: tuple[Tab, Running,
     assert run(tab).split() == ["good", "60", "%", "bad", "40", "%"]
     tab.ask("document.querySelector('#panel textarea').value = ' '")
     assert "the text: is empty" in run(tab)
-
-
-# -- Pipelines
 
 
 STEPS = {
