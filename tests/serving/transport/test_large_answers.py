@@ -45,9 +45,9 @@ def test_a_large_answer_keeps_only_its_own_rows_of_a_batch() -> None:
     rows = {count: {"x": np.zeros((count, 1), np.float32)} for count in (1, 2)}
     batch = [Pending(feeds, count, KEY, print, 0, 0, 0) for count, feeds in rows.items()]
     Splitter((parse_spec("y:float32[N,W]"),), joined=True)(batch, {"y": whole})
-    for request, rows in zip(batch, (1, 2), strict=True):
+    for request, count in zip(batch, rows, strict=True):
         found = request.outputs["y"]
-        assert found.shape == (rows, WIDTH)
+        assert found.shape == (count, WIDTH)
         assert found.flags.owndata
         assert not np.shares_memory(found, whole)
 
