@@ -75,9 +75,6 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
     match = _NAME.search(fields.get(b"content-disposition", b""))
     if match is None:
         raise BadInput("a field of the form has no name")
-    encoding = fields.get(b"content-transfer-encoding", b"binary").strip().lower()
-    if encoding not in (b"binary", b"8bit", b"7bit"):
-        raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     compression.check_charset(fields.get(b"content-type", b""))
     return name, body[start + end + 4 : stop]
