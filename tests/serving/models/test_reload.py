@@ -167,9 +167,7 @@ def test_a_bad_new_file_leaves_the_old_engine_serving_and_is_reported_once(
 
     if serving.path.is_dir():
         serving.path.rmdir()
-    replace(model(tmp_path / "new.onnx", 7.0), serving.path)
-    serving.poll_twice()
-    assert serving.ask() == 8.0
+    assert serving.renew(7.0) == 8.0
     assert serving.reloader.error("m") is None
     assert counts(serving.reloader)[1] == 0
     serving.close()
@@ -205,9 +203,7 @@ def test_a_file_changed_while_it_is_loaded_is_loaded_again(
         return engines
 
     serving.source.load = slow
-    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.poll_twice()
-    assert serving.ask() == 2.0
+    assert serving.renew(2.0) == 2.0
     with pytest.raises(DeploykitError, match="closed"):
         serving.loaded[0](FEEDS)
     serving.poll_twice()
@@ -246,8 +242,7 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     serving.poll_twice()
     assert serving.loaded == []
     manifest.unlink()
-    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.poll_twice()
+    serving.renew(2.0)
     assert serving.reloader.error("m") == "m.onnx: its manifest is missing"
     manifest.write_text("{}")
     serving.poll_twice()
@@ -262,8 +257,7 @@ def test_a_file_that_is_not_its_manifests_waits_for_the_manifest(
 ) -> None:
     """A model and its manifest are copied one after the other."""
     write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
-    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.poll_twice()
+    serving.renew(2.0)
     assert "SHA-256 differs" in (serving.reloader.error("m") or "")
     assert serving.ask() == 2.0
     write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
@@ -388,10 +382,8 @@ def test_a_file_whose_check_hangs_is_given_up_and_a_good_one_is_served_next(
         assert "given up" in caplog.messages[0]
         assert (sample("reloads_given_up_total"), sample("reload_failed")) == (1, 1)
         assert serving.ask() == 2.0
-        replace(model(tmp_path / "new", 4.0), serving.path)  # which `hangs_on_bad` passes
         serving.reloader.limit_s = LIMIT_S
-        serving.poll_twice()
-        assert serving.ask() == 5.0
+        assert serving.renew(4.0) == 5.0
         assert serving.reloader.error("m") is None
         assert sample("reload_failed") == 0
 
@@ -425,14 +417,11 @@ def test_what_ends_the_process_that_checks_a_file_does_not_end_ours(
     tmp_path: Path, check: trial.Check, why: str
 ) -> None:
     with serving_with(tmp_path / "m.onnx", check) as serving:
-        replace(model(tmp_path / "new", 4.0), serving.path)
-        serving.poll_twice()
+        serving.renew(4.0)
         assert why in (serving.reloader.error("m") or "")
         assert serving.ask() == 2.0
         serving.source.check = checks.prints  # what libraries print is no result
-        replace(model(tmp_path / "new", 6.0), serving.path)
-        serving.poll_twice()
-        assert serving.ask() == 7.0
+        assert serving.renew(6.0) == 7.0
 
 
 @pytest.mark.parametrize("replaced", [True, False])
@@ -448,15 +437,12 @@ def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
 
     with serving_with(tmp_path / "m.onnx", limit_s=0.2) as serving:
         serving.source.load = slow
-        replace(model(tmp_path / "new", 4.0), serving.path)
-        serving.poll_twice()
+        serving.renew(4.0)
         assert "given up" in (serving.reloader.error("m") or "")
         if replaced:
             serving.source.load = serving.load
             serving.reloader.limit_s = LIMIT_S
-            replace(model(tmp_path / "new", 6.0), serving.path)
-            serving.poll_twice()
-            assert serving.ask() == 7.0
+            assert serving.renew(6.0) == 7.0
         release.set()
         loads = 1 + replaced
         eventually(lambda: len(serving.loaded) == loads and serving.loaded[-1].session is None)  # type: ignore[attr-defined]
@@ -475,8 +461,7 @@ def test_few_files_at_most_hang_at_once(tmp_path: Path, eventually: Eventually) 
 
         serving.source.load = slow
         for number in range(9):
-            replace(model(tmp_path / "new", number), serving.path)
-            serving.poll_twice()
+            serving.renew(number)
         eventually(lambda: len(begun) == 4)
         assert serving.reloader.error("m") == "4 earlier files are still being loaded"
         release.set()
