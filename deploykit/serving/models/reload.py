@@ -1,8 +1,8 @@
 """Watch engine files and replace an engine when its file changes.
 
-A new file is checked in a separate process (trial.py), then loaded on a separate thread; after a
-time limit it is abandoned. If it cannot be loaded or contains another model, the old engine keeps
-serving; `announce` and `error` report why. The next attempt follows the file's next change.
+A new file is loaded and run on a separate thread, which is abandoned after a time limit. If it
+cannot be loaded or contains another model, the old engine keeps serving; `announce` and `error`
+report why. The next attempt follows the file's next change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
 from deploykit.graph.facts import external_files
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
 
@@ -47,15 +46,13 @@ def announce(_model: str, level: int, message: str) -> None:
 
 
 class Source:
-    """The file of one model, and the functions that check and load it.
+    """The file of one model, and the function that loads it.
 
-    It detects changes since its creation, so none during start-up is missed. `check` runs in
-    another process, before `load` in this one.
+    It detects changes since its creation, so none during start-up is missed.
     """
 
-    def __init__(self, path: Path, load: Load, check: Check | None = None) -> None:
+    def __init__(self, path: Path, load: Load) -> None:
         self.path = path
-        self.check = check
         self.load = load
         self.load_s = 0.0
         self.external = external_files(path)
@@ -201,7 +198,7 @@ class _Watch(threading.Thread):
         self._reloader.announce(self._model, level, f"model '{self._model}': {message}")
 
     def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
-        """Check and load the file on a thread that is abandoned after a time limit.
+        """Load the file on a thread that is abandoned after a time limit.
 
         Returns None if the file changed meanwhile. Raises the errors of the file.
         """
@@ -211,7 +208,7 @@ class _Watch(threading.Thread):
         reloader = self._reloader
         model = reloader.repository.find(self._model)
         limit_s = max(reloader.limit_s, TIMES * (self._source.load_s + model.warm_up_s))
-        attempt = _Attempt(self._source, model, files, limit_s)
+        attempt = _Attempt(self._source, model, files)
         end_s = time.monotonic() + limit_s
         attempt.start()
         while not wait(
@@ -229,17 +226,13 @@ class _Watch(threading.Thread):
 
 
 class _Attempt(threading.Thread):
-    """Checks one new file and puts it into use."""
+    """Loads one new file and puts it into use."""
 
-    def __init__(
-        self, source: Source, model: ServedModel, files: tuple[File, ...], limit_s: float
-    ) -> None:
+    def __init__(self, source: Source, model: ServedModel, files: tuple[File, ...]) -> None:
         super().__init__(name="reload attempt", daemon=True)
         self._source = source
         self._model = model
         self._files = files
-        self._limit_s = limit_s
-        self._trial: Trial | None = None
         self._wanted = True
         self._used = False
         self._lock = threading.Lock()
@@ -254,17 +247,11 @@ class _Attempt(threading.Thread):
 
     def _load(self) -> Sequence[Engine] | None:
         source = self._source
-        if source.check is None:
-            self._see(external_files(source.path))
-        else:
-            trial = Trial(source.path, source.check, self._limit_s)
-            with self._lock:
-                self._trial = trial
-            if not self._wanted:
-                trial.end()
-            trial.run(self._see)
-        if self._files[0] != source.files()[0]:
-            return None
+        external = external_files(source.path)
+        with self._lock:
+            if self._wanted:  # the state of the files before they are read
+                source.external = external
+                self._files = source.seen = source.files()
         with INSIDE:
             engines = source.load()
             try:
@@ -282,23 +269,13 @@ class _Attempt(threading.Thread):
             if self.outcome.done() or self._used:
                 return False
             self._wanted = False
-            trial = self._trial
-        if trial is not None:
-            trial.end()
-        return True
+            return True
 
     def _take(self) -> bool:
         """Return whether the file may be used; it cannot be abandoned afterwards."""
         with self._lock:
             self._used = self._wanted
             return self._wanted
-
-    def _see(self, external: list[str]) -> None:
-        """Record the state of the files before they are read."""
-        with self._lock:
-            if self._wanted:
-                self._source.external = external
-                self._files = self._source.seen = self._source.files()
 
 
 def _file(path: Path) -> File:
