@@ -167,22 +167,6 @@ def test_a_bad_new_file_leaves_the_old_engine_serving_and_is_reported_once(
     assert serving.failures == []
 
 
-def test_a_file_being_written_is_not_loaded_until_it_is_complete(
-    serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As `cp` writes it: longer at each poll."""
-    whole = model(tmp_path / "new.onnx", 2.0).read_bytes()
-    with serving.path.open("wb") as file:
-        for at in range(0, len(whole), 40):
-            file.write(whole[at : at + 40])
-            file.flush()
-            serving.reloader.poll()
-    assert caplog.records == []
-    assert serving.ask() == 2.0
-    serving.poll_twice()
-    assert serving.ask() == 3.0
-
-
 def test_a_file_changed_while_it_is_loaded_is_loaded_again(
     serving: Serving, tmp_path: Path
 ) -> None:

@@ -343,20 +343,6 @@ def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(brief: C
     brief.until(lambda: brief.predict("words", b"late") == (200, {"done": ["late"]}))
 
 
-def test_stages_that_are_slow_together_are_answered_in_time(tmp_path: Path) -> None:
-    """None of them takes as long as a request may."""
-    path, slow = tmp_path / "steps.py", "def {1}({0}: str) -> str: time.sleep(0.1); return {0}\n"
-    steps = ["text a", "a b", "b c", "c d"]
-    path.write_text("import time\n" + "".join(slow.format(*names.split()) for names in steps))
-    with served(path, timeout_ms=300) as client:
-        status, error = client.predict("steps", b"x")
-        assert status == 504
-        assert "not ended within the request's time limit of 300 ms" in error["error"]
-        name = "deploykit_pipeline_stage_requests_total"
-        assert client.metric(name, stage="d", outcome="success") == 0
-        client.until(lambda: client.metric(STAGE_IN_FLIGHT) == 0)
-
-
 def test_a_request_may_have_a_timeout_of_its_own(words: Client, kit: ModuleType) -> None:
     def hangs_in_slow() -> bool:  # on a busy machine its time may be over before that
         with (
