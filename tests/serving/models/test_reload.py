@@ -229,20 +229,6 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     assert len(serving.loaded) == 1
 
 
-def test_a_file_that_is_not_its_manifests_waits_for_the_manifest(
-    serving: Serving, tmp_path: Path
-) -> None:
-    """A model and its manifest are copied one after the other."""
-    write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
-    serving.renew(2.0)
-    assert "SHA-256 differs" in (serving.reloader.error("m") or "")
-    assert serving.ask() == 2.0
-    write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
-    serving.poll_twice()
-    assert serving.reloader.error("m") is None
-    assert serving.ask() == 3.0
-
-
 def test_replaced_external_weights_are_reloaded(tmp_path: Path) -> None:
     with serving_with(tmp_path / "m.onnx", external=True) as serving:
         other = tmp_path / "other"
