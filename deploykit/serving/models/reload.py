@@ -94,7 +94,7 @@ class Reloader(Closing):
 
     def error(self, name: str) -> str | None:
         """Return why the newer file of model `name` is not in use; None if it is."""
-        return self._watches[name].error()
+        return self._watches[name].problem
 
     def samples(self) -> list[Sample]:
         found = []
@@ -102,7 +102,7 @@ class Reloader(Closing):
             labels = {"model": name, "version": VERSION}
             found += [
                 Sample("deploykit_reloads_total", labels, watch.reloads),
-                Sample("deploykit_reload_failed", labels, watch.error() is not None),
+                Sample("deploykit_reload_failed", labels, watch.problem is not None),
                 Sample("deploykit_reloads_given_up_total", labels, watch.given_up),
             ]
         return found
@@ -128,8 +128,7 @@ class _Watch(threading.Thread):
         self._model = name
         self._source = source
         self._reloader = reloader
-        self._problem: str | None = None
-        self._polling_s: float | None = None  # when the read of the file's state began
+        self.problem: str | None = None
         self._attempts: list[_Attempt] = []  # abandoned attempts that still run
         self.reloads = self.given_up = 0
 
@@ -140,27 +139,14 @@ class _Watch(threading.Thread):
             except Exception:
                 log.exception("checking for a replaced engine file failed")
 
-    def error(self) -> str | None:
-        since_s = self._polling_s
-        if since_s is not None and time.monotonic() - since_s > self._reloader.limit_s:
-            return "the file system does not answer"
-        return self._problem
-
     def poll(self) -> None:
-        source, files = self._source, self._files()
+        source, files = self._source, self._source.files()
         stable, source.seen = files == source.seen, files
         # a changed manifest matters only for a file that was rejected: opening a file may
         # record its verification there
-        end = None if self._problem is not None else -1
+        end = None if self.problem is not None else -1
         if stable and files[:end] != source.settled[:end]:
             self._reload(files)
-
-    def _files(self) -> tuple[File, ...]:
-        self._polling_s = time.monotonic()
-        try:
-            return self._source.files()
-        finally:
-            self._polling_s = None
 
     def _reload(self, files: tuple[File, ...]) -> None:
         source, problem, digest = self._source, None, ""
@@ -183,16 +169,16 @@ class _Watch(threading.Thread):
         source.settled = source.seen if files[0] == source.seen[0] else files
         if problem is None:
             self.reloads += 1
-            self._problem = None
+            self.problem = None
             self._say(logging.INFO, f"{source.path.name} was replaced and is in use{digest}")
         else:
             self._reject(problem)
 
     def _reject(self, problem: str) -> None:
-        if problem != self._problem:
+        if problem != self.problem:
             stays = "the new file was rejected, the previous engine stays in use"
             self._say(logging.ERROR, f"{stays}: {problem}")
-        self._problem = problem
+        self.problem = problem
 
     def _say(self, level: int, message: str) -> None:
         self._reloader.announce(self._model, level, f"model '{self._model}': {message}")
@@ -214,7 +200,7 @@ class _Watch(threading.Thread):
         while not wait(
             [attempt.outcome], min(reloader.poll_s, max(_LEAST_S, end_s - time.monotonic()))
         ).done:
-            changed = self._files()[0] != files[0]
+            changed = self._source.files()[0] != files[0]
             late = time.monotonic() >= end_s
             if (changed or late or reloader.closing.is_set()) and attempt.give_up():
                 self._attempts.append(attempt)
