@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
+from deploykit.core.errors import DeploykitError, NotFound, first_line
 from deploykit.core.files import manifest_path
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
@@ -34,7 +34,6 @@ CLOSE_S = 2.0
 LIMIT_S = 60.0  # the time limit for a new file, or TIMES the first loading time if that is longer
 TIMES = 10
 _LEAST_S = 0.02
-MOST_HANGING = 4  # attempts per model that may hang while they load a file; each may hold memory
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
@@ -129,7 +128,6 @@ class _Watch(threading.Thread):
         self._source = source
         self._reloader = reloader
         self.problem: str | None = None
-        self._attempts: list[_Attempt] = []  # abandoned attempts that still run
         self.reloads = self.given_up = 0
 
     def run(self) -> None:
@@ -158,39 +156,27 @@ class _Watch(threading.Thread):
                 return  # the file changed while it was read: the next polls handle it
             file = engines[0].source
             digest = f", SHA-256 {file.sha256}" if file is not None else ""
-        except Overloaded as exc:
-            self._reject(exc.message)
-            return  # the next poll tries again
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
             problem = text.removeprefix(f"model '{self._model}': ")
         except Exception as exc:  # noqa: BLE001 - the old engine keeps serving
             problem = f"{type(exc).__name__}: {first_line(exc)}"
         source.settled = source.seen if files[0] == source.seen[0] else files
+        level, text = logging.INFO, f"{source.path.name} was replaced and is in use{digest}"
         if problem is None:
             self.reloads += 1
-            self.problem = None
-            self._say(logging.INFO, f"{source.path.name} was replaced and is in use{digest}")
         else:
-            self._reject(problem)
-
-    def _reject(self, problem: str) -> None:
-        if problem != self.problem:
             stays = "the new file was rejected, the previous engine stays in use"
-            self._say(logging.ERROR, f"{stays}: {problem}")
+            level, text = logging.ERROR, f"{stays}: {problem}"
+        if problem is None or problem != self.problem:
+            self._reloader.announce(self._model, level, f"model '{self._model}': {text}")
         self.problem = problem
-
-    def _say(self, level: int, message: str) -> None:
-        self._reloader.announce(self._model, level, f"model '{self._model}': {message}")
 
     def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
         """Load the file on a thread that is abandoned after a time limit.
 
         Returns None if the file changed meanwhile. Raises the errors of the file.
         """
-        self._attempts = [each for each in self._attempts if each.is_alive()]
-        if len(self._attempts) >= MOST_HANGING:
-            raise Overloaded(f"{MOST_HANGING} earlier files are still being loaded")
         reloader = self._reloader
         model = reloader.repository.find(self._model)
         limit_s = max(reloader.limit_s, TIMES * (self._source.load_s + model.warm_up_s))
@@ -203,7 +189,6 @@ class _Watch(threading.Thread):
             changed = self._source.files()[0] != files[0]
             late = time.monotonic() >= end_s
             if (changed or late or reloader.closing.is_set()) and attempt.give_up():
-                self._attempts.append(attempt)
                 if late and not changed:
                     self.given_up += 1
                     raise DeploykitError(f"it was given up: not loaded within {limit_s:.0f} s")

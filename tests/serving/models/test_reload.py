@@ -374,27 +374,6 @@ def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
         assert serving.ask() == (7.0 if replaced else 2.0)
 
 
-def test_few_files_at_most_hang_at_once(tmp_path: Path, eventually: Eventually) -> None:
-    """Each holds a thread, and perhaps memory."""
-    with serving_with(tmp_path / "m.onnx", limit_s=0.01) as serving:
-        release, begun, real = threading.Event(), [], serving.load
-
-        def slow() -> list[Engine]:
-            begun.append(1)
-            release.wait(LIMIT_S)
-            return real()
-
-        serving.source.load = slow
-        for number in range(9):
-            serving.renew(number)
-        eventually(lambda: len(begun) == 4)
-        assert serving.reloader.error("m") == "4 earlier files are still being loaded"
-        release.set()
-        serving.source.load = serving.load
-        serving.reloader.limit_s = LIMIT_S
-        eventually(lambda: serving.poll_twice() or serving.ask() == 9.0)
-
-
 def test_a_file_system_that_hangs_keeps_no_other_model_from_reloading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
