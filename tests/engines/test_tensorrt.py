@@ -545,7 +545,6 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
     with replaced("tensorrt", FakeTensorRt()):
         opening = importlib.import_module("deploykit.engines.tensorrt.open")
         monkeypatch.setattr(opening, "_MAPS", maps)
-        monkeypatch.setattr(opening, "_LIBRARIES", ())
         assert opening.tensorrt_cuda() == major
         machine = opening.here(FakeCuda())
     assert machine.facts().get("cuda", "") == major  # never that of the driver
