@@ -36,8 +36,6 @@ DIED = pytest.StashKey[bool]()
 EXPORTS = (
     "tests/evaluation/test_compare.py",
     "tests/exporting/",
-    "tests/quantization/test_gates.py",
-    "tests/quantization/test_half_precision.py",
     "tests/test_examples.py",
     "tests/test_find_shapes.py",
     "tests/training/test_folders.py",

@@ -6,9 +6,11 @@ This is what `docs/contributing.md` promises: a row, the functions that it names
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,23 +18,29 @@ import pytest
 from onnx import helper
 
 from deploykit.deploying.folder import read_bundle, verify
-from tests.support import new_rows
+from scripts import new_rows
+from tests.support.cli.command import Run, one_process
 from tests.support.onnx_zoo import make, save
 
-
-def deploykit(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, new_rows.__file__, *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+WRAPPED = ("--profile", "./wrapped.toml")
 
 
-def answer(*words: str | Path, folder: Path) -> dict:
-    done = deploykit(*words, "--json", folder=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@dataclass(frozen=True)
+class Place:
+    """A folder, and the command line with the new rows in it: one process."""
+
+    folder: Path
+    run: Run
+
+    def answer(self, *words: str) -> dict[str, Any]:
+        ran = self.run(*words, "--json")
+        assert ran.code == 0, ran.err
+        document: dict[str, Any] = json.loads(ran.out)
+        return document
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A model, samples, a profile of the new runtime, and the engine that was built for it."""
     folder = tmp_path_factory.mktemp("rows")
     weight = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
@@ -41,109 +49,97 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(model, folder / "model.onnx")
     np.savez(folder / "samples.npz", x=np.eye(8, 256, dtype=np.float32))
     (folder / "wrapped.toml").write_text(new_rows.PROFILE)
-    built = answer("build", "model.onnx", "--profile", "./wrapped.toml", folder=folder)
-    assert built["parity"]["passed"]
-    return folder
+    (folder / "junk").write_bytes(b"junk" * 99)
+    paths = f"{Path(new_rows.__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": paths}
+    begin = "import new_rows\nnew_rows.add_rows()\n"
+    with one_process(begin, cwd=folder, env=environment) as run:
+        place = Place(folder, run)
+        built = place.answer("build", "model.onnx", *WRAPPED)
+        assert built["parity"]["passed"]
+        yield place
 
 
-def test_build_writes_the_format_of_the_row_and_inspect_knows_it(folder: Path) -> None:
-    found = answer("inspect", "model.wrapped", folder=folder)
-    assert (folder / "model.wrapped").read_bytes().startswith(new_rows.MAGIC)
-    assert found["format"] == "wrapped"
-    assert found["inputs"][0]["name"] == "x"
+def test_build_writes_the_format_of_the_row_and_inspect_knows_it(place: Place) -> None:
+    engine = place.folder / "model.wrapped"
+    assert engine.read_bytes().startswith(new_rows.MAGIC)
+    found = place.answer("inspect", "model.wrapped")
+    assert (found["format"], found["inputs"][0]["name"]) == ("wrapped", "x")
     assert found["manifest"]["built_on"]["profile"] == "wrapped"
     assert "onnx" in found["manifest"]["made_with"]
+    (place.folder / "alone.wrapped").write_bytes(engine.read_bytes())
+    for name, says in (
+        ("alone.wrapped", "is a Wrapped Runtime engine without a manifest"),
+        ("junk", "and .wrapped files"),
+    ):
+        ran = place.run("inspect", name)
+        assert (ran.code, says in ran.err) == (2, True), ran.err
 
 
-def test_an_engine_without_its_manifest_is_named_by_the_title_of_its_runtime(folder: Path) -> None:
-    alone = folder / "alone.wrapped"
-    alone.write_bytes((folder / "model.wrapped").read_bytes())
-    done = deploykit("inspect", alone, folder=folder)
-    assert done.returncode == 2
-    assert "is a Wrapped Runtime engine without a manifest" in done.stderr
-
-
-def test_the_engine_is_compared_run_and_timed(folder: Path) -> None:
-    assert deploykit("compare", "model.onnx", "model.wrapped", folder=folder).returncode == 0
-    ran = answer("predict", "model.wrapped", "samples.npz", "-o", "y.npz", folder=folder)
+def test_the_engine_is_compared_run_and_timed_and_doctor_knows_it(place: Place) -> None:
+    assert place.run("compare", "model.onnx", "model.wrapped").code == 0
+    ran = place.answer("predict", "model.wrapped", "samples.npz", "-o", "y.npz")
     assert ran["samples"] == 8
-    timed = ["--batches", "1", "--quick", "--seconds", "0.3"]
-    report = answer("bench", "model.wrapped", "--against", "model.onnx", *timed, folder=folder)
+    timed = ("--against", "model.onnx", "--batches", "1", "--quick", "--seconds", "0.3")
+    report = place.answer("bench", "model.wrapped", *timed)
     assert {"wrapped 1.0"} < {point["runtime"] for point in report["points"]}
-
-
-def test_doctor_says_whether_its_engines_work(folder: Path) -> None:
-    checks = answer("doctor", folder=folder)["checks"]
-    named = {check["command"]: check["works"] for check in checks}
+    named = {check["command"]: check["works"] for check in place.answer("doctor")["checks"]}
     assert named["build, bench, serve of Wrapped Runtime engines"]
 
 
 @pytest.mark.parametrize(
-    ("command", "choices"),
+    ("command", "choice"),
     [
-        ("quantize", ["wrapped|tensorrt|onnxruntime", "int8-stored|fp16|"]),
-        ("bench", [".onnx or .trt or .wrapped files"]),
-        ("export", ["--task rate|classify|"]),
-        ("bundle", ["--to parcel|docker|"]),
+        ("quantize", "wrapped|tensorrt|onnxruntime"),
+        ("quantize", "int8-stored|fp16|"),
+        ("bench", ".onnx or .trt or .wrapped files"),
+        ("export", "--task rate|classify|"),
+        ("bundle", "--to parcel|docker|"),
     ],
 )
-def test_help_offers_them(command: str, choices: list[str], folder: Path) -> None:
-    page = " ".join(deploykit(command, "--help", folder=folder).stdout.split())
-    assert all(choice in page for choice in choices), page
+def test_help_offers_them(place: Place, command: str, choice: str) -> None:
+    assert choice in " ".join(place.run(command, "--help").out.split())
 
 
-def test_other_files_are_refused_with_a_list_that_has_the_new_one(folder: Path) -> None:
-    (folder / "junk").write_bytes(b"junk" * 99)
-    assert "and .wrapped files" in deploykit("inspect", "junk", folder=folder).stderr
-
-
-def test_a_graph_is_written_in_the_new_precision_alone_and_on_the_way_to_an_engine(
-    folder: Path,
-) -> None:
-    made = answer("quantize", "model.onnx", "--to", "int8-stored", folder=folder)
-    stored = onnx.load(folder / made["path"]).graph.node
+def test_a_graph_is_written_in_the_new_precision_and_for_the_new_runtime(place: Place) -> None:
+    made = place.answer("quantize", "model.onnx", "--to", "int8-stored")
+    stored = onnx.load(place.folder / made["path"]).graph.node
     assert [node.op_type for node in stored] == ["DequantizeLinear", "MatMul"]
-    wanted = ["--precision", "int8-stored", "--profile", "./wrapped.toml", "-o", "stored.wrapped"]
-    built = answer("build", "model.onnx", *wanted, folder=folder)
-    assert built["parity"]["passed"]
-
-
-def test_int8_pairs_are_placed_for_the_new_runtime(folder: Path) -> None:
-    wanted = ["--to", "int8", "--runtime", "wrapped", "--calib", "samples.npz", "-o", "pairs.onnx"]
-    made = answer("quantize", "model.onnx", *wanted, folder=folder)
+    words = ("--precision", "int8-stored", *WRAPPED, "-o", "stored.wrapped")
+    assert place.answer("build", "model.onnx", *words)["parity"]["passed"]
+    words = ("--to", "int8", "--runtime", "wrapped", "--calib", "samples.npz", "-o", "pairs.onnx")
+    made = place.answer("quantize", "model.onnx", *words)
     assert made["manifest"]["evidence"]["quantize"]["runtime"] == "wrapped"
 
 
-def test_a_model_gets_the_outputs_of_the_new_task_and_answers_with_them(folder: Path) -> None:
+def test_a_model_gets_the_outputs_of_the_new_task_and_answers_with_them(place: Place) -> None:
     for package in ("torch", "onnxscript", "PIL"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     import torch
     from PIL import Image
 
     net = "import torch\n\ndef Net():\n    return torch.nn.Sequential("
-    (folder / "net.py").write_text(net + "torch.nn.Flatten(), torch.nn.Linear(48, 1))\n")
-    torch.save({"1.weight": torch.zeros(1, 48), "1.bias": torch.zeros(1)}, folder / "net.pt")
-    Image.new("RGB", (8, 8)).save(folder / "photo.png")
-    words = ["--arch", "./net.py:Net", "--input", "image:float32[N,3,4,4]"]
+    (place.folder / "net.py").write_text(net + "torch.nn.Flatten(), torch.nn.Linear(48, 1))\n")
+    weights = {"1.weight": torch.zeros(1, 48), "1.bias": torch.zeros(1)}
+    torch.save(weights, place.folder / "net.pt")
+    Image.new("RGB", (8, 8)).save(place.folder / "photo.png")
+    words = ["net.pt", "--arch", "./net.py:Net", "--input", "image:float32[N,3,4,4]"]
     words += ["--preprocess", "imagenet", "--task", "rate"]
-    made = answer("export", "net.pt", *words, folder=folder)
-    assert made["manifest"]["task"]["kind"] == "rate"
-    answer("build", "net.onnx", "--profile", "./wrapped.toml", folder=folder)
-    (found,) = answer("predict", "net.wrapped", "photo.png", folder=folder)["answers"]
+    assert place.answer("export", *words)["manifest"]["task"]["kind"] == "rate"
+    place.answer("build", "net.onnx", *WRAPPED)
+    (found,) = place.answer("predict", "net.wrapped", "photo.png")["answers"]
     assert found == {"stars": 2.5}
-    refused = deploykit("export", "net.pt", *words, "--labels", "net.py", folder=folder)
-    assert "--labels does not go with --task rate" in refused.stderr
+    refused = place.run("export", *words, "--labels", "net.py")
+    assert "--labels does not go with --task rate" in refused.err
 
 
-def test_a_bundle_of_the_new_kind_is_sealed_and_checked_as_all_are(folder: Path) -> None:
-    words = ["--profile", "cpu", "--to", "parcel", "-o", "parcel"]
-    made = answer("bundle", "model.onnx", *words, folder=folder)
-    assert (made["bundle"]["kind"], made["bundle"]["model"]) == ("parcel", "model.onnx")
-    assert read_bundle(folder / "parcel").files.keys() == {
-        "README.md", "model.onnx", "model.onnx.json", "model.onnx.golden.npz",
-    }  # fmt: skip
-    assert verify(folder / "parcel").kind == "parcel"
-    again = deploykit("bundle", "model.onnx", *words, folder=folder)
-    assert again.returncode == 0  # an untouched bundle is replaced
-    started = deploykit("boot", "parcel", "--cache", "cache", folder=folder)
-    assert "is a bundle for parcel, which does not start by itself" in started.stderr
+def test_a_bundle_of_the_new_kind_is_sealed_and_checked_as_all_are(place: Place) -> None:
+    words = ("bundle", "model.onnx", "--profile", "cpu", "--to", "parcel", "-o", "parcel")
+    bundle = place.answer(*words)["bundle"]
+    assert (bundle["kind"], bundle["model"]) == ("parcel", "model.onnx")
+    files = {"README.md", *(f"model.onnx{end}" for end in ("", ".json", ".golden.npz"))}
+    assert read_bundle(place.folder / "parcel").files.keys() == files
+    assert verify(place.folder / "parcel").kind == "parcel"
+    assert place.run(*words).code == 0  # an untouched bundle is replaced
+    started = place.run("boot", "parcel", "--cache", "cache")
+    assert "is a bundle for parcel, which does not start by itself" in started.err

@@ -8,15 +8,20 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from deploykit.core.files import read_toml
+from deploykit.deploying.wheels import own_wheel
 from scripts.setup_venv import for_uv
+from tests.support.cli.command import Run, one_process
 from tests.support.onnx_zoo import mnist_like, save
 
 ROOT = Path(__file__).resolve().parent.parent
+DATA = Path("deploykit/_data")
 pytestmark = pytest.mark.slow
 
 
@@ -49,24 +54,30 @@ def test_the_index_accepts_the_wheel_and_the_sdist(wheel: Path, tmp_path: Path) 
     assert done.stdout.count("PASSED") == 2
 
 
-def test_every_extra_holds_packages_and_the_base_holds_no_web_stack(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_its_data_and_extras_with_packages(wheel: Path) -> None:
+    files = [
+        *((path, path.relative_to(ROOT)) for path in (ROOT / "deploykit").rglob("*.py")),
+        *((path, DATA / path.relative_to(ROOT)) for path in ROOT.glob("profiles/*.toml")),
+        *((path, DATA / path.relative_to(ROOT)) for path in ROOT.glob("models/*.py")),
+    ]
+    for name in ("Dockerfile.x86", "Dockerfile.jetson", "Dockerfile.lock", ".dockerignore"):
+        files.append((ROOT / name, DATA / "containers" / name))
     with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = archive.read(name).decode().splitlines()
+        for path, packed in files:
+            assert archive.read(packed.as_posix()) == path.read_bytes(), path
+        names = set(archive.namelist())
+        (info,) = {name.split("/")[0] for name in names} - {"deploykit"}
+        assert info.endswith(".dist-info")
+        lines = archive.read(f"{info}/METADATA").decode().splitlines()
+    assert "deploykit/py.typed" in names
+    assert {"License-Expression: Apache-2.0", "Requires-Python: >=3.10"} <= set(lines)
     needed = [line.split(": ", 1)[1] for line in lines if line.startswith("Requires-Dist")]
     base = {re.split(r"[<>=;\[ ]", each)[0] for each in needed if "extra ==" not in each}
     assert base <= {"numpy", "onnx", "rich", "typer", "tomli"}
-    for line in lines:
-        if line.startswith("Provides-Extra"):
-            extra = line.split(": ")[1]
-            assert any(f"extra == '{extra}'" in each for each in needed), extra
-
-
-def test_the_wheel_has_the_dockerfiles_as_they_are_in_the_checkout(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        for name in ("Dockerfile.x86", "Dockerfile.jetson", "Dockerfile.lock", ".dockerignore"):
-            packed = archive.read(f"deploykit/_data/containers/{name}")
-            assert packed == (ROOT / name).read_bytes(), name
+    extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra")}
+    assert extras == set(read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"])
+    for extra in extras:
+        assert any(f"extra == '{extra}'" in each for each in needed), extra
 
 
 def clean() -> dict[str, str]:
@@ -112,19 +123,16 @@ class Installed:
             subprocess.run(copy, check=True)
         install(self.folder / "venv/bin/python", requirement)
 
+    def commands(self) -> AbstractContextManager[Run]:
+        """Run command lines here, in one process of the venv."""
+        python = self.folder / "venv/bin/python"
+        return one_process(python=python, cwd=self.folder, env=clean())
+
     def pip(self, *words: str) -> str:
         command = [sys.executable, "-m", "pip", "--python", self.folder / "venv/bin/python", *words]
         done = subprocess.run(command, capture_output=True, text=True, env=clean(), check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
-
-    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
-        # a copied script would begin with the path of the python that it was installed for
-        script = [self.folder / "venv/bin/python", self.folder / "venv/bin/deploykit"]
-        command = [*map(str, script), *map(str, words)]
-        return subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, env=clean(), check=False
-        )
 
 
 @pytest.fixture(scope="module")
@@ -146,80 +154,6 @@ def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory, bare: Installed
     return installed
 
 
-def test_the_wheel_holds_the_package_the_profiles_and_the_recipes(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for path in (ROOT / "deploykit").rglob("*.py"):
-        assert path.relative_to(ROOT).as_posix() in names
-    for kind in ("profiles/*.toml", "models/*.py"):
-        found = list(ROOT.glob(kind))
-        assert found
-        for path in found:
-            assert f"deploykit/_data/{path.relative_to(ROOT).as_posix()}" in names
-    assert "deploykit/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {
-        "deploykit",
-        next(iter(d for d in names if ".dist-info" in d)).split("/")[0],
-    }
-
-
-def test_the_metadata_names_license_python_and_extras(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        text = archive.read(name).decode()
-    assert "License-Expression: Apache-2.0" in text
-    assert "Requires-Python: >=3.10" in text
-    extras = {
-        line.split(": ")[1] for line in text.splitlines() if line.startswith("Provides-Extra")
-    }
-    assert extras == {
-        "cpu",
-        "gpu",
-        "tensorboard",
-        "tensorrt",
-        "tensorrt-cu12",
-        "tensorrt-cu13",
-        "jetson",
-        "trace",
-        "export",
-        "images",
-        "openvino",
-        "text",
-        "timm",
-        "huggingface",
-        "serve",
-        "train",
-        "transfer",
-        "quantize",
-        "ray",
-        "dev",
-        "lint",
-    }
-
-
-@pytest.mark.parametrize("words", [("--help",), ("profiles", "h200")], ids=str)
-def test_the_bare_install_shows_help_profiles_and_doctor(
-    bare: Installed, words: tuple[str, ...]
-) -> None:
-    done = bare.run(*words)
-    assert done.returncode == 0, done.stderr
-
-
-def test_doctor_names_what_the_bare_install_lacks(bare: Installed) -> None:
-    seen = json.loads(bare.run("doctor", "--json").stdout)
-    checks = {check["command"]: check for check in seen["checks"]}
-    assert checks["inspect, profiles, load"]["works"]
-    assert "deploykit[cpu,serve]" in checks["serve"]["why"]
-    assert not checks["export"]["works"]
-    assert "deploykit[export,cpu]" in checks["export"]["why"]
-    assert seen["providers"] == []
-
-
-def test_the_bare_install_inspects(bare: Installed) -> None:
-    done = bare.run("inspect", "model.onnx", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["precision"]["float32"] > 0
-
-
 NEEDS = {
     "export": (("export", "m.pt"), "deploykit[export]"),
     "train": (("train", "mnist-cnn", "-o", "new.pt"), "deploykit[export,transfer]"),
@@ -233,38 +167,51 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDS)
-def test_a_missing_extra_is_exit_3_with_the_install_line(bare: Installed, name: str) -> None:
-    words, extra = NEEDS[name]
+def test_the_bare_install_says_what_each_command_lacks_and_inspects(bare: Installed) -> None:
     with zipfile.ZipFile(bare.folder / "m.pt", "w") as archive:
         archive.writestr("m/data.pkl", b"the name is what makes it a checkpoint")
-    done = bare.run(*words)
-    assert done.returncode == 3, done.stderr
-    assert extra in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (bare.folder / "out.npz").exists()
+    # a copied script would begin with the path of the python that it was installed for
+    script = [bare.folder / "venv/bin/python", bare.folder / "venv/bin/deploykit", "--help"]
+    shown = subprocess.run(script, cwd=bare.folder, capture_output=True, env=clean(), check=True)
+    assert b"quantize" in shown.stdout
+    with bare.commands() as run:
+        for words, extra in NEEDS.values():
+            ran = run(*words)
+            assert (ran.code, extra in ran.err) == (3, True), ran
+            ran.error()
+        assert not (bare.folder / "out.npz").exists()
+        ran = run("inspect", "model.onnx", "--json")
+        assert ran.code == 0, ran.err
+        assert json.loads(ran.out)["precision"]["float32"] > 0
+        assert run("profiles", "h200").code == 0
+        seen = json.loads(run("doctor", "--json").out)
+    checks = {check["command"]: check for check in seen["checks"]}
+    assert checks["inspect, profiles, load"]["works"]
+    assert "deploykit[cpu,serve]" in checks["serve"]["why"]
+    assert not checks["export"]["works"]
+    assert "deploykit[export,cpu]" in checks["export"]["why"]
+    assert seen["providers"] == []
 
 
 def test_the_cpu_extra_quantizes_builds_predicts_and_measures_without_torch(
     light: Installed,
 ) -> None:
-    for words in (
-        ("quantize", "model.onnx", "--to", "int8", "--calib", "data.npz", "-o", "q.onnx"),
-        ("build", "model.onnx", "--profile", "cpu", "-o", "built.onnx"),
-        ("predict", "built.onnx", "data.npz", "-o", "out.npz"),
-        ("compare", "model.onnx", "built.onnx"),
-        ("bench", "model.onnx", "--batches", "1", "--seconds", "0.05"),
-    ):
-        done = light.run(*words)
-        assert done.returncode == 0, (words, done.stderr)
+    with light.commands() as run:
+        for line in (
+            "quantize model.onnx --to int8 --calib data.npz -o q.onnx",
+            "build model.onnx --profile cpu -o built.onnx",
+            "predict built.onnx data.npz -o out.npz",
+            "compare model.onnx built.onnx",
+            "bench model.onnx --batches 1 --seconds 0.05",
+        ):
+            ran = run(*line.split())
+            assert ran.code == 0, (line, ran.err)
     assert "torch" not in light.pip("list")
     with np.load(light.folder / "out.npz") as answers:
         assert [array.shape for array in answers.values()] == [(40, 10)]
 
 
 def test_the_wheel_in_a_bundle_holds_the_same_files(wheel: Path, tmp_path: Path) -> None:
-    from deploykit.deploying.wheels import own_wheel
-
     with zipfile.ZipFile(wheel) as built, zipfile.ZipFile(own_wheel(tmp_path)) as packed:
         assert set(packed.namelist()) == set(built.namelist())
         for name in built.namelist():

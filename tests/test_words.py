@@ -66,14 +66,6 @@ def files() -> Iterator[Path]:
         yield from (one for one in below if one.suffix in KINDS and one.is_file())
 
 
-def names_in_tests() -> Iterator[str]:
-    """FILE:NAME of each function and class in `tests/` and `benchmarks/`."""
-    for folder in ("tests", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for name in re.findall(r"^ *(?:async def|def|class) (\w+)", path.read_text(), re.M):
-                yield f"{path.relative_to(ROOT).as_posix()}:{name}"
-
-
 def helps() -> Iterator[tuple[str, str]]:
     """The `--help` of the program and of each command."""
     from deploykit.cli.main import app
@@ -100,7 +92,14 @@ def test_no_file_and_no_help_uses_the_dialect(request: pytest.FixtureRequest) ->
 
 
 def test_no_name_in_the_tests_uses_the_dialect() -> None:
-    assert [name for name in names_in_tests() if found_in(name.rpartition(":")[2])] == []
+    wrong = [
+        f"{path.relative_to(ROOT).as_posix()}:{name}"
+        for folder in ("tests", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in re.findall(r"^ *(?:async def|def|class) (\w+)", path.read_text(), re.M)
+        if found_in(name)
+    ]
+    assert wrong == []
 
 
 def test_a_function_that_acts_is_a_verb() -> None:

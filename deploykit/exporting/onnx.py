@@ -354,7 +354,9 @@ def add_cause(
     if decided:
         error.message += f"; the graph keeps what was decided at {', '.join(map(str, decided))}"
         error.hint = _BRANCH_HINT
-    elif (place := next(filter(None, job.suspects), "")) and _WRONG_TYPE not in error.message:
+    elif place := next(filter(None, job.suspects), ""):
+        if _WRONG_TYPE in error.message or place in error.message:
+            return
         error.message += f"; a size decides at {place}"
         error.hint = hint_for(place, FREE_HINT)
 

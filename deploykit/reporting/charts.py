@@ -245,7 +245,7 @@ def _spaced(axis: Axis) -> list[tuple[float, str]]:
     """Return positions and labels of ticks: all, or every n-th to fit on a phone."""
     for step in itertools.count(1):
         found = [(axis.at(value), text) for value, text in axis.ticks[::step]]
-        widths = [len(text.replace(SPACE, "")) * _CHARACTER for _, text in found]
+        widths = [len(text) * _CHARACTER for _, text in found]
         pairs = itertools.pairwise(zip(found, widths, strict=True))
         if all(b - a > (one + other) / 2 + _CHARACTER for ((a, _), one), ((b, _), other) in pairs):
             break

@@ -43,6 +43,11 @@ OneItem = str | os.PathLike[str] | bytes | Any  # a PIL image
 class ModelClient(Shown):
     """A client of the server at `url`; close it, or use it in a `with` block.
 
+    `url` may have a path, as behind a proxy; `unix:FILE` is a server's socket on this machine.
+    `ca`: a file with the certificates to trust instead of the system's, such as that of a server's
+    own CA. `cert`: the client's certificate, for a server that wants one; `key`: its private key,
+    if that is in a file of its own. Raises BadInput for a wrong URL or file.
+
     Threads may share it, and a forked process may go on with it: no connection is used by two of
     them at once. `close` ends all connections of this process: idle ones at once, a busy one as
     soon as it has its answer. A call after `close` opens a new one.
@@ -207,23 +212,7 @@ class ModelClient(Shown):
         return reply
 
 
-def client(
-    url: str,
-    *,
-    token: str | None = None,
-    ca: StrPath | None = None,
-    cert: StrPath | None = None,
-    key: StrPath | None = None,
-    timeout_s: float = 60.0,
-) -> ModelClient:
-    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL or file.
-
-    `url` may have a path, as behind a proxy; `unix:FILE` is a server's socket on this machine.
-    `ca`: a file with the certificates to trust instead of the system's, such as that of a server's
-    own CA. `cert`: the client's certificate, for a server that wants one; `key`: its private key,
-    if that is in a file of its own.
-    """
-    return ModelClient(url, token=token, ca=ca, cert=cert, key=key, timeout_s=timeout_s)
+client = ModelClient  # `dk.client(url).predict("cat.jpg")`
 
 
 def _send(

@@ -43,7 +43,7 @@ CONFORMANCE = "tests/engines/test_conformance.py"
 SUITES = {  # part -> the runtime it needs, and what pytest gets
     "train": (
         "torch-cuda",
-        ["tests/training/test_augment.py", "tests/training/test_augmented_runs.py", "-m", "gpu"],
+        ["tests/training/test_augment.py", "-m", "gpu"],
     ),
     "cuda": ("", ["tests/engines/test_cuda_device.py", "-m", "gpu"]),
     "plans": ("tensorrt", [CONFORMANCE, "-k", "tensorrt and not stand"]),

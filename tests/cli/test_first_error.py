@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.campaign import only_in_a_campaign
 from tests.support.cli.command import Run
 
 torch = pytest.importorskip("torch")
@@ -22,20 +22,13 @@ from deploykit.engines.torch.weights import build_module, copy_weights  # noqa: 
 pytestmark = pytest.mark.torch
 
 
-def own_classes(weights: dict[str, Any]) -> dict[str, Any]:
-    last = list(weights)[-2:]
-    return weights | {key: weights[key][:3] for key in last}
-
-
-FILES = {
+KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "bare": lambda weights: weights,
-    "of a training script": lambda weights: {"state_dict": weights, "epoch": 3},
     "of DataParallel": lambda weights: {f"module.{key}": each for key, each in weights.items()},
     "of an attribute": lambda weights: {f"net.body.{key}": each for key, each in weights.items()},
-    "with own classes": own_classes,
-    "without counters": lambda weights: {
-        key: each for key, each in weights.items() if "num_batches" not in key
-    },
+    "with own classes": lambda weights: (
+        weights | {key: weights[key][:3] for key in list(weights)[-2:]}
+    ),
 }
 
 
@@ -44,20 +37,13 @@ def weights() -> dict[str, dict[str, Any]]:
     return {name: build_named(name, {}).state_dict() for name in ("resnet18", "shufflenet_v2_x0_5")}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("bare", "of DataParallel", "of an attribute", "with own classes"),
-        pytest.param("of a training script", marks=only_in_a_campaign),
-        pytest.param("without counters", marks=only_in_a_campaign),
-    ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_model_of_a_file_of_weights_is_named(
     run: Run, tmp_path: Path, kind: str, weights: dict[str, dict[str, Any]]
 ) -> None:
     name = "resnet18" if kind != "of DataParallel" else "shufflenet_v2_x0_5"
     path = tmp_path / "best.pth"
-    torch.save(FILES[kind](weights[name]), path)
+    torch.save(KINDS[kind](weights[name]), path)
     ran = run("export", path, *(["--task", "classify"] if kind == "bare" else []))
     assert ran.code == 2
     assert f"these are the weights of torchvision's {name}" in ran.error()
@@ -67,7 +53,7 @@ def test_the_model_of_a_file_of_weights_is_named(
     copy_weights(path, module, content.value, content.source)  # what the hint says, fits
 
 
-def test_a_wrong_architecture_is_one_line_with_the_right_one(
+def test_a_wrong_architecture_gets_the_right_one_and_a_server_says_to_export_it_first(
     run: Run, tmp_path: Path, weights: dict[str, dict[str, Any]]
 ) -> None:
     path = tmp_path / "best.pth"
@@ -76,13 +62,6 @@ def test_a_wrong_architecture_is_one_line_with_the_right_one(
     assert ran.code == 2
     assert len(ran.error()) - len(str(path)) < 400
     assert "hint: these are the weights of torchvision's resnet18: --arch resnet18" in ran.err
-
-
-def test_a_server_says_to_export_it_first(
-    run: Run, tmp_path: Path, weights: dict[str, dict[str, Any]]
-) -> None:
-    path = tmp_path / "best.pth"
-    torch.save(weights["resnet18"], path)
     ran = run("serve", path)
     assert ran.code == 2
     assert f"deploykit export {path} --arch resnet18" in ran.err

@@ -30,39 +30,22 @@ def config(folder: Path, text: str) -> Path:
     return path
 
 
-def test_models_are_arguments_or_options(run: Run, served: dict[str, Any]) -> None:
-    run("serve", "a.onnx", "b=b.onnx")
-    assert served["models"] == ["a.onnx", "b=b.onnx"]
-    run("serve", "--engine", "a.onnx", "c=c.onnx", "--engine", "b=b.onnx")
-    assert served["models"] == ["a.onnx", "b=b.onnx", "c=c.onnx"]
-
-
 def test_a_flag_comes_before_a_variable_and_that_before_the_file(
     run: Run, served: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = config(tmp_path, 'http_port = 1\nmax-batch = 1\nqueue = 1\ngrpc_port = "none"\n')
     monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "2")
     monkeypatch.setenv("DEPLOYKIT_MAX_BATCH", "2")
-    assert run("serve", "m.onnx", "--config", path, "--http-port", 3).code == 0
-    options = [served[name] for name in ("http_port", "max_batch", "queue", "timeout_ms")]
-    assert options == [3, 2, 1, 30_000]
-    assert served["grpc_port"] is None
-
-
-def test_a_flag_may_be_turned_off_by_a_variable(
-    run: Run, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEPLOYKIT_GRPC_PORT", "none")
     monkeypatch.setenv("DEPLOYKIT_TRUST", "1")
-    assert run("serve", "m.onnx").code == 0
-    assert (served["grpc_port"], served["trust"]) == (None, True)
+    assert run("serve", "m.onnx", "--config", path, "--http-port", 3).code == 0
+    names = ("http_port", "max_batch", "queue", "timeout_ms", "grpc_port", "trust")
+    assert [served[name] for name in names] == [3, 2, 1, 30_000, None, True]
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("MAXBATCH", "did you mean DEPLOYKIT_MAX_BATCH?"), ("HTPP_PORT", "DEPLOYKIT_HTTP_PORT"),
-     ("PORT", "did you mean"), ("COLOUR", "see --help"), ("MAX_BACTH", "DEPLOYKIT_MAX_BATCH")],
-)  # fmt: skip
+    [("MAXBATCH", "did you mean DEPLOYKIT_MAX_BATCH?"), ("COLOUR", "see --help")],
+)
 @pytest.mark.parametrize("command", [("serve", "m.onnx"), ("boot", "b", "--cache", "c")])
 @pytest.mark.usefixtures("served", "booted")
 def test_an_unknown_variable_gets_one_warning(
@@ -76,18 +59,7 @@ def test_an_unknown_variable_gets_one_warning(
     assert hint in line
 
 
-@pytest.mark.usefixtures("served")
-def test_the_variables_of_a_kubernetes_service_are_not(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {
-        "PORT": "tcp://10.0.0.1:80", "SERVICE_HOST": "10.0.0.1", "PORT_80_TCP_PROTO": "tcp",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(f"DEPLOYKIT_{name}", value)
-    assert "warning" not in run("serve", "m.onnx").err
-
-
-def test_models_of_a_file_or_a_variable_give_way_to_arguments(
+def test_models_of_a_file_or_a_variable_give_way_to_arguments_and_options(
     run: Run, served: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = config(tmp_path, 'engine = ["a=a.onnx", "b.onnx"]\nbuckets = "T=1,2"\n')
@@ -97,50 +69,41 @@ def test_models_of_a_file_or_a_variable_give_way_to_arguments(
     monkeypatch.setenv("DEPLOYKIT_ENGINE", "c.onnx d=d.onnx")
     run("serve", "--config", path)
     assert served["models"] == ["c.onnx", "d=d.onnx"]
-    run("serve", "--config", path, "e.onnx")
-    assert served["models"] == ["e.onnx"]
+    run("serve", "--config", path, "e.onnx", "--engine", "f=f.onnx")
+    assert served["models"] == ["f=f.onnx", "e.onnx"]
 
 
 WRONG = {
-    "http_prot = 1": "unknown key 'http_prot'",
+    "http_prot = 1": "unknown key 'http_prot'\nhint: did you mean http_port?",
     'config = "other.toml"': "unknown key 'config'",
     'http_port = "x"': "valid int",
     "http_port = true": "valid int",
     "reload = 2": "valid bool",
     'log = "xml"': "'--log': 'xml' is not one of 'text', 'json'",
     "http_port =": "is not valid TOML",
-    "a = " + "[" * 5000: "is not valid TOML",
+    "": "the file is empty",
 }
 
 
-@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:30])
+@pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_file_is_exit_2_and_names_file_and_key(
     run: Run, served: dict[str, Any], tmp_path: Path, text: str
 ) -> None:
     ran = run("serve", "m.onnx", "--config", config(tmp_path, text))
     assert ran.code == 2
     assert "serve.toml: " in ran.error()
-    assert WRONG[text] in ran.error()
+    assert WRONG[text] in ran.err
     assert not served
 
 
-def test_a_misspelt_key_gets_the_right_one_as_a_hint(run: Run, tmp_path: Path) -> None:
-    ran = run("serve", "m.onnx", "--config", config(tmp_path, "http_prot = 1"))
-    assert "did you mean http_port?" in ran.err
-
-
-@pytest.mark.parametrize("name", ["missing.toml", "."])
-def test_a_file_that_cannot_be_read_is_exit_2(run: Run, tmp_path: Path, name: str) -> None:
-    ran = run("serve", "m.onnx", "--config", tmp_path / name)
-    assert ran.code == 2
-    assert str(tmp_path) in ran.error()
-
-
-def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_and_a_wrong_variable_are_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = run("serve", "m.onnx", "--config", tmp_path / "missing.toml")
+    assert (ran.code, "missing.toml" in ran.error()) == (2, True)
     monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "many")
     ran = run("serve", "m.onnx")
-    assert ran.code == 2
-    assert "DEPLOYKIT_HTTP_PORT" in ran.error()
+    assert (ran.code, "DEPLOYKIT_HTTP_PORT" in ran.error()) == (2, True)
 
 
 @pytest.mark.parametrize("command", [("serve", "m.onnx"), ("health",)])
@@ -149,8 +112,9 @@ def test_the_address_of_a_kubernetes_service_is_not_taken_for_a_port(
 ) -> None:
     """Kubernetes sets it in each pod next to a Service `deploykit-http`."""
     monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "tcp://10.96.0.7:8000")
-    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT_8000_TCP_ADDR", "10.96.0.7")
-    monkeypatch.setenv("DEPLOYKIT_HTTP_SERVICE_HOST", "10.96.0.7")
+    for name in ("HTTP_PORT_8000_TCP_ADDR", "HTTP_SERVICE_HOST", "SERVICE_HOST"):
+        monkeypatch.setenv(f"DEPLOYKIT_{name}", "10.96.0.7")
+    monkeypatch.setenv("DEPLOYKIT_PORT", "tcp://10.0.0.1:80")
     ran = run(*command)
     if command[0] == "health":
         assert "http://127.0.0.1:8000: no server answers" in ran.error()

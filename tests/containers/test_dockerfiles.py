@@ -16,7 +16,7 @@ import pytest
 import deploykit
 from deploykit.core.files import read_toml
 from deploykit.core.profile import load_profile, profile_names
-from deploykit.deploying.wheels import container_file, pin, read_digests
+from deploykit.deploying.wheels import container_file, read_digests
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("Dockerfile.x86", "Dockerfile.jetson")
@@ -69,48 +69,31 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_default_target_serves_and_a_bundle_boots(name: str) -> None:
-    assert [each.stage for each in instructions(name)][-1] == "serve"
+def test_an_image_serves_or_boots_is_hardened_and_labelled(name: str) -> None:
+    found = instructions(name)
+    assert found[-1].stage == "serve"
     assert json.loads(values(name, "serve", "ENTRYPOINT")[0]) == ["deploykit"]
     boot = ["deploykit", "boot", "/bundle", "--cache", "/engines", "--host", "0.0.0.0"]
     assert json.loads(values(name, "bundle", "ENTRYPOINT")[0]) == boot
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("target", ["serve", "bundle"])
-def test_an_image_is_hardened(name: str, target: str) -> None:
-    stages = list(ancestors(name, target))
-    assert "runtime" in stages
+    for target in ("serve", "bundle"):
+        stages = list(ancestors(name, target))
+        assert "runtime" in stages
+        words = " ".join(each.value for each in found if each.stage in stages)
+        assert not re.search(r"\b(curl|wget|torch|sudo)\b", words)
     assert values(name, "runtime", "USER")[0].split(":")[0] == "10001"
+    assert {each.value for each in found if each.word == "USER"} <= {"10001", "10001:10001"}
     assert json.loads(values(name, "runtime", "VOLUME")[0]) == ["/engines"]
     assert values(name, "runtime", "STOPSIGNAL") == ["SIGTERM"]
     check = values(name, "runtime", "HEALTHCHECK")[0]
     assert json.loads(check.partition("CMD ")[2]) == ["deploykit", "health"]
-    ports = {"8000", "8001"}
-    assert set(values(name, "runtime", "EXPOSE")[0].split()) == ports
-    words = " ".join(each.value for each in instructions(name) if each.stage in stages)
-    assert not re.search(r"\b(curl|wget|torch|sudo)\b", words)
-    users = [each for each in instructions(name) if each.word == "USER"]
-    assert {each.value for each in users} <= {"10001", "10001:10001"}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_volumes_folder_belongs_to_the_user_before_it_is_a_volume(name: str) -> None:
-    found = [each for each in instructions(name) if each.stage == "runtime"]
-    owned = next(at for at, each in enumerate(found) if "-o 10001 -g 10001 /engines" in each.value)
-    assert owned < next(at for at, each in enumerate(found) if each.word == "VOLUME")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_labels_name_this_version(name: str) -> None:
+    assert set(values(name, "runtime", "EXPOSE")[0].split()) == {"8000", "8001"}
+    own = [each for each in found if each.stage == "runtime"]  # its folder, then the volume
+    owned = next(at for at, each in enumerate(own) if "-o 10001 -g 10001 /engines" in each.value)
+    assert owned < next(at for at, each in enumerate(own) if each.word == "VOLUME")
     labels = dict(each.split("=", 1) for each in shlex.split(values(name, "runtime", "LABEL")[0]))
     assert labels["org.opencontainers.image.version"] == "${VERSION}"
     assert f"VERSION={deploykit.__version__}" in values(name, "runtime", "ARG")
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_extras_of_an_image_exist_and_bring_no_torch(name: str) -> None:
     extras = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
     for extra in arguments(name)["EXTRAS"].split(","):
         assert not [each for each in extras[extra] if "torch" in each or "deploykit[" in each]
@@ -156,12 +139,3 @@ def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else() -> None:
     assert needed | {"deploykit", "pyproject.toml", "README.md", "LICENSE"} <= shown
     assert {"bundle.json", "SHA256SUMS", "model", "wheels", "requirements.lock"} <= shown
     assert not shown & {".git", ".venv", "tests", "docs", "benchmarks"}
-
-
-def test_a_digest_of_the_lock_is_appended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "Dockerfile.lock"
-    path.write_text(f"a:1 {DIGEST}\nb:1 unpinned\n")
-    monkeypatch.setattr("deploykit.deploying.wheels.container_file", lambda _name: path)
-    assert pin("a:1") == f"a:1@{DIGEST}"
-    assert pin("b:1") == "b:1"
-    assert pin("c:1") == "c:1"

@@ -38,48 +38,40 @@ class Inner:
 
 
 @dataclass(frozen=True)
+class Plain:
+    number: int = 1
+
+
+@dataclass(frozen=True)
 class Outer:
     path: Path = Path("a/b")
-    inner: Inner = Inner(1.5)
     many: tuple[Inner, ...] = (Inner(2.0),)
-    counts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({"x": 1}))
+    plain: Plain = field(default_factory=Plain)
+    counts: Mapping[object, int] = field(default_factory=lambda: MappingProxyType({1: 1}))
     color: Color = Color.RED
     size: Size = field(default_factory=lambda: Size(3, 4))
     missing: None = None
+    numbers: tuple[float, ...] = (math.inf, -math.inf, math.nan)
 
     @property
     def not_a_field(self) -> str:
         return "left out"
 
 
-def test_a_dataclass_becomes_its_fields_without_its_properties() -> None:
+def test_a_dataclass_becomes_its_fields_and_a_number_that_json_lacks_null() -> None:
     assert json_value(Outer()) == {
         "path": "a/b",
-        "inner": {"value": 1.5, "doubled": 3.0},
         "many": [{"value": 2.0, "doubled": 4.0}],
-        "counts": {"x": 1},
+        "plain": {"number": 1},
+        "counts": {"1": 1},
         "color": "red",
         "size": {"width": 3, "height": 4},
         "missing": None,
+        "numbers": [None, None, None],
     }
 
 
-def test_named_properties_are_added_and_named_fields_left_out() -> None:
-    assert json_value(Inner(1.0), "doubled", without=("value",)) == {"secret": 0, "doubled": 2.0}
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
-def test_a_number_that_json_lacks_is_null(value: float) -> None:
-    assert json_value({"error": value, "rows": [value]}) == {"error": None, "rows": [None]}
-
-
-def test_keys_become_strings() -> None:
-    assert json_value({1: "one", Path("p"): 2}) == {"1": "one", "p": 2}
-
-
-@pytest.mark.parametrize(
-    "value", [b"bytes", object(), {1, 2}, Inner], ids=["bytes", "object", "set", "class"]
-)
+@pytest.mark.parametrize("value", [b"bytes", object(), {1, 2}, Inner], ids=str)
 def test_a_type_without_a_json_form_is_a_type_error(value: object) -> None:
     with pytest.raises(TypeError, match="JSON"):
         json_value({"key": value})

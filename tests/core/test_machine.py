@@ -3,17 +3,20 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from deploykit.core.jetpack import JETPACKS, find_jetpack, jetpack_of, release_numbers
 from deploykit.core.machine import (
     Gpu,
     default_threads,
     memory_bytes,
     parse_gpus,
+    provenance,
     this_machine,
     usable_cores,
 )
@@ -85,7 +88,8 @@ def test_large_freed_blocks_return_to_the_system() -> None:
     assert kept["return"] < 24
 
 
-def test_jetson_is_recognised(jetson: Path) -> None:
+def test_jetson_is_recognised_also_in_a_container(jetson: Path) -> None:
+    """Docker hides /sys/firmware, to which /proc/device-tree is a link there."""
     machine = this_machine(jetson)
     assert machine.board == "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
     assert "nvidia,p3767-0005" in machine.board_ids
@@ -93,44 +97,56 @@ def test_jetson_is_recognised(jetson: Path) -> None:
     assert machine.power_mode == "25W"
     assert machine.memory_bytes == 7802164 * 1024
     assert machine.cpu_features == ("asimddp",)
-
-
-def test_a_container_has_the_device_tree_where_it_is_mounted(jetson: Path) -> None:
-    """Docker hides /sys/firmware, to which /proc/device-tree is a link there."""
-    outside = this_machine(jetson)
     (jetson / "run").mkdir()
     (jetson / "proc/device-tree").rename(jetson / "run/device-tree")
     (jetson / "proc/device-tree").symlink_to("/sys/firmware/devicetree/none")
-    assert this_machine(jetson) == outside
+    assert this_machine(jetson) == machine
 
 
-def test_power_mode_is_found_by_its_number_not_its_place(jetson: Path) -> None:
-    write(jetson, "var/lib/nvpmodel/status", "pmode:0002 fmode:fanNull\n")
-    assert this_machine(jetson).power_mode == "MAXN_SUPER"
-    write(jetson, "var/lib/nvpmodel/status", "pmode:0007 fmode:fanNull\n")
-    assert this_machine(jetson).power_mode is None
+@pytest.mark.parametrize(("status", "mode"), [("0002", "MAXN_SUPER"), ("0007", None)])
+def test_power_mode_is_found_by_its_number_not_its_place(
+    jetson: Path, status: str, mode: str | None
+) -> None:
+    write(jetson, "var/lib/nvpmodel/status", f"pmode:{status} fmode:fanNull\n")
+    assert this_machine(jetson).power_mode == mode
 
 
 @pytest.mark.parametrize(
     ("release", "l4t"),
-    [
-        ("# R35 (release), REVISION: 6.1, GCID: 1\n", "35.6.1"),
-        ("# R39 (release), REVISION: 2.0, GCID: 1\n", "39.2.0"),
-        ("nonsense", None),
-        ("", None),
-    ],
+    [("# R39 (release), REVISION: 2.0, GCID: 1\n", "39.2.0"), ("nonsense", None)],
 )
 def test_release_is_read_from_its_first_line(jetson: Path, release: str, l4t: str | None) -> None:
     write(jetson, "etc/nv_tegra_release", release)
     assert this_machine(jetson).l4t == l4t
 
 
+@pytest.mark.parametrize(
+    ("l4t", "version", "tensorrt"),
+    [
+        ("35.6.3", "5.1.5", "8.5.2"),
+        ("36.4.7", "6.2.1", "10.3.0"),
+        ("36.4", "6.1", "10.3.0"),
+        ("36.10.0", "6.2.2", "10.3.0"),  # newer than the table; 10 is not before 4
+        ("39.2.0", "7.2", "10.16.2"),
+        *((release, None, None) for release in (None, "", "R36", "32.7.1", "37.1", "40.0", "36.")),
+    ],
+)
+def test_an_l4t_release_is_found_or_the_last_before_it(
+    l4t: str | None, version: str | None, tensorrt: str | None
+) -> None:
+    found = find_jetpack(l4t)
+    assert (found and found.version, found and found.tensorrt) == (version, tensorrt)
+    assert version is None or jetpack_of(version) == found
+    for key in ("l4t", "version"):
+        assert sorted(JETPACKS, key=lambda row: release_numbers(getattr(row, key))) == [*JETPACKS]
+
+
 def test_empty_root_is_all_unknown(tmp_path: Path) -> None:
     machine = this_machine(tmp_path)
     assert (machine.board, machine.l4t, machine.power_mode) == (None, None, None)
     assert (machine.memory_bytes, machine.board_ids, machine.cpu_features) == (None, (), ())
-    assert machine.physical_cores >= 1
-    assert machine.usable_cores >= 1
+    assert (machine.physical_cores >= 1, machine.usable_cores >= 1) == (True, True)
+    assert available_bytes(tmp_path) is None
 
 
 def test_garbage_in_system_files_raises_nothing(jetson: Path) -> None:
@@ -170,123 +186,145 @@ def test_two_threads_of_a_core_are_one_core(tmp_path: Path) -> None:
     write(tmp_path, "proc/cpuinfo", INTEL)
     machine = this_machine(tmp_path)
     assert machine.physical_cores == 3  # two in the first socket, one in the second
-    assert machine.cpu == "A CPU @ 2.00GHz"
-    assert machine.cpu_features == ("avx2", "avx512f")
+    assert (machine.cpu, machine.cpu_features) == ("A CPU @ 2.00GHz", ("avx2", "avx512f"))
 
 
-def test_default_threads_are_the_smaller_of_cores_and_what_may_be_used(tmp_path: Path) -> None:
-    write(tmp_path, "proc/cpuinfo", INTEL)
-    write(tmp_path, "sys/fs/cgroup/cpu.max", "max 100000\n")
-    assert default_threads(tmp_path) == min(3, len(os.sched_getaffinity(0)))
-    write(tmp_path, "sys/fs/cgroup/cpu.max", "100000 100000\n")
-    assert default_threads(tmp_path) == 1
+ALL = len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("100000 100000", 1), ("150000 100000", 1), ("20000 100000", 1)]
-)
-def test_container_quota_cuts_the_cores(tmp_path: Path, quota: str, cores: int) -> None:
-    write(tmp_path, "sys/fs/cgroup/cpu.max", f"{quota}\n")
-    assert usable_cores(tmp_path) == cores
-
-
-@pytest.mark.parametrize("quota", ["max 100000", "", "0 0", "x y", "99900000 100000"])
-def test_no_quota_leaves_the_affinity_mask(tmp_path: Path, quota: str) -> None:
-    write(tmp_path, "sys/fs/cgroup/cpu.max", f"{quota}\n")
-    assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"),
+    ("quota", "cores"),
     [
-        ("max", 2048000),
-        ("1000000", 1000000),
-        ("9" * 18, 2048000),
-        ("9" * 5000, 2048000),
-        ("\u00b2", 2048000),
+        *((f"{quota} 100000", 1) for quota in (100000, 150000, 20000)),
+        *((quota, ALL) for quota in ("max 100000", "", "0 0", "x y", "99900000 100000")),
     ],
 )
-def test_container_limit_cuts_the_memory(tmp_path: Path, limit: str, expected: int) -> None:
-    write(tmp_path, "proc/meminfo", "MemTotal:  2000 kB\n")
-    write(tmp_path, "sys/fs/cgroup/memory.max", f"{limit}\n")
-    assert memory_bytes(tmp_path) == expected
+def test_container_quota_cuts_the_cores(tmp_path: Path, quota: str, cores: int) -> None:
+    write(tmp_path, "proc/cpuinfo", INTEL)
+    write(tmp_path, "sys/fs/cgroup/cpu.max", f"{quota}\n")
+    assert (usable_cores(tmp_path), default_threads(tmp_path)) == (cores, min(3, cores))
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("", 62 * 1024), ("max", 62 * 1024), ("9000", 6000), ("4000", 1000)]
+    ("limit", "whole", "available"),
+    [
+        ("max", 100 * 1024, 62 * 1024),
+        ("", 100 * 1024, 62 * 1024),
+        ("9000", 9000, 6000),
+        ("4000", 4000, 1000),
+        *((digits, 100 * 1024, 62 * 1024) for digits in ("9" * 18, "9" * 5000, "\u00b2")),
+    ],
 )
-def test_available_memory_counts_caches_and_the_containers_limit(
-    tmp_path: Path, limit: str, expected: int
+def test_a_containers_limit_cuts_the_memory_and_caches_are_available(
+    tmp_path: Path, limit: str, whole: int, available: int
 ) -> None:
     write(tmp_path, "proc/meminfo", "MemTotal: 100 kB\nMemFree: 5 kB\nMemAvailable:    62 kB\n")
     for name, text in (("max", limit), ("current", "5000"), ("stat", "anon 3\ninactive_file 2000")):
         write(tmp_path, f"sys/fs/cgroup/memory.{name}", f"{text}\n")
-    assert available_bytes(tmp_path) == expected
-
-
-def test_available_memory_is_unknown_where_the_kernel_does_not_report_it(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) is None
-
-
-MIB = 1024 * 1024
+    assert (memory_bytes(tmp_path), available_bytes(tmp_path)) == (whole, available)
 
 
 @pytest.mark.parametrize(
-    ("line", "gpu"),
+    ("text", "gpus"),
     [
+        ("NVIDIA H200, 143771, 570.8, 9.0", [Gpu("NVIDIA H200", 143771 << 20, "570.8", "9.0")]),
+        ("Orin (nvgpu), [N/A], 540.4.0, [N/A]", [Gpu("Orin (nvgpu)", None, "540.4.0", None)]),
+        ("GB10, [Not Supported], 580.9, 12.1", [Gpu("GB10", None, "580.9", "12.1")]),
         (
-            "NVIDIA H200, 143771, 570.86.15, 9.0",
-            Gpu("NVIDIA H200", 143771 * MIB, "570.86.15", "9.0"),
+            "A, 1, 1.0, 8.0\nB, 2, 1.0, 8.9",
+            [Gpu("A", 1 << 20, "1.0", "8.0"), Gpu("B", 2 << 20, "1.0", "8.9")],
         ),
-        ("Tesla T4, 15360, 535.183.01, 7.5", Gpu("Tesla T4", 15360 * MIB, "535.183.01", "7.5")),
-        ("Orin (nvgpu), [N/A], 540.4.0, [N/A]", Gpu("Orin (nvgpu)", None, "540.4.0", None)),
-        (
-            "NVIDIA GB10, [Not Supported], 580.95.05, 12.1",
-            Gpu("NVIDIA GB10", None, "580.95.05", "12.1"),
-        ),
+        *((text, []) for text in ("", "No devices were found", "NVIDIA-SMI has failed, as: x")),
+        ("a,b,c,d,e", []),
     ],
 )
-def test_line_of_nvidia_smi_is_one_gpu(line: str, gpu: Gpu) -> None:
-    assert parse_gpus(line + "\n") == (gpu,)
-
-
-def test_gpus_keep_their_order() -> None:
-    text = "A, 1, 1.0, 8.0\nB, 2, 1.0, 8.9\n"
-    assert [gpu.name for gpu in parse_gpus(text)] == ["A", "B"]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "No devices were found\n", "NVIDIA-SMI has failed, because: x\n", "a,b,c,d,e\n"]
-)
-def test_other_output_of_nvidia_smi_is_not_a_gpu(text: str) -> None:
-    assert parse_gpus(text) == ()
+def test_lines_of_nvidia_smi_are_gpus_in_their_order(text: str, gpus: list[Gpu]) -> None:
+    assert parse_gpus(f"{text}\n") == tuple(gpus)
 
 
 @pytest.mark.parametrize(
     ("script", "count"),
     [
-        ("echo 'NVIDIA L4, 23034, 550.1, 8.9'", 1),
-        ("echo 'NVIDIA L4, 23034, 550.1, 8.9'; exit 9", 0),
-        (r"printf '\377\376, 1, 1.0, 8.0\n'", 1),
-        ("kill -9 $$", 0),
+        (b"#!/bin/sh\necho 'NVIDIA L4, 23034, 550.1, 8.9'", 1),
+        (b"#!/bin/sh\necho 'NVIDIA L4, 23034, 550.1, 8.9'; exit 9", 0),
+        (b"#!/bin/sh\nprintf '\\377\\376, 1, 1.0, 8.0\\n'", 1),
+        (b"#!/bin/sh\nkill -9 $$", 0),
+        (b"\x7fELF not really", 0),
     ],
-    ids=["works", "fails", "not-text", "dies"],
+    ids=["works", "fails", "not-text", "dies", "no program"],
 )
 def test_a_failing_nvidia_smi_means_no_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bytes, count: int
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    program.write_bytes(script)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert len(this_machine(tmp_path).gpus) == count
 
 
-def test_an_nvidia_smi_that_cannot_run_means_no_gpu(
+def test_clocks_are_read_over_all_cpus_and_left_out_where_they_are_not_known(
+    tmp_path: Path,
+) -> None:
+    folder = "sys/devices/system/cpu"
+    for text in ("", "garbage", "-1", "²"):
+        write(tmp_path, f"{folder}/cpufreq/policy0/scaling_max_freq", text)
+        write(tmp_path, f"{folder}/cpufreq/boost", text)
+        assert "clocks" not in provenance(tmp_path, tmp_path)
+    for name, text in {
+        "cpufreq/policy0/scaling_governor": "performance\n",
+        "cpufreq/policy0/scaling_min_freq": "800000\n",
+        "cpufreq/policy0/scaling_max_freq": "3500000\n",
+        "cpufreq/policy4/scaling_governor": "powersave\n",
+        "cpufreq/policy4/scaling_max_freq": "4200000\n",
+        "intel_pstate/no_turbo": "1\n",
+    }.items():
+        write(tmp_path, f"{folder}/{name}", text)
+    assert provenance(tmp_path, tmp_path)["clocks"] == {
+        "governor": "performance, powersave",
+        "min_mhz": 800.0,
+        "max_mhz": 4200.0,
+        "turbo": "off",
+    }
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    command = ["git", *who, "-C", str(folder), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git on PATH")
+def test_the_commit_of_the_folder_is_named_and_no_program_of_a_checkout_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_bytes(b"\x7fELF not really")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert this_machine(tmp_path).gpus == ()
+    assert "project" not in provenance(tmp_path)
+    git(tmp_path, "init", "-q")
+    assert "project" not in provenance(tmp_path)  # no commit yet
+    write(tmp_path, "a.txt", "1")
+    git(tmp_path, "add", "a.txt")
+    git(tmp_path, "commit", "-qm", "One")
+    write(tmp_path, ".gitattributes", "*.txt filter=own\n")
+    trap = tmp_path / "trap.sh"
+    write(tmp_path, "trap.sh", f"#!/bin/sh\ntouch {tmp_path}/started\ncat\n")
+    trap.chmod(0o755)
+    git(tmp_path, "config", "filter.own.clean", str(trap))
+    write(tmp_path, "a.txt", "2")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    git(tmp_path, "config", "core.fsmonitor", str(trap))
+    assert provenance(tmp_path)["project"] == {"commit": commit}
+    assert not (tmp_path / "started").exists()
+    monkeypatch.setenv("PATH", "")
+    assert "project" not in provenance(tmp_path)
+
+
+def test_the_variables_of_numeric_libraries_are_kept_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    found = provenance()
+    assert found["environment"]["OMP_NUM_THREADS"] == "3"
+    assert "hidden" not in str(found)
+    assert found["affinity"][0].isdigit()
+    assert found["host"]

@@ -20,7 +20,6 @@ from deploykit.core.tensors import (
     ("text", "spec"),
     [
         ("x:float32[N,3,224,224]", TensorSpec("x", "float32", ("N", 3, 224, 224))),
-        ("ids:int64[N,T]", TensorSpec("ids", "int64", ("N", "T"))),
         ("s:bool[]", TensorSpec("s", "bool", ())),
         ("serving_default:0:float16[1]", TensorSpec("serving_default:0", "float16", (1,))),
         ("/a/b[0]:int8[N]", TensorSpec("/a/b[0]", "int8", ("N",))),
@@ -35,44 +34,24 @@ def test_a_spec_parses_from_its_string_and_prints_as_it(text: str, spec: TensorS
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "says"),
     [
-        "",
-        "x",
-        "x:float32",
-        "float32[N]",
-        ":float32[N]",
-        "x:float32[N",
-        "x:float32[N]]",
-        "x:float32[N,]",
-        "x:float32[-1]",
-        "x:float32[1.5]",
-        "x:float32[N+1]",
-        "x:float32[²]",
-        "x:float32[" + "9" * 5000 + "]",
-        "x:float33[N]",
-        "x:FP32[N]",
-        "x:string[N]",  # PyTorch has none
-        "x y",
-        "x:float32[N]\nfoo",
+        *((text, text) for text in ("", "x", "x:float32", "float32[N]", ":float32[N]", "x y")),
+        *((f"x:float32[{text}", "") for text in ("N", "N]]", "N,]", "-1]", "1.5]", "N+1]", "²]")),
+        ("x:float32[" + "9" * 5000 + "]", ""),
+        ("x:float32[N]\nfoo", ""),
+        ("x:float32[N,3x]", "'x:float32[N,3x]': axis '3x'"),
+        ("x:half[N]", "x: unknown dtype 'half'"),
+        ("x:FP32[N]", "x: unknown dtype 'FP32'"),
+        ("x:string[N]", ""),  # PyTorch has none
     ],
     ids=lambda text: repr(text[:20]),
 )
-def test_a_malformed_spec_is_refused(text: str) -> None:
-    with pytest.raises(BadInput):
+def test_a_malformed_spec_is_refused(text: str, says: str) -> None:
+    with pytest.raises(BadInput) as caught:
         parse_spec(text)
-
-
-def test_bad_axis_is_named() -> None:
-    with pytest.raises(BadInput, match=r"'x:float32\[N,3x\]': axis '3x'"):
-        parse_spec("x:float32[N,3x]")
-
-
-def test_unknown_dtype_lists_the_known() -> None:
-    with pytest.raises(BadInput, match="x: unknown dtype 'half'") as caught:
-        parse_spec("x:half[N]")
-    assert caught.value.hint is not None
-    assert "float16" in caught.value.hint
+    assert says in caught.value.message
+    assert "unknown dtype" not in says or "float16" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +59,11 @@ def test_unknown_dtype_lists_the_known() -> None:
     [
         {},
         {"name": 1, "dtype": "float32", "shape": []},
-        {"name": "x", "dtype": "float32", "shape": "N"},
-        {"name": "x", "dtype": "float32", "shape": [True]},
-        {"name": "x", "dtype": "float32", "shape": [1.5]},
-        {"name": "x", "dtype": "float32", "shape": [None]},
-        {"name": "x", "dtype": "float32", "shape": [[1]]},
         {"name": "x", "dtype": "complex64", "shape": []},
-        {"name": "x", "dtype": "float32", "shape": [-1]},
+        *(
+            {"name": "x", "dtype": "float32", "shape": shape}
+            for shape in ("N", [True], [1.5], [None], [[1]], [-1])
+        ),
     ],
     ids=str,
 )
@@ -95,19 +72,7 @@ def test_bad_dict_names_the_file_or_the_tensor(values: dict[str, object]) -> Non
         spec_from_dict(values, "m.json")
 
 
-@pytest.mark.parametrize(
-    ("shape", "batched"), [(("N", 3), True), (("T",), True), ((1, "N"), False), ((), False)]
-)
-def test_batched_means_axis_0_is_dynamic(shape: tuple[int | str, ...], batched: bool) -> None:
-    assert TensorSpec("x", "float32", shape).batched is batched
-
-
 SPEC = TensorSpec("x", "float32", ("N", 3))
-
-
-@pytest.mark.parametrize("count", [0, 1, 9])
-def test_any_size_fits_a_dynamic_axis(count: int) -> None:
-    assert mismatch(SPEC, "float32", (count, 3)) is None
 
 
 @pytest.mark.parametrize(
@@ -121,23 +86,22 @@ def test_any_size_fits_a_dynamic_axis(count: int) -> None:
     ],
 )
 def test_a_mismatch_names_both_sides(dtype: str, shape: tuple[int, ...], got: str) -> None:
+    assert all(mismatch(SPEC, "float32", (count, 3)) is None for count in (0, 1, 9))
     found = mismatch(SPEC, dtype, shape) or ""
     assert found.startswith(f"input 'x' is float32[N,3], got {got}")
-    assert found.endswith("one sample without its batch axis, which x[None] adds") == (
-        shape == (3,)
-    )
+    without_axis = found.endswith("one sample without its batch axis, which x[None] adds")
+    assert without_axis == (shape == (3,))
 
 
-def test_concrete_takes_named_sizes_else_1() -> None:
+def test_a_spec_is_batched_by_a_dynamic_axis_0_and_concrete_by_named_sizes_else_1() -> None:
+    for shape, batched in ((("N", 3), True), (("T",), True), ((1, "N"), False), ((), False)):
+        assert TensorSpec("x", "float32", shape).batched is batched
     assert concrete(TensorSpec("x", "int64", ("N", 3, "T")), {"N": 8}) == (8, 3, 1)
 
 
-def test_sizes_in_bytes_match_numpy() -> None:
+def test_every_dtype_has_the_size_that_numpy_has_and_a_name_in_the_protocol() -> None:
     numpys = {name: np.dtype(name).itemsize for name in DTYPE_BYTES if name != "bfloat16"}
     assert {**numpys, "bfloat16": 2} == dict(DTYPE_BYTES)
-
-
-def test_every_dtype_has_a_name_in_the_protocol() -> None:
     assert set(PROTOCOL_NAMES) == {*DTYPE_BYTES, "string"}
     assert len(set(PROTOCOL_NAMES.values())) == len(PROTOCOL_NAMES)
 

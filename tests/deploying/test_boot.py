@@ -19,9 +19,10 @@ import deploykit as dk
 from deploykit.core.errors import OutOfMemory
 from deploykit.deploying.boot import boot_until_stopped
 from deploykit.deploying.slots import EngineCache
-from tests.support.boots import boot, copying, failing
-from tests.support.bundles import proven_model
+from tests.support.bundles import boot, copying, failing, flip, proven_model
 from tests.support.campaign import rounds
+from tests.support.runtimes.cases import AFFINE, onnx_model
+from tests.support.runtimes.gpu_machine import gpu_machine
 
 pytest.importorskip("onnxruntime")
 
@@ -51,20 +52,19 @@ def run(made: Path) -> Callable[..., Any]:
     return copying(made / "engine")
 
 
-def test_the_first_start_builds_and_later_ones_use_the_cache(made: Path, cache: Path) -> None:
+def test_an_update_is_built_into_the_other_slot_and_later_starts_use_the_cache(
+    made: Path, cache: Path, run: Any
+) -> None:
     first = boot(made / "old", cache)
     assert (first.source, first.slot[0]) == ("build", "a")
-    again = boot(made / "old", cache, failing(AssertionError("built again")))
-    assert (again.source, again.slot) == ("cache", first.slot)
-
-
-def test_an_update_is_built_into_the_other_slot(made: Path, cache: Path, run: Any) -> None:
-    boot(made / "old", cache, run)
     second = boot(made / "new", cache, run)
     assert (second.source, second.slot[0]) == ("build", "b")
     assert "batch 1,8,32 -> 1,2,4" in second.why
-    back = boot(made / "old", cache, run)
-    assert (back.source, back.slot[0]) == ("cache", "a")
+    for bundle, slot in (("new", second.slot), ("old", first.slot)):
+        served = boot(made / bundle, cache, failing(AssertionError("built again")))
+        assert (served.source, served.slot) == ("cache", slot)
+    with pytest.raises(dk.BadInput, match="is the cache of 'tiny', not of 'another'"):
+        boot(made / "another", cache, run)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,15 @@ def test_an_update_is_built_into_the_other_slot(made: Path, cache: Path, run: An
 def test_a_failed_engine_leaves_the_old_one_serving(
     made: Path, cache: Path, run: Any, error: dk.DeploykitError, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for _ in range(5):  # without an old one, the error is the build's
+        with pytest.raises(type(error), match=error.message):
+            boot(made / "old", cache, failing(error))
     boot(made / "old", cache, run)
     for _ in range(2):  # the second time without a build
         served = boot(made / "new", cache, failing(error))
         assert (served.source, served.slot[0], served.why) == ("previous", "a", error.message)
     assert "SERVING THE PREVIOUS ENGINE" in caplog.text
     assert boot(made / "new", cache, run, retry=True).source == "build"
-
-
-def test_without_an_old_engine_the_error_is_the_builds(made: Path, cache: Path) -> None:
-    for _ in range(5):
-        with pytest.raises(dk.GateFailed, match="differs"):
-            boot(made / "old", cache, failing(dk.GateFailed("differs")))
 
 
 def test_a_rollback_stays_until_it_is_taken_back(made: Path, cache: Path, run: Any) -> None:
@@ -100,15 +97,10 @@ def test_a_rollback_stays_until_it_is_taken_back(made: Path, cache: Path, run: A
     assert (back.source, back.slot[0]) == ("cache", "b")
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny.onnx", "tiny.onnx.json", "tiny.onnx.golden.npz", "slot.json"]
-)
+@pytest.mark.parametrize("name", ["tiny.onnx", "tiny.onnx.json", "slot.json"])
 def test_a_damaged_engine_is_built_again(made: Path, cache: Path, run: Any, name: str) -> None:
     first = boot(made / "old", cache, run)
-    file = cache / first.slot / name
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(cache / first.slot / name)
     again = boot(made / "old", cache, run)
     assert again.source == "build"
     assert again.slot[0] == ("a" if name == "slot.json" else "b") or again.slot != first.slot
@@ -122,38 +114,28 @@ def test_a_damaged_state_loses_no_engine(made: Path, cache: Path, run: Any, cont
     assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
 
 
-def test_a_cache_belongs_to_one_model(made: Path, cache: Path, run: Any) -> None:
-    boot(made / "old", cache, run)
-    with pytest.raises(dk.BadInput, match="is the cache of 'tiny', not of 'another'"):
-        boot(made / "another", cache, run)
-
-
 def test_a_tampered_bundle_is_refused_whichever_file_it_is(
     made: Path, cache: Path, run: Any, tmp_path: Path
 ) -> None:
     boot(made / "old", cache, run)
     before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
-    files = [path.relative_to(made / "old") for path in (made / "old").rglob("*") if path.is_file()]
+    files = [path for path in (made / "old").rglob("*") if path.is_file()]
     assert len(files) >= 5
-    for number, name in enumerate(files):
-        copy = tmp_path / str(number)
+    for path in files:
+        copy = tmp_path / "copy"
         shutil.copytree(made / "old", copy)
-        content = bytearray((copy / name).read_bytes())
-        content[number * 7919 % len(content)] ^= 1
-        (copy / name).write_bytes(content)
+        flip(copy / path.relative_to(made / "old"))
         with pytest.raises(dk.BadInput):
             boot(copy, cache, run)
+        shutil.rmtree(copy)
     assert before == {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [("docker", "as a folder"), ("kserve", "as a folder"), ("triton", "does not start by itself")],
-)
+@pytest.mark.parametrize(("kind", "says"), [("kserve", "as a folder"), ("triton", "by itself")])
 def test_bundles_for_another_server_are_refused(
     made: Path, tmp_path: Path, kind: str, says: str
 ) -> None:
-    """The others get as far as the cache, which is a file here."""
+    """One that starts gets as far as the cache, which is a file here."""
     dk.bundle(made / "tiny.onnx", "cpu", out=tmp_path / "bundle", to=kind)
     with pytest.raises(dk.BadInput, match=says):
         boot_until_stopped(tmp_path / "bundle", made / "tiny.onnx")
@@ -187,7 +169,6 @@ def test_a_cache_without_write_access_still_serves(
 ) -> None:
     boot(made / "old", cache, run)
     (cache / "state.json").unlink()  # so that there is something to save
-
     real = os.open
 
     def read_only(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -196,8 +177,8 @@ def test_a_cache_without_write_access_still_serves(
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", read_only)
-    assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
-    assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
+    for _ in range(2):
+        assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
     with pytest.raises(dk.BadInput, match="Read-only file system"):
         boot(made / "old", cache / "fresh", run)
 
@@ -212,9 +193,15 @@ class Operations:
     """Counts what touches `folder`, and calls `act` at operation number `at`."""
 
     def __init__(self) -> None:
-        self.folder, self.at, self.act = "", -1, lambda: None
+        self.stop()
         self.count = 0
         sys.addaudithook(self)
+
+    def start(self, folder: Path, at: int, act: Callable[[], object]) -> None:
+        self.folder, self.at, self.act, self.count = str(folder), at, act, 0
+
+    def stop(self) -> None:
+        self.folder, self.at, self.act = "", -1, lambda: None
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.folder or event not in OPERATIONS or not isinstance(arguments[0], (str, Path)):
@@ -292,23 +279,22 @@ def test_a_start_that_is_killed_at_any_operation_is_recovered_from(
         cache.mkdir()
     pristine, bundle, at, ended = tmp_path / "pristine", made / ("new" if update else "old"), 0, -9
     cache.rename(pristine)
+
+    def start() -> None:
+        synced = track_syncs(cache)
+
+        def die() -> None:
+            operations.stop()
+            if power_cut:
+                lose_unsynced(cache, synced)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        operations.start(cache, at, die)
+        boot(bundle, cache, run)
+
     while ended:
         at += STRIDE
         shutil.copytree(pristine, cache)
-
-        def start() -> None:
-            synced = track_syncs(cache)
-
-            def die() -> None:
-                operations.folder = ""
-                if power_cut:
-                    lose_unsynced(cache, synced)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            operations.folder, operations.count = str(cache), 0
-            operations.at, operations.act = at, die  # noqa: B023 - called in this round
-            boot(bundle, cache, run)
-
         ended = in_a_fork(start)
         assert ended in (0, -signal.SIGKILL)
         if update:  # whatever happened, the old engine is whole
@@ -336,12 +322,30 @@ def test_an_operation_that_fails_is_an_error_that_damages_nothing(
     while not over:
         at += STRIDE
         shutil.copytree(pristine, cache)
-        operations.folder, operations.count = str(cache), 0
-        operations.at, operations.act = at, fail
+        operations.start(cache, at, fail)
         with contextlib.suppress(dk.BadInput, dk.Unsupported):
             assert boot(made / "new", cache, run).source in ("build", "previous")
         over = operations.count < at
-        operations.folder = ""
+        operations.stop()
         assert boot(made / "old", cache, failing(AssertionError("lost"))).source == "cache"
         shutil.rmtree(cache)
     assert at > 20
+
+
+# -- TensorRT, on a machine with an NVIDIA L4 that is made of Python
+
+
+def test_an_engine_of_tensorrt_is_built_for_this_gpu_and_then_cached(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = proven_model(tmp_path / "affine.onnx", onnx_model(AFFINE))
+    bundle = tmp_path / "bundle"
+    dk.bundle(model, "l4", out=bundle, batch="1,4,8")
+    with gpu_machine(tmp_path, monkeypatch):
+        first = boot(bundle, cache, device="auto")
+        again = boot(bundle, cache, failing(AssertionError("built again")), device="auto")
+    assert (first.source, again.source) == ("build", "cache")
+    found = json.loads((cache / first.slot / "slot.json").read_text())
+    gpu = {"gpu": "NVIDIA L4", "sm_count": 58, "compute_capability": "8.9", "batch": "1,4,8"}
+    assert gpu.items() <= found["key"].items()
+    assert found["engine"] == "affine.trt"

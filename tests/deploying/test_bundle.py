@@ -16,8 +16,7 @@ import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.deploying import STARTED, WRITERS
 from deploykit.deploying.folder import read_bundle, verify
-from tests.support.boots import boot
-from tests.support.bundles import proven_model
+from tests.support.bundles import boot, proven_model
 from tests.support.onnx_zoo import conv_relu, linear, make, mnist_like, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +28,9 @@ def relu(*shape: int | str) -> onnx.ModelProto:
 
 def quantized() -> onnx.ModelProto:
     """An INT8 pair before a Relu."""
+    pair = ["x", "scale", "zero"], ["q"]
     nodes = [
-        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("QuantizeLinear", *pair),
         helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
         helper.make_node("Relu", ["d"], ["y"]),
     ]
@@ -49,12 +49,16 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_a_bundle_passes_its_own_check_and_holds_the_proven_model(
+def test_a_bundle_passes_its_own_check_and_the_same_inputs_give_the_same_bytes(
     model: Path, tmp_path: Path
 ) -> None:
     made = dk.bundle(model, "cpu", out=tmp_path / "out")
     assert verify(tmp_path / "out") == made.bundle == read_bundle(tmp_path / "out")
     assert dk.compare(tmp_path / "out" / made.bundle.model).parity.passed
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        dk.bundle(model, "cpu", out=tmp_path / folder / "out.tar")
+    assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +66,22 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model in INT8 for each runtime, accepted, and one that was not."""
     pytest.importorskip("onnxruntime")
     folder = tmp_path_factory.mktemp("int8")
-    save(mnist_like(), folder / "m.onnx")
+    model = save(mnist_like(), folder / "m.onnx")
     images = np.random.default_rng(0).random((40, 1, 28, 28), np.float32)
-    with dk.load(folder / "m.onnx") as engine:
+    with dk.load(model) as engine:
         labels = engine({"image": images})["logits"].argmax(1)
     np.savez(folder / "data.npz", image=images, labels=labels)
     data = {"calib": folder / "data.npz", "data": folder / "data.npz"}
     found = {}
-    for runtime in ("tensorrt", "onnxruntime"):
-        out = folder / f"{runtime}.onnx"
-        dk.quantize(folder / "m.onnx", "int8", runtime=runtime, max_drop=0.9, out=out, **data)
-        found[runtime] = out
-    found["half"] = folder / "half.onnx"
-    options = {"other_nodes": "fp16", "max_drop": 0.9, "out": found["half"]}
-    dk.quantize(folder / "m.onnx", "int8", **options, **data)
+    for name, options in {
+        "tensorrt": {"runtime": "tensorrt"},
+        "onnxruntime": {"runtime": "onnxruntime"},
+        "half": {"other_nodes": "fp16"},
+    }.items():
+        found[name] = folder / f"{name}.onnx"
+        dk.quantize(model, "int8", max_drop=0.9, out=found[name], **options, **data)
     with pytest.raises(GateFailed):
-        dk.quantize(folder / "m.onnx", "int8", max_drop=1e-9, out=folder / "no.onnx", **data)
+        dk.quantize(model, "int8", max_drop=1e-9, out=folder / "no.onnx", **data)
     return found | {"rejected": folder / "no.rejected.onnx"}
 
 
@@ -92,21 +96,16 @@ def test_an_accepted_int8_model_is_bundled_and_starts(
 
 
 @pytest.mark.parametrize("to", WRITERS)
-def test_a_model_that_did_not_pass_its_gate_is_not_bundled(
+def test_what_failed_its_gate_or_no_device_can_place_is_not_bundled(
     int8: dict[str, Path], tmp_path: Path, to: str
 ) -> None:
+    out = tmp_path / "out"
     with pytest.raises(GateFailed, match="did not pass its gate"):
-        dk.bundle(int8["rejected"], "l4", out=tmp_path / "out", to=to)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("to", WRITERS)
-def test_int8_pairs_that_no_device_can_place_are_refused_before_its_first_start(
-    int8: dict[str, Path], tmp_path: Path, to: str
-) -> None:
+        dk.bundle(int8["rejected"], "l4", out=out, to=to)
     with pytest.raises(BadInput, match="it computes in float16 between") as caught:
-        dk.bundle(int8["half"], "cpu", out=tmp_path / "out", to=to)
+        dk.bundle(int8["half"], "cpu", out=out, to=to)
     assert "m.onnx --profile cpu --precision int8" in str(caught.value.hint)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("foreign", [False, True])
@@ -165,19 +164,13 @@ def test_what_onnxruntime_alone_does_on_a_gpu_is_noted(
     assert (words in notes) if words else not notes
 
 
-def test_the_same_inputs_give_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    for folder in "ab":
-        dk.bundle(model, "cpu", out=tmp_path / folder / "out.tar")
-    assert content(tmp_path / "a") == content(tmp_path / "b")
-
-
 def test_a_model_of_another_tool_gets_a_manifest_and_golden_samples(tmp_path: Path) -> None:
-    made = dk.bundle(save(linear(), tmp_path / "m.onnx"), "cpu", out=tmp_path / "out")
+    model = save(linear(), tmp_path / "-my model (2).onnx")
+    made = dk.bundle(model, "cpu", out=tmp_path / "out")
+    assert made.bundle.name == "my-model-2"  # one that a server takes
     assert "on random inputs" in made.notes[0]
     assert dk.compare(tmp_path / "out" / made.bundle.model).parity.passed
-    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ["m.onnx"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", model.name}
 
 
 def test_samples_that_are_given_take_the_place_of_recorded_ones(
@@ -191,13 +184,6 @@ def test_samples_that_are_given_take_the_place_of_recorded_ones(
         assert (arrays["inputs/x"] == given[:4]).all()
 
 
-def test_an_int8_model_without_samples_needs_real_ones(tmp_path: Path) -> None:
-    path = save(quantized(), tmp_path / "m.onnx")
-    with pytest.raises(dk.BadInput, match="random inputs say too little of int8") as found:
-        dk.bundle(path, "l4", out=tmp_path / "out")
-    assert "`samples`" in str(found.value.hint)
-
-
 def test_a_dynamic_axis_needs_its_sizes_for_tensorrt(tmp_path: Path) -> None:
     path = proven_model(tmp_path / "m.onnx", relu("N", "T", 4))
     with pytest.raises(dk.BadInput, match="'T', is dynamic and has no range"):
@@ -206,18 +192,6 @@ def test_a_dynamic_axis_needs_its_sizes_for_tensorrt(tmp_path: Path) -> None:
     assert made.bundle.axes == ("T=1,8,16",)
     with pytest.raises(dk.BadInput, match="`axes` has no effect"):
         dk.bundle(path, "cpu", out=tmp_path / "out", axes=["T=1,8,16"])
-
-
-def test_a_profile_that_the_device_does_not_have_is_refused(model: Path, tmp_path: Path) -> None:
-    shutil.copyfile(ROOT / "profiles" / "l4.toml", tmp_path / "mine.toml")
-    with pytest.raises(dk.BadInput, match="the device knows only deploykit's own profiles"):
-        dk.bundle(model, str(tmp_path / "mine.toml"), out=tmp_path / "out")
-
-
-def test_an_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "m.trt").write_bytes(b"ftrt" + bytes(64))
-    with pytest.raises(dk.BadInput, match="belongs to the device that built it"):
-        dk.bundle(tmp_path / "m.trt", "l4", out=tmp_path / "out")
 
 
 def test_a_changed_bundle_is_replaced_only_with_force(model: Path, tmp_path: Path) -> None:
@@ -230,39 +204,65 @@ def test_a_changed_bundle_is_replaced_only_with_force(model: Path, tmp_path: Pat
     verify(tmp_path / "out")
 
 
-def test_a_folder_that_is_not_a_bundle_is_never_replaced(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    with pytest.raises(dk.BadInput, match="no bundle"):
-        dk.bundle(model, "cpu", out=tmp_path, force=True)
-    with pytest.raises(dk.BadInput, match="is an input"):
-        dk.bundle(model, "cpu", out=model.parent, force=True)
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "INT8 without samples": ("int8.onnx", "l4", {}, "random inputs say too little of int8"),
+    "a profile of one's own": ("m.onnx", "mine.toml", {}, "knows only deploykit's own profiles"),
+    "an engine": ("m.trt", "l4", {}, "belongs to the device that built it"),
+    "a precision": ("bf16.onnx", "t4", {}, "bf16, which profile 't4' lacks"),
+    "wheels for a cluster": ("m.onnx", "cpu", {"to": "triton", "wheels": True}, "has no effect"),
+    "a release for one": ("m.onnx", "cpu", {"to": "triton", "release": "cuda-12"}, "has no effect"),
+    "another folder": ("m.onnx", "cpu", {"out": "mine", "force": True}, "no bundle"),
+    "its own folder": ("m.onnx", "cpu", {"out": ".", "force": True}, "is an input"),
+    **{
+        name: ("m.onnx", "cpu", {"name": name}, "`name`")
+        for name in ("../x", "a b", "-x", "", "$(id)", "x" * 64, "é")
+    },
+}
 
 
-@pytest.mark.parametrize("name", ["../x", "a b", "-x", ".x", "", "$(id)", "x" * 64, "é"])
-def test_a_name_that_no_server_takes_is_refused(name: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(dk.BadInput, match="`name`"):
-        dk.bundle(model, "cpu", out=tmp_path / "out", name=name)
-
-
-def test_a_files_name_becomes_one_that_a_server_takes(tmp_path: Path) -> None:
-    path = proven_model(tmp_path / "-my model (2).onnx")
-    assert dk.bundle(path, "cpu", out=tmp_path / "out").bundle.name == "my-model-2"
-
-
-def test_a_precision_that_the_target_lacks_is_refused(model: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(model.parent, tmp_path / "in")) / model.name
-    manifest = path.with_name(f"{path.name}.json")
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what `REFUSED` names."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name in ("m.onnx", "bf16.onnx"):
+        proven_model(folder / name)
+    save(quantized(), folder / "int8.onnx")
+    (folder / "m.trt").write_bytes(b"ftrt" + bytes(64))
+    manifest = folder / "bf16.onnx.json"
     manifest.write_text(manifest.read_text().replace('"float32":', '"bfloat16":'))
-    with pytest.raises(dk.BadInput, match="bf16, which profile 't4' lacks"):
-        dk.bundle(path, "t4", out=tmp_path / "out")
+    shutil.copyfile(ROOT / "profiles" / "l4.toml", folder / "mine.toml")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "file").touch()
+    return folder
+
+
+@pytest.mark.parametrize(("file", "profile", "options", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_bundled_is_one_line(
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    profile: str,
+    options: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.chdir(inputs)
+    with pytest.raises(dk.BadInput) as caught:
+        dk.bundle(file, profile, **{"out": "out", **options})
+    assert words in caught.value.message
+    assert not (inputs / "out").exists()
 
 
 def test_weights_in_a_second_file_are_copied_under_the_new_name(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    proven_model(path, external=True)
+    path = proven_model(tmp_path / "m.onnx", external=True)
     made = dk.bundle(path, "cpu", out=tmp_path / "out", name="other")
     assert (tmp_path / "out" / "model" / "other.onnx.data").is_file()
     assert dk.compare(tmp_path / "out" / made.bundle.model).parity.passed
+    manifest = path.with_name("m.onnx.json")
+    document = json.loads(manifest.read_text())
+    document["evidence"]["weights"] = None
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(dk.BadInput, match=r"weights in m\.onnx\.data, which its manifest does not"):
+        dk.bundle(path, "cpu", out=tmp_path / "out")
 
 
 def test_the_time_of_the_files_is_the_one_that_was_given(
@@ -274,21 +274,3 @@ def test_the_time_of_the_files_is_the_one_that_was_given(
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
     with pytest.raises(dk.BadInput, match="SOURCE_DATE_EPOCH 'yesterday'"):
         dk.bundle(model, "cpu", out=tmp_path / "again")
-
-
-@pytest.mark.parametrize("option", [{"wheels": True}, {"release": "cuda-12"}])
-def test_an_option_for_containers_is_refused_for_a_cluster(
-    option: dict[str, Any], model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(dk.BadInput, match="has no effect with `to` triton"):
-        dk.bundle(model, "cpu", out=tmp_path / "out", to="triton", **option)
-
-
-def test_weights_that_the_manifest_does_not_name_are_refused(tmp_path: Path) -> None:
-    path = proven_model(tmp_path / "m.onnx", external=True)
-    manifest = path.with_name("m.onnx.json")
-    document = json.loads(manifest.read_text())
-    document["evidence"]["weights"] = None
-    manifest.write_text(json.dumps(document))
-    with pytest.raises(dk.BadInput, match=r"weights in m\.onnx\.data, which its manifest does not"):
-        dk.bundle(path, "cpu", out=tmp_path / "out")

@@ -1,8 +1,8 @@
-"""Whether a machine is what a bundle was made for, and what its engine depends on."""
+"""How a device starts: whether it is what a bundle was made for, and what its cache holds."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.deploying.device import check_gpu, check_machine, engine_key, gpu_number
 from deploykit.deploying.folder import Bundle, FileEntry
+from deploykit.deploying.slots import MAX_TRIES, CacheState, EngineKey, decide
 from deploykit.engines.tensorrt.compatibility import Here
 
 NANO, NX = "jetson-orin-nano-8gb@15W", "jetson-orin-nx-16gb"
@@ -20,21 +21,12 @@ L4 = Here("11.1.0", "NVIDIA L4", "8.9", 58, "580.65.06", "13.0", "13")
 
 def bundle(profile: str) -> Bundle:
     found = load_profile(profile)
-    return Bundle(
-        bundle=1,
-        kind="docker",
-        name="m",
-        profile=profile,
-        runtime=found.runtime,
-        architecture=found.architecture,
-        model="model/m.onnx",
-        batch=(1, 8, 32),
-        axes=(),
-        tensorrt_min=found.tensorrt_min,
-        tensorrt_max=found.tensorrt_max,
-        deploykit="0.1.0",
-        files={"model/m.onnx": FileEntry("0" * 64, 1), "README.md": FileEntry("1" * 64, 1)},
-    )
+    about = {name: getattr(found, name) for name in ("runtime", "architecture")}
+    about |= {"tensorrt_min": found.tensorrt_min, "tensorrt_max": found.tensorrt_max}
+    files = {"model/m.onnx": FileEntry("0" * 64, 1), "README.md": FileEntry("1" * 64, 1)}
+    about |= {"bundle": 1, "kind": "docker", "name": "m", "profile": profile, "axes": ()}
+    about |= {"model": "model/m.onnx", "batch": (1, 8, 32), "deploykit": "0.1.0", "files": files}
+    return Bundle(**about)  # type: ignore[arg-type]
 
 
 def jetson(profile: str, **changes: object) -> Machine:
@@ -55,12 +47,7 @@ def notes(profile: str, machine: Machine) -> list[str]:
     return check_machine(bundle(profile), load_profile(profile), machine)
 
 
-def test_the_board_of_the_bundle_is_taken_without_a_note() -> None:
-    assert notes(NANO, jetson(NANO)) == []
-
-
-def test_any_processor_is_taken_by_the_profile_cpu() -> None:
-    assert notes("cpu", jetson(NANO)) == []
+T4 = {"architecture": "x86_64", "board_ids": (), "gpus": (Gpu("Tesla T4", 1, "580", "7.5"),)}
 
 
 @pytest.mark.parametrize(
@@ -71,8 +58,9 @@ def test_any_processor_is_taken_by_the_profile_cpu() -> None:
         (NANO, {"board_ids": ("acme,p1",)}, "NVIDIA Jetson, which no profile names", "auto"),
         (NANO, {"l4t": "35.4.1"}, "JetPack 5.1.2 .L4T 35.4.1. brings TensorRT 8.5.2", "6.1 or"),
         (NANO, {"l4t": "38.2.0"}, "JetPack 7.0 .L4T 38.2.0. is not for NVIDIA Jetson Orin", "6.1"),
+        ("l4", T4, "is for l4, this machine is Tesla T4", "--profile t4"),
     ],
-    ids=["architecture", "board", "unknown board", "old", "of other modules"],
+    ids=["architecture", "board", "unknown board", "old", "of other modules", "another GPU"],
 )
 def test_another_machine_is_refused_with_its_cure(
     profile: str, changes: dict[str, object], says: str, cure: str
@@ -82,29 +70,24 @@ def test_another_machine_is_refused_with_its_cure(
     assert cure in f"{caught.value} {caught.value.hint}"
 
 
-def test_another_gpu_is_refused() -> None:
-    machine = replace(this_machine(), architecture="x86_64", board_ids=())
-    machine = replace(machine, gpus=(Gpu("Tesla T4", 1, "580", "7.5"),))
-    with pytest.raises(dk.Unsupported, match="is for l4, this machine is Tesla T4") as caught:
-        notes("l4", machine)
-    assert "--profile t4" in str(caught.value.hint)
-
-
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("profile", "changes", "says"),
     [
-        ({"power_mode": "7W"}, "the power mode is 7W, the bundle was planned for 15W"),
-        ({"board_ids": ()}, "the board is not known"),
-        ({"l4t": None}, "the JetPack release is not known"),
-        ({"l4t": "32.7.4"}, "L4T 32.7.4 belongs to no JetPack"),
-        ({"l4t": "41.0.0"}, "L4T 41.0.0 belongs to no JetPack"),
+        (NANO, {}, ""),
+        ("cpu", {}, ""),  # of any processor
+        (NANO, {"power_mode": "7W"}, "the power mode is 7W, the bundle was planned for 15W"),
+        (NANO, {"board_ids": ()}, "the board is not known"),
+        (NANO, {"l4t": None}, "the JetPack release is not known"),
+        (NANO, {"l4t": "32.7.4"}, "L4T 32.7.4 belongs to no JetPack"),
+        (NANO, {"l4t": "41.0.0"}, "L4T 41.0.0 belongs to no JetPack"),
     ],
 )
 def test_what_cannot_be_known_or_may_differ_is_a_note(
-    changes: dict[str, object], says: str
+    profile: str, changes: dict[str, object], says: str
 ) -> None:
-    (note,) = notes(NANO, jetson(NANO, **changes))
-    assert says in note
+    found = notes(profile, jetson(NANO, **changes))
+    assert len(found) == bool(says)
+    assert says in " ".join(found)
 
 
 @pytest.mark.parametrize(
@@ -120,22 +103,19 @@ def test_what_cannot_be_known_or_may_differ_is_a_note(
 def test_a_tensorrt_or_driver_that_does_not_fit_is_refused(
     profile: str, l4t: str | None, gpu: Here, says: str
 ) -> None:
-    machine = replace(this_machine(), l4t=l4t)
+    check_gpu(load_profile(NANO), jetson(NANO), ORIN)
+    check_gpu(load_profile("l4"), this_machine(), L4)
     with pytest.raises(dk.Unsupported, match=says) as caught:
-        check_gpu(load_profile(profile), machine, gpu)
+        check_gpu(load_profile(profile), replace(this_machine(), l4t=l4t), gpu)
     assert caught.value.hint
 
 
-def test_a_fitting_gpu_is_taken() -> None:
-    check_gpu(load_profile(NANO), jetson(NANO), ORIN)
-    check_gpu(load_profile("l4"), this_machine(), L4)
-
-
 def test_the_key_names_everything_that_an_engine_depends_on() -> None:
-    key = engine_key(bundle(NANO), load_profile(NANO), jetson(NANO), ORIN)
-    assert {**key.to_dict(), "model_sha256": "", "deploykit": ""} == {
+    key = engine_key(bundle(NANO), load_profile(NANO), jetson(NANO), ORIN).to_dict()
+    assert len(str(key.pop("model_sha256"))) == 64
+    assert key.pop("deploykit") == dk.__version__
+    assert key == {
         "name": "m",
-        "model_sha256": "",
         "profile": NANO,
         "batch": "1,8,32",
         "runtime": "tensorrt 10.3.0",
@@ -146,7 +126,6 @@ def test_the_key_names_everything_that_an_engine_depends_on() -> None:
         "driver": "540.4.0",
         "l4t": "36.4.3",
         "power_mode": "15W",
-        "deploykit": "",
     }
 
 
@@ -160,12 +139,75 @@ def test_the_key_follows_the_models_files_and_no_others() -> None:
     assert [key == same for key in keys] == [False, False, True]
 
 
-@pytest.mark.parametrize(("device", "number"), [("auto", 0), ("cuda", 0), ("cuda:3", 3)])
-def test_the_gpu_is_the_one_of_the_device_option(device: str, number: int) -> None:
-    assert gpu_number(device) == number
+def test_the_gpu_is_the_one_of_the_device_option() -> None:
+    assert [gpu_number(device) for device in ("auto", "cuda", "cuda:3")] == [0, 0, 3]
+    for device in ("cpu", "cuda:x", "gpu", ""):
+        with pytest.raises(dk.BadInput, match="`device`"):
+            gpu_number(device)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:x", "gpu", ""])
-def test_what_names_no_gpu_is_refused(device: str) -> None:
-    with pytest.raises(dk.BadInput, match="`device`"):
-        gpu_number(device)
+# -- What is done, by what the cache holds
+
+KEY = EngineKey("m", "0" * 64, "cpu", "1,8,32", "tensorrt 10.3.0", "aarch64", sm_count=8)
+OTHER = replace(KEY, driver="540.5.0")
+NEWER = replace(KEY, deploykit="9")
+A, B = f"a-{KEY.digest}", f"b-{OTHER.digest}"
+FAILED = CacheState("m", A, OTHER.digest, MAX_TRIES, "no memory")  # the build of OTHER
+
+STATES = {
+    "empty": CacheState(),
+    "a": CacheState("m", A),
+    "b": CacheState("m", B),
+    "failed": FAILED,
+    "not ready": replace(FAILED, active=B),
+    "confirmed": replace(FAILED, active=B).confirm(),
+}
+SLOTS = {"a": {A: KEY}, "b": {B: OTHER}, "ab": {A: KEY, B: OTHER}, "": {}}
+STEPS = {
+    "an empty cache": ("empty", KEY, "", "build", "a"),
+    "the same key": ("a", KEY, "a", "start", "a"),
+    "the key of the other slot": ("a", OTHER, "ab", "start", "b"),
+    "what failed, and another can serve": ("failed", OTHER, "a", "fall back", "a"),
+    "what failed, and none can serve": ("failed", OTHER, "", "build", ""),
+    "another key has tries of its own": ("failed", NEWER, "a", "build", "b"),
+    "it never became ready": ("not ready", OTHER, "ab", "fall back", "a"),
+    "it became ready": ("confirmed", OTHER, "ab", "start", "b"),
+    "not into the slot that serves, a": ("a", NEWER, "ab", "build", "b"),
+    "not into the slot that serves, b": ("b", NEWER, "ab", "build", "a"),
+}
+
+
+@pytest.mark.parametrize(("state", "key", "slots", "do", "slot"), STEPS.values(), ids=STEPS)
+def test_a_start_builds_or_uses_a_slot(
+    state: str, key: EngineKey, slots: str, do: str, slot: str
+) -> None:
+    step = decide(STATES[state], key, SLOTS[slots])
+    assert (step.do, step.slot.startswith(slot)) == (do, True)
+    assert do != "fall back" or step.why == "no memory"
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(EngineKey)])
+def test_any_difference_builds_and_an_engine_of_another_device_never_replaces_one(
+    field: str,
+) -> None:
+    value: object = 4 if field == "sm_count" else "other"
+    wanted = replace(KEY, **{field: value})
+    step = decide(CacheState("m", A), wanted, {A: KEY})
+    assert (step.do, field in step.why) == ("build", True)
+    alike = ("name", "runtime", "architecture", "gpu", "sm_count", "compute_capability")
+    foreign = field in alike
+    assert wanted.may_replace(KEY) is not foreign
+    assert foreign or step.slot == f"b-{wanted.digest}"
+    fallback = decide(FAILED, OTHER, {A: wanted}).do
+    assert fallback == "build" if foreign else fallback == "fall back"
+
+
+def test_interrupted_builds_are_tried_a_few_times() -> None:
+    state = CacheState("m", A)
+    for _ in range(MAX_TRIES):
+        assert decide(state, OTHER, {A: KEY}).do == "build"
+        state = state.begin("m", OTHER.digest)
+    step = decide(state, OTHER, {A: KEY})
+    assert (step.do, step.slot) == ("fall back", A)
+    assert "begun 3 times" in step.why
+    assert state.begin("m", NEWER.digest).tries == 1

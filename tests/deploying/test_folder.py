@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import deploykit as dk
-from deploykit.deploying.folder import is_bundle_tar, read_bundle, staged_folder, verify
+from deploykit.deploying.folder import is_bundle_tar, staged_folder, verify
 from tests.support.bundles import proven_model
 
 
@@ -33,54 +33,52 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "out"))
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def edit(**changes: object) -> Callable[[Path], None]:
+    """Set these keys of bundle.json; None removes one, and `files` is added to."""
+
+    def change(folder: Path) -> None:
+        document = json.loads((folder / "bundle.json").read_text())
+        files = changes.pop("files", {})
+        document.update(changes)
+        if files is None:
+            del document["files"]
+        else:
+            document["files"].update(dict.fromkeys(files, document["files"]["README.md"]))  # type: ignore[call-overload]
+        (folder / "bundle.json").write_text(json.dumps(document))
+
+    return change
 
 
-def edit(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
+def text(content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "bundle.json").write_text(content)
 
 
-def test_a_changed_bit_of_any_file_is_found_and_the_file_named(folder: Path) -> None:
-    for path in [each for each in folder.rglob("*") if each.is_file()]:
-        before = path.read_bytes()
-        flip(path)
-        with pytest.raises(dk.BadInput, match=r"bundle\.json|SHA256SUMS|" + path.name):
-            verify(folder)
-        path.write_bytes(before)
-    verify(folder)
-
-
+OUTSIDE = "names a file outside the bundle"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: (f / "README.md").unlink(), "README.md: is missing"),
     "truncated": (lambda f: os.truncate(f / "README.md", 10), "README.md: has 10 bytes"),
-    "added": (lambda f: (f / "more").write_text(""), "more: is not a file of this bundle"),
-    "added below": (lambda f: (f / "model" / "x").touch(), "model/x: is not a file"),
+    "added below": (lambda f: (f / "model" / "x").touch(), "model/x: is not a file of this bundle"),
     "empty folder": (lambda f: (f / "extra").mkdir(), "extra: is an empty folder"),
-    "link": (lambda f: (f / "a").symlink_to("/etc/passwd"), "a: is a symbolic link"),
-    "linked folder": (lambda f: (f / "a").symlink_to("/etc"), "a: is a symbolic link"),
+    "link": (lambda f: (f / "a").symlink_to("/etc"), "a: is a symbolic link"),
     "pipe": (lambda f: os.mkfifo(f / "a"), "a: is not a regular file"),
-    "no bundle.json": (
-        lambda f: (f / "bundle.json").unlink(),
-        "is no bundle: it has no bundle.json",
-    ),
+    "no bundle.json": (lambda f: (f / "bundle.json").unlink(), "is no bundle: it has no"),
     "no sums": (lambda f: (f / "SHA256SUMS").unlink(), "SHA256SUMS: is missing"),
-    "not JSON": (lambda f: (f / "bundle.json").write_text("{"), "bundle.json: is not valid JSON"),
-    "a list": (
-        lambda f: (f / "bundle.json").write_text("[]"),
-        "bundle.json: is not that of a bundle",
-    ),
-    "no version": (lambda f: (f / "bundle.json").write_text("{}"), "is not that of a bundle"),
-    "deep": (lambda f: (f / "bundle.json").write_text("[" * 99_999), "is not valid JSON"),
+    "not JSON": (text("{"), "bundle.json: is not valid JSON"),
+    "deep": (text("[" * 99_999), "is not valid JSON"),
+    "a list": (text("[]"), "bundle.json: is not that of a bundle"),
+    "no version": (text("{}"), "is not that of a bundle"),
     "huge": (lambda f: os.truncate(f / "bundle.json", 1 << 30), "is larger than any bundle"),
     "not text": (lambda f: (f / "bundle.json").write_bytes(b"\xff\xfe"), "is not a text file"),
-    "version": (lambda f: edit(f / "bundle.json", lambda d: d.update(bundle=2)), "reads version 1"),
-    "wrong version": (lambda f: edit(f / "bundle.json", lambda d: d.update(bundle="2")), "is not"),
-    "no files": (lambda f: edit(f / "bundle.json", lambda d: d.pop("files")), "not a complete"),
+    "version": (edit(bundle=2, deploykit="9.1.0"), "reads version 1"),
+    "wrong version": (edit(bundle="2"), "is not"),
+    "no files": (edit(files=None), "not a complete"),
+    "another model": (edit(model="../x"), "bundle.json"),
+    "another name": (edit(name="../x"), "bundle.json"),
+    "no name": (edit(name=""), "bundle.json"),
+    **{
+        name: (edit(files=[name]), OUTSIDE)
+        for name in ("../x", "/etc/passwd", "a/../b", "a//b", "./a", "a\\b", "a\nb", "")
+    },
 }
 
 
@@ -92,13 +90,8 @@ def test_damage_is_one_clear_line(
     with pytest.raises(dk.BadInput) as found:
         verify(folder)
     assert message in found.value.message
-
-
-def test_a_newer_bundle_names_the_deploykit_to_install(folder: Path) -> None:
-    edit(folder / "bundle.json", lambda d: d.update(bundle=2, deploykit="9.1.0"))
-    with pytest.raises(dk.BadInput) as found:
-        read_bundle(folder)
-    assert found.value.hint == "install deploykit '9.1.0'"
+    if message == "reads version 1":
+        assert found.value.hint == "install deploykit '9.1.0'"
 
 
 @pytest.mark.parametrize("place", ["is_dir", "read_bytes"])
@@ -111,45 +104,6 @@ def test_what_this_user_may_not_read_is_one_clear_line(
     monkeypatch.setattr(Path, place, refuse)  # root, who may run this, may read everything
     with pytest.raises(dk.BadInput, match="cannot be read: Permission denied"):
         verify(folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"model": "../x"}, {"name": "../x"}, {"name": ""}],
-    ids=str,
-)
-def test_a_bundle_names_nothing_outside_itself(change: dict[str, str], folder: Path) -> None:
-    edit(folder / "bundle.json", lambda d: d.update(change))
-    with pytest.raises(dk.BadInput, match=r"bundle\.json"):
-        read_bundle(folder)
-
-
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "a/../b", "a//b", "./a", "a\\b", "a\nb", ""]
-)
-def test_a_name_outside_the_folder_is_refused(name: str, folder: Path) -> None:
-    edit(folder / "bundle.json", lambda d: d["files"].update({name: d["files"]["README.md"]}))  # type: ignore[attr-defined,index]
-    with pytest.raises(dk.BadInput, match="names a file outside the bundle"):
-        verify(folder)
-
-
-def test_names_that_differ_in_case_alone_are_refused(folder: Path) -> None:
-    edit(folder / "bundle.json", lambda d: d["files"].update(ReadMe=d["files"]["README.md"]))  # type: ignore[attr-defined,index]
-    edit(folder / "bundle.json", lambda d: d["files"].update(README=d["files"]["README.md"]))  # type: ignore[attr-defined,index]
-    with pytest.raises(dk.BadInput, match="'README' and 'ReadMe' differ only in case"):
-        verify(folder)
-
-
-def test_an_image_holds_the_model_alone(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name not in ("bundle.json", "SHA256SUMS", "model"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert verify(folder, whole=False).name == "tiny"
-    with pytest.raises(dk.BadInput, match="is missing"):
-        verify(folder)
-    flip(folder / "model" / "tiny.onnx")
-    with pytest.raises(dk.BadInput, match="tiny"):
-        verify(folder, whole=False)
 
 
 def test_the_tar_holds_the_folder_and_no_trace_of_its_writer(made: Path, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""A KServe bundle: its manifests fit KServe's and Kubernetes' schemas, and our own server.
+"""Bundles for KServe and Ray: they fit KServe's and Kubernetes' schemas, and our own server.
 
 `kubernetes.json` holds the schemas: scripts/kubernetes_schemas.py says where they come from.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.deploying import kserve
+from deploykit.deploying import kserve, ray
 from deploykit.serving import server
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.repository import ModelRepository
@@ -31,13 +32,12 @@ LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def written(folder: Path, **given: Any) -> dict[str, Any]:
-    """The manifests by kind."""
+    """The manifests by kind, and the container."""
     (folder / "out").mkdir()
     kserve.write(folder / "out", contents_of(folder, [IMAGE], **given))
-    documents = [
-        yaml.safe_load(path.read_text("utf-8")) for path in (folder / "out").glob("*.yaml")
-    ]
-    return {each.get("kind", "Kustomization"): each for each in documents}
+    texts = [path.read_text("utf-8") for path in (folder / "out").glob("*.yaml")]
+    found = {each.get("kind", "Kustomization"): each for each in map(yaml.safe_load, texts)}
+    return {**found, "container": found["ServingRuntime"]["spec"]["containers"][0]}
 
 
 def check(kind: str, document: dict[str, Any]) -> None:
@@ -47,42 +47,33 @@ def check(kind: str, document: dict[str, Any]) -> None:
     jsonschema.Draft7Validator(schema).validate(document)
 
 
-@pytest.mark.parametrize("profile", ["cpu", "l4", "jetson-orin-nano-8gb"])
-def test_the_manifests_fit_the_schemas(tmp_path: Path, profile: str) -> None:
+@pytest.mark.parametrize(
+    ("profile", "gpu", "architecture"),
+    [("cpu", None, None), ("l4", "1", "amd64"), ("jetson-orin-nano-8gb", "1", "arm64")],
+)
+def test_the_manifests_fit_the_schemas_and_ask_for_the_profiles_gpu(
+    tmp_path: Path, profile: str, gpu: str | None, architecture: str | None
+) -> None:
     found = written(tmp_path, profile=profile)
     check("V1alpha1ServingRuntime", found["ServingRuntime"])
     check("V1beta1InferenceService", found["InferenceService"])
+    assert found["container"].get("resources", {}).get("limits", {}).get("nvidia.com/gpu") == gpu
+    selector = found["ServingRuntime"]["spec"].get("nodeSelector", {})
+    assert selector.get("kubernetes.io/arch") == architecture
+    security = found["container"]["securityContext"]
+    assert security["runAsNonRoot"]
+    assert security["readOnlyRootFilesystem"]
+    assert security["capabilities"] == {"drop": ["ALL"]}
 
 
-def container(found: dict[str, Any]) -> dict[str, Any]:
-    first: dict[str, Any] = found["ServingRuntime"]["spec"]["containers"][0]
-    return first
-
-
-def test_the_probes_ask_routes_that_the_server_has(tmp_path: Path) -> None:
-    probes = container(written(tmp_path))
-    routes = Routes(ModelRepository({"m": FakeEngine()}, ServeOptions()))
-    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert probes[kind]["httpGet"]["path"] in routes._table
-
-
-def test_the_container_starts_as_the_command_line_takes_it(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from deploykit.cli.main import app
-
-    given = container(written(tmp_path))
-    assert given["command"] == ["deploykit"]
-    arguments = [str(tmp_path / "out") if a == "/mnt/models" else a for a in given["args"]]
-    arguments[arguments.index("/engines")] = str(tmp_path / "engines")
-    result = CliRunner().invoke(app, arguments)
-    assert "bundle.json" in result.output + str(result.exception)  # `seal` has not written it
-
-
-def test_the_autoscaling_query_names_metrics_of_the_server(tmp_path: Path) -> None:
-    predictor = written(tmp_path)["InferenceService"]["spec"]["predictor"]
-    query = predictor["autoScaling"]["metrics"][0]["external"]["metric"]["query"]
+def test_probes_and_autoscaling_ask_for_what_the_server_has(tmp_path: Path) -> None:
+    found = written(tmp_path)
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
+    routes = Routes(repository)
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert found["container"][kind]["httpGet"]["path"] in routes._table
+    predictor = found["InferenceService"]["spec"]["predictor"]
+    query = predictor["autoScaling"]["metrics"][0]["external"]["metric"]["query"]
     text = exposition(repository.samples())[0].decode()
     names = re.findall(r"(deploykit_\w+)\{", query)
     assert len(names) == 2
@@ -90,33 +81,26 @@ def test_the_autoscaling_query_names_metrics_of_the_server(tmp_path: Path) -> No
         assert re.search(rf'^{name}\{{.*model="m"', text, re.M), name
 
 
-def test_a_gpu_profile_asks_for_one_gpu(tmp_path: Path) -> None:
-    found = written(tmp_path, profile="l4")
-    assert container(found)["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert found["ServingRuntime"]["spec"]["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
+def test_the_container_starts_as_the_command_line_takes_it(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
 
+    from deploykit.cli.main import app
 
-def test_a_cpu_profile_asks_for_none(tmp_path: Path) -> None:
-    found = written(tmp_path)
-    assert "nvidia.com/gpu" not in str(found)
-    assert "nodeSelector" not in found["ServingRuntime"]["spec"]
-
-
-def test_nothing_runs_as_root_or_writes_outside_its_volumes(tmp_path: Path) -> None:
-    security = container(written(tmp_path))["securityContext"]
-    assert security["runAsNonRoot"]
-    assert security["readOnlyRootFilesystem"]
-    assert security["capabilities"] == {"drop": ["ALL"]}
+    given = written(tmp_path)["container"]
+    assert given["command"] == ["deploykit"]
+    folders = {"/mnt/models": str(tmp_path / "out"), "/engines": str(tmp_path / "engines")}
+    result = CliRunner().invoke(app, [folders.get(each, each) for each in given["args"]])
+    assert "bundle.json" in result.output + str(result.exception)  # `seal` has not written it
 
 
 def test_a_pod_that_ends_serves_until_no_router_sends_it_requests(tmp_path: Path) -> None:
     found = written(tmp_path)
-    pause_s = int(container(found)["lifecycle"]["preStop"]["exec"]["command"][-1])
-    drain_s = {each["name"]: each["value"] for each in container(found)["env"]}["DEPLOYKIT_DRAIN_S"]
+    pause_s = int(found["container"]["lifecycle"]["preStop"]["exec"]["command"][-1])
+    environment = {each["name"]: each["value"] for each in found["container"]["env"]}
     end_s = found["InferenceService"]["spec"]["predictor"]["terminationGracePeriodSeconds"]
     assert pause_s >= 5
     limits_s = server.MOST_LINGER_S + server.SOON_S + server.DRAIN_S + server.CLOSE_S
-    assert end_s > pause_s + float(drain_s) + limits_s
+    assert end_s > pause_s + float(environment["DEPLOYKIT_DRAIN_S"]) + limits_s
 
 
 def test_the_service_uses_the_runtime_next_to_it(tmp_path: Path) -> None:
@@ -128,16 +112,52 @@ def test_the_service_uses_the_runtime_next_to_it(tmp_path: Path) -> None:
     assert model["modelFormat"]["name"] in formats
 
 
+NAMES = [
+    *("resnet18", "My.Model_2", "_x", "7b", "a" * 50, "0", "-"),
+    *("a.b", "a_b", "a-b", "A-b", "a" * 62, "a" * 63),  # which Kubernetes would merge
+]
+
+
+def test_each_model_has_a_name_of_its_own_that_kubernetes_takes() -> None:
+    labels = [kserve.dns_label(name) for name in NAMES]
+    assert len(set(labels)) == len(NAMES)
+    for label in labels:
+        assert LABEL.fullmatch(label)
+        assert len(f"deploykit-{label}") <= 63
+        assert len(f"{label}-predictor") <= 63
+
+
+# -- Ray: test_ray_cluster.py runs one, where Ray is installed
+
+
+def written_for_ray(folder: Path, **given: Any) -> Path:
+    (folder / "out").mkdir()
+    ray.write(folder / "out", contents_of(folder, [IMAGE], **given))
+    return folder / "out"
+
+
+def deployments(out: Path) -> dict[str, dict[str, Any]]:
+    config = yaml.safe_load((out / "serve.yaml").read_text("utf-8"))
+    return {each["name"]: each for each in config["applications"][0]["deployments"]}
+
+
+def test_the_application_names_the_model_that_is_in_the_folder(tmp_path: Path) -> None:
+    out = written_for_ray(tmp_path, name="a.b_c-1")
+    tree = ast.parse((out / "app.py").read_text("utf-8"))
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert {"a.b_c-1.onnx", "a.b_c-1", "cpu", 32} <= set(constants)
+    assert (out / "model" / "a.b_c-1.onnx").is_file()
+
+
 @pytest.mark.parametrize(
-    "name", ["resnet18", "My.Model_2", "_x", "7b", "a" * 63, "a" * 50, "0", "-"]
+    ("profile", "options"), [("cpu", {"num_cpus": 2.0}), ("l4", {"num_gpus": 1})]
 )
-def test_a_model_has_a_name_that_kubernetes_takes(name: str) -> None:
-    label = kserve.dns_label(name)
-    assert LABEL.fullmatch(label)
-    assert len(f"deploykit-{label}") <= 63
-    assert len(f"{label}-predictor") <= 63
-
-
-def test_names_that_kubernetes_would_merge_stay_apart() -> None:
-    names = ["a.b", "a_b", "a-b", "A-b", "a" * 62, "a" * 63]
-    assert len({kserve.dns_label(name) for name in names}) == len(names)
+def test_a_replica_gets_what_the_profile_runs_on_and_scales_with_the_usual_batch(
+    tmp_path: Path, profile: str, options: dict[str, float]
+) -> None:
+    found = deployments(written_for_ray(tmp_path, profile=profile))
+    assert set(found) == {"front", "model"}
+    assert '"front", "model"' in Path(ray.__file__).with_name("ray_app.py").read_text("utf-8")
+    assert found["model"]["ray_actor_options"] == options
+    assert found["model"]["autoscaling_config"]["target_ongoing_requests"] == 8
+    assert found["model"]["max_ongoing_requests"] == 64

@@ -54,28 +54,19 @@ def ask(client: Any, value: float) -> np.ndarray:
     return np.asarray(client.infer("slow", [tensor]).as_numpy("y"))
 
 
-def test_tritonclient_is_answered(port: int) -> None:
+def test_tritonclient_is_answered_and_errors_are_the_protocols_own(port: int) -> None:
     client = client_http.InferenceServerClient(f"127.0.0.1:{port}")
     assert client.is_server_ready()
     assert client.get_model_metadata("slow")["inputs"][0]["shape"] == list(SHAPE)
     assert client.get_model_config("slow")["backend"] == "onnxruntime"
     assert ask(client, 2.0).shape == SHAPE
-
-
-def test_an_error_is_the_protocols_own(port: int) -> None:
-    with pytest.raises(HTTPError) as caught:
-        request.urlopen(f"http://127.0.0.1:{port}/v2/models/other")
-    assert caught.value.code == 404
-    assert "there is no model" in json.load(caught.value)["error"]
-
-
-def test_a_body_above_the_limit_is_refused(port: int) -> None:
-    body = bytes((64 << 20) + 1)
-    asked = request.Request(f"http://127.0.0.1:{port}/v2/models/slow/infer", body, method="POST")
-    with pytest.raises(HTTPError) as caught:
-        request.urlopen(asked)
-    assert caught.value.code == 413
-    assert "above 67108864 bytes" in json.load(caught.value)["error"]
+    for path, body, code, words in (
+        ("other", None, 404, "there is no model"),
+        ("slow/infer", bytes((64 << 20) + 1), 413, "above 67108864 bytes"),
+    ):
+        with pytest.raises(HTTPError) as caught:
+            request.urlopen(f"http://127.0.0.1:{port}/v2/models/{path}", body)
+        assert (caught.value.code, words in json.load(caught.value)["error"]) == (code, True)
 
 
 def test_predictions_are_those_of_one_machine(nodes: TwoNodes, tmp_path: Path) -> None:

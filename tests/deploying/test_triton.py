@@ -14,7 +14,7 @@ from deploykit.core.errors import Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import DTYPE_BYTES, TensorSpec
 from deploykit.deploying import triton
-from tests.support.bundling.contents import contents_of
+from tests.support.bundling.contents import INDEPENDENT, contents_of
 
 pytest.importorskip("tritonclient", reason="needs Triton's protobuf messages")
 from google.protobuf import text_format
@@ -32,31 +32,44 @@ def written(folder: Path, specs: Sequence[TensorSpec] = (IMAGE,), **given: Any) 
     return text_format.Parse(text, model_config_pb2.ModelConfig())
 
 
-def test_the_repository_has_the_layout_that_triton_loads(tmp_path: Path) -> None:
-    written(tmp_path)
-    found = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*")}
+def test_a_proven_model_is_joined_up_to_the_largest_batch_and_warmed_up(tmp_path: Path) -> None:
+    config = written(tmp_path, [IMAGE, TensorSpec("ids", "int64", ("N", "T"))])
+    out = tmp_path / "out"
+    found = {path.relative_to(out).as_posix() for path in out.rglob("*")}
     assert {"m/config.pbtxt", "m/1/model.onnx", "m/warmup/input-0", "README.md"} <= found
-
-
-def test_proven_rows_are_joined_up_to_the_largest_batch(tmp_path: Path) -> None:
-    config = written(tmp_path)
     assert config.max_batch_size == 32
     assert list(config.dynamic_batching.preferred_batch_size) == [8, 32]
     assert list(config.input[0].dims) == [3, 8, 8]
+    assert [entry.batch_size for entry in config.model_warmup] == [1, 8, 32]
+    entry = config.model_warmup[1].inputs["ids"]
+    assert list(entry.dims) == [3]
+    assert len((out / "m/warmup" / entry.input_data_file).read_bytes()) == 3 * 8
+    assert config.instance_group[0].kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
+    assert accelerators(config) == {}
 
 
-@pytest.mark.parametrize("proof", [None, RowIndependence(False, "row 1 changed row 0")], ids=str)
-def test_rows_without_a_proof_are_not_joined(tmp_path: Path, proof: RowIndependence | None) -> None:
-    config = written(tmp_path, proof=proof)
+@pytest.mark.parametrize(
+    ("proof", "spec", "dims", "why"),
+    [
+        (None, IMAGE, [-1, 3, 8, 8], ""),
+        (
+            RowIndependence(False, "row 1 changed row 0"),
+            IMAGE,
+            [-1, 3, 8, 8],
+            "off, as row 1 changed row 0.",
+        ),
+        (INDEPENDENT, TensorSpec("x", "float32", (4, "T")), [4, -1], ""),  # it has no batch axis
+    ],
+    ids=["none", "failed", "no batch"],
+)
+def test_rows_without_a_proof_are_not_joined(
+    tmp_path: Path, proof: RowIndependence | None, spec: TensorSpec, dims: list[int], why: str
+) -> None:
+    config = written(tmp_path, [spec], proof=proof)
     assert config.max_batch_size == 0
     assert not config.HasField("dynamic_batching")
-    assert list(config.input[0].dims) == [-1, 3, 8, 8]
-
-
-def test_a_model_without_a_batch_axis_keeps_its_dims(tmp_path: Path) -> None:
-    config = written(tmp_path, [TensorSpec("x", "float32", (4, "T"))])
-    assert config.max_batch_size == 0
-    assert list(config.input[0].dims) == [4, -1]
+    assert list(config.input[0].dims) == dims
+    assert why in (tmp_path / "out/README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(("shape", "reshaped"), [((), False), (("N",), True)], ids=str)
@@ -82,21 +95,13 @@ def test_every_dtype_has_its_type_and_warm_up_bytes(tmp_path: Path, dtype: str) 
         assert np.frombuffer(warm, dtype).tolist() == [0, 1]
 
 
-def test_the_warm_up_runs_one_row_alone_and_in_the_preferred_batches(tmp_path: Path) -> None:
-    config = written(tmp_path, [IMAGE, TensorSpec("ids", "int64", ("N", "T"))])
-    assert [entry.batch_size for entry in config.model_warmup] == [1, 8, 32]
-    entry = config.model_warmup[1].inputs["ids"]
-    assert list(entry.dims) == [3]
-    assert len((tmp_path / "out/m/warmup" / entry.input_data_file).read_bytes()) == 3 * 8
+NAMES = ['a "quoted" one', "two\nlines", "back\\slash", "tab\t", "größe ✓", "\x7f", "x:0"]
 
 
-@pytest.mark.parametrize(
-    "name", ['a "quoted" one', "two\nlines", "back\\slash", "tab\t", "größe ✓", "\x7f", "x:0"]
-)
-def test_any_tensor_name_survives(tmp_path: Path, name: str) -> None:
-    config = written(tmp_path, [TensorSpec(name, "float32", ("N", 2))])
-    assert config.input[0].name == name
-    assert list(config.model_warmup[0].inputs) == [name]
+def test_any_tensor_name_survives(tmp_path: Path) -> None:
+    config = written(tmp_path, [TensorSpec(name, "float32", ("N", 2)) for name in NAMES])
+    assert [each.name for each in config.input] == NAMES
+    assert set(config.model_warmup[0].inputs) == set(NAMES)
 
 
 def accelerators(config: Any) -> dict[str, dict[str, str]]:
@@ -104,37 +109,27 @@ def accelerators(config: Any) -> dict[str, dict[str, str]]:
     return {each.name: dict(each.parameters) for each in found}
 
 
-def test_a_cpu_profile_asks_for_no_gpu(tmp_path: Path) -> None:
-    config = written(tmp_path)
-    assert config.instance_group[0].kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
-    assert accelerators(config) == {}
+IDS = TensorSpec("ids", "int64", ("N", "T"))  # more than the batch varies
 
 
 @pytest.mark.parametrize(
-    ("precision", "mode"),
+    ("spec", "precision", "mode", "shapes"),
     [
-        ({"float32": 2}, "FP32"),
-        ({"float32": 2, "float16": 1}, "FP16"),
-        ({"float16": 2, "int8": 1}, "INT8"),
+        (IMAGE, {"float32": 2}, "FP32", "image:8x3x8x8"),
+        (IMAGE, {"float32": 2, "float16": 1}, "FP16", "image:8x3x8x8"),
+        (IMAGE, {"float16": 2, "int8": 1}, "INT8", "image:8x3x8x8"),
+        (IDS, {"float32": 2}, "FP32", None),
+        (IMAGE, {"bfloat16": 3}, None, None),  # the option lacks it
     ],
 )
 def test_a_gpu_profile_gets_tensorrt_with_the_precision_of_the_graph(
-    tmp_path: Path, precision: dict[str, int], mode: str
+    tmp_path: Path, spec: TensorSpec, precision: dict[str, int], mode: str | None, shapes: str
 ) -> None:
-    config = written(tmp_path, profile="l4", precision=precision)
+    config = written(tmp_path, [spec], profile="l4", precision=precision)
     assert config.instance_group[0].kind == model_config_pb2.ModelInstanceGroup.KIND_GPU
-    options = accelerators(config)["tensorrt"]
-    assert options["precision_mode"] == mode
-    assert options["trt_profile_opt_shapes"] == "image:8x3x8x8"
-
-
-def test_precisions_that_the_option_lacks_leave_tensorrt_out(tmp_path: Path) -> None:
-    assert accelerators(written(tmp_path, profile="l4", precision={"bfloat16": 3})) == {}
-
-
-def test_shapes_are_left_out_where_more_than_the_batch_varies(tmp_path: Path) -> None:
-    config = written(tmp_path, [TensorSpec("ids", "int64", ("N", "T"))], profile="l4")
-    assert "trt_profile_opt_shapes" not in accelerators(config)["tensorrt"]
+    options = accelerators(config).get("tensorrt", {})
+    assert options.get("precision_mode") == mode
+    assert options.get("trt_profile_opt_shapes") == shapes
 
 
 @pytest.mark.parametrize(
@@ -149,8 +144,3 @@ def test_what_the_backend_does_not_take_is_refused(
 ) -> None:
     with pytest.raises(Unsupported, match=why):
         written(tmp_path, [spec])
-
-
-def test_the_readme_says_why_rows_are_not_joined(tmp_path: Path) -> None:
-    written(tmp_path, proof=RowIndependence(False, "row 1 changed row 0"))
-    assert "off, as row 1 changed row 0." in (tmp_path / "out/README.md").read_text("utf-8")

@@ -1,19 +1,28 @@
-"""Arrays as the samples of a model, their batches, and random feeds."""
+"""Arrays as the samples of a model: read from files and folders, checked, and drawn at random."""
 
 from __future__ import annotations
 
-import io
+import contextlib
+import pickle
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.data.examples import Example
-from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples, write_npz
-from tests.support.runtimes.data_files import B, X, rows
+from deploykit.engines.data.samples import (
+    Samples,
+    check_calibration,
+    overlap,
+    random_feeds,
+    read_npz,
+    read_samples,
+    write_npz,
+)
+from tests.support.runtimes.data_files import B, Payload, X, header, memory_grows_by_at_most, rows
 
 FIXED, CHW = TensorSpec("x", "float32", (1, 3)), parse_spec("x:float32[N,3,8,9]")
 ANY, HWC = parse_spec("x:float32[N,3,H,W]"), parse_spec("x:uint8[N,8,9,3]")
@@ -24,38 +33,48 @@ def npz(tmp_path: Path) -> Path:
     return tmp_path / "data.npz"
 
 
-def test_only_array_serves_the_only_input_whatever_its_name(npz: Path) -> None:
-    write_npz(npz, {"arr_0": rows(2), "labels": np.array([1, 0])})
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    found = tmp_path / "data"
+    found.mkdir()
+    return found
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"x": rows(2), "other": rows(5)},
+        {"arr_0": rows(2)},  # the only one serves the only input
+        {"x": rows(2).astype(">f4")},
+        {"x": np.asfortranarray(rows(2))},
+    ],
+)
+def test_arrays_are_read_with_their_labels(npz: Path, arrays: dict[str, np.ndarray]) -> None:
+    np.savez_compressed(npz, **arrays, labels=np.array([1, 0]))
     samples = read_samples(npz, (X,))
+    assert samples.inputs.keys() == {"x"}
+    assert samples.inputs["x"].dtype.isnative
     np.testing.assert_array_equal(samples.inputs["x"], rows(2))
     assert samples.labels is not None
     assert samples.labels.tolist() == [1, 0]
 
 
-def test_arrays_that_are_not_inputs_are_ignored(npz: Path) -> None:
-    write_npz(npz, {"x": rows(2), "other": rows(5)})
-    assert set(read_samples(npz, (X,)).inputs) == {"x"}
+LABELS = "3 samples but labels of shape"
 
 
 @pytest.mark.parametrize(
     ("inputs", "arrays", "message", "hint"),
     [
-        (
-            [X, B],
-            {"x": rows(2), "c": rows(2)},
-            r"data\.npz: no array 'b'",
-            "x:float32[N,3], b:int6",
-        ),
+        ([X, B], {"x": rows(2), "c": rows(2)}, r"data\.npz: no array 'b'", "x:float32[N,3], b:int"),
         ([X], {"x": rows(2)[:, :2]}, r"'x' is float32\[N,3\], got float32\[2,2\]", ""),
+        ([FIXED], {"x": rows(2)[:, :2]}, r"'x' is float32\[N,3\], got float32\[2,2\]", ""),
         ([X], {"x": rows(2).astype("f8")}, r"got float64\[2,3\]", "x.astype('float32')"),
         ([X], {"x": np.float32(1)}, r"got float32\[\]", ""),
         ([X], {"x": rows(1)[0]}, r"one sample without its batch axis, which x\[None\] adds", ""),
-        ([FIXED], {"x": rows(2)[:, :2]}, r"'x' is float32\[N,3\], got float32\[2,2\]", ""),
         ([X, B], {"x": rows(3), "b": np.zeros(2, np.int64)}, r"have \[2, 3\] samples", ""),
         ([X], {"x": rows(0)}, "samples", ""),
-        ([X], {"x": rows(3), "labels": np.zeros(4)}, "3 samples but labels of shape", ""),
-        ([X], {"x": rows(3), "labels": np.zeros(())}, "3 samples but labels of shape", ""),
-        ([X], {"x": rows(3), "labels": np.zeros((1, 3))}, "3 samples but labels of shape", ""),
+        ([X], {"x": rows(3), "labels": np.zeros(4)}, LABELS, ""),
+        ([X], {"x": rows(3), "labels": np.zeros((1, 3))}, LABELS, ""),
         ([CHW], {"x": np.zeros((2, 8, 9, 3), "f4")}, "looks like NHWC", "(0, 3, 1, 2)"),
         ([ANY], {"x": np.zeros((2, 8, 9, 3), "u1")}, "looks like NHWC", "(0, 3, 1, 2)"),
         ([HWC], {"x": np.zeros((2, 3, 8, 9), "u1")}, "looks like NCHW", "(0, 2, 3, 1)"),
@@ -71,36 +90,13 @@ def test_arrays_that_do_not_fit_are_refused_with_what_they_look_like(
     assert hint in str(caught.value.hint)
 
 
-def test_model_of_a_fixed_batch_takes_any_number_of_samples(npz: Path) -> None:
-    write_npz(npz, {"x": rows(5)})
-    samples = read_samples(npz, (FIXED,))
-    assert (len(samples), samples.labels) == (5, None)
-    with pytest.raises(BadInput, match="5 samples do not fill the model's fixed batch of 8"):
-        samples.batching(4, [TensorSpec("x", "float32", (8, 3))])
-
-
-def test_arrays_of_other_byte_order_are_converted(npz: Path) -> None:
-    write_npz(npz, {"x": rows(2).astype(">f4")})
-    array = read_samples(npz, (X,)).inputs["x"]
-    assert array.dtype.isnative
-    np.testing.assert_array_equal(array, rows(2))
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (7, [7]), (9, [7])])
+@pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (9, [7])])
 def test_batches_cover_all_samples_in_order(size: int, sizes: list[int]) -> None:
     samples = Samples({"x": rows(7), "b": np.arange(7)}, None, "data.npz")
     batches = list(samples.batches(size))
     assert [len(batch["x"]) for batch in batches] == sizes
     np.testing.assert_array_equal(np.concatenate([batch["x"] for batch in batches]), rows(7))
     np.testing.assert_array_equal(np.concatenate([batch["b"] for batch in batches]), np.arange(7))
-
-
-def test_the_first_samples_keep_their_labels() -> None:
-    samples = Samples({"x": rows(7)}, np.arange(7), "d").first(3)
-    assert len(samples) == 3
-    assert samples.labels is not None
-    assert samples.labels.tolist() == [0, 1, 2]
-    assert Samples({"x": rows(7)}, None, "d").first(3).labels is None
 
 
 @pytest.mark.parametrize(
@@ -110,13 +106,195 @@ def test_a_fixed_batch_decides_the_batch_size(
     batches: tuple[int | str, ...], expected: tuple[int, int]
 ) -> None:
     specs = [TensorSpec("x", "float32", (batch, 3)) for batch in batches]
-    assert Samples({"x": rows(7)}, None, "d").batching(4, specs) == expected
+    samples = Samples({"x": rows(7)}, np.arange(7), "d")
+    assert samples.batching(4, specs) == expected
+    with pytest.raises(BadInput, match="3 samples do not fill the model's fixed batch of 8"):
+        samples.first(3).batching(4, [TensorSpec("x", "float32", (8, 3))])
 
 
-def test_random_uint8_values_cover_the_pixel_range() -> None:
-    pixels = random_feeds((parse_spec("i:uint8[N,8,8,3]"),), {"N": 50})["i"]
-    assert (pixels.min(), pixels.max()) == (0, 255)
+# --- files ---
 
+
+def test_written_arrays_come_back(npz: Path) -> None:
+    arrays = {"x": rows(2), "/head/out:0": np.ones((), np.int8), "file": np.zeros(0)}
+    write_npz(npz, {**arrays, "strings": np.array(["a", "bc"], object)})
+    found = read_npz(npz)
+    assert found.pop("strings").tolist() == ["a", "bc"]
+    np.testing.assert_equal(found, arrays)
+    with np.load(npz) as archive:  # by numpy too
+        np.testing.assert_array_equal(archive["x"], rows(2))
+    content = npz.read_bytes()
+    write_npz(npz, read_npz(npz))
+    assert npz.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.npy"])
+@pytest.mark.parametrize("bare", [False, True], ids=["array", "bare pickle"])
+def test_objects_are_never_unpickled(tmp_path: Path, name: str, bare: bool) -> None:
+    payload = Payload(tmp_path / "ran")
+    if bare:
+        (tmp_path / name).write_bytes(pickle.dumps(payload))
+    else:
+        save = np.save if name.endswith(".npy") else np.savez
+        save(tmp_path / name, np.array([payload], object), allow_pickle=True)
+    says = "is not a readable|is a" if bare else "contains Python objects"
+    with pytest.raises(BadInput, match=says):
+        read_samples(tmp_path / name, (X,))
+    assert not (tmp_path / "ran").exists()
+
+
+SHAPES = [f"({10**12},)", f"({10**9},)", f"({2**62}, 8)", "(-4,)", "(1.5,)", "'x'", "(" * 200]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["x.npz", "x.npy"])
+def test_an_absurd_header_is_refused_and_takes_no_memory(
+    tmp_path: Path, name: str, shape: str
+) -> None:
+    path, content = tmp_path / name, header(shape) + bytes(72)
+    path.write_bytes(content)
+    if path.suffix == ".npz":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", content)
+    with memory_grows_by_at_most(64 << 20), pytest.raises(BadInput, match=r"x\.np"):
+        read_samples(path, (X,))
+
+
+@pytest.mark.parametrize("kind", ["data.npz", "folder"])
+def test_an_archive_that_unpacks_beyond_the_memory_is_refused(folder: Path, kind: str) -> None:
+    """100 TB in 4 kB: the sizes in the directory are rewritten, the header agrees with them."""
+    count = 25 * 10**12
+    content = header(f"({count},)")
+    with zipfile.ZipFile(folder / "data.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", content + bytes(4096))
+        archive.filelist[0].file_size = len(content) + 4 * count
+    write_npz(folder / "a.npz", {"x": np.zeros(3, np.float32)})
+    path = folder if kind == "folder" else folder / kind
+    says = "contains 100000 GB of arrays"
+    with memory_grows_by_at_most(64 << 20), pytest.raises(BadInput, match=says):
+        read_samples(path, (parse_spec("x:float32[N]"),))
+
+
+def test_an_archive_that_is_cut_off_or_has_a_flipped_byte_is_read_or_refused(npz: Path) -> None:
+    np.savez_compressed(npz, x=rows(4))
+    content = npz.read_bytes()
+    for keep in (0.1, 0.5, 0.99):
+        npz.write_bytes(content[: int(len(content) * keep)])
+        with pytest.raises(BadInput, match=r"data\.npz: is not a readable \.npz file"):
+            read_npz(npz)
+    for at in range(len(content)):
+        npz.write_bytes(content[:at] + bytes([content[at] ^ 0x15]) + content[at + 1 :])
+        with contextlib.suppress(BadInput):
+            read_npz(npz)
+
+
+def test_another_file_is_refused_with_what_data_is(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "torch.npz", "w") as archive:
+        archive.writestr("m/data.pkl", b"")
+    (tmp_path / "a.csv").write_bytes(b"1,2,3\n4,5,6\n")
+    (tmp_path / "m.onnx").write_bytes(b"\x08\x08\x12\x07pytorch")
+    for name in ("a.csv", "m.onnx", "torch.npz"):
+        with pytest.raises(BadInput, match=f"{name}: is not a readable|no array 'x'") as caught:
+            read_samples(tmp_path / name, (X,))
+        assert caught.value.hint
+
+
+def test_what_is_no_archive_is_named(npz: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "labels.npy", rows(2))  # its name says nothing
+    np.testing.assert_array_equal(read_samples(tmp_path / "labels.npy", (X,)).inputs["x"], rows(2))
+    with pytest.raises(BadInput, match=r"single \.npy array"):
+        read_npz(tmp_path / "labels.npy")
+    with pytest.raises(BadInput, match=r"is a folder; an \.npz file is needed"):
+        read_npz(tmp_path)
+    with pytest.raises(NotFound):
+        read_npz(tmp_path / "nothing.npz")
+    np.savez(npz)
+    with pytest.raises(BadInput, match="contains no arrays"):
+        read_npz(npz)
+
+
+def test_data_that_memory_has_no_room_for_are_not_called_damaged(
+    npz: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(npz, x=np.zeros((4, 2), np.float32))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 4.0 GiB for an array with shape (4,)")
+
+    monkeypatch.setattr("numpy.lib.format.read_array", fail)
+    with pytest.raises(Unsupported, match=r"data\.npz: does not fit into memory: 4\.0 GiB"):
+        read_npz(npz)
+
+
+# --- folders ---
+
+
+def test_arrays_of_a_folder_are_joined_in_the_order_of_their_names(folder: Path) -> None:
+    parts = {"b.npz": (3, [1, 2, 3]), "a.npz": (2, [8, 9]), "c.npz": (1, [4])}
+    for name, (count, labels) in parts.items():
+        write_npz(folder / name, {"x": rows(count), "labels": np.array(labels)})
+    (folder / ".DS_Store").write_bytes(b"hidden")
+    samples = read_samples(folder, (X,))
+    np.testing.assert_array_equal(samples.inputs["x"], np.concatenate([rows(2), rows(3), rows(1)]))
+    assert samples.labels is not None
+    assert samples.labels.tolist() == [8, 9, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": rows(2)[:, :2]},
+        {"x": rows(2).astype("f8")},
+        {"y": rows(2)},
+        {"x": rows(2), "z": rows(2)},
+        {"x": np.float32(3)},
+    ],
+    ids=["axis", "dtype", "name", "more", "scalar"],
+)
+def test_arrays_that_cannot_be_joined_are_named(folder: Path, other: dict[str, np.ndarray]) -> None:
+    write_npz(folder / "a.npz", {"x": rows(2)})
+    write_npz(folder / "b.npz", other)
+    with pytest.raises(BadInput, match=r"b\.npz: has .*; a\.npz has x:float32\[N,3\]"):
+        read_samples(folder, (X,))
+
+
+FOLDERS: dict[str, tuple[list[str], str]] = {
+    "empty": ([".hidden"], "data: the folder is empty"),
+    "a text": (["README.txt"], r"README\.txt: is not a data file"),
+    "images too": (["b.PNG", "a.npy"], r"both images \(b\.PNG\) and arrays \(a\.npy\)"),
+    "folders too": (["class/a.npy", "a.npy"], r"both files \(a\.npy\) and folders \(class\)"),
+    "arrays of a class": (["class/a.npy"], r"a\.npy: is not a data file"),  # they hold their labels
+    "an empty class": (["class/.hidden"], "class: the class folder is empty"),
+    "deeper folders": (["class/deeper/a.png"], "deeper: is a folder; a class folder contains im"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_of_anything_else_is_refused_by_name(folder: Path, case: str) -> None:
+    names, says = FOLDERS[case]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "x.npy", rows(2))
+        (folder / "x.npy").rename(folder / name)
+    with pytest.raises(BadInput, match=says):
+        read_samples(folder, (X,))
+
+
+def test_a_link_that_leads_nowhere_or_round_is_refused(folder: Path) -> None:
+    (folder / "a.npz").symlink_to(folder / "a.npz")
+    with pytest.raises(BadInput, match=r"a\.npz: cannot be read: Too many levels"):
+        read_samples(folder, (X,))
+    (folder / "a.npz").unlink()
+    (folder / "a.npz").symlink_to(folder / "gone")
+    with pytest.raises(NotFound, match=r"a\.npz: no such file"):
+        read_samples(folder, (X,))
+    (folder / "a.npz").unlink()
+    (folder / "again").symlink_to(folder)
+    with pytest.raises(BadInput, match="again/again: is a folder"):
+        read_samples(folder, (X,))
+
+
+# --- random feeds and examples ---
 
 SPECS = tuple(
     parse_spec(text)
@@ -124,15 +302,26 @@ SPECS = tuple(
 )
 
 
-def test_random_feeds_fit_their_specs() -> None:
-    feeds = random_feeds(SPECS, {"N": 5, "T": 3})
-    assert {name: (array.dtype.name, array.shape) for name, array in feeds.items()} == {
-        "f": ("float32", (5, 3)),
-        "h": ("float16", (5,)),
-        "i": ("int64", (5, 2)),
-        "q": ("int8", (5,)),
-        "m": ("bool", (5,)),
+def test_random_feeds_fit_their_specs_and_depend_on_the_seed_alone() -> None:
+    first, again, other = (random_feeds(SPECS, {"N": 50, "T": 3}, seed) for seed in (1, 1, 2))
+    assert {name: (array.dtype.name, array.shape) for name, array in first.items()} == {
+        "f": ("float32", (50, 3)),
+        "h": ("float16", (50,)),
+        "i": ("int64", (50, 2)),
+        "q": ("int8", (50,)),
+        "m": ("bool", (50,)),
     }
+    for name in first:
+        np.testing.assert_array_equal(first[name], again[name])
+        assert not np.array_equal(first[name], other[name])
+
+
+@pytest.mark.parametrize(
+    ("spec", "least", "most"), [("i:int64[N]", 0, 9), ("pixels:uint8[N,8,8,3]", 0, 255)]
+)
+def test_random_integers_are_ids_or_pixels(spec: str, least: int, most: int) -> None:
+    (values,) = random_feeds((parse_spec(spec),), {"N": 1000}).values()
+    assert (values.min(), values.max()) == (least, most)
 
 
 @pytest.mark.parametrize(
@@ -151,43 +340,22 @@ def test_random_lengths_are_those_that_rows_can_have(specs: str, name: str) -> N
     assert set(random_feeds((TensorSpec(name, "int64", ("N",)),), {"N": 90})[name]) == {*range(10)}
 
 
-def test_random_feeds_depend_on_the_seed_alone() -> None:
-    first, again, other = (random_feeds(SPECS, {"N": 50}, seed) for seed in (1, 1, 2))
-    for name in first:
-        np.testing.assert_array_equal(first[name], again[name])
-        assert not np.array_equal(first[name], other[name])
-
-
-@pytest.mark.parametrize("name", ["keep", "src_key_padding_mask"])
-def test_random_booleans_hide_no_whole_row(name: str) -> None:
-    specs = (parse_spec(f"{name}:bool[N,T]"),)
+@pytest.mark.parametrize("spec", ["keep:bool", "src_key_padding_mask:bool", "mask:int64"])
+def test_random_masks_hide_no_whole_row(spec: str) -> None:
+    specs = (parse_spec(f"{spec}[N,T]"),)
     for length in (2, 3, 33):
-        values = random_feeds(specs, {"N": 50, "T": length})[name]
+        (values,) = random_feeds(specs, {"N": 50, "T": length}).values()
+        assert set(np.unique(values)) == {0, 1}
         assert values.any(1).all()
-        assert not values.all(1).any()
-    alone = random_feeds(specs, {"N": 5, "T": 1})[name]
-    assert (alone == (name == "keep")).all()
+        assert "bool" not in spec or not values.all(1).any()
+    (alone,) = random_feeds(specs, {"N": 5, "T": 1}).values()
+    assert (alone == (spec != "src_key_padding_mask:bool")).all()
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_random_flags_differ_from_row_to_row(width: int) -> None:
     flags = random_feeds((parse_spec(f"flags:bool[N,{width}]"),), {"N": 50})["flags"]
     assert len(np.unique(flags, axis=0)) == 2**width
-
-
-def test_random_integers_are_valid_ids() -> None:
-    ids = random_feeds((parse_spec("i:int64[N]"),), {"N": 1000})["i"]
-    assert ids.min() == 0
-    assert ids.max() == 9
-
-
-def test_random_masks_are_zeros_and_ones_and_hide_no_whole_row() -> None:
-    specs = (parse_spec("attention_mask:int64[N,T]"), parse_spec("Mask:bool[N,T]"))
-    feeds = random_feeds(specs, {"N": 64, "T": 3})
-    assert set(np.unique(feeds["attention_mask"])) == {0, 1}
-    for mask in feeds.values():
-        assert mask.any(axis=1).all()
-        assert not mask.all()
 
 
 def test_an_example_is_permuted_and_repeated_along_its_batch_alone() -> None:
@@ -200,42 +368,82 @@ def test_an_example_is_permuted_and_repeated_along_its_batch_alone() -> None:
         assert (found[1] == 10 * found[0]).all()
 
 
-def torch_archive() -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr("m/data.pkl", b"")
-    return content.getvalue()
+# --- calibration data ---
+
+NCHW = (parse_spec("x:float32[N,3,4,4]"),)
+NHWC = (parse_spec("x:uint8[N,4,4,3]"),)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.csv", b"1,2,3\n4,5,6\n"),
-        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(99)),
-        ("m.onnx", b"\x08\x08\x12\x07pytorch"),
-        ("m.npz", torch_archive()),
-    ],
-)
-def test_another_file_is_refused_with_what_data_is(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        BadInput, match=f"{name}: is not a readable .npz file|no array 'x'"
-    ) as caught:
-        read_samples(tmp_path / name, (X,))
-    assert caught.value.hint
+def samples_of(array: np.ndarray, **others: np.ndarray) -> Samples:
+    return Samples({"x": array, **others}, None, "calib")
 
 
-def test_data_that_memory_has_no_room_for_are_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    np.savez(tmp_path / "d.npz", x=np.zeros((4, 2), np.float32))
+def good(count: int = 100) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((count, 3, 4, 4)).astype(np.float32)
 
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError("Unable to allocate 4.0 GiB for an array with shape (4,)")
 
-    monkeypatch.setattr("numpy.lib.format.read_array", fail)
-    with pytest.raises(Unsupported, match=r"d\.npz: does not fit into memory: 4\.0 GiB") as caught:
-        read_npz(tmp_path / "d.npz")
-    assert caught.value.exit_code == 3
+def pixels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (100, 4, 4, 3), np.uint8)
+
+
+def repeated(count: int) -> np.ndarray:
+    array = good()
+    array[:count] = array[-1]
+    return array
+
+
+def constant(array: np.ndarray, place: tuple[object, ...], value: float) -> np.ndarray:
+    array[place] = value
+    return array
+
+
+UNIFORM = np.random.default_rng(0).random((100, 3, 4, 4), np.float32)
+ROWS_8 = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32) * 1000
+CALIBRATION: dict[str, tuple[np.ndarray, tuple[TensorSpec, ...], list[str]]] = {
+    "good": (good(), NCHW, []),
+    "good bytes": (pixels(), NHWC, []),
+    "few": (good(99), NCHW, ["calib: only 99 samples"]),
+    "10 repeated": (repeated(10), NCHW, []),
+    "11 repeated": (repeated(11), NCHW, ["calib: 11 of 100 samples are duplicates"]),
+    "normalised": (UNIFORM, NCHW, []),
+    "not normalised": (255 * UNIFORM, NCHW, ["look unnormalised"]),
+    "large, and no pixels": (ROWS_8, (parse_spec("x:float32[N,8]"),), []),
+    "a dead channel": (
+        constant(good(), (slice(None), 2), 0.5),
+        NCHW,
+        ["calib: channel 2 of 'x' is 0.5 everywhere"],
+    ),
+    "a dead colour": (
+        constant(pixels(), (..., 0), 0),
+        NHWC,
+        ["calib: channel 0 of 'x' is 0 everywhere"],
+    ),
+    "black": (pixels() * 0, NHWC, ["99 of 100 samples are dupl", *["is 0 everywhere"] * 3]),
+    "NaN, which calibration refuses": (constant(good(), (3,), np.nan), NCHW, []),
+}
+
+
+@pytest.mark.parametrize("case", CALIBRATION)
+def test_calibration_data_that_look_wrong_are_warned_of(case: str) -> None:
+    array, specs, said = CALIBRATION[case]
+    found = check_calibration(samples_of(array), specs)
+    assert [words in warning for words, warning in zip(said, found, strict=True)] == [True] * len(
+        said
+    )
+
+
+def test_samples_repeat_only_where_all_their_inputs_do() -> None:
+    samples = samples_of(np.repeat(good(1), 100, axis=0), mask=np.arange(100))
+    specs = (*NCHW, parse_spec("mask:int64[N]"))
+    assert not any("duplicates" in text for text in check_calibration(samples, specs))
+
+
+def test_overlap_counts_test_samples_that_were_also_calibrated_on() -> None:
+    array = good(20)
+    a, b = samples_of(array[:12]), samples_of(array[9:])
+    assert overlap(a, b) == 3
+    assert overlap(a, samples_of(array[12:])) == 0
+    assert overlap(samples_of(array[::-1]), samples_of(np.asfortranarray(array))) == 20
+    assert overlap(a, samples_of(np.repeat(array[:1], 4, axis=0))) == 4
+    ids = samples_of(array, ids=np.arange(20))
+    assert overlap(ids, samples_of(array, ids=np.arange(20) * (np.arange(20) < 2))) == 2

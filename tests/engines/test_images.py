@@ -1,20 +1,35 @@
-"""Folders of images: what is decoded, in which order, and which images are refused."""
+"""Images of a folder or of a client: how they are decoded, placed and refused."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import struct
+import tracemalloc
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, NotFound, TooLarge
+from deploykit.core.task import IMAGENET, LETTERBOX, ImageInput, Task, TaskOutputs
 from deploykit.core.tensors import parse_spec
-from deploykit.engines.data.samples import Samples, read_samples
+from deploykit.engines.data.preprocess import image_input as image_input_of
+from deploykit.engines.data.preprocess import load_preprocess
+from deploykit.engines.data.samples import Samples, SampleStream, find_source, read_samples
+from tests.support.installed import needs
 
-Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+needs("PIL")
+
+from PIL import Image, ImageOps  # noqa: E402
+from PIL.PngImagePlugin import PngInfo  # noqa: E402
+
+from deploykit.engines.tasks.images import check_image_input, read_image  # noqa: E402
+from tests.support.runtimes.pictures import encoded, image_input, noise, photo  # noqa: E402
 
 COLOUR = (parse_spec("image:uint8[N,4,6,3]"),)
 GREY = (parse_spec("image:uint8[N,4,6,1]"),)
@@ -28,9 +43,10 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def write_image(path: Path, height: int = 4, width: int = 6, seed: int = 0) -> np.ndarray:
+def write(path: Path, height: int = 4, width: int = 6, seed: int = 0) -> np.ndarray:
     """Write an image of noise as PNG or JPEG, by its name; return its pixels."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    path.parent.mkdir(exist_ok=True)
+    pixels = noise(height, width, seed=seed)
     Image.fromarray(pixels).save(path)
     return pixels
 
@@ -40,230 +56,466 @@ def pixels_of(samples: Samples) -> np.ndarray:
     return array
 
 
-def test_images_are_read_as_uint8_in_the_order_of_their_names(folder: Path) -> None:
-    b, a = write_image(folder / "b.png", seed=1), write_image(folder / "a.PNG", seed=2)
+# --- decoding ---
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_jpeg_png_and_webp_are_read(kind: str) -> None:
+    smooth = np.full((4, 6, 3), (200, 100, 50), np.uint8)
+    found = read_image(encoded(smooth, kind), image_input())
+    assert np.abs(found.pixels.astype(int) - smooth).max() <= 3
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "grey": lambda: Image.fromarray(noise(4, 6, 1)),
+    "black and white": lambda: Image.fromarray(noise(4, 6, 1)).convert("1"),
+    "palette": lambda: Image.fromarray(noise(4, 6)).quantize(8),
+    "alpha": lambda: Image.fromarray(noise(4, 6, 4), "RGBA"),
+    "grey with alpha": lambda: Image.fromarray(noise(4, 6, 2), "LA"),
+}
+
+
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("colours", ["RGB", "L"])
+def test_other_modes_become_what_pillow_converts_them_to(
+    kind: str, colours: str, folder: Path
+) -> None:
+    """As torchvision's datasets read them; transparency is dropped, not laid on a colour."""
+    image = MODES[kind]()
+    more = {"transparency": bytes([0, 128, 255])} if kind == "palette" else {}
+    data = encoded(image, **more)
+    found = read_image(data, image_input(colours=colours, interpolation="nearest")).pixels
+    expected = np.asarray(image.convert(colours)).reshape(4, 6, -1)
+    np.testing.assert_array_equal(found, expected)
+    (folder / "a.png").write_bytes(data)
+    samples = read_samples(folder, COLOUR if colours == "RGB" else GREY)
+    np.testing.assert_array_equal(pixels_of(samples)[0], expected)
+
+
+def test_cmyk_becomes_what_pillow_converts_it_to() -> None:
+    data = encoded(Image.fromarray(noise(16, 16)).convert("CMYK"), "JPEG", quality=95)
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.mode == "CMYK"
+        expected = np.asarray(opened.convert("RGB"))
+    found = read_image(data, image_input(16, 16, interpolation="nearest"))
+    np.testing.assert_array_equal(found.pixels, expected)
+
+
+def test_bgr_is_rgb_in_the_other_order() -> None:
+    rule = image_input(interpolation="nearest", colours="BGR")
+    found = read_image(encoded(noise(4, 6)), rule).pixels
+    np.testing.assert_array_equal(found, noise(4, 6)[:, :, ::-1])
+    assert found.flags.c_contiguous
+
+
+def test_the_first_image_of_a_jpeg_with_several_is_the_photo() -> None:
+    """As phones write them: the second one is another exposure, or a preview."""
+    second = Image.fromarray(noise(4, 6, seed=1))
+    data = encoded(noise(4, 6), "MPO", save_all=True, append_images=[second], quality=95)
+    alone = encoded(noise(4, 6), "JPEG", quality=95)
+    found, expected = (read_image(each, image_input()).pixels for each in (data, alone))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_an_image_turned_by_its_exif_orientation_is_upright(kind: str, folder: Path) -> None:
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        data = encoded(noise(4, 6), kind, exif=exif)
+        with Image.open(io.BytesIO(data)) as opened:
+            upright = np.asarray(ImageOps.exif_transpose(opened))
+        found = read_image(data, image_input(*upright.shape[:2], interpolation="nearest"))
+        np.testing.assert_array_equal(found.pixels, upright)
+        assert (found.height, found.width) == upright.shape[:2]
+        (folder / f"a.{kind}").write_bytes(data)
+        np.testing.assert_array_equal(pixels_of(read_samples(folder, ANY))[0], upright)
+
+
+def exif_of(tags: int, shared: int) -> bytes:
+    """A resolution of 300, the orientation 6, then tags that all refer to the same bytes."""
+    first = struct.pack("<HHLL", 0x0112, 3, 1, 6) + struct.pack("<HHLL", 0x011A, 5, 1, 8)
+    first += struct.pack("<HHLL", 0x0128, 3, 1, 2)
+    body = b"".join(struct.pack("<HHLL", 0x8000 + n, 1, shared, 16) for n in range(tags))
+    ends = struct.pack("<LLLH", 16, 300, 1, tags + 3)
+    return b"Exif\0\0II*\0" + ends + first + body + bytes(4 + shared)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "PNG by ImageMagick"])
+def test_exif_of_many_tags_that_share_their_bytes_is_not_read(kind: str) -> None:
+    """300 tags of 8 kB; with 60,000 of 400 kB a file of a megabyte took gigabytes."""
+    for shared, turned in ((10, True), (8000, False)):
+        exif, info = exif_of(300, shared), PngInfo()
+        info.add_text("Raw profile type exif", f"\nexif\n{len(exif):8}\n{exif.hex()}\n", zip=True)
+        given = {"pnginfo": info} if kind.endswith("Magick") else {"exif": exif}
+        found = read_image(encoded(noise(4, 6), kind.partition(" ")[0], **given), image_input(4, 6))
+        assert (found.height, found.width) == ((6, 4) if turned else (4, 6))
+    data = encoded(noise(4, 6), exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + bytes(range(40)))
+    assert read_image(data, image_input(4, 6)).width == 6  # damaged
+
+
+# --- refused ---
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, bits: int = 8, colour: int = 2, interlaced: int = 0) -> bytes:
+    """A PNG of zeros for its first 100 bytes or less; Pillow itself does not write 16 bits."""
+    head = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlaced)
+    data = chunk(b"IDAT", zlib.compress(bytes(100)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + data + chunk(b"IEND", b"")
+
+
+def frames(kind: str) -> bytes:
+    other = Image.fromarray(noise(4, 6, seed=1))
+    return encoded(noise(4, 6), kind, save_all=True, append_images=[other])
+
+
+NOT_AN_IMAGE, DEPTH = "is neither PNG, JPEG nor WebP", "has more than 8 bits per channel"
+REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "empty"),
+    "html": (lambda: b"<!doctype html>" * 9, NOT_AN_IMAGE),
+    **{
+        kind: (lambda kind=kind: encoded(noise(4, 6), kind), NOT_AN_IMAGE)
+        for kind in ("GIF", "BMP", "TIFF")
+    },
+    "16 bits of grey": (lambda: encoded(Image.fromarray(np.zeros((4, 6), np.uint16))), DEPTH),
+    **{
+        f"16 bits, {colour}, {interlaced}": (
+            lambda colour=colour, interlaced=interlaced: png(6, 4, 16, colour, interlaced),
+            DEPTH,
+        )
+        for colour in (0, 2, 4, 6)
+        for interlaced in (0, 1)
+    },
+    "animated png": (lambda: frames("PNG"), "has 2 frames, one image per file is needed"),
+    "animated webp": (lambda: frames("WEBP"), "has 2 frames, one image per file is needed"),
+    "cut header": (lambda: photo()[:20], "is not a readable image"),
+    "cut jpeg": (lambda: photo()[:9000], "is not a readable image"),
+    "cut png": (lambda: encoded(noise(64, 64))[:9000], "is not a readable image"),
+    "start of a png": (lambda: b"\x89PNG\r\n\x1a\n", "is not a readable image"),
+    "bomb": (lambda: png(65_535, 65_535), "million pixels"),
+    "smaller bomb": (lambda: png(13_000, 13_000), "pixels"),
+    "thread": (lambda: png(1, 20_000_000), "a side has 65535 at most"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_read_is_refused_in_one_line_and_not_decoded(
+    kind: str, folder: Path
+) -> None:
+    make, reason = REFUSED[kind]
+    data = make()
+    tracemalloc.start()
+    with pytest.raises(BadInput, match=f"^the image: .*{reason}") as caught:
+        read_image(data, image_input())
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    assert "\n" not in caught.value.message
+    (folder / "a.jpg").write_bytes(data)
+    with pytest.raises(BadInput, match=rf"a\.jpg: .*{reason}"):
+        read_samples(folder, ANY)
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
+def test_an_image_with_any_flipped_byte_is_read_or_refused(folder: Path, name: str) -> None:
+    """Never another exception, never a warning."""
+    write(folder / name)
+    content = (folder / name).read_bytes()
+    for at in range(len(content)):
+        for flip in (0x01, 0x80, 0xFF):
+            changed = content[:at] + bytes([content[at] ^ flip]) + content[at + 1 :]
+            (folder / name).write_bytes(changed)
+            with contextlib.suppress(BadInput):
+                read_samples(folder, COLOUR)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "padding"])
+def test_a_file_of_a_million_tiny_parts_is_not_walked_through(kind: str) -> None:
+    """3 MB took 1.1 s of Python, in which no other image was opened."""
+    head, part, tail = {
+        "PNG": (png(4, 4)[:33], chunk(b"tEXt", b"a\0b"), png(4, 4)[33:]),
+        "JPEG": (photo()[:2], b"\xff\xfe\0\2", photo()[2:]),
+        "padding": (photo()[:2], b"\xff" * 4, photo()[2:]),
+    }[kind]
+    with pytest.raises(BadInput, match="too many parts"):
+        read_image(head + part * 200_000 + tail, image_input())
+    real = encoded(noise(1000, 1000))
+    assert real.count(b"IDAT") > 40
+    assert read_image(real, image_input()).width == 1000
+
+
+def test_an_image_above_a_limit_is_refused() -> None:
+    with pytest.raises(TooLarge, match="is 6x4"):
+        read_image(encoded(noise(4, 6)), image_input(), most_pixels=23)
+    rule = image_input(224, 224, resize="shortest-edge", resize_to=256)
+    with pytest.raises(BadInput, match="is 1x9000, and 256x2304000 once its shorter side has 256"):
+        read_image(encoded(noise(9000, 1)), rule)
+    free = ImageInput("image", 0, 0, "shortest-edge", 20)
+    assert read_image(encoded(noise(10, 40)), free).pixels.shape == (20, 80, 3)
+    with pytest.raises(BadInput, match=r"is 41x10, and 82x20 .* limit of 0\.0016 million"):
+        read_image(encoded(noise(10, 41)), free)
+
+
+# --- placing ---
+
+
+@pytest.fixture(scope="module")
+def transforms() -> Any:
+    needs("torchvision")
+    from tests.support.zoo.models import register_torchvision
+
+    register_torchvision()
+    from torchvision.transforms import functional
+
+    return functional
+
+
+SIZES = [(427, 640), (257, 301), (31, 90), (90, 120), (1, 1), (1000, 3)]
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
+def test_resizing_and_cropping_are_torchvisions(transforms: Any, interpolation: str) -> None:
+    mode = transforms.InterpolationMode(interpolation)
+    for size in SIZES:
+        image = Image.fromarray(noise(*size))
+        shortest = transforms.center_crop(transforms.resize(image, 73, mode), [64, 48])
+        filled = transforms.center_crop(transforms.resize(image, 50, mode), [60, 81])
+        squashed = transforms.center_crop(transforms.resize(image, [44, 44], mode), 40)
+        for expected, rule in (
+            (shortest, image_input(64, 48, resize="shortest-edge", resize_to=73)),
+            (transforms.resize(image, [100, 50], mode), image_input(100, 50)),
+            (squashed, image_input(40, 40, resize="stretch", resize_to=44)),  # as timm does it
+            (filled, image_input(60, 81, resize="shortest-edge", resize_to=50)),  # with black
+        ):
+            rule = replace(rule, interpolation=interpolation)
+            found = read_image(encoded(noise(*size)), rule).pixels
+            np.testing.assert_array_equal(found, np.asarray(expected))
+
+
+FREE = ImageInput("image", 0, 0, "shortest-edge", 20, padding=7)
+
+
+@pytest.mark.parametrize(
+    ("size", "rule", "shape", "inner"),
+    [
+        ((50, 100), image_input(60, 60, resize="letterbox", padding=7), (60, 60), (15, 0, 45, 60)),
+        ((100, 50), image_input(60, 60, resize="letterbox", padding=7), (60, 60), (0, 15, 60, 45)),
+        ((35, 100), FREE, (20, 57), (0, 0, 20, 57)),
+        ((35, 100), replace(FREE, multiple=8), (24, 64), (0, 0, 20, 57)),
+    ],
+)
+def test_an_image_that_keeps_its_ratio_is_filled_up(
+    size: tuple[int, int],
+    rule: ImageInput,
+    shape: tuple[int, int],
+    inner: tuple[int, int, int, int],
+) -> None:
+    top, left, bottom, right = inner
+    found = read_image(encoded(noise(*size)), rule)
+    resized = Image.fromarray(noise(*size)).resize(
+        (right - left, bottom - top), Image.Resampling.BILINEAR
+    )
+    expected = np.full((*shape, 3), 7, np.uint8)
+    expected[top:bottom, left:right] = np.asarray(resized)
+    np.testing.assert_array_equal(found.pixels, expected)
+    whole = found.to_original(np.array([[left, top, right, bottom]]))
+    np.testing.assert_allclose(whole, [[0, 0, size[1], size[0]]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "box"),
+    [
+        (image_input(20, 20), [4, 10, 8, 18]),  # 100 wide, 40 high: a fifth, and a half
+        (image_input(20, 20, resize="shortest-edge", resize_to=20), [-5, 10, 5, 18]),
+        (image_input(40, 40, resize="stretch", resize_to=44), [6.8, 20, 15.6, 37.6]),
+        (image_input(50, 50, resize="letterbox"), [10, 25, 20, 33]),
+    ],
+    ids=["stretch", "shortest-edge", "squash", "letterbox"],
+)
+def test_boxes_are_given_in_pixels_of_the_original(rule: ImageInput, box: list[float]) -> None:
+    """The same box, x 20 to 40 and y 20 to 36, in each model's pixels; no box leaves the image."""
+    found = read_image(encoded(noise(40, 100)), rule)
+    assert (found.width, found.height) == (100, 40)
+    np.testing.assert_allclose(found.to_original(np.array([box])), [[20, 20, 40, 36]])
+    np.testing.assert_allclose(
+        found.to_original(np.array([[-99, -99, 999, 999]])), [[0, 0, 100, 40]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"resize": "squeeze"}, "`resize` 'squeeze'"),
+        ({"interpolation": "lanczos"}, "`interpolation` 'lanczos'"),
+        ({"colours": "CMYK"}, "`colours` 'CMYK'"),
+        ({"resize": "shortest-edge"}, "`resize_to` 0, 1 or more"),
+        ({"padding": 256}, "`padding` 256"),
+        ({"height": 0}, "is 6x0 pixels"),
+        ({"height": 0, "width": 0}, "is 0x0 pixels"),
+        ({"multiple": 0}, "`multiple` 0, 1 to 1024"),
+        ({"height": 1 << 30}, "is 6x1073741824 pixels"),
+    ],
+)
+def test_a_rule_that_is_not_known_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadInput, match=reason):
+        check_image_input(image_input(**{"height": 4, **change}))
+
+
+# --- folders ---
+
+
+def test_images_of_a_folder_are_read_in_the_order_of_their_names(folder: Path) -> None:
+    b, a = write(folder / "b.png", seed=1), write(folder / "a.PNG", seed=2)
     samples = read_samples(folder, COLOUR)
     assert list(samples.inputs) == ["image"]
-    np.testing.assert_array_equal(pixels_of(samples), [a, b])
-    assert pixels_of(samples).dtype == np.uint8
+    np.testing.assert_array_equal(pixels_of(samples), np.array([a, b], np.uint8))
     assert samples.labels is None
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "a.jpeg", "a.JPG"])
-def test_a_decoded_jpeg_is_close_to_the_original(folder: Path, name: str) -> None:
-    smooth = np.full((4, 6, 3), (200, 100, 50), np.uint8)
-    Image.fromarray(smooth).save(folder / name, quality=95)
-    found = pixels_of(read_samples(folder, COLOUR))[0]
-    assert np.abs(found.astype(int) - smooth).max() <= 3
-
-
 def test_sub_folders_are_classes_numbered_in_the_order_of_their_names(folder: Path) -> None:
-    for kind, names in (("dog", ["b", "a"]), ("cat", ["z"])):
-        (folder / kind).mkdir()
-        for name in names:
-            write_image(folder / kind / f"{name}.png", seed=ord(name))
+    written = [write(folder / f"{name}.png", seed=ord(name[-1])) for name in ("dog/b", "dog/a")]
+    written.append(write(folder / "cat" / "z.png", seed=3))
     samples = read_samples(folder, COLOUR)
     assert samples.labels is not None
     assert samples.labels.tolist() == [0, 1, 1]
     assert samples.labels.dtype == np.int64
-    expected = [write_image(folder / "x.png", seed=ord(name)) for name in "zab"]
-    np.testing.assert_array_equal(pixels_of(samples), expected)
-
-
-def test_grey_is_turned_to_colour_and_colour_to_grey(folder: Path) -> None:
-    Image.fromarray(np.full((4, 6), 77, np.uint8)).save(folder / "a.png")
-    np.testing.assert_array_equal(
-        pixels_of(read_samples(folder, COLOUR)), np.full((1, 4, 6, 3), 77)
-    )
-    Image.fromarray(np.full((4, 6, 3), (200, 100, 50), np.uint8)).save(folder / "a.png")
-    grey = pixels_of(read_samples(folder, GREY))
-    assert grey.shape == (1, 4, 6, 1)
-    assert np.unique(grey) == round(0.299 * 200 + 0.587 * 100 + 0.114 * 50)  # ITU-R 601
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "P", "1", "LA"])
-def test_images_of_all_eight_bit_modes_are_read(folder: Path, mode: str) -> None:
-    Image.new("RGB", (6, 4), (255, 255, 255)).convert(mode).save(folder / "a.png")
-    np.testing.assert_array_equal(
-        pixels_of(read_samples(folder, COLOUR)), np.full((1, 4, 6, 3), 255)
-    )
-
-
-def test_a_palette_with_transparency_is_read_without_a_warning(folder: Path) -> None:
-    image = Image.new("P", (6, 4), 0)
-    image.putpalette([10, 20, 30, 40, 50, 60])
-    image.save(folder / "a.png", transparency=b"\x00\xff")
-    found = pixels_of(read_samples(folder, COLOUR))
-    np.testing.assert_array_equal(found[0, 0, 0], [10, 20, 30])
-
-
-def sixteen_bit_png(colour: int, interlaced: bool) -> bytes:
-    """A PNG of 6 x 4 pixels with 16 bits per channel; Pillow reads these, but does not write."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour]
-    rows = (b"\0" + bytes(range(6 * channels)) * 2) * 8
-    header = struct.pack(">IIBBBBB", 6, 4, 16, colour, 0, 0, interlaced)
-    data = chunk(b"IDAT", zlib.compress(rows))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data + chunk(b"IEND", b"")
-
-
-@pytest.mark.parametrize("interlaced", [False, True])
-@pytest.mark.parametrize(("kind", "colour"), [("L", 0), ("RGB", 2), ("LA", 4), ("RGBA", 6)])
-def test_sixteen_bits_per_channel_are_refused_in_every_kind_of_png(
-    folder: Path, kind: str, colour: int, interlaced: bool
-) -> None:
-    (folder / f"{kind}.png").write_bytes(sixteen_bit_png(colour, interlaced))
-    with pytest.raises(BadInput, match=rf"{kind}\.png: has more than 8 bits per channel"):
-        read_samples(folder, COLOUR)
-
-
-def test_an_animated_png_is_refused_not_cut_to_its_first_frame(folder: Path) -> None:
-    frames = [Image.new("RGB", (6, 4), (value, 0, 0)) for value in (10, 200)]
-    frames[0].save(folder / "a.png", save_all=True, append_images=frames[1:])
-    with pytest.raises(BadInput, match=r"a\.png: has 2 frames"):
-        read_samples(folder, COLOUR)
-
-
-def test_dynamic_sizes_are_those_of_the_first_image(folder: Path) -> None:
-    write_image(folder / "a.png", 5, 7)
-    write_image(folder / "b.png", 5, 7)
-    assert pixels_of(read_samples(folder, ANY)).shape == (2, 5, 7, 3)
-    write_image(folder / "c.png", 7, 5)
-    says = r"c\.png: is 5x7 \(width x height\), the first image, a\.png, is 7x5"
-    with pytest.raises(BadInput, match=says):
-        read_samples(folder, ANY)
+    np.testing.assert_array_equal(pixels_of(samples), written[::-1])
 
 
 def test_an_image_of_another_size_is_refused_with_both_sizes(folder: Path) -> None:
-    write_image(folder / "a.png")
-    write_image(folder / "b.png", 8, 6)
-    says = r"b\.png: is 6x8 \(width x height\), the model's image:uint8\[N,4,6,3\] is 6x4"
+    write(folder / "a.png", 5, 7)
+    write(folder / "b.png", 5, 7)
+    assert pixels_of(read_samples(folder, ANY)).shape == (2, 5, 7, 3)
+    write(folder / "c.png", 7, 5)
+    says = r"c\.png: is 5x7 \(width x height\), the first image, a\.png, is 7x5"
+    with pytest.raises(BadInput, match=says):
+        read_samples(folder, ANY)
+    says = r"a\.png: is 7x5 \(width x height\), the model's image:uint8\[N,4,6,3\] is 6x4"
     with pytest.raises(BadInput, match=says) as caught:
         read_samples(folder, COLOUR)
     assert "not resize" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize(
-    "specs",
-    [
-        "x:float32[N,3,4,6]",
-        "x:float32[N,4,6,3]",
-        "x:uint8[N,3,4,6]",
-        "x:uint8[N,72]",
-        "x:uint8[N,4,6,C]",
-        "x:uint8[N,4,6,3] mask:uint8[N,4,6,1]",
-    ],
-)
-def test_a_model_without_uint8_input_is_refused_with_the_export_option(
-    folder: Path, specs: str
-) -> None:
-    write_image(folder / "a.png")
+NO_IMAGE = "x:float32[N,3,4,6] x:float32[N,4,6,3] x:uint8[N,3,4,6] x:uint8[N,72] x:uint8[N,4,6,C]"
+
+
+@pytest.mark.parametrize("specs", [*NO_IMAGE.split(), "x:uint8[N,4,6,3] mask:uint8[N,4,6,1]"])
+def test_a_model_without_uint8_input_is_refused_with_the_option(folder: Path, specs: str) -> None:
+    write(folder / "a.png")
     with pytest.raises(BadInput, match="need a model with one input uint8") as caught:
         read_samples(folder, tuple(map(parse_spec, specs.split())))
     assert "`preprocess`" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"<!DOCTYPE html><title>404</title>", "neither PNG, JPEG nor WebP"),
-        (b"\x7fELF" + bytes(60), "neither PNG, JPEG nor WebP"),
-        (b"GIF89a" + bytes(60), "neither PNG, JPEG nor WebP"),
-        (b"\xff\xd8\xff", "."),
-        (b"\x89PNG\r\n\x1a\n", "."),
-        (b"", "the file is empty"),
-    ],
-    ids=["html", "elf", "gif", "jpeg start", "png start", "empty"],
-)
-@pytest.mark.parametrize("name", ["b.jpg", "b.png"])
-def test_a_file_that_is_not_an_image_is_named(
-    folder: Path, name: str, content: bytes, reason: str
-) -> None:
-    write_image(folder / "a.png")
-    (folder / name).write_bytes(content)
-    with pytest.raises(BadInput, match=rf"{name}: .*{reason}"):
-        read_samples(folder, COLOUR)
-
-
-@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
-def test_an_image_of_another_format_is_refused_whatever_its_name(folder: Path, kind: str) -> None:
-    Image.new("RGB", (6, 4)).save(folder / "a.png", format=kind)
-    with pytest.raises(
-        BadInput, match=r"a\.png: is not a readable image: is neither PNG, JPEG nor WebP"
-    ):
-        read_samples(folder, COLOUR)
-
-
-@pytest.mark.parametrize("name", ["b.jpg", "b.png"])
-@pytest.mark.parametrize("keep", [0.2, 0.5, 0.9])
-def test_a_truncated_image_is_named(folder: Path, name: str, keep: float) -> None:
-    specs = (parse_spec("image:uint8[N,64,64,3]"),)
-    write_image(folder / name, 64, 64)
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: int(len(content) * keep)])
-    with pytest.raises(BadInput, match=rf"{name}: is not a readable image"):
-        read_samples(folder, specs)
-
-
-@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
-def test_an_image_with_any_flipped_byte_is_read_or_refused(folder: Path, name: str) -> None:
-    """Refused, or read: never another exception, never a warning."""
-    write_image(folder / name)
-    content = (folder / name).read_bytes()
-    for at in range(len(content)):
-        for flip in (0x01, 0x80, 0xFF):
-            (folder / name).write_bytes(
-                content[:at] + bytes([content[at] ^ flip]) + content[at + 1 :]
-            )
-            with contextlib.suppress(BadInput):
-                read_samples(folder, COLOUR)
-
-
-def png_of_zeros(width: int, height: int, rows: bytes = b"") -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-@pytest.mark.parametrize("size", [(65535, 65535), (14000, 14000), (12300, 12300)], ids=str)
-def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(
-    folder: Path, size: tuple[int, int]
-) -> None:
-    """No pixel data are there at all: decoding would say that it is truncated."""
-    (folder / "a.png").write_bytes(png_of_zeros(*size))
-    with pytest.raises(BadInput, match=r"a\.png: .*(pixels|limit)") as caught:
-        read_samples(folder, ANY)
-    assert "truncated" not in caught.value.message
-
-
 def test_more_pixels_than_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
-        write_image(folder / f"{number}.png")
+        write(folder / f"{number}.png")
     monkeypatch.setattr("deploykit.core.memory.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
     with pytest.raises(BadInput, match="images: contains 0 GB of arrays, this machine's memory"):
         read_samples(folder, COLOUR)
 
 
-@pytest.mark.parametrize("kind", ["png", "jpg"])
-def test_an_image_of_the_models_size_is_read_upright(folder: Path, kind: str) -> None:
-    """Stored on its side: the model's size is that of the upright image."""
-    from PIL import ImageOps
+INPUTS = (parse_spec("image:uint8[N,8,8,3]"),)
+PLACED = ImageInput("image", 8, 8, LETTERBOX)
+TASK = Task("classify", TaskOutputs("scores"), PLACED, labels=("dog", "cat", "crane", "crane"))
 
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
-    Image.fromarray(pixels).save(folder / f"a.{kind}", exif=exif)
-    with Image.open(folder / f"a.{kind}") as opened:
-        upright = np.asarray(ImageOps.exif_transpose(opened))
-    for inputs in (COLOUR, ANY):
-        np.testing.assert_array_equal(pixels_of(read_samples(folder, inputs))[0], upright)
+
+def test_photos_of_any_size_are_placed_as_the_server_places_them(folder: Path) -> None:
+    for name, size in (("a.jpg", (20, 30)), ("b.png", (9, 5))):
+        write(folder / name, *size)
+    free = replace(PLACED, height=0, width=0, resize="shortest-edge", resize_to=6, multiple=8)
+    square = replace(PLACED, resize="shortest-edge", resize_to=8)
+    for rule, inputs, server in ((PLACED, INPUTS, PLACED), (free, ANY, square)):
+        task = replace(TASK, image=rule)
+        files = sorted(folder.iterdir())
+        expected = np.stack([read_image(file.read_bytes(), server).pixels for file in files])
+        np.testing.assert_array_equal(pixels_of(read_samples(folder, inputs, task=task)), expected)
+        with SampleStream(find_source(folder, inputs, task=task)) as stream:
+            (batch,) = stream.batches(4)
+        np.testing.assert_array_equal(batch.feeds["image"], expected)
+    with pytest.raises(BadInput, match="float32"):
+        read_samples(folder, (parse_spec("image:float32[N,3,8,8]"),), task=TASK)
+    (folder / "b.jpg").write_bytes(b"not an image")
+    with pytest.raises(BadInput, match=r"b\.jpg: is not a readable image"):
+        read_samples(folder, INPUTS, task=TASK)
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels"),
+    [
+        (["cat", "dog"], [1, 0]),  # by the model's labels
+        (["n0", "n1", "n2", "n3"], [0, 1, 2, 3]),
+        (["n0", "n1"], None),
+        (["cat", "bird"], "the class folder 'bird' stands for none of the model's labels"),
+        (["cat", "crane"], "the class folder 'crane' stands for several of the model's labels"),
+    ],
+)
+def test_class_folders_have_the_numbers_of_the_labels_they_are_named_after(
+    folder: Path, classes: list[str], labels: list[int] | str | None
+) -> None:
+    for name in classes:
+        write(folder / name / "a.png")
+    if isinstance(labels, str):
+        with pytest.raises(BadInput, match=labels):
+            read_samples(folder, INPUTS, task=TASK)
+        return
+    found = read_samples(folder, INPUTS, task=TASK).labels
+    assert (None if found is None else found.tolist()) == labels
+
+
+# --- preprocessing ---
+
+
+def test_a_file_gives_mean_std_and_scale(tmp_path: Path) -> None:
+    path = tmp_path / "grey.toml"
+    path.write_text("mean = [0.5]\nstd = [0.25]\nscale = 1\n")
+    found = load_preprocess(str(path))
+    assert (found.name, found.mean, found.std, found.scale) == ("grey", (0.5,), (0.25,), 1.0)
+    assert load_preprocess("imagenet") is IMAGENET
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("mean = [0.5]", "std: must be a list"),
+        ("mean = [0.5]\nstd = [0.5, 0.5]", "mean has 1 values, std has 2"),
+        ("mean = [0.5]\nstd = [0.0]", "above 0"),
+        ("mean = [0.5]\nstd = [1.0]\nscale = -1", "above 0"),
+        ("mean = [0.5]\nstd = [nan]", "std: must be a list of numbers"),
+        ("mean = []\nstd = []", "mean: must be a list"),
+        ("mean = [true]\nstd = [1.0]", "mean: must be a list of numbers"),
+        ("mean = [0.5]\nstd = [1.0]\ncrop = 256", "unknown key 'crop'"),
+        ("mean = [", "not valid TOML"),
+        ("mean = [0.5]\nstd = [1.0]\nscale = 'x'", "scale: must be"),
+        ("\udcff", "not a text file in UTF-8"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "p.toml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(BadInput, match=reason) as caught:
+        load_preprocess(str(path))
+    assert str(path) in caught.value.message
+
+
+def test_an_unknown_name_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="neither 'imagenet' nor"):
+        load_preprocess("resnet")
+    with pytest.raises(NotFound):
+        load_preprocess(str(tmp_path / "none.toml"))
+
+
+def test_the_image_becomes_bytes_with_its_channels_last() -> None:
+    inputs = [parse_spec("boxes:float32[N,4]"), parse_spec("image:float32[N,3,H,200]")]
+    place, spec = image_input_of(inputs, IMAGENET)
+    assert (place, str(spec)) == (1, "image:uint8[N,H,200,3]")
+    for specs in (
+        "x:float32[N,1,28,28]",
+        "x:uint8[N,3,8,8]",
+        "a:float32[N,3,8,8] b:float32[N,3,8,8]",
+    ):
+        with pytest.raises(BadInput, match="exactly one must be"):
+            image_input_of([parse_spec(text) for text in specs.split()], IMAGENET)

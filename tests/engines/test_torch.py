@@ -1,68 +1,70 @@
-"""Opening PyTorch files: what is read, what is refused, and that nothing in them runs."""
+"""Checkpoints, weights and modules as engines: what fits, how they run, and how long."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import pickle
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shutil import copy as copy_file
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.core.errors import BadInput, OutOfMemory, Unsupported  # noqa: E402
+from deploykit.benchmarking import layers as bench_layers  # noqa: E402
+from deploykit.benchmarking.columns import open_entry  # noqa: E402
+from deploykit.benchmarking.timing import Setup, Timing, sweep  # noqa: E402
+from deploykit.core.errors import BadInput, NotFound, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.core.files import folder  # noqa: E402
 from deploykit.core.recipe import load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
+from deploykit.engines.engine import Arrays  # noqa: E402
+from deploykit.engines.torch import engine as layers  # noqa: E402
 from deploykit.engines.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.engines.torch.files import module_errors  # noqa: E402
-from deploykit.engines.torch.loaded import (  # noqa: E402
-    Loaded,
-    load_live,
-)
-from deploykit.engines.torch.open import load_module, load_weights, save_checkpoint  # noqa: E402
+from deploykit.engines.torch.loaded import Loaded, describe_module, load_live  # noqa: E402
+from deploykit.engines.torch.open import load_module, load_weights, look, save_checkpoint  # noqa: E402
+from deploykit.engines.torch.weights import build_module, copy_weights  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 INPUT = parse_spec("x:float32[N,4]")
-ARCH = """
-import torch
-Two = lambda: torch.nn.Linear(4, 2)
-class Pair(torch.nn.Module):
-    def forward(self, x, ids):
-        return x.sum(1), x[:, :2] + ids[:, :2]
-"""
+X = {"x": np.ones((2, 4), np.float32)}
 
 
 @pytest.fixture
-def arch(tmp_path: Path) -> Path:
-    path = tmp_path / "arch.py"
-    path.write_text(ARCH, encoding="utf-8")
-    return path
+def arch(tmp_path: Path) -> str:
+    (tmp_path / "arch.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(4, 2)\n")
+    return f"{tmp_path}/arch.py:build"
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     path = tmp_path / "weights.pth"
-    torch.manual_seed(0)
     torch.save(torch.nn.Linear(4, 2).state_dict(), path)
     return path
 
 
-def test_a_checkpoint_comes_back_with_its_specs_and_weights(tmp_path: Path) -> None:
-    module = torch.nn.Linear(4, 2)
+def test_a_checkpoint_comes_back_with_its_specs_and_weights(tmp_path: Path, arch: str) -> None:
+    module, path = torch.nn.Linear(4, 2), tmp_path / "m.pt"
     output = parse_spec("y:float32[N,2]")
-    save_checkpoint(tmp_path / "m.pt", module, "mine", [INPUT], [output])
-    (tmp_path / "arch.py").write_text(ARCH, encoding="utf-8")
-    loaded = load_module(tmp_path / "m.pt", arch=f"{tmp_path}/arch.py:Two")
+    save_checkpoint(path, module, "mine", [INPUT], [output])
+    loaded = load_module(path, arch=arch, inputs=[INPUT])
     assert (loaded.inputs, loaded.outputs) == ((INPUT,), (output,))
     assert torch.equal(loaded.module.state_dict()["module.weight"], module.weight)
-    assert not loaded.module.module.training
     assert (loaded.source, loaded.ran_pickle, loaded.notes) == ("checkpoint", False, ())
-    assert set(load_weights(tmp_path / "m.pt")) == {"weight", "bias"}
+    assert set(load_weights(path)) == {"weight", "bias"}
+    with pytest.raises(BadInput, match=r"its inputs are x:float32\[N,4\]"):
+        load_module(path, arch=arch, inputs=[parse_spec("y:float32[N,4]")])
 
 
 def test_a_checkpoint_of_somebody_elses_recipe_asks_for_the_architecture(tmp_path: Path) -> None:
@@ -91,72 +93,37 @@ def test_the_file_of_a_users_recipe_opens_its_checkpoint_as_a_packaged_ones_name
     assert torch.equal(answers[0][0], answers[1][0])
 
 
-def test_a_bare_state_dict_needs_arch_and_inputs(weights: Path, arch: Path) -> None:
+def test_a_bare_state_dict_needs_arch_and_inputs(weights: Path, arch: str) -> None:
     with pytest.raises(BadInput, match="what the model is or what its inputs are") as caught:
         load_module(weights)
     assert "`arch`" in str(caught.value.hint)
-    assert "`inputs`" in str(caught.value.hint)
     with pytest.raises(BadInput, match="what its inputs are") as caught:
-        load_module(weights, arch=f"{arch}:Two")
+        load_module(weights, arch=arch)
     assert "`inputs`" in str(caught.value.hint)
-    loaded = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT])
+    loaded = load_module(weights, arch=arch, inputs=[INPUT])
     assert loaded.outputs == (TensorSpec("output", "float32", ("N", 2)),)
+    with pytest.raises(BadInput, match="does not say what the model is") as caught:
+        open_engine(weights)
+    assert "export" in str(caught.value.hint)
 
 
-def test_outputs_are_found_by_running_the_module(tmp_path: Path, arch: Path) -> None:
-    """Two outputs, one without a second axis; int64 ids and floats."""
-    torch.save({"unused": torch.zeros(1)}, tmp_path / "w.pt")
-    arch.write_text(
-        ARCH + "\nclass Kept(Pair):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.register_buffer('unused', torch.zeros(1))\n",
-        encoding="utf-8",
-    )
-    inputs = [INPUT, parse_spec("ids:int64[N,4]")]
-    loaded = load_module(tmp_path / "w.pt", arch=f"{arch}:Kept", inputs=inputs)
-    assert loaded.outputs == (
-        TensorSpec("output_0", "float32", ("N",)),
-        TensorSpec("output_1", "float32", ("N", 2)),
-    )
-
-
-def test_inputs_that_the_model_does_not_take(weights: Path, arch: Path) -> None:
-    with pytest.raises(BadInput, match="does not take x:float32"):
-        load_module(weights, arch=f"{arch}:Two", inputs=[parse_spec("x:float32[N,5]")])
-
-
-def test_a_module_returns_a_tuple_whatever_the_users_returns(weights: Path, arch: Path) -> None:
-    loaded = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT])
-    returned = loaded.module(torch.zeros(3, 4))
-    assert isinstance(returned, tuple)
-    assert [value.shape for value in returned] == [(3, 2)]
-
-
-def test_a_module_stays_in_eval_mode(weights: Path, arch: Path) -> None:
-    """Exporters and users call train(); dropout must not come back."""
-    loaded = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT])
-    loaded.module.train()
-    assert not loaded.module.training
-    assert not loaded.module.module.training
-
-
-def test_a_copy_of_a_module_has_weights_of_its_own(weights: Path, arch: Path) -> None:
-    module = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT]).module
+def test_a_loaded_module_returns_a_tuple_stays_in_eval_mode_and_can_be_copied(
+    weights: Path, arch: str
+) -> None:
+    module = load_module(weights, arch=arch, inputs=[INPUT]).module
+    module.train()  # as exporters and users do; dropout must not come back
+    assert not module.training
+    assert not module.module.training
     copied = copy.deepcopy(module)
     torch.nn.init.zeros_(copied.module.weight)
     torch.nn.init.zeros_(copied.module.bias)
-    assert not copied(torch.ones(1, 4))[0].any()
-    assert module(torch.ones(1, 4))[0].any()
-
-
-def test_a_checkpoint_says_its_inputs_itself(tmp_path: Path, arch: Path) -> None:
-    save_checkpoint(tmp_path / "m.pt", torch.nn.Linear(4, 2), "mine", [INPUT], [INPUT])
-    load_module(tmp_path / "m.pt", arch=f"{arch}:Two", inputs=[INPUT])
-    with pytest.raises(BadInput, match=r"its inputs are x:float32\[N,4\]"):
-        load_module(tmp_path / "m.pt", arch=f"{arch}:Two", inputs=[parse_spec("y:float32[N,4]")])
+    (zeros,), (values,) = copied(torch.ones(1, 4)), module(torch.ones(1, 4))
+    assert not zeros.any()
+    assert values.any()
 
 
 def test_a_module_that_writes_to_its_input_leaves_the_callers_array() -> None:
-    """It is what the exported graph is compared on next."""
+    """It is what the exported graph is compared on next; it may be read-only."""
 
     class Centres(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,16 +131,11 @@ def test_a_module_that_writes_to_its_input_leaves_the_callers_array() -> None:
             return x * 2
 
     x = np.ones((2, 4), np.float32)
+    x.flags.writeable = False
     with TorchEngine(load_live(Centres(), [INPUT]), "centres", "cpu", None) as engine:
         for run in (engine, engine.in_float64):
             assert (next(iter(run({"x": x}).values())) == -4).all()
         assert (x == 1).all()
-
-
-def test_weights_alone_are_refused_as_an_engine(weights: Path) -> None:
-    with pytest.raises(BadInput, match="does not say what the model is") as caught:
-        open_engine(weights)
-    assert "export" in str(caught.value.hint)
 
 
 def test_a_checkpoint_of_another_version(tmp_path: Path) -> None:
@@ -182,94 +144,62 @@ def test_a_checkpoint_of_another_version(tmp_path: Path) -> None:
         open_engine(tmp_path / "x.pt")
 
 
-def test_an_input_that_the_model_fails_on_is_bad_input(tmp_path: Path) -> None:
-    """An id beyond the table: the shapes fit, the values do not."""
-    table = torch.nn.Embedding(5, 2)
-    (tmp_path / "a.py").write_text("import torch\nbuild = lambda: torch.nn.Embedding(5, 2)")
-    torch.save(table.state_dict(), tmp_path / "w.pt")
+def test_a_model_that_fails_is_bad_input() -> None:
+    """An id beyond the table; more outputs than announced."""
     ids = parse_spec("ids:int64[N,T]")
-    loaded = load_module(tmp_path / "w.pt", arch=f"{tmp_path}/a.py:build", inputs=[ids])
     with (
-        TorchEngine(loaded, "w.pt", "cpu", None) as engine,
-        pytest.raises(BadInput, match=r"w\.pt: the model failed: IndexError"),
+        TorchEngine(load_live(torch.nn.Embedding(5, 2), [ids]), "m", "cpu", None) as engine,
+        pytest.raises(BadInput, match="m: the model failed: IndexError"),
     ):
         engine({"ids": np.full((1, 3), 9)})
-
-
-def test_an_output_more_than_the_checkpoint_announces_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("import torch\nbuild = lambda: torch.nn.LSTM(4, 2)")
-    save_checkpoint(tmp_path / "m.pt", torch.nn.LSTM(4, 2), "mine", [INPUT], [INPUT])
-    loaded = load_module(tmp_path / "m.pt", arch=f"{tmp_path}/a.py:build")
+    loaded = load_live(torch.nn.LSTM(4, 2), [INPUT])
+    two = Loaded(loaded.module, (INPUT,), loaded.outputs[:1], "checkpoint")
     with (
-        TorchEngine(loaded, "m.pt", "cpu", None) as engine,
+        TorchEngine(two, "m", "cpu", None) as engine,
         pytest.raises(BadInput, match="returned 3 tensors, 1 were announced"),
     ):
-        engine({"x": np.zeros((2, 4), np.float32)})
+        engine(X)
+    with pytest.raises(OutOfMemory, match="the GPU's memory is full"), module_errors("m"):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
 
-def test_bfloat16_outputs_come_as_float32(tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(4, 2).to(torch.bfloat16).state_dict(), tmp_path / "w.pt")
-    (tmp_path / "b.py").write_text(
-        "import torch\n"
-        "class Half(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        return super().forward(x.bfloat16())\n"
-        "build = lambda: Half(4, 2, dtype=torch.bfloat16)\n"
-    )
-    loaded = load_module(tmp_path / "w.pt", arch=f"{tmp_path}/b.py:build", inputs=[INPUT])
-    assert loaded.outputs == (TensorSpec("output", "bfloat16", ("N", 2)),)
+def test_bfloat16_outputs_come_as_float32() -> None:
+    class Half(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.bfloat16()
+
+    loaded = load_live(Half(), [INPUT])
+    assert loaded.outputs == (TensorSpec("output", "bfloat16", ("N", 4)),)
     with TorchEngine(loaded, "w", "cpu", None) as engine:
-        assert engine({"x": np.ones((1, 4), np.float32)})["output"].dtype == np.float32
-
-
-def test_a_gpu_that_is_not_there_is_refused(weights: Path, arch: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    loaded = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT])
-    with pytest.raises(Unsupported, match="cuda"):
-        TorchEngine(loaded, "w", "cuda", None)
+        assert engine(X)["output"].dtype == np.float32
 
 
 @pytest.mark.parametrize(
     ("asked", "named"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")]
 )
-def test_a_gpu_is_named_by_its_number(
+def test_a_gpu_is_named_by_its_number_and_refused_where_none_is(
     monkeypatch: pytest.MonkeyPatch, asked: str, named: str
 ) -> None:
     """A tensor on "cuda" says "cuda:0", which is another device than "cuda" to torch."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     moved: list[str] = []
-    module = SimpleNamespace(to=moved.append)
-    engine = TorchEngine(Loaded(module, (INPUT,), (INPUT,), "module"), "m", asked, None)
-    assert (engine.device, moved) == (named, [named])
+    loaded = Loaded(SimpleNamespace(to=moved.append), (INPUT,), (INPUT,), "module")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if asked != "auto":
+        with pytest.raises(Unsupported, match="cuda"):
+            TorchEngine(loaded, "m", asked, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (TorchEngine(loaded, "m", asked, None).device, moved) == (named, [named])
 
 
-def test_the_engine_takes_arrays_that_may_not_be_written_to(weights: Path, arch: Path) -> None:
-    loaded = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT])
-    rows = np.ones((3, 4), np.float32)
-    rows.flags.writeable = False
-    with TorchEngine(loaded, "w", "cpu", None) as engine:
-        assert engine({"x": rows})["output"].shape == (3, 2)
-
-
-def test_look_counts_tensors_and_runs_no_code(tmp_path: Path) -> None:
-    from deploykit.engines.torch.open import look
-
-    weights, whole = tmp_path / "w.pt", tmp_path / "s.pt"
-    torch.save(torch.nn.Linear(4, 2).state_dict(), weights)
+def test_look_counts_tensors_and_runs_no_code(weights: Path, tmp_path: Path) -> None:
     inputs, outputs, details = look(weights)
     assert (inputs, outputs) == ((), ())
     assert (details["kind"], details["tensors"], details["parameters"]) == ("state_dict", 2, 10)
     assert details["types"] == {"float32": 2}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.trace(torch.nn.Linear(4, 2), torch.zeros(1, 4)), whole)
-    assert "not opened" in look(whole)[2]["contents"]
-
-
-def test_out_of_gpu_memory_is_not_bad_input() -> None:
-    with pytest.raises(OutOfMemory, match="the GPU's memory is full"), module_errors("m"):
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        torch.jit.save(torch.jit.script(torch.nn.Linear(4, 2)), tmp_path / "m.pt")
+    assert "not opened" in look(tmp_path / "m.pt")[2]["contents"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -285,13 +215,259 @@ def test_a_run_in_float64_leaves_the_weights_where_they_are(fails: bool) -> None
     module.register_buffer("count", torch.tensor(3))
     tensors = [*module.parameters(), *module.buffers()]
     before = [(each.data_ptr(), each.dtype) for each in tensors]
-    specs = (parse_spec("x:float32[N,4]"),), (parse_spec("y:float32[N,2]"),)
-    feeds = {"x": np.ones((3, 4), np.float32)}
-    with TorchEngine(Loaded(module, *specs, "module"), "m", "cpu", None) as engine:
+    loaded = Loaded(module, (INPUT,), (parse_spec("y:float32[N,2]"),), "module")
+    with TorchEngine(loaded, "m", "cpu", None) as engine:
         if fails:
             with pytest.raises(BadInput, match="in float64 the model failed"):
-                engine.in_float64(feeds)
+                engine.in_float64(X)
         else:
-            assert engine.in_float64(feeds)["y"] == pytest.approx(engine(feeds)["y"], rel=1e-5)
+            assert engine.in_float64(X)["y"] == pytest.approx(engine(X)["y"], rel=1e-5)
     assert seen[:4] == [torch.float64] * 3 + [torch.int64]
     assert [(each.data_ptr(), each.dtype) for each in tensors] == before
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+class Takes(torch.nn.Module):  # type: ignore[misc]  # torch is Any here
+    """Moves the clock by `ms` before what is inside it and by as much after."""
+
+    def __init__(self, clock: Clock, ms: int, *inside: Any) -> None:
+        super().__init__()
+        self.clock, self.ms, self.inside = clock, ms, torch.nn.ModuleList(inside)
+        self.fails = False
+
+    def forward(self, x: Any) -> Any:
+        self.clock.ns += self.ms * 1_000_000
+        for each in self.inside:
+            x = each(x)
+        if self.fails:
+            raise RuntimeError("broken")
+        self.clock.ns += self.ms * 1_000_000
+        return x + 1
+
+
+def engine_of(module: Any, *shape: str | int) -> TorchEngine:
+    spec = TensorSpec("x", "float32", ("N", *shape))
+    return TorchEngine(describe_module("m", module, [spec], "module"), "m", "cpu", None)
+
+
+def test_a_module_has_its_own_time_and_all_add_up_to_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(layers, "perf_counter_ns", clock)
+    twice = Takes(clock, 3)
+    with engine_of(Takes(clock, 10, Takes(clock, 1, twice), twice), 4) as engine:
+        wanted = engine(X)
+        watch = layers.LayerWatch(engine)
+        np.testing.assert_equal(watch(X), wanted)
+        twice.fails = True
+        with pytest.raises(BadInput, match="broken"):
+            watch(X)
+        twice.fails = False
+        np.testing.assert_equal(watch(X), wanted)
+    times = {key[:2]: ms for key, ms in watch.runs[-1].items()}
+    assert times == {
+        ("inputs and outputs", "Engine"): 0,
+        ("(model)", "Takes"): 20,
+        ("inside.0", "Takes"): 2,
+        ("inside.0.inside.0", "Takes"): 12,  # in two places
+    }
+    assert watch.runs[0] == watch.runs[-1]
+
+
+def test_an_encoder_keeps_its_fast_path() -> None:
+    """Which calls none of its modules: hooks would switch it off, and time another computation."""
+    encoder = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    with engine_of(encoder, 3, 4) as engine:
+        watch = layers.LayerWatch(engine)
+        watch({"x": np.ones((2, 3, 4), np.float32)})
+    assert {key[0] for key in watch.runs[0]} == {"inputs and outputs", "(model)"}
+
+
+def run_here(_: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """As in a process of its own, to which all is sent."""
+    function, arguments = pickle.loads(pickle.dumps((function, arguments)))
+    return function(*arguments, None)
+
+
+def feeds_of(shape: tuple[int, ...], batch: int) -> Arrays:
+    return {"image": np.ones((batch, *shape), np.float32)}
+
+
+def test_bench_times_the_modules_of_a_checkpoint_however_many_sessions_it_ran_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_layers, "run_apart", run_here)
+    monkeypatch.setattr("deploykit.benchmarking.layers._LENGTH_S", 0.01)
+    recipe, path = load_recipe("mnist-cnn"), tmp_path / "m.pt"
+    save_checkpoint(path, recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+    entry = open_entry(path)
+    setup = Setup("m", partial(entry.open, "cpu"), sessions=2)
+    feeds = partial(feeds_of, (1, 28, 28))
+    points = sweep([setup], [1], Timing(0.0, 0.02, 2), feeds)
+    (found,), gaps = bench_layers.measure_layers([entry], [setup], points, feeds)
+    names = {each.name for each in found.layers}
+    assert {"conv1", "dense1", "(model)", "inputs and outputs"} <= names
+    assert (gaps, found.runtime) == ([], f"torch {torch.__version__}")
+    assert found.sum_ms > 0
+
+
+ARCH = """
+import torch
+Two = lambda: torch.nn.Linear(4, 2)
+ready = torch.nn.Linear(4, 2)
+number = 3
+not_a_module = lambda: 3
+def needy(width, depth, *extra, bias=True, **more):
+    pass
+def broken():
+    raise ZeroDivisionError("no\\nmore")
+"""
+FILE = Path("w.pt")
+
+
+@pytest.fixture
+def arch_file(tmp_path: Path) -> Path:
+    path = tmp_path / "arch.py"
+    path.write_text(ARCH, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [
+        ("number", BadInput, "is a int, a callable is needed"),
+        ("not_a_module", BadInput, "returned a int, not a torch.nn.Module"),
+        ("absent", NotFound, "has no 'absent'"),
+        ("needy", BadInput, "needs the arguments width, depth$"),
+        ("broken", BadInput, "arch.py:broken: ZeroDivisionError: no$"),
+    ],
+)
+def test_what_builds_no_module_is_named(
+    arch_file: Path, name: str, error: type[BadInput], told: str
+) -> None:
+    with pytest.raises(error, match=told) as caught:
+        build_module(f"{arch_file}:{name}")
+    assert ("./file.py:build" in str(caught.value.hint)) is (name == "needy")
+    for good in ("Two", "ready"):
+        assert isinstance(build_module(f"{arch_file}:{good}")[0], torch.nn.Linear)
+
+
+def test_a_torchvision_built_for_another_torch_is_imported() -> None:
+    """In a process of its own: the operators, once declared, stay."""
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    code = (
+        "from deploykit.engines.torch.weights import build_module\n"
+        "print(type(build_module('torchvision.models:squeezenet1_1')[0]).__name__)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "SqueezeNet", ran.stderr
+
+
+class Own(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(4, 2)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.table.weight
+
+
+def linears(count: int) -> torch.nn.Module:
+    return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(count)])
+
+
+NOT_FITTING: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]] = {
+    "names": (
+        lambda: linears(20),
+        {f"extra_{i}": torch.zeros(1) for i in range(12)},
+        "missing 0.weight, 0.bias and 38 more; unexpected extra_0, extra_1 and 10 more",
+    ),
+    "shapes": (
+        lambda: linears(6),
+        {key: torch.zeros(7, 3) for key in linears(6).state_dict()},
+        (
+            "size mismatch: 0.weight [7,3] in the file, [4,4] in the model, "
+            "0.bias [7,3] in the file, [4] in the model and 10 more"
+        ),
+    ),
+    "shapes and names": (
+        lambda: torch.nn.Linear(4, 2),
+        {"weight": torch.zeros(3, 4), "scale": torch.zeros(1)},
+        "size mismatch: weight [3,4] in the file, [2,4] in the model; missing bias; unexpec",
+    ),
+    "a prefix of some names": (
+        lambda: torch.nn.Linear(4, 2),
+        {"module.weight": torch.zeros(2, 4), "bias": torch.zeros(2)},
+        "missing weight; unexpected module.weight",
+    ),
+    "tied": (Tied, {"x": torch.ones(1)}, "missing table.weight, head.weight; unexpected x"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FITTING)
+def test_weights_that_do_not_fit_are_listed_two_at_most(case: str) -> None:
+    build, weights, said = NOT_FITTING[case]
+    with pytest.raises(BadInput) as caught:
+        copy_weights(FILE, build(), weights)
+    assert str(caught.value).startswith(f"w.pt: weights do not fit the model: {said}")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
+def test_a_wrappers_name_prefix_is_removed_with_a_note(prefix: str) -> None:
+    module, source = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    notes = copy_weights(FILE, module, {prefix + k: v for k, v in source.state_dict().items()})
+    assert torch.equal(module.weight, source.weight)
+    assert notes
+    assert all("from the front of every name" in note for note in notes)
+    averaged = torch.optim.swa_utils.AveragedModel(linears(1))
+    assert "AveragedModel" in copy_weights(FILE, linears(1), averaged.state_dict())[0]
+    assert copy_weights(FILE, Own(), Own().state_dict()) == ()  # which has it itself
+
+
+def test_tied_weights_may_be_missing_from_the_file() -> None:
+    """As transformers does in `.safetensors` for tied embeddings."""
+    module = Tied()
+    notes = copy_weights(FILE, module, {"table.weight": torch.ones(5, 3)})
+    assert bool((module.head.weight == 1).all())
+    assert notes == ("not in the file, as they share another's weights: head.weight",)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_float16_weights_are_converted_to_the_models_type_with_a_note(dtype: str) -> None:
+    module, source = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2).to(getattr(torch, dtype))
+    notes = copy_weights(FILE, module, source.state_dict())
+    assert module.weight.dtype == torch.float32
+    assert torch.equal(module.weight, source.weight.float())
+    assert notes == (f"2 tensors converted from {dtype} to float32",)
+
+
+def test_integer_weights_are_not_taken_as_floats() -> None:
+    """A quantised file has other numbers in the same place; torch would convert them silently."""
+    weights = {"weight": torch.zeros(2, 4, dtype=torch.int8), "bias": torch.zeros(2)}
+    with pytest.raises(BadInput, match="weight is int8 in the file, float32 in the model"):
+        copy_weights(FILE, torch.nn.Linear(4, 2), weights)
+
+
+def test_a_lazy_module_gets_copies_of_the_files_shapes(tmp_path: Path) -> None:
+    """The file may change or go once it is loaded."""
+    path = tmp_path / "w.pt"
+    torch.save(torch.nn.Linear(300, 300).state_dict(), path)
+    mapped = torch.load(path, mmap=True, weights_only=True)
+    module = torch.nn.LazyLinear(300)
+    copy_weights(path, module, mapped)
+    assert torch.equal(module.weight, mapped["weight"])
+    assert module.weight.data_ptr() != mapped["weight"].data_ptr()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import logging
 import os
 import pickle
+import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +21,20 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
+from torch.export import Dim  # noqa: E402
+
 from deploykit.core.artefact import sniff, torch_kind  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
+from deploykit.engines.torch.engine import TorchEngine  # noqa: E402
 from deploykit.engines.torch.files import read  # noqa: E402
+from deploykit.engines.torch.loaded import Loaded  # noqa: E402
 from deploykit.engines.torch.open import load_module, load_weights  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 INPUT = parse_spec("x:float32[N,4]")
 OUTPUT = TensorSpec("output", "float32", ("N", 2))
-LINEAR = "import torch\nbuild = lambda: torch.nn.Linear(4, 2)\n"
 
 
 class Bomb:
@@ -42,6 +47,10 @@ class Bomb:
         return (Path.write_text, (self.marker, "ran"))
 
 
+class PrivateError(Exception):
+    """An exception like any user's own."""
+
+
 class Grenade:
     """Unpickling this raises an exception of a class that nobody else knows."""
 
@@ -49,22 +58,18 @@ class Grenade:
         return (_explode, ())
 
 
-class PrivateError(Exception):
-    """An exception like any user's own."""
-
-
 def _explode() -> None:
     raise PrivateError("boom\nsecond line")
 
 
-def scripted(module: object, path: Path) -> None:
+def scripted(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated, its files are still about
-        torch.jit.save(torch.jit.script(module), path)
+        torch.jit.save(torch.jit.script(MODULE), path)
 
 
-def exported(module: object, path: Path) -> None:
-    torch.export.save(torch.export.export(module, (torch.zeros(3, 4),)), path)
+def exported(path: Path) -> None:
+    torch.export.save(torch.export.export(MODULE, (torch.zeros(3, 4),)), path)
 
 
 def with_payload(path: Path, payload: bytes) -> None:
@@ -77,70 +82,73 @@ def with_payload(path: Path, payload: bytes) -> None:
             archive.writestr(name, payload if name.endswith("inputs/model.pt") else content)
 
 
-@pytest.fixture
-def linear() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Linear(4, 2)
+MODULE = torch.nn.Linear(4, 2)
 
 
 @pytest.fixture
 def arch(tmp_path: Path) -> str:
-    (tmp_path / "arch.py").write_text(LINEAR, encoding="utf-8")
+    (tmp_path / "arch.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(4, 2)\n")
     return f"{tmp_path}/arch.py:build"
 
 
-SAVERS: dict[str, Callable[[torch.nn.Module, Path], None]] = {
-    "state_dict": lambda m, p: torch.save(m.state_dict(), p),
-    "legacy state_dict": lambda m, p: torch.save(
-        m.state_dict(), p, _use_new_zipfile_serialization=False
+SAVERS: dict[str, Callable[[Path], None]] = {
+    "state_dict": lambda path: torch.save(MODULE.state_dict(), path),
+    "legacy state_dict": lambda path: torch.save(
+        MODULE.state_dict(), path, _use_new_zipfile_serialization=False
     ),
-    "safetensors": lambda m, p: safetensors.save_file(m.state_dict(), p),
+    "safetensors": lambda path: safetensors.save_file(MODULE.state_dict(), path),
     "torch.export": exported,
     "TorchScript": scripted,
-    "pickle": torch.save,
-    "legacy pickle": lambda m, p: torch.save(m, p, _use_new_zipfile_serialization=False),
+    "pickle": lambda path: torch.save(MODULE, path),
+    "legacy pickle": lambda path: torch.save(MODULE, path, _use_new_zipfile_serialization=False),
 }
 WHOLE = ["torch.export", "TorchScript", "pickle", "legacy pickle"]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the module as a file of each kind, of that name."""
+    folder = tmp_path_factory.mktemp("saved")
+    for kind, save in SAVERS.items():
+        save(folder / kind)
+    return folder
+
+
 @pytest.mark.parametrize("kind", SAVERS)
 def test_content_decides_and_every_kind_computes_the_same(
-    tmp_path: Path, linear: torch.nn.Module, arch: str, kind: str
+    saved: Path, arch: str, kind: str
 ) -> None:
-    path = tmp_path / "model.onnx"  # the name says nothing
-    SAVERS[kind](linear, path)
-    whole = kind in WHOLE
+    """Whole models, which are known without opening them, need permission to run their code."""
+    path, whole = saved / kind, kind in WHOLE
+    assert sniff(path) == ("safetensors" if kind == "safetensors" else "torch")
     inputs = [] if kind == "torch.export" else [INPUT]  # that one says so itself
-    loaded = load_module(path, arch=None if whole else arch, inputs=inputs, allow_pickle=whole)
+    if whole:
+        assert torch_kind(path) == (kind if kind in WHOLE[:2] else "pickle")
+        with pytest.raises(BadInput, match=rf"{kind}: .*run .*so it was not loaded") as caught:
+            load_module(path, inputs=inputs)
+        assert "`allow_pickle`" in str(caught.value.hint)
+    loaded = load_module(path, arch=None if whole else arch, inputs=inputs, allow_pickle=True)
     assert loaded.source == kind.removeprefix("legacy ")
     assert loaded.ran_pickle is whole
-    rows = torch.ones(3, 4)
-    torch.testing.assert_close(loaded.module(rows)[0], linear(rows))
+    torch.testing.assert_close(loaded.module(torch.ones(3, 4))[0], MODULE(torch.ones(3, 4)))
     if kind != "torch.export":
         assert loaded.outputs == (OUTPUT,)
-
-
-@pytest.mark.parametrize("kind", WHOLE)
-def test_whole_models_are_refused_without_permission(
-    tmp_path: Path, linear: torch.nn.Module, kind: str
-) -> None:
-    SAVERS[kind](linear, tmp_path / "m.pt")
-    with pytest.raises(BadInput, match=r"m\.pt: .*run .*so it was not loaded") as caught:
-        load_module(tmp_path / "m.pt", inputs=[INPUT])
-    assert "`allow_pickle`" in str(caught.value.hint)
+    if kind == "pickle":
+        with pytest.raises(BadInput, match="whole model, so `arch` a:b"):
+            load_module(path, arch="a:b", inputs=[INPUT], allow_pickle=True)
 
 
 def bombs(marker: Path) -> dict[str, Callable[[Path], object]]:
     bomb = Bomb(marker)
 
     def pt2(path: Path) -> None:
-        exported(torch.nn.Linear(4, 2), path)
+        exported(path)
         payload = io.BytesIO()
         torch.save(bomb, payload)
         with_payload(path, payload.getvalue())
 
     def script(path: Path) -> None:
-        scripted(torch.nn.Linear(4, 2), path)
+        scripted(path)
         with zipfile.ZipFile(path, "a") as archive:
             folder = archive.namelist()[0].split("/")[0]
             with warnings.catch_warnings():
@@ -178,58 +186,42 @@ def test_the_marker_shows_that_a_payload_runs_with_permission(tmp_path: Path, ki
     assert (tmp_path / "marker").exists()
 
 
-def test_the_object_that_a_pickle_asks_for_is_named(tmp_path: Path) -> None:
-    (tmp_path / "evil.pt").write_bytes(pickle.dumps(os.getcwd, 2))
-    with pytest.raises(BadInput, match=r"\(posix\.getcwd\)"):
-        load_module(tmp_path / "evil.pt")
+ASKED: dict[str, tuple[bytes, bool, str]] = {
+    "a function": (pickle.dumps(os.getcwd, 2), False, r"\(posix\.getcwd\)"),
+    "an error of its own": (pickle.dumps(Grenade(), 2), True, "PrivateError: boom$"),
+    "a missing class": (
+        b"\x80\x02cnowhere_at_all\nNet\n.",
+        True,
+        "No module named 'nowhere_at_all'.*PYTHONPATH",
+    ),
+}
 
 
-def test_an_exception_of_the_files_own_code_is_bad_input(tmp_path: Path) -> None:
-    torch.save(Grenade(), tmp_path / "g.pt")
-    with pytest.raises(BadInput, match=r"g\.pt: .*PrivateError: boom$"):
-        load_module(tmp_path / "g.pt", allow_pickle=True)
-
-
-def test_a_class_that_is_not_there_asks_for_its_code(tmp_path: Path) -> None:
-    (tmp_path / "m.pt").write_bytes(b"\x80\x02cnowhere_at_all\nNet\n.")
-    with pytest.raises(BadInput, match="No module named 'nowhere_at_all'") as caught:
-        load_module(tmp_path / "m.pt", allow_pickle=True)
-    assert "PYTHONPATH" in str(caught.value.hint)
-
-
-def test_permission_is_not_used_where_it_is_not_needed(
-    tmp_path: Path, linear: torch.nn.Module, arch: str
-) -> None:
-    torch.save(linear.state_dict(), tmp_path / "w.pt")
-    loaded = load_module(tmp_path / "w.pt", arch=arch, inputs=[INPUT], allow_pickle=True)
-    assert not loaded.ran_pickle
-
-
-def test_arch_with_a_whole_model_is_refused(tmp_path: Path, linear: torch.nn.Module) -> None:
-    torch.save(linear, tmp_path / "m.pt")
-    with pytest.raises(BadInput, match="whole model, so `arch` a:b"):
-        load_module(tmp_path / "m.pt", arch="a:b", inputs=[INPUT], allow_pickle=True)
+@pytest.mark.parametrize("case", ASKED)
+def test_what_the_code_in_a_file_asks_for_is_named(tmp_path: Path, case: str) -> None:
+    content, allow, reason = ASKED[case]
+    (tmp_path / "m.pt").write_bytes(content)
+    with pytest.raises(BadInput) as caught:
+        load_module(tmp_path / "m.pt", allow_pickle=allow)
+    found = caught.value
+    said = f"{found.message} {found.hint}" if "PYTHONPATH" in reason else found.message
+    assert re.search(rf"m\.pt: .*{reason}", said)
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "net"])
 def test_weights_inside_a_training_checkpoint_are_found_with_a_note(
-    tmp_path: Path, linear: torch.nn.Module, arch: str, key: str
+    tmp_path: Path, arch: str, key: str
 ) -> None:
-    document = {"epoch": 3, "best": torch.tensor(0.5), key: linear.state_dict(), "optimizer": {}}
+    document = {"epoch": 3, "best": torch.tensor(0.5), key: MODULE.state_dict(), "optimizer": {}}
     torch.save(document, tmp_path / "w.pt")
     loaded = load_module(tmp_path / "w.pt", arch=arch, inputs=[INPUT])
-    assert torch.equal(loaded.module.module.weight, linear.weight)
+    assert torch.equal(loaded.module.module.weight, MODULE.weight)
     assert loaded.notes == (f"took '{key}' out of the file; not used: epoch, best, optimizer",)
     assert set(load_weights(tmp_path / "w.pt")) == {"weight", "bias"}
-
-
-def test_a_module_inside_a_training_checkpoint_is_found(
-    tmp_path: Path, linear: torch.nn.Module
-) -> None:
-    torch.save({"model": linear, "epoch": 3}, tmp_path / "m.pt")
+    torch.save({key: MODULE, "epoch": 3}, tmp_path / "m.pt")
     loaded = load_module(tmp_path / "m.pt", inputs=[INPUT], allow_pickle=True)
     assert (loaded.source, loaded.outputs) == ("pickle", (OUTPUT,))
-    assert loaded.notes == ("took 'model' out of the file; not used: epoch",)
+    assert loaded.notes == (f"took '{key}' out of the file; not used: epoch",)
 
 
 @pytest.mark.parametrize(
@@ -254,36 +246,21 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("kind", SAVERS)
 @pytest.mark.parametrize("allow_pickle", [False, True], ids=["refuse", "allow"])
 def test_a_damaged_file_is_bad_input_naming_it(
-    tmp_path: Path, linear: torch.nn.Module, kind: str, damage: str, allow_pickle: bool
+    tmp_path: Path, saved: Path, kind: str, allow_pickle: bool
 ) -> None:
-    SAVERS[kind](linear, tmp_path / "good")
     path = tmp_path / "bad.pt"
-    path.write_bytes(DAMAGE[damage]((tmp_path / "good").read_bytes()))
-    with pytest.raises(BadInput, match=r"bad\.pt: "):
-        load_module(path, inputs=[INPUT], allow_pickle=allow_pickle)
-
-
-def test_torch_logs_no_traceback_of_its_own_for_a_damaged_pt2(
-    tmp_path: Path, linear: torch.nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
-    exported(linear, tmp_path / "m.pt2")
-    with_payload(tmp_path / "m.pt2", b"no pickle")
-    caplog.clear()
-    with pytest.raises(BadInput, match=r"m\.pt2: cannot be loaded as torch\.export"):
-        load_module(tmp_path / "m.pt2", allow_pickle=True)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    for damage in DAMAGE.values():
+        path.write_bytes(damage((saved / kind).read_bytes()))
+        with pytest.raises(BadInput, match=r"bad\.pt: "):
+            load_module(path, inputs=[INPUT], allow_pickle=allow_pickle)
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "legacy state_dict", "safetensors"])
-def test_changed_bytes_are_never_another_exception(
-    tmp_path: Path, linear: torch.nn.Module, kind: str
-) -> None:
-    SAVERS[kind](linear, tmp_path / "good")
-    good = (tmp_path / "good").read_bytes()
+def test_changed_bytes_are_never_another_exception(tmp_path: Path, saved: Path, kind: str) -> None:
+    good = (saved / kind).read_bytes()
     random = np.random.default_rng(3)
     path = tmp_path / "bad.pt"
     for _ in range(300):
@@ -291,10 +268,8 @@ def test_changed_bytes_are_never_another_exception(
         for at in random.integers(0, len(good), 3):
             content[at] = random.integers(256)
         path.write_bytes(content)
-        try:
+        with contextlib.suppress(BadInput):
             read(path, allow_pickle=False)
-        except BadInput:
-            continue
 
 
 def header(entries: object, data: bytes = b"", claimed: int | None = None) -> bytes:
@@ -308,14 +283,8 @@ def entry(begin: int, end: int, dtype: str = "F32", shape: tuple[int, ...] = (2,
 
 HOSTILE = {
     "length 2^63": header({"a": 1}, claimed=1 << 63),
-    "length 2^64-1": header({"a": 1}, claimed=(1 << 64) - 1),
-    "length beyond the file": header({"a": entry(0, 8)}, bytes(8), claimed=10_000),
-    "overlap": header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
     "unknown dtype": header({"a": entry(0, 8, "F99")}, bytes(8)),
-    "truncated": header({"a": entry(0, 8)}, bytes(4)),
-    "negative shape": header({"a": entry(0, 8, shape=(-2,))}, bytes(8)),
     "overflowing shape": header({"a": entry(0, 8, shape=(1 << 62, 8))}, bytes(8)),
-    "offset 10^15": header({"a": entry(10**15, 10**15 + 8)}, bytes(8)),
     "not JSON": header(b"{" + bytes(50), bytes(8)),
     "no tensors": header({"__metadata__": {"format": "pt"}}),
     "deep": header(b"{" + b'"a":[' * 100_000 + b"}"),
@@ -328,15 +297,6 @@ def test_a_hostile_safetensors_file_is_bad_input(tmp_path: Path, kind: str) -> N
     path.write_bytes(HOSTILE[kind])
     with pytest.raises(BadInput, match=r"w\.safetensors: (is a .*damaged|holds no|is not a model)"):
         load_module(path, arch="torch.nn:Identity", inputs=[INPUT])
-
-
-def test_a_header_of_200_megabytes_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-    with path.open("wb") as handle:
-        handle.write(struct.pack("<Q", 200 << 20) + b"{")
-        handle.truncate((200 << 20) + 100)  # a hole: takes no room on the disk
-    with pytest.raises(BadInput, match=r"damaged \.safetensors file: .*(?i:header ?too ?large)"):
-        load_weights(path)
 
 
 def test_a_safetensors_header_that_begins_like_a_pickle_is_recognised(tmp_path: Path) -> None:
@@ -359,11 +319,135 @@ def test_an_archive_that_decompresses_to_far_more_is_refused(tmp_path: Path) -> 
         load_weights(path)
 
 
-@pytest.mark.parametrize("kind", ["state_dict", "legacy pickle", "TorchScript", "torch.export"])
-def test_the_kind_of_a_torch_file_is_found_without_opening_it(
-    tmp_path: Path, linear: torch.nn.Module, kind: str
+class Busy(torch.nn.Module):
+    """A nested input, a constant one, a keyword; a dict with a tuple and a None in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Any, d: dict[str, Any], k: int = 2, *, mask: Any) -> dict[str, Any]:
+        twice = torch.cat([d["ids"], d["ids"]], 1)
+        return {"a": self.linear(x) * k, "b": (x.sum(), twice, None), "x": mask.flatten(0, 1)}
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    batch, length = Dim("batch", max=64), Dim("length", min=4)
+    ids, mask = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.bool)
+    program = torch.export.export(
+        Busy(),
+        (torch.zeros(3, 4), {"ids": ids}, 3),
+        {"mask": mask},
+        dynamic_shapes={
+            "x": {0: batch},
+            "d": {"ids": {0: batch, 1: length}},
+            "k": None,
+            "mask": {0: batch, 1: length},
+        },
+    )
+    path = tmp_path_factory.mktemp("programs") / "busy.pt2"
+    torch.export.save(program, path)
+    return path
+
+
+def opened(path: Path, *inputs: str) -> Loaded:
+    return load_module(path, inputs=[parse_spec(text) for text in inputs], allow_pickle=True)
+
+
+def strings(specs: Sequence[object]) -> str:
+    return " ".join(map(str, specs))
+
+
+def test_a_program_says_its_inputs_outputs_and_ranges_itself(busy: Path) -> None:
+    found = opened(busy)
+    assert strings(found.inputs) == "x:float32[N,4] d_ids:int64[N,d_ids_1] mask:bool[N,d_ids_1]"
+    assert strings(found.outputs) == (
+        "a:float32[N,4] b_0:float32[] b_1:int64[N,b_1_1] x_2:bool[x_2_0]"
+    )
+    assert found.limits == {"N": (1, 64), "d_ids_1": (4, None)}
+    assert (found.source, found.ran_pickle, found.notes) == ("torch.export", True, ())
+
+
+def test_a_program_runs_with_its_constants_and_nested_inputs_in_place(busy: Path) -> None:
+    rows, ids = np.ones((5, 4), np.float32), np.arange(30).reshape(5, 6)
+    with TorchEngine(opened(busy), "busy", "cpu", None) as engine:
+        answers = engine({"x": rows, "d_ids": ids, "mask": ids > 3})
+        short = {"x": rows, "d_ids": ids[:, :3], "mask": ids[:, :3] > 3}
+        with pytest.raises(BadInput, match=r"the model failed: .*size\(\)\[1\] >= 4"):
+            engine(short)
+    assert np.array_equal(answers["b_1"], np.concatenate([ids, ids], 1))
+    assert np.array_equal(answers["x_2"], (ids > 3).ravel())
+    assert answers["b_0"] == 20
+
+
+def test_the_user_may_rename_and_fix_a_programs_axes(busy: Path) -> None:
+    found = opened(busy, "rows:float32[B,4]", "ids:int64[B,7]", "x:bool[B,7]")
+    assert strings(found.inputs) == "rows:float32[B,4] ids:int64[B,7] x:bool[B,7]"
+    assert strings(found.outputs) == (
+        "a:float32[B,4] b_0:float32[] b_1:int64[B,14] x_2:bool[x_2_0]"
+    )
+    assert found.limits == {"B": (1, 64)}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("x:float32[N,4]", "does not take x:float32"),
+        ("x:float64[N,4] i:int64[N,T] m:bool[N,T]", "does not take x:float64"),
+        ("x:float32[N,D] i:int64[N,T] m:bool[N,T]", r"axis 1 of input x:float32\[N,D\]"),
+        ("x:float32[N,4] i:int64[B,T] m:bool[N,T]", r"axis 0 of input i:int64\[B,T\]"),
+        ("x:float32[99,4] i:int64[99,T] m:bool[99,T]", "size 99, .* takes 1 to 64"),
+        ("x:float32[N,4] i:int64[N,3] m:bool[N,3]", "size 3, .* takes 4 to any"),
+    ],
+    ids=["number", "dtype", "static", "apart", "above", "below"],
+)
+def test_inputs_that_a_program_does_not_have_are_named(
+    busy: Path, inputs: str, message: str
 ) -> None:
-    SAVERS[kind](linear, tmp_path / "m")
-    assert sniff(tmp_path / "m") == "torch"
-    expected = kind if kind in ("TorchScript", "torch.export") else "pickle"
-    assert torch_kind(tmp_path / "m") == expected
+    with pytest.raises(BadInput, match=rf"busy\.pt2: .*{message}"):
+        opened(busy, *inputs.split())
+
+
+def test_an_axis_of_even_sizes_only_is_noted(tmp_path: Path) -> None:
+    half = Dim("half", max=50)
+    program = torch.export.export(
+        torch.nn.Identity(), (torch.zeros(4, 8),), dynamic_shapes=({1: 2 * half},)
+    )
+    torch.export.save(program, tmp_path / "m.pt2")
+    found = opened(tmp_path / "m.pt2")
+    assert strings(found.outputs) == "output:float32[4,input_1]"
+    assert found.notes == ("axis input_1 takes only sizes of the form 2*k",)
+
+
+# --- TorchScript ---
+
+
+class Looping(torch.nn.Module):
+    """Control flow that depends on a size: scripting keeps it, tracing would bake it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        for step in range(ids.size(1)):
+            x = x + step
+        return self.linear(x), {"b": ids * 2}
+
+
+def test_torchscript_binds_by_name_and_keeps_its_control_flow(tmp_path: Path) -> None:
+    path, module = tmp_path / "looping.pt", Looping()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        torch.jit.save(torch.jit.script(module), path)
+    with pytest.raises(BadInput, match="does not say what its inputs are"):
+        opened(path)
+    found = opened(path, "ids:int64[N,T]", "x:float32[N,4]")
+    assert strings(found.outputs) == "output_0:float32[N,4] output_1_b:int64[N,T]"
+    assert (found.source, found.ran_pickle) == ("TorchScript", True)
+    for length in (1, 6):
+        x, ids = torch.ones(2, 4), torch.ones(2, length, dtype=torch.int64)
+        torch.testing.assert_close(found.module(ids, x)[0], module(x, ids)[0])

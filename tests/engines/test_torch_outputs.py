@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +18,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.engines.data.examples import Example  # noqa: E402
-from deploykit.engines.torch.loaded import Loaded  # noqa: E402
+from deploykit.engines.torch.files import absent, module_errors, with_torchvision  # noqa: E402
+from deploykit.engines.torch.loaded import Loaded, load_live  # noqa: E402
 from deploykit.engines.torch.open import load_module  # noqa: E402
 from deploykit.engines.torch.outputs import (  # noqa: E402
     adapt,
@@ -55,12 +58,15 @@ class Function(torch.nn.Module):
         return self.function(*inputs)
 
 
-def specs(function: Callable[..., Any], *inputs: str) -> list[str]:
-    """The outputs' specs, as text, of a function of these inputs."""
+def described(module: Any, *inputs: str) -> Loaded:
+    """The module with these inputs; its outputs are found by running it."""
     wanted = [parse_spec(text) for text in inputs]
-    module = Function(function)
     adapter = adapt(module, binding(module, [spec.name for spec in wanted])[0], len(wanted))
-    return [str(spec) for spec in describe("m", adapter, wanted, Example()).outputs]
+    return describe("m", adapter, wanted, Example())
+
+
+def outputs(function: Callable[..., Any], *inputs: str) -> list[str]:
+    return [str(spec) for spec in described(Function(function), *inputs).outputs]
 
 
 T = torch.zeros(1)
@@ -95,98 +101,81 @@ def test_outputs_are_named_by_keys_fields_and_places(value: Any, names: list[str
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("text", "output is a str"),
-        ((T, 3), r"output '1' is a int"),
-        ({"cache": {"keys": [T, object()]}}, r"output 'cache\.keys\.1' is a object"),
-        ({"sparse": torch.eye(2).to_sparse()}, "output 'sparse' is a Tensor"),
+        ("text", "the model's output is a str"),
+        ((T, 3), "the model's output '1' is a int"),
+        ({"cache": {"keys": [T, object()]}}, r"the model's output 'cache\.keys\.1' is a object"),
+        ({"sparse": torch.eye(2).to_sparse()}, "the model's output 'sparse' is a Tensor"),
+        ({"a": None}, "returns no tensor"),
+        (T.to(torch.complex64), "output: unknown dtype 'complex64'"),
     ],
-    ids=["text", "number", "nested", "sparse"],
+    ids=["text", "number", "nested", "sparse", "none", "complex"],
 )
-def test_an_output_that_is_not_a_tensor_is_named_with_its_position(
-    value: Any, message: str
-) -> None:
-    with pytest.raises(BadInput, match=f"the model's {message}"):
-        specs(lambda _: value, "x:float32[N]")
-
-
-def test_a_model_that_returns_nothing_is_bad_input() -> None:
-    with pytest.raises(BadInput, match="returns no tensor"):
-        specs(lambda _: {"a": None}, "x:float32[N]")
-
-
-def test_a_type_without_a_name_here_is_bad_input() -> None:
-    with pytest.raises(BadInput, match="output: unknown dtype 'complex64'"):
-        specs(lambda x: x.to(torch.complex64), "x:float32[N]")
+def test_what_is_no_output_is_named_with_its_position(value: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        outputs(lambda _: value, "x:float32[N]")
 
 
 # --- axes ---
 
 
-@pytest.mark.parametrize(
-    ("function", "inputs", "outputs"),
-    [
-        (lambda x: x.sum(), ["x:float32[N,4]"], ["output:float32[]"]),
-        (lambda x: x @ x.mT, ["x:float32[N,4]"], ["output:float32[N,N]"]),
-        (
-            lambda x, i: (x[:, 0], i * 2),
-            ["x:float32[N,4]", "i:int64[N,T]"],
-            ["output_0:float32[N]", "output_1:int64[N,T]"],
-        ),
-        (lambda i: i.transpose(0, 1), ["i:int64[N,T]"], ["output:int64[T,N]"]),
-        (lambda i: i.reshape(-1), ["i:int64[N,T]"], ["output:int64[output_0]"]),
-        (lambda i: i[:, 1:], ["i:int64[N,T]"], ["output:int64[N,output_1]"]),
-        (lambda i: i[:, :2], ["i:int64[N,T]"], ["output:int64[N,2]"]),
-        (
-            lambda a, b: torch.cat([a, b], 1),
-            ["a:float32[N,T]", "b:float32[N,U]"],
-            ["output:float32[N,output_1]"],
-        ),
-        (lambda x: x.nonzero(), ["x:float32[N,4]"], ["output:int64[output_0,2]"]),
-        (lambda x: x > 0, ["x:float16[2,3]"], ["output:bool[2,3]"]),
-        (lambda h: h, ["h:float32[1,N,8]"], ["output:float32[1,N,8]"]),
-    ],
-    ids=[
-        "scalar",
-        "square",
-        "two",
-        "swapped",
-        "merged",
-        "shorter",
-        "cut",
-        "joined",
-        "data",
-        "fixed",
-        "batch-second",
-    ],
-)
-def test_output_axes_follow_the_inputs_axes(
-    function: Callable[..., Any], inputs: list[str], outputs: list[str]
-) -> None:
-    assert specs(function, *inputs) == outputs
+TABLE = torch.zeros(20, 4)
+AXES: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "scalar": (lambda x: x.sum(), "x:float32[N,4]", "output:float32[]"),
+    "square": (lambda x: x @ x.mT, "x:float32[N,4]", "output:float32[N,N]"),
+    "two": (
+        lambda x, i: (x[:, 0], i * 2),
+        "x:float32[N,4] i:int64[N,T]",
+        "output_0:float32[N] output_1:int64[N,T]",
+    ),
+    "swapped": (lambda i: i.transpose(0, 1), "i:int64[N,T]", "output:int64[T,N]"),
+    "merged": (lambda i: i.reshape(-1), "i:int64[N,T]", "output:int64[output_0]"),
+    "shorter": (lambda i: i[:, 1:], "i:int64[N,T]", "output:int64[N,output_1]"),
+    "cut": (lambda i: i[:, :2], "i:int64[N,T]", "output:int64[N,2]"),
+    "joined": (
+        lambda a, b: torch.cat([a, b], 1),
+        "a:float32[N,T] b:float32[N,U]",
+        "output:float32[N,output_1]",
+    ),
+    "data": (lambda x: x.nonzero(), "x:float32[N,4]", "output:int64[output_0,2]"),
+    "data, and a fixed batch": (
+        lambda x: torch.cat([x, torch.ones(1, 4)])[torch.cat([x, torch.ones(1, 4)])[:, 0] > 0.5],
+        "x:float32[30,4]",
+        "output:float32[output_0,4]",
+    ),
+    "fixed": (lambda x: x > 0, "x:float16[2,3]", "output:bool[2,3]"),
+    "batch second": (lambda h: h, "h:float32[1,N,8]", "output:float32[1,N,8]"),
+    "a stride of 32": (  # at small sizes it would be 1 both times and look fixed
+        torch.nn.MaxPool2d(32, ceil_mode=True),
+        "x:float32[N,3,H,W]",
+        "output:float32[N,3,output_2,output_3]",
+    ),
+    "a stride of 8": (
+        torch.nn.MaxPool1d(8, ceil_mode=True),
+        "x:float32[N,3,T]",
+        "output:float32[N,3,output_2]",
+    ),
+    "larger sizes": (
+        torch.nn.Conv1d(1, 2, 400, stride=320),
+        "x:float32[N,1,S]",
+        "output:float32[N,2,output_2]",
+    ),
+    "a limit of 20": (
+        lambda i: TABLE[torch.arange(i.shape[1])] + i[..., None],
+        "i:int64[N,T]",
+        "output:float32[N,T,4]",
+    ),
+}
 
 
-def test_an_axis_divided_by_a_stride_of_32_is_dynamic() -> None:
-    """At small sizes it would be 1 both times and look fixed."""
-    pool = torch.nn.MaxPool2d(32, ceil_mode=True)
-    outputs = specs(pool, "x:float32[N,3,H,W]")
-    assert outputs == ["output:float32[N,3,output_2,output_3]"]
+@pytest.mark.parametrize("case", AXES)
+def test_output_axes_follow_the_inputs_axes(case: str) -> None:
+    function, inputs, found = AXES[case]
+    assert outputs(function, *inputs.split()) == found.split()
 
 
-def test_a_stride_of_8_along_a_sequence_is_dynamic() -> None:
-    pool = torch.nn.MaxPool1d(8, ceil_mode=True)
-    assert specs(pool, "x:float32[N,3,T]") == ["output:float32[N,3,output_2]"]
-
-
-def test_larger_sizes_are_tried_where_small_ones_fail() -> None:
-    convolution = torch.nn.Conv1d(1, 2, 400, stride=320)
-    assert specs(convolution, "x:float32[N,1,S]") == ["output:float32[N,2,output_2]"]
-
-
-def test_a_length_limit_of_20_is_kept() -> None:
-    table = torch.zeros(20, 4)
-    assert specs(lambda i: table[torch.arange(i.shape[1])] + i[..., None], "i:int64[N,T]") == [
-        "output:float32[N,T,4]"
-    ]
+def test_steps_in_front_of_the_batch_have_a_least_size() -> None:
+    module = Function(lambda x: x.unfold(0, 3, 1))
+    assert described(module, "x:float32[T,N,4]").limits == {"T": (3, None)}
 
 
 def test_integer_inputs_that_must_not_be_zero_are_tried_as_one() -> None:
@@ -198,78 +187,110 @@ def test_integer_inputs_that_must_not_be_zero_are_tried_as_one() -> None:
         )
         return lstm(packed)[1][0]
 
-    assert specs(run, "x:float32[N,T,4]", "lengths:int64[N]") == ["output:float32[1,N,3]"]
+    assert outputs(run, "x:float32[N,T,4]", "lengths:int64[N]") == ["output:float32[1,N,3]"]
 
 
-def test_inputs_that_the_model_does_not_take_are_named_with_the_reason() -> None:
-    with pytest.raises(
-        BadInput, match=r"does not take x:float32\[N,5\] .*N=2\): RuntimeError: .*mat1"
-    ):
-        specs(torch.nn.Linear(4, 2), "x:float32[N,5]")
+class OddError(Exception):
+    pass
 
 
-def test_an_image_model_is_probed_at_image_sizes() -> None:
-    """At small ones it would fail for a reason that is not the user's: a kernel too large."""
-    network = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 2, 11, stride=4), torch.nn.Flatten(), torch.nn.Linear(8, 2)
-    )
-    with pytest.raises(BadInput, match=r"tried N=2, H=64, W=96\): RuntimeError: .*mat1 and mat2"):
-        specs(network, "x:float32[N,3,H,W]")
+def fails(_: Any) -> Any:
+    raise OddError("first\nsecond")
 
 
-def test_an_axis_that_is_fixed_in_the_model_is_named() -> None:
-    with pytest.raises(BadInput, match=r"axis N is not dynamic in this model.*size of 2") as caught:
-        specs(lambda x: x.reshape(2, 4), "x:float32[N,4]")
-    assert "fixed size" in str(caught.value.hint)
+class Takes(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 4)
 
 
-def test_an_exception_of_the_users_own_class_is_bad_input() -> None:
-    class OddError(Exception):
-        pass
+class TakesTwo(torch.nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + mask
 
-    def run(x: Any) -> Any:
-        raise OddError("first\nsecond")
 
-    with pytest.raises(BadInput, match=r"OddError: first$"):
-        specs(run, "x:float32[N]")
+NETWORK = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 2, 11, stride=4), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+)
+REFUSED: dict[str, tuple[torch.nn.Module, str, str, str]] = {
+    "a shape": (
+        torch.nn.Linear(4, 2),
+        "x:float32[N,5]",
+        r"does not take x:float32\[N,5\] .*N=2\): RuntimeError: .*mat1",
+        "",
+    ),
+    "an image": (  # at small sizes it would fail for another reason: a kernel too large
+        NETWORK,
+        "x:float32[N,3,H,W]",
+        r"tried N=2, H=64, W=96\): RuntimeError: .*mat1 and mat2",
+        "",
+    ),
+    "a fixed axis": (
+        Function(lambda x: x.reshape(2, 4)),
+        "x:float32[N,4]",
+        "axis N is not dynamic in this model.*size of 2",
+        "fixed size",
+    ),
+    "an error of the user's own": (Function(fails), "x:float32[N]", "OddError: first$", ""),
+    "one more": (
+        Takes(),
+        "x:float32[N,4] y:float32[N,4]",
+        "the model does not take",
+        "the model's forward takes: x",
+    ),
+    "one less": (
+        TakesTwo(),
+        "x:int64[N,4]",
+        "missing 1 required .*argument: 'mask'",
+        "",
+    ),
+    "no batch": (
+        Takes(),
+        "x:float32[3]",
+        "the model does not take",
+        "its batch axis is missing: 'x:float32[N,3]'",
+    ),
+    "nothing to advise": (Takes(), "x:float32[N,3]", "the model does not take", "None"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(case: str) -> None:
+    module, inputs, reason, hint = REFUSED[case]
+    with pytest.raises(BadInput, match=reason) as caught:
+        described(module, *inputs.split())
+    assert hint in str(caught.value.hint)
 
 
 # --- inputs ---
 
-ARCH = """
-import torch
-class Base(torch.nn.Module):
-    def __init__(self):
+
+class Named(torch.nn.Module):
+    def forward(self, ids: Any, mask: Any = None, *, scale: Any) -> Any:
+        return {"ids": ids * 1, "masked": mask & True, "scaled": scale * 2}
+
+
+class Placed(torch.nn.Module):
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        return input_ids * 2, attention_mask * 3
+
+
+class Cached(torch.nn.Module):
+    def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
-class Named(Base):
-    def forward(self, ids, mask=None, *, scale):
-        return {"ids": ids * 1, "masked": mask & True, "scaled": scale * 2}
-class Placed(Base):
-    def forward(self, input_ids, attention_mask):
-        return input_ids * 2, attention_mask * 3
-class Config:
-    use_cache = True
-class Cached(Base):
-    def __init__(self):
-        super().__init__()
-        self.linear.config = Config()
-    def forward(self, x):
+        self.linear.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: Any) -> Any:
         return {"y": self.linear(x), "past": object() if self.linear.config.use_cache else None}
-"""
 
 
-def loaded(folder: Path, name: str, *inputs: str) -> Loaded:
-    (folder / "arch.py").write_text(ARCH, encoding="utf-8")
-    weights = {f"linear.{k}": v for k, v in torch.nn.Linear(4, 4).state_dict().items()}
-    torch.save(weights, folder / "m.pt")
-    arch = f"{folder}/arch.py:{name}"
-    return load_module(folder / "m.pt", arch=arch, inputs=[parse_spec(text) for text in inputs])
+def loaded(kind: type[torch.nn.Module], *inputs: str) -> Loaded:
+    return load_live(kind(), [parse_spec(text) for text in inputs])
 
 
-def test_inputs_named_as_forwards_parameters_go_in_by_keyword(tmp_path: Path) -> None:
+def test_inputs_named_as_forwards_parameters_go_in_by_keyword() -> None:
     """In any order, and to keyword-only parameters."""
-    found = loaded(tmp_path, "Named", "scale:float32[N]", "mask:bool[N,T]", "ids:int64[N,T]")
+    found = loaded(Named, "scale:float32[N]", "mask:bool[N,T]", "ids:int64[N,T]")
     assert [str(spec) for spec in found.outputs] == [
         "ids_2:int64[N,T]",
         "masked:bool[N,T]",
@@ -281,64 +302,74 @@ def test_inputs_named_as_forwards_parameters_go_in_by_keyword(tmp_path: Path) ->
     assert found.notes == ()
 
 
-def test_inputs_of_other_names_go_in_by_position(tmp_path: Path) -> None:
-    found = loaded(tmp_path, "Placed", "a:int64[N,T]", "b:int64[N,T]")
+def test_inputs_of_other_names_go_in_by_position() -> None:
+    found = loaded(Placed, "a:int64[N,T]", "b:int64[N,T]")
     first, second = found.module(torch.ones(1, 1), torch.ones(1, 1))
     assert (first.item(), second.item()) == (2, 3)
     assert found.notes == ()
-
-
-def test_names_that_match_in_part_go_in_by_position_with_a_note(tmp_path: Path) -> None:
-    found = loaded(tmp_path, "Placed", "attention_mask:int64[N,T]", "ids:int64[N,T]")
+    assert list(inspect.signature(found.module.forward).parameters) == ["input_0", "input_1"]
+    found = loaded(Placed, "attention_mask:int64[N,T]", "ids:int64[N,T]")
     assert found.notes == (
         "inputs go in by position: attention_mask, ids as input_ids, attention_mask",
     )
 
 
-def test_an_argument_that_no_input_fills_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"missing 1 required .*argument: 'attention_mask'"):
-        loaded(tmp_path, "Placed", "input_ids:int64[N,T]")
-
-
-def test_a_cache_for_generation_is_switched_off_with_a_note(tmp_path: Path) -> None:
-    found = loaded(tmp_path, "Cached", "x:float32[N,4]")
+def test_a_cache_for_generation_is_switched_off_with_a_note() -> None:
+    found = loaded(Cached, "x:float32[N,4]")
     assert [str(spec) for spec in found.outputs] == ["y:float32[N,4]"]
     assert found.notes == ("switched use_cache off in the model's config",)
 
 
-def test_exporters_see_one_parameter_for_each_input(tmp_path: Path) -> None:
-    found = loaded(tmp_path, "Placed", "a:int64[N,T]", "b:int64[N,T]")
-    assert list(inspect.signature(found.module.forward).parameters) == ["input_0", "input_1"]
-    sizes = {0: torch.export.Dim("N"), 1: torch.export.Dim("T")}
-    ids = torch.ones(3, 5, dtype=torch.int64)
-    program = torch.export.export(found.module, (ids, ids), dynamic_shapes=(sizes, sizes))
-    assert program.module()(ids[:2], ids[:2])[0].shape == (2, 5)
+# --- operators of libraries that are not here ---
+
+SAID = {
+    "operator torchvision::nms does not exist": "torchvision::nms",
+    "Unknown builtin op: torchvision::nms.\nCould not find any": "torchvision::nms",
+    "Could not run 'mine::op' with arguments from the 'CPU' backend": "mine::op",
+    "Couldn't load custom C++ ops. This can happen if": "torchvision::nms",
+    "mat1 and mat2 shapes cannot be multiplied": None,
+}
 
 
-@pytest.mark.parametrize(
-    ("specs", "hint"),
-    [
-        (["x:float32[N,4]", "y:float32[N,4]"], "the model's forward takes: x"),
-        (["x:float32[3]"], "its batch axis is missing: 'x:float32[N,3]'"),
-        (["x:float32[N,3]"], None),
-    ],
-)
-def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(
-    specs: list[str], hint: str | None
-) -> None:
-    class Takes(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.reshape(-1, 4)
-
-    module, inputs = Takes(), [parse_spec(text) for text in specs]
-    adapter = adapt(module, binding(module, [spec.name for spec in inputs])[0], len(inputs))
-    with pytest.raises(BadInput, match="the model does not take") as caught:
-        describe("m", adapter, inputs, Example())
-    assert (hint in str(caught.value.hint)) if hint else caught.value.hint is None
+@pytest.mark.parametrize("said", SAID)
+def test_an_absent_operator_is_read_off_what_torch_says(said: str) -> None:
+    outer = ValueError("cannot load")
+    outer.__cause__ = RuntimeError(said)
+    assert absent(RuntimeError(said)) == absent(outer) == SAID[said]
 
 
-def test_steps_in_front_of_the_batch_have_a_least_size() -> None:
-    inputs = [parse_spec("x:float32[T,N,4]")]
-    module = Function(lambda x: x.unfold(0, 3, 1))
-    adapter = adapt(module, binding(module, ["x"])[0], 1)
-    assert describe("m", adapter, inputs, Example()).limits == {"T": (3, None)}
+class Asks:
+    """A pickle of it raises what a library raises whose operators are not there."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, ("raise RuntimeError('operator mine::op does not exist')",)
+
+
+def test_a_file_or_model_that_lacks_an_operator_names_it(tmp_path: Path) -> None:
+    (tmp_path / "m.pt").write_bytes(pickle.dumps(Asks()))
+    says = r"m\.pt: needs the operator mine::op of the library mine"
+    with pytest.raises(BadInput, match=says) as caught:
+        load_module(tmp_path / "m.pt", inputs=[parse_spec("x:float32[N,3]")], allow_pickle=True)
+    assert "install mine" in str(caught.value.hint)
+    library = torch.library.Library("deploykit_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    module = Function(lambda x: torch.ops.deploykit_test.twice(x))
+    with pytest.raises(BadInput, match="the operator deploykit_test::twice of the library"):
+        described(module, "x:float32[N,3]")
+    with pytest.raises(BadInput, match="the operator deploykit_test::twice"), module_errors("m"):
+        module(torch.zeros(1, 3))
+
+
+def test_what_lacks_torchvision_runs_again_and_all_else_does_not() -> None:
+    runs: list[str] = []
+
+    def first_fails(said: str) -> int:
+        runs.append(said)
+        if len(runs) == 1:
+            raise RuntimeError(said)
+        return len(runs)
+
+    assert with_torchvision(lambda: first_fails("operator torchvision::nms does not exist")) == 2
+    runs.clear()
+    with pytest.raises(RuntimeError, match="mine"):
+        with_torchvision(lambda: first_fails("operator mine::op does not exist"))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput, NotFound  # noqa: E402
@@ -28,12 +27,17 @@ def models() -> Any:
     return presets._torchvision()
 
 
-@pytest.mark.parametrize("arch", ["squeezenet1_1", "torchvision.models:squeezenet1_1"])
+@pytest.mark.parametrize("arch", ["shufflenet_v2_x0_5", "torchvision.models:shufflenet_v2_x0_5"])
 def test_a_name_of_torchvisions_is_enough(models: Any, arch: str, tmp_path: Path) -> None:
-    torch.save(models.squeezenet1_1(weights=None).state_dict(), tmp_path / "w.pth")
-    loaded = load_module(tmp_path / "w.pth", arch=arch)
-    assert [str(spec) for spec in loaded.inputs] == ["image:float32[N,3,224,224]"]
-    found = loaded.preset
+    """Built with the classes of its weights, however they are wrapped."""
+    weights = models.shufflenet_v2_x0_5(weights=None, num_classes=7).state_dict()
+    for front in ("", "_orig_mod.module."):
+        torch.save({front + key: value for key, value in weights.items()}, tmp_path / "w.pth")
+        loaded = load_module(tmp_path / "w.pth", arch=arch)
+        assert [str(spec) for spec in loaded.inputs] == ["image:float32[N,3,224,224]"]
+        assert [spec.shape for spec in loaded.outputs] == [("N", 7)]
+    torch.save(models.shufflenet_v2_x0_5(weights=None).state_dict(), tmp_path / "w.pth")
+    found = load_module(tmp_path / "w.pth", arch=arch).preset
     assert found is not None
     assert found.image == ImageInput("image", 224, 224, "shortest-edge", 256)
     assert found.preprocess.mean == (0.485, 0.456, 0.406)
@@ -45,38 +49,19 @@ def test_weights_that_torchvision_published_are_known_by_their_hash(
     models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """resnet50-0676ba61.pth is IMAGENET1K_V1, whose images are resized to 256, not 232."""
-    path = tmp_path / "w.pth"
+    path, module = tmp_path / "w.pth", torch.nn.Identity()
     path.write_bytes(b"weights")
-    module = models.resnet50(weights=None)
-    newest = presets.preset_of(module, "resnet50", path)
-    monkeypatch.setattr(presets, "sha256", lambda _path: "0676ba61" + 56 * "0")
-    first = presets.preset_of(module, "resnet50", path)
-    assert newest is not None
-    assert first is not None
+
+    def preset(arch: str, sha256: str) -> Any:
+        monkeypatch.setattr(presets, "sha256", lambda _path: sha256 + 56 * "0")
+        return presets.preset_of(module, arch, path)
+
+    newest, first = preset("resnet50", "00000000"), preset("resnet50", "0676ba61")
     assert (newest.image.resize_to, first.image.resize_to) == (232, 256)
     assert first.source == "torchvision's weights ResNet50_Weights.IMAGENET1K_V1"
     assert newest.source.startswith("the assumption that all is as for ResNet50_Weights.IMAGENET")
-
-
-def test_weights_without_labels_are_known_too(
-    models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """VGG16_Weights.IMAGENET1K_FEATURES, for detectors: its metadata has None for the labels."""
-    (tmp_path / "w.pth").write_bytes(b"weights")
-    monkeypatch.setattr(presets, "sha256", lambda _path: "amdegroot"[:8] + 56 * "0")
-    found = presets.preset_of(torch.nn.Identity(), "vgg16", tmp_path / "w.pth")
-    assert found is not None
+    found = preset("vgg16", "amdegroot"[:8])  # for detectors: None for the labels
     assert (found.labels, found.source[-8:]) == ((), "FEATURES")
-
-
-@pytest.mark.parametrize("front", ["", "module.", "_orig_mod.module."])
-def test_a_model_is_built_with_the_classes_of_its_weights(
-    models: Any, tmp_path: Path, front: str
-) -> None:
-    weights = models.shufflenet_v2_x0_5(weights=None, num_classes=7).state_dict()
-    torch.save({front + key: value for key, value in weights.items()}, tmp_path / "w")
-    loaded = load_module(tmp_path / "w", arch="shufflenet_v2_x0_5")
-    assert [spec.shape for spec in loaded.outputs] == [("N", 7)]
 
 
 def test_the_auxiliary_outputs_of_wrapped_weights_are_built_too(models: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,17 @@ needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.artefact import Artefact  # noqa: E402
-from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
 from deploykit.engines.tasks.engine import TaskEngine  # noqa: E402
 from deploykit.engines.torch import presets  # noqa: E402
+from deploykit.engines.torch.files import with_torchvision  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 SPEC = ["image:float32[N,3,8,12]"]
 NORMALISE = "mean = [0.4, 0.5, 0.6]\nstd = [0.2, 0.25, 0.3]\n"
 MEAN, STD = np.array([0.4, 0.5, 0.6]), np.array([0.2, 0.25, 0.3])
+FIVE = ("cat", "dog", "ant hill", "crane", "crane")
 
 
 class Classifier(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
@@ -36,13 +39,13 @@ class Classifier(torch.nn.Module):  # type: ignore[misc, name-defined] # torch m
         self.conv = torch.nn.Conv2d(3, 4, 3, padding=1)
         self.head = torch.nn.Linear(4, 5)
 
-    def forward(self, image: Any) -> dict[str, Any]:
+    def forward(self, image: Any) -> Any:
         features = torch.relu(self.conv(image)).mean(dim=(2, 3))
         return {"features": features, "logits": 4 * self.head(features)}
 
 
-def built(kind: type[Any], seed: int = 0) -> Any:
-    torch.manual_seed(seed)
+def built(kind: type[Any]) -> Any:
+    torch.manual_seed(0)
     return kind().eval()
 
 
@@ -50,51 +53,59 @@ def pixels(rows: int, height: int = 8, width: int = 12) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (rows, height, width, 3), dtype=np.uint8)
 
 
-def normalised(images: np.ndarray, mean: np.ndarray = MEAN, std: np.ndarray = STD) -> Any:
+def normalised(images: np.ndarray) -> Any:
     """What the documentation promises of `preprocess`, in numpy."""
-    return torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
+    return torch.from_numpy(((images / 255 - MEAN) / STD).transpose(0, 3, 1, 2)).float()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("task")
-    (found / "p.toml").write_text(NORMALISE + 'resize = "letterbox"\npadding = 7\n')
-    (found / "labels.txt").write_text("cat\ndog\nant hill\ncrane\ncrane\n")
+def exported(model: Any, folder: Path, rule: str = "", **given: Any) -> Any:
+    """With the normalisation above, and a `rule` of how an image is placed."""
+    (folder / "p.toml").write_text(NORMALISE + rule)
+    usual = {"inputs": SPEC, "preprocess": str(folder / "p.toml"), "task": "classify"}
+    return dk.export(model, out=folder / "m.onnx", **{**usual, **given})
+
+
+def answered(made: Any, images: np.ndarray) -> np.ndarray:
+    with dk.load(made.path, "cpu") as engine:
+        (found,) = engine({engine.inputs[0].name: images}).values()
     return found
 
 
 @pytest.fixture(scope="module")
-def classifier(folder: Path) -> Any:
-    return dk.export(
-        built(Classifier),
-        out=folder / "c.onnx",
-        inputs=SPEC,
-        preprocess=str(folder / "p.toml"),
-        task="classify",
-        labels=folder / "labels.txt",
-    )
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("task")
+    (folder / "labels.txt").write_text("\n".join(FIVE) + "\n")
+    rule = 'resize = "letterbox"\npadding = 7\n'
+    return exported(built(Classifier), folder, rule, labels=folder / "labels.txt")
 
 
 def test_a_classifier_answers_with_the_probabilities_that_pytorch_gives(classifier: Any) -> None:
     images = pixels(3)
     with torch.inference_mode():
         expected = built(Classifier)(normalised(images))["logits"].softmax(1).numpy()
-    with dk.load(classifier.path, "cpu") as engine:
-        assert [str(spec) for spec in engine.outputs] == ["scores:float32[N,5]"]
-        np.testing.assert_allclose(engine({"image": images})["scores"], expected, atol=2e-6)
+    np.testing.assert_allclose(answered(classifier, images), expected, atol=2e-6)
+    assert [str(spec) for spec in classifier.manifest.outputs] == ["scores:float32[N,5]"]
     assert classifier.parity.passed
     assert any("left out: the outputs features" in note for note in classifier.notes)
 
 
-def test_the_manifest_says_what_the_model_takes_and_answers(classifier: Any) -> None:
-    found = Artefact(classifier.path).manifest
-    assert found is not None
-    assert found.task == Task(
+def test_what_is_made_of_a_model_keeps_its_task(classifier: Any, tmp_path: Path) -> None:
+    task = Task(
         "classify",
         TaskOutputs(scores="scores"),
         image=ImageInput("image", 8, 12, "letterbox", padding=7),
-        labels=("cat", "dog", "ant hill", "crane", "crane"),
+        labels=FIVE,
     )
+    np.savez(tmp_path / "calib.npz", image=pixels(16))
+    more = {"calib": tmp_path / "calib.npz", "runtime": "onnxruntime"}
+    for made in (
+        classifier,
+        dk.quantize(classifier.path, "int8", out=tmp_path / "q.onnx", **more),
+        dk.build(classifier.path, "cpu", out=tmp_path / "b.onnx"),
+    ):
+        found = Artefact(made.path).manifest
+        assert found is not None
+        assert found.task == task
 
 
 def test_bare_weights_are_not_compared_with_a_file_that_has_a_task(
@@ -102,88 +113,166 @@ def test_bare_weights_are_not_compared_with_a_file_that_has_a_task(
 ) -> None:
     """One answers with probabilities, the other with logits."""
     torch.save(built(Classifier).state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(BadInput, match=r"c\.onnx: has a task") as refused:
+    with pytest.raises(dk.BadInput, match=r"m\.onnx: has a task") as refused:
         dk.compare(tmp_path / "weights.pt", classifier.path, arch="tests.nothing:asked")
     assert str(refused.value.hint).endswith(f"deploykit compare {classifier.path}")
 
 
-def test_the_task_survives_quantize_and_build(classifier: Any, folder: Path) -> None:
-    task = classifier.manifest.task
-    calib = folder / "calib.npz"
-    np.savez(calib, image=pixels(16))
-    for made in (
-        dk.quantize(
-            classifier.path, "int8", out=folder / "q.onnx", calib=calib, runtime="onnxruntime"
-        ),
-        dk.build(classifier.path, "cpu", out=folder / "b.onnx"),
-    ):
-        found = Artefact(made.path).manifest
-        assert found is not None
-        assert found.task == task
-
-
-def test_the_user_states_labels_in_python_and_without_any_they_are_indices(folder: Path) -> None:
-    given: dict[str, Any] = {"inputs": SPEC, "preprocess": "imagenet", "task": "classify"}
-    named = dk.export(built(Classifier), out=folder / "n.onnx", labels=list("abcde"), **given)
-    task = named.manifest.task
-    assert task is not None
-    assert task.label(4) == "e"
+def test_labels_may_have_the_joiners_that_scripts_and_emoji_need(tmp_path: Path) -> None:
+    """Persian's "books", and a woman who is a firefighter."""
+    labels = ["کتاب\u200cها", "👩\u200d🚒", "c", "d", "e"]
+    made = exported(built(Classifier), tmp_path, labels=labels, preprocess="imagenet")
+    task = made.manifest.task
+    assert task.labels == tuple(labels)
     assert task.image == ImageInput("image", 8, 12, "shortest-edge", 12)
+
+
+# --- refused ---
+
+
+class Answers(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
+    """Returns random numbers of the image in outputs of these names and shapes."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shapes = shapes
+        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+        layers = {name: torch.nn.Linear(3, size) for name, size in sizes.items()}
+        self.layers = torch.nn.ModuleDict(layers)
+
+    def forward(self, image: Any) -> Any:
+        colour = image.mean(dim=(2, 3))
+        found = {
+            name: self.layers[name](colour).reshape(-1, *shape)
+            for name, shape in self.shapes.items()
+        }
+        return found if "unnamed" not in found else tuple(found.values())
 
 
 class Conditional(Classifier):
     """Takes a second tensor, which no client of a task has."""
 
-    def forward(self, image: Any, bias: Any) -> dict[str, Any]:
-        found = super().forward(image)
-        return {**found, "logits": found["logits"] + bias}
+    def forward(self, image: Any, bias: Any) -> Any:
+        return {"logits": super().forward(image)["logits"] + bias}
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "too few labels": ({"labels": ["a", "b"]}, "holds 2 labels, the model has 5 classes"),
-    "unknown": ({"task": "caption"}, "`task` caption: unknown"),
-    "labels alone": ({"task": None, "labels": list("abcde")}, "`labels` needs `task`"),
-    "threshold": ({"task": "detect", "threshold": 1.5}, "`threshold` must be from 0 to 1, got 1.5"),
-    "iou": ({"task": "detect", "iou": float("nan")}, "`iou` must be from 0 to 1, got nan"),
-    "boxes": ({"task": "detect", "boxes": 0}, "`boxes` must be from 1 to 3840, got 0"),
-    "tokenizer": ({"tokenizer": "t.json"}, "`tokenizer` does not go with `task` classify"),
-    "length": (
-        {"task": "embed", "max_length": 9},
-        "`max_length` is for a text, and the model takes an image",
-    ),
-    "batch": ({"batch": 4}, "`task`: the batch is a single item, or of any size"),
-    "rows": ({"inputs": ["image:float32[4,3,8,12]"]}, "`task`: the batch is a single item, or"),
-    "iou of a classifier": ({"iou": 0.5}, "`iou` does not go with `task` classify"),
-    "detect": ({"task": "detect"}, "`task` detect does not fit the model: its outputs are"),
-    "segment": ({"task": "segment"}, "`task` segment does not fit the model: its outputs are"),
-    "text": ({"task": "text-classify", "preprocess": None}, "no input holds token ids"),
-    "no preprocess": ({"preprocess": None}, "nothing says how the pixels are normalised"),
-    "labels of embed": ({"task": "embed", "labels": ["a"]}, "`labels` does not go with"),
-    "any size": ({"inputs": ["image:float32[N,3,H,W]"]}, "has no fixed height and width"),
-    "any height": (
-        {"inputs": ["image:float32[N,3,H,8]"], "task": "segment"},
-        "has no fixed height and width",
-    ),
-    "any ratio": (
-        {"inputs": ["image:float32[N,3,H,W]"], "task": "segment"},
-        "nothing says how large an image of any ratio is made",
-    ),
+SIDE = 32
+SMALL: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+    "image_size": [SIDE, SIDE],
+    "patch_size": 8,
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+def of_transformers(name: str, **settings: Any) -> Any:
+    needs("transformers")
+    import transformers
+
+    torch.manual_seed(0)
+    kind = with_torchvision(lambda: getattr(transformers, name))
+    return kind(kind.config_class(**{**SMALL, **settings})).eval()
+
+
+def pose() -> Any:
+    needs("transformers")
+    import transformers
+
+    body = transformers.VitPoseBackboneConfig(**{**SMALL, "patch_size": [8, 8]}, out_indices=[1])
+    kind = with_torchvision(lambda: transformers.VitPoseForPoseEstimation)
+    return kind(transformers.VitPoseConfig(backbone_config=body)).eval()
+
+
+def classifies() -> Any:
+    return built(Classifier)
+
+
+Q, FIT = 20, "does not fit"
+DETR: dict[str, tuple[int, ...]] = {"logits": (Q, 92), "pred_boxes": (Q, 4)}
+MASKS = {"class_queries_logits": (Q, 5), "masks_queries_logits": (Q, 8, 8)}
+DETECT, SEGMENT, EMBED = ({"task": task} for task in ("detect", "segment", "embed"))
+SQUARE = {"inputs": [f"image:float32[N,3,{SIDE},{SIDE}]"]}
+FREE = {"inputs": ["image:float32[N,3,H,W]"]}
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "too few labels": (classifies, {"labels": ["a", "b"]}, "holds 2 labels, the model has 5 class"),
+    "unknown": (classifies, {"task": "caption"}, "`task` caption: unknown"),
+    "labels alone": (classifies, {"task": None, "labels": FIVE}, "`labels` needs `task`"),
+    "threshold": (
+        classifies,
+        DETECT | {"threshold": 1.5},
+        "`threshold` must be from 0 to 1, got 1",
+    ),
+    "iou": (classifies, DETECT | {"iou": float("nan")}, "`iou` must be from 0 to 1, got nan"),
+    "boxes": (classifies, DETECT | {"boxes": 0}, "`boxes` must be from 1 to 3840, got 0"),
+    "tokenizer": (classifies, {"tokenizer": "t.json"}, "`tokenizer` does not go with `task` class"),
+    "length": (
+        classifies,
+        EMBED | {"max_length": 9},
+        "`max_length` is for a text, and the model takes an image",
+    ),
+    "batch": (classifies, {"batch": 4}, "`task`: the batch is a single item, or of any size"),
+    "text": (
+        classifies,
+        {"task": "text-classify", "preprocess": None},
+        "no input holds token ids",
+    ),
+    "no preprocess": (classifies, {"preprocess": None}, "nothing says how the pixels are normal"),
+    "any size": (classifies, FREE, "has no fixed height and width"),
+    "any ratio": (
+        classifies,
+        SEGMENT | FREE,
+        "nothing says how large an image of any ratio is made",
+    ),
+    "a second input": (
+        lambda: built(Conditional),
+        {"inputs": [*SPEC, "bias:float32[N,5]"]},
+        "classify is for one image; .*, bias:float32",
+    ),
+    "detr": (lambda: Answers(**DETR), DETECT, f"{FIT}.*logits:float32\\[N,20,92\\], pred_boxes"),
+    "detr as a tuple": (lambda: Answers(unnamed=(Q, 92), b=(Q, 4)), DETECT, f"{FIT}.*output_1"),
+    "many outputs": (
+        lambda: Answers(**{f"map_{number}": (Q, 92) for number in range(9)}),
+        DETECT,
+        r"map_5:float32\[N,20,92\] and 3 more .*wrap the model in a module that returns this alone",
+    ),
+    "yolos": (
+        lambda: of_transformers("YolosForObjectDetection", num_detection_tokens=Q),
+        DETECT | SQUARE,
+        f"{FIT} transformers' YolosForObjectDetection: .*pred_boxes",
+    ),
+    "one output of transformers": (
+        lambda: of_transformers("ViTForMaskedImageModeling", encoder_stride=8).vit,
+        DETECT | SQUARE,
+        f"{FIT} transformers' ViTModel: its outputs are last_hidden_state",
+    ),
+    "masks of queries": (lambda: Answers(**MASKS), SEGMENT, f"{FIT}.*masks_queries_logits:float32"),
+    "pose": (
+        pose,
+        SEGMENT | SQUARE,
+        f"{FIT} transformers' VitPoseForPoseEstimation: its outputs are heatmaps",
+    ),
+    "features as scores": (
+        lambda: of_transformers("ViTModel"),
+        SQUARE,
+        f"{FIT}.*pooler_output",
+    ),
+    "age and sex": (lambda: Answers(age=(9,), sex=(2,)), {}, f"{FIT}.*age:float32.*sex"),
+    "boxes as a vector": (lambda: Answers(boxes=(4,), pose=(9,)), EMBED, f"{FIT}.*pose:float"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_named_before_the_export(case: str, tmp_path: Path) -> None:
-    given, reason = WRONG[case]
-    usual = {"inputs": SPEC, "preprocess": "imagenet", "task": "classify"}
-    with pytest.raises(dk.BadInput, match=reason.replace("[", r"\[")):
-        dk.export(built(Classifier), out=tmp_path / "m.onnx", **{**usual, **given})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_input_is_refused_before_the_export(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"inputs": [*SPEC, "bias:float32[N,5]"], "preprocess": "imagenet"}
-    with pytest.raises(dk.BadInput, match=r"classify is for one image; .*, bias:float32"):
-        dk.export(built(Conditional), out=tmp_path / "m.onnx", task="classify", **given)
+    build, given, reason = REFUSED[case]
+    with pytest.raises(dk.BadInput) as caught:
+        exported(build(), tmp_path, **given)
+    found = caught.value
+    said = f"{found.message} {found.hint}" if "wrap" in reason else found.message
+    assert re.search(reason, said)
+    assert FIT not in reason or f"{given.get('task', 'classify')} " in str(found.hint)
+    assert [file.name for file in tmp_path.iterdir()] == ["p.toml"]
 
 
 @pytest.mark.parametrize(
@@ -202,19 +291,87 @@ def test_a_labels_file_that_is_none_is_refused_by_name(
     path = tmp_path / "labels.txt"
     path.write_bytes(content)
     with pytest.raises(dk.BadInput, match=reason) as caught:
-        dk.export(
-            built(Classifier), out=tmp_path / "m.onnx", inputs=SPEC, task="classify", labels=path
-        )
+        exported(built(Classifier), tmp_path, labels=path)
     assert str(path) in caught.value.message
 
 
-def test_labels_may_have_the_joiners_that_scripts_and_emoji_need(tmp_path: Path) -> None:
-    """Persian's "books", and a woman who is a firefighter."""
-    (tmp_path / "labels.txt").write_text("کتاب\u200cها\n👩\u200d🚒\nc\nd\ne\n")
-    given: dict[str, Any] = {"task": "classify", "labels": tmp_path / "labels.txt"}
-    usual = {"inputs": SPEC, "preprocess": "imagenet", "out": tmp_path / "m.onnx"}
-    found = dk.export(built(Classifier), **usual, **given).manifest.task.labels
-    assert found == ("کتاب\u200cها", "👩\u200d🚒", "c", "d", "e")
+# --- heads ---
+
+
+class Vectors(Classifier):
+    def forward(self, image: Any) -> Any:
+        return super().forward(image)["features"][:, :, None, None]
+
+
+class Softmax(Classifier):
+    def forward(self, image: Any) -> Any:
+        return super().forward(image)["logits"].softmax(1)
+
+
+class Sigmoid(Classifier):
+    def forward(self, image: Any) -> Any:
+        return super().forward(image)["logits"].sigmoid()[:, :, None, None]
+
+
+class NoSigmoidAtTheEnd(Classifier):
+    def forward(self, image: Any) -> Any:
+        return super().forward(image)["logits"].sigmoid() * 4
+
+
+def normalise(found: Any) -> Any:
+    return torch.nn.functional.normalize(found.flatten(1), dim=1)
+
+
+HEADS: dict[str, tuple[Callable[[], Any], str, Callable[[Any], Any], str]] = {
+    "an embedding": (lambda: built(Vectors), "embed", normalise, ""),
+    "softmax": (lambda: built(Softmax), "classify", lambda found: found, ""),
+    "sigmoid": (lambda: built(Sigmoid), "classify", lambda found: found.flatten(1), ""),
+    "no sigmoid at the end": (
+        lambda: built(NoSigmoidAtTheEnd),
+        "classify",
+        lambda found: found.softmax(1),
+        "",
+    ),
+    "pooled vector": (
+        lambda: of_transformers("ViTModel"),
+        "embed",
+        lambda found: normalise(found.pooler_output),
+        "last_hidden_state",
+    ),
+    "distilled classifier": (
+        lambda: of_transformers("DeiTForImageClassificationWithTeacher", num_labels=5),
+        "classify",
+        lambda found: found.logits.softmax(1),
+        "cls_logits, distillation_logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_that_is_known_answers_as_the_model_does(case: str, tmp_path: Path) -> None:
+    build, task, expected, others = HEADS[case]
+    side = SIDE if others else None
+    given = SQUARE if others else {}
+    made = exported(build(), tmp_path, task=task, **given)
+    assert not others or f"left out: the outputs {others}" in made.notes
+    images = pixels(3, side or 8, side or 12)
+    with torch.inference_mode():
+        wanted = expected(build()(normalised(images))).numpy()
+    np.testing.assert_allclose(answered(made, images), wanted, atol=2e-6)
+
+
+def test_the_scores_of_a_known_classifier_are_named_as_a_poor_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presets, "_timm_labels", lambda _module: tuple("abcde"))
+    model = built(Classifier)
+    given = {"mean": MEAN.tolist(), "std": STD.tolist(), "input_size": (3, 8, 12), "crop_pct": 0.6}
+    model.pretrained_cfg = {**given, "num_classes": 5}
+    notes = dk.export(model, out=tmp_path / "e.onnx", task="embed").notes
+    assert any("embedding is a classifier's scores" in note for note in notes), notes
+
+
+# --- segmentation ---
 
 
 class Segments(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
@@ -224,25 +381,9 @@ class Segments(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may
         super().__init__()
         self.conv = torch.nn.Conv2d(3, 3, 2, stride=2)
 
-    def forward(self, image: Any) -> dict[str, Any]:
+    def forward(self, image: Any) -> Any:
         found = self.conv(image)
         return {"out": found, "aux": found + 1}
-
-
-def test_a_segmentation_answers_the_class_of_each_pixel(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"inputs": SPEC, "preprocess": "imagenet", "labels": ["a", "b", "c"]}
-    made = dk.export(built(Segments), out=tmp_path / "s.onnx", task="segment", **given)
-    assert [str(spec) for spec in made.manifest.outputs] == ["mask:int32[N,8,12]"]
-    images = pixels(3)
-    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    with torch.inference_mode():
-        scores = built(Segments)(normalised(images, mean, std))["out"]
-        grown = torch.nn.functional.interpolate(scores, (8, 12), mode="bilinear")
-    with dk.load(made.path, "cpu") as engine:
-        mask = engine({"image": images})["mask"]
-    assert (mask == grown.argmax(1).numpy()).mean() > 0.99
-    assert {row.output for row in made.parity.rows} == {"pixel_scores", "mask"}
-    assert made.manifest.task.outputs == TaskOutputs(mask="mask")
 
 
 class SkipConnection(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
@@ -267,48 +408,55 @@ class Whole(SkipConnection):
         return image + torch.nn.functional.interpolate(deep, scale_factor=2)
 
 
+def classes_of(kind: type[Any], images: np.ndarray) -> np.ndarray:
+    """PyTorch's class of each pixel."""
+    with torch.inference_mode():
+        scores = built(kind)(normalised(images))
+    scores = scores["out"] if isinstance(scores, dict) else scores
+    resize = torch.nn.functional.interpolate
+    return resize(scores, images.shape[1:3], mode="bilinear").argmax(1).numpy()
+
+
+def test_a_segmentation_answers_the_class_of_each_pixel(tmp_path: Path) -> None:
+    made = exported(built(Segments), tmp_path, task="segment", labels=["a", "b", "c"])
+    assert [str(spec) for spec in made.manifest.outputs] == ["mask:int32[N,8,12]"]
+    assert (answered(made, pixels(3)) == classes_of(Segments, pixels(3))).mean() > 0.99
+    assert {row.output for row in made.parity.rows} == {"pixel_scores", "mask"}
+    assert made.manifest.task.outputs == TaskOutputs(mask="mask")
+
+
 @pytest.mark.parametrize(
     ("kind", "multiple"),
-    [(Segments, 1), (SkipConnection, 4), pytest.param(Whole, 2, marks=only_in_a_campaign)],
+    [
+        (SkipConnection, 4),
+        pytest.param(Segments, 1, marks=only_in_a_campaign),
+        pytest.param(Whole, 2, marks=only_in_a_campaign),
+    ],
 )
 def test_a_segmentation_of_any_ratio_sees_the_whole_image(
     kind: type[Any], multiple: int, tmp_path: Path
 ) -> None:
     """Resized to 22 pixels of the shorter side, padded, and the mask cropped: as in PyTorch."""
     image = pytest.importorskip("PIL.Image")
-    (tmp_path / "p.toml").write_text(
-        NORMALISE + 'resize = "shortest-edge"\nresize_to = 22\npadding = 9\n'
-    )
-    made = dk.export(
-        built(kind),
-        out=tmp_path / "s.onnx",
-        inputs=["image:float32[N,3,H,W]"],
-        preprocess=str(tmp_path / "p.toml"),
-        task="segment",
-    )
+    rule = 'resize = "shortest-edge"\nresize_to = 22\npadding = 9\n'
+    made = exported(built(kind), tmp_path, rule, task="segment", **FREE)
     task = made.manifest.task
     assert task.image.multiple == multiple
     side = -(-22 // multiple) * multiple
     assert dk.plan(made.path, profiles=["l4"]).axes == {"H": side, "W": side}
     assert [str(spec) for spec in made.manifest.outputs] == ["mask:int32[N,H,W]"]
     for width, height, size in ((44, 61, (22, 30)), (90, 44, (45, 22))):
-        pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        photo = image.fromarray(pixels)
+        photo = image.fromarray(pixels(1, height, width)[0])
         path = tmp_path / f"{width}.png"
         photo.save(path)
         seen = np.asarray(photo.resize(size, image.Resampling.BILINEAR))
         more = [(0, -side % multiple) for side in seen.shape[:2]]
         filled = np.pad(seen, [*more, (0, 0)], constant_values=9)
-        with torch.inference_mode():
-            scores = built(kind)(normalised(filled[None]))
-        scores = scores["out"] if isinstance(scores, dict) else scores
-        resize = torch.nn.functional.interpolate
-        mask = resize(scores, filled.shape[:2], mode="bilinear").argmax(1)[0].numpy()
         y, x = (
             ((np.arange(many) + 0.5) * seen.shape[axis] / many).astype(int)
             for axis, many in enumerate((height, width))
         )
-        expected = mask[y[:, None], x]
+        expected = classes_of(kind, filled[None])[0][y[:, None], x]
         with dk.load(made.path, "cpu") as engine:
             (found,) = TaskEngine(engine, task).predict([path.read_bytes()])
         assert (found["width"], found["height"]) == (width, height)
@@ -317,54 +465,3 @@ def test_a_segmentation_of_any_ratio_sees_the_whole_image(
         for index in range(3):
             assert abs(counts.get(index, 0) - int((expected == index).sum())) <= 2  # ties
         assert sum(counts.values()) == width * height
-
-
-def test_an_embedding_has_length_1(tmp_path: Path) -> None:
-    class Vectors(Classifier):
-        def forward(self, image: Any) -> Any:
-            return super().forward(image)["features"][:, :, None, None]
-
-    made = dk.export(
-        built(Vectors), out=tmp_path / "e.onnx", inputs=SPEC, preprocess="imagenet", task="embed"
-    )
-    with dk.load(made.path, "cpu") as engine:
-        found = engine({"image": pixels(3)})["embedding"]
-    assert found.shape == (3, 4)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-
-
-def test_the_scores_of_a_known_classifier_are_named_as_a_poor_embedding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(presets, "_timm_labels", lambda _module: tuple("abcde"))
-    model, given = (
-        built(Classifier),
-        {"mean": MEAN.tolist(), "std": STD.tolist(), "input_size": (3, 8, 12), "crop_pct": 0.6},
-    )
-    model.pretrained_cfg = {**given, "num_classes": 5}
-    notes = dk.export(model, out=tmp_path / "e.onnx", task="embed").notes
-    assert any("embedding is a classifier's scores" in note for note in notes), notes
-
-
-@pytest.mark.parametrize(
-    ("end", "whole"),
-    [
-        (lambda logits: logits.softmax(1), lambda found: found),
-        (lambda logits: logits.sigmoid()[:, :, None, None], lambda found: found.flatten(1)),
-        (lambda logits: logits.sigmoid() * 4, lambda found: found.softmax(1)),
-    ],
-    ids=["softmax", "sigmoid", "no sigmoid at the end"],
-)
-def test_probabilities_get_no_second_softmax(end: Any, whole: Any, tmp_path: Path) -> None:
-    class Done(Classifier):
-        def forward(self, image: Any) -> Any:
-            return end(super().forward(image)["logits"])
-
-    given: dict[str, Any] = {"inputs": SPEC, "preprocess": str(tmp_path / "p.toml")}
-    (tmp_path / "p.toml").write_text(NORMALISE)
-    made = dk.export(built(Done), out=tmp_path / "d.onnx", task="classify", **given)
-    with dk.load(made.path, "cpu") as engine:
-        found = engine({"image": pixels(3)})["scores"]
-    with torch.inference_mode():
-        expected = whole(built(Done)(normalised(pixels(3)))).numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from deploykit.building.tensorrt.options import ranges
-from deploykit.core.machine import this_machine
-from scripts.gpu import builds, leak, run, zoo
+from scripts.gpu import builds, leak, run
 from scripts.gpu.steps import PYTHON, ROOT, Result, Step, figures, run_step
 from scripts.nvidia import fetch
 from tests.support.campaign import only_in_a_campaign, rounds
-from tests.support.runtimes.cases import CASES, Case, plan_of, plan_options
-from tests.support.runtimes.gpu_machine import gpu_machine
+from tests.support.runtimes.cases import CASES, Case, plan_options
 
 MIB = leak.MIB
 
@@ -28,30 +26,6 @@ MIB = leak.MIB
 def step(code: str, *, limit_s: float = 60, title: str = "x", after: str = "") -> Step:
     command = [PYTHON, "-c", code]
     return Step("part", title, command, limit_s, after=after, refusal=1, measures=title == "x")
-
-
-@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
-def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.gpu.run", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert done.stderr == "no NVIDIA GPU here: nothing was run\n"
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_plan_is_built_once_for_all_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = tmp_path / "plans"
-    shared.mkdir()
-    monkeypatch.setenv("DEPLOYKIT_GPU_PLANS", str(shared))
-    with gpu_machine(tmp_path, monkeypatch, content=b"ftrtfirst"):
-        first = plan_of.__wrapped__(CASES[0].name)
-    with gpu_machine(tmp_path, monkeypatch, content=b"ftrtsecond"):  # of another process
-        assert plan_of.__wrapped__(CASES[0].name) == first
-        monkeypatch.delenv("DEPLOYKIT_GPU_PLANS")
-        assert plan_of.__wrapped__(CASES[0].name)[0] == b"ftrtsecond"
-    assert first[0] == b"ftrtfirst"
 
 
 @pytest.mark.parametrize(
@@ -75,13 +49,12 @@ def test_the_result_of_a_step_has_a_status(
     assert (tmp_path / "part-x.log").is_file()
 
 
-@pytest.mark.parametrize("own_session", [False, True])  # torchrun gives its processes their own
-def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path, own_session: bool) -> None:
-    """The grandchild holds the pipes open: were it alive, reading them would take its minute."""
+def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    """The grandchild, in a session of its own, holds the pipes open: reading takes its minute."""
     code = (
         "import subprocess, sys, time\n"
         "words = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
-        f"subprocess.Popen(words, start_new_session={own_session})\n"
+        "subprocess.Popen(words, start_new_session=True)\n"
         "print('{\"rows\": 1}'); print('{\"rows\": 2}')\n"
         "time.sleep(60)"
     )
@@ -89,6 +62,20 @@ def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path, own_sess
     assert (result.status, result.why) == ("failed", "killed after 3 s")
     assert result.figures == {"rows": 2}  # of the rows that it wrote until then
     assert result.seconds < 50
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 50
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_kill_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
@@ -122,20 +109,6 @@ def test_kill_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
     until(lambda: not any(alive(pid) for pid in pids) and not Path(folder).exists())
 
 
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 50
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_failure_is_recorded_and_the_other_steps_run(tmp_path: Path) -> None:
     steps = [
         step("raise SystemExit(2)", title="a"),
@@ -159,50 +132,23 @@ def test_figures_are_those_that_prove_something() -> None:
     assert figures("") == {}
 
 
-@pytest.mark.torch
-def test_every_precision_is_built_and_compared(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    found = list(zoo.steps(["lstm"], ["fp32", "int8"], tmp_path, ("", "")))
-    assert [each.title for each in found] == [
-        "lstm: make",
-        "lstm: export",
-        "lstm: build fp32",
-        "lstm: fp32: TensorRT against the CPU",
-        "lstm: fp32: ONNX Runtime CUDA against the CPU",
-        "lstm: quantize to int8",
-        "lstm: build int8",
-        "lstm: int8: TensorRT against the CPU",
-    ]
-    titles = {each.title for each in found}
-    assert {each.after for each in found} <= titles | {""}
-    build = next(each for each in found if each.title == "lstm: build fp32")
-    assert "T=1,24,64" in build.command
-    assert not any(each.skip for each in found)
-
-
 def planned(parts: Sequence[str], tmp_path: Path) -> list[Step]:
     return list(run.planned(parts, [], [], 10, tmp_path, tmp_path))
 
 
-def test_parts_are_run_in_the_order_in_which_they_are_named(tmp_path: Path) -> None:
-    found = planned(["leak", "probe", "cuda", "faults"], tmp_path)
-    assert [each.part for each in found] == [*["leak"] * 3, "probe", "cuda", "faults"]
-    assert run.RUNTIMES == ("onnxruntime-cuda", "torch-cuda", "tensorrt")
-
-
+@only_in_a_campaign
 @pytest.mark.torch
-@pytest.mark.parametrize("number", [pytest.param(0, marks=only_in_a_campaign), 1])
 def test_what_a_gpu_trains_first_is_trained_on_the_cpu(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setattr(run, "absent", lambda _runtime: "")
-    step = planned(["train"], tmp_path)[number]
+    step = planned(["train"], tmp_path)[1]
     here = ["cpu" if word == "cuda" else word for word in step.command]
     result = run_step(replace(step, command=here), 300, tmp_path)
     assert (result.status, result.why) == ("passed", "")
     assert result.figures["accuracy"] > 0.9
-    assert (tmp_path / f"trained-{number}.pt").is_file()
+    assert (tmp_path / "trained-1.pt").is_file()
 
 
 def test_every_suite_selects_tests_of_its_runtime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,41 +201,30 @@ def test_every_case_can_be_built_by_a_tensorrt(case: Case, tmp_path: Path) -> No
     }
 
 
-def test_faults_are_answered_on_our_own_cuda_driver(tmp_path: Path) -> None:
-    """All but what needs a kernel, and `fork`, which our driver takes no notice of."""
+@pytest.mark.parametrize("program", ["faults", "lock"])
+def test_faults_and_lock_run_on_our_own_cuda_driver(tmp_path: Path, program: str) -> None:
+    """All faults but what needs a kernel, and `fork`, which our driver takes no notice of."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     try:
         source = (ROOT / "tests/support/runtimes/fakecuda.c").read_text(encoding="utf-8")
         fetch.library(tmp_path / "libcuda.so.1", source)
     except fetch.Unobtainable as exc:
         pytest.skip(str(exc))
-    command = [PYTHON, "-m", "scripts.gpu.faults", "memory-full", "sigterm"]
+    words, small = {
+        "faults": (["memory-full", "sigterm"], {}),
+        "lock": ([], {"FAKECUDA_TOTAL": str(4 << 20), "FAKECUDA_WAIT_MS": "100"}),
+    }[program]
     done = subprocess.run(
-        command,
+        [PYTHON, "-m", f"scripts.gpu.{program}", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        env={**os.environ, **small, "LD_LIBRARY_PATH": str(tmp_path)},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert [each["ok"] for each in json.loads(done.stdout).values()] == [True] * 2
-
-
-@pytest.mark.parametrize(
-    ("looks", "grown"),
-    [
-        ([5, 6, 7, 7, 7], 0),
-        ([5, 6, 7, 8, 9], 2),
-        ([9, 5, 5, 5, 5], 0),
-        ([5, 6, 7], None),
-        ([5, None, 7, 8], None),
-    ],
-)
-def test_growth_counts_from_the_top_of_the_warm_up(
-    looks: list[int | None], grown: int | None
-) -> None:
-    assert leak.growth(looks) == grown
+    if words:
+        assert [each["ok"] for each in json.loads(done.stdout).values()] == [True] * 2
 
 
 LOSING = """
@@ -300,15 +235,14 @@ print(leak.grew(leak.watch(lambda _: lost.append(os.urandom(1 << 18)), 200)))
 """
 
 
-def test_a_leak_of_one_buffer_per_call_is_found() -> None:
-    """In a process of its own: this one may hold freed memory that takes in 50 MiB unseen."""
+def test_a_leak_of_one_buffer_per_call_is_found_and_an_engine_on_the_cpu_has_none() -> None:
+    """In processes of their own: this one may hold freed memory that takes in 50 MiB unseen."""
+    assert leak.growth([5, 6, 7, 8, 9]) == 2
+    assert leak.growth([9, 5, 5, 5, 5]) == 0  # from the top of the warm-up
+    assert leak.growth([5, None, 7, 8]) is None
     command = [sys.executable, "-c", LOSING]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("this process grew by")
-
-
-def test_engine_on_the_cpu_does_not_leak() -> None:
-    """Also in a process of its own: in this one, with all tests, a garbage collection takes 1 s."""
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     options = ["--calls", str(rounds(200, 2000)), "--openings", "10"]
     command = [sys.executable, "-m", "scripts.gpu.leak", "onnxruntime-cpu", *options]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from scripts.gpu import carry, server, session
-from scripts.gpu.steps import PYTHON, ROOT
-from scripts.nvidia import fetch
 
 METRICS = """# TYPE nv_gpu_memory_used_bytes gauge
 nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1.5e+09
@@ -28,32 +25,25 @@ def test_what_matters_comes_first_and_each_step_has_a_limit(tmp_path: Path) -> N
     assert all(0 < step.limit_s <= 120 for step in found if not step.skip)
 
 
-@pytest.fixture(name="sent")
-def sent_fixture(tmp_path: Path) -> list[Path]:
-    """A bundle in three parts."""
+def test_a_bundle_is_unpacked_with_its_last_part_and_a_damaged_part_is_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "module.py").write_bytes(os.urandom(2500))
     archive = tmp_path / "site.tar.gz"
     with carry.tarfile.open(archive, "w:gz") as tar:
         tar.add(tmp_path / "site", "site")
-    return carry.split(archive, tmp_path / "out", "base", part_bytes=1024)
-
-
-def test_a_bundle_is_unpacked_with_its_last_part(sent: list[Path], tmp_path: Path) -> None:
-    dest = tmp_path / "dest"
-    said = [carry.unpack(folder, dest) for folder in reversed(sent)]
-    assert said[0] == "base: still missing: base.part.01 base.part.02"
-    assert said[-1] == f"base: unpacked to {dest / 'site'}"
+    sent, dest = carry.split(archive, tmp_path / "out", "base", part_bytes=1024), tmp_path / "dest"
+    notes = [carry.unpack(folder, dest) for folder in reversed(sent)]
+    assert notes[0] == "base: still missing: base.part.01 base.part.02"
+    assert notes[-1] == f"base: unpacked to {dest / 'site'}"
     content = (tmp_path / "site" / "module.py").read_bytes()
     assert (dest / "site" / "module.py").read_bytes() == content
     assert not list((dest / "parts").iterdir())
-
-
-def test_a_part_that_was_damaged_on_its_way_is_refused(sent: list[Path], tmp_path: Path) -> None:
     (part,) = sent[0].glob("*.part.*")
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(SystemExit, match="damaged on its way"):
-        carry.unpack(sent[0], tmp_path / "dest")
+        carry.unpack(sent[0], tmp_path / "other")
 
 
 def test_gpu_figures_of_the_server_are_compared_with_nvidia_smi() -> None:
@@ -64,22 +54,3 @@ def test_gpu_figures_of_the_server_are_compared_with_nvidia_smi() -> None:
     assert wrong.startswith("nv_gpu_memory_used_bytes: 1500000000.0 in /metrics")
     assert len(server.differences({}, ours)) == 1
     assert server.differences({}, {}) == []
-
-
-def test_waiting_leaves_the_lock_on_our_own_cuda_driver(tmp_path: Path) -> None:
-    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    try:
-        source = (ROOT / "tests/support/runtimes/fakecuda.c").read_text(encoding="utf-8")
-        fetch.library(tmp_path / "libcuda.so.1", source)
-    except fetch.Unobtainable as exc:
-        pytest.skip(str(exc))
-    small = {"FAKECUDA_TOTAL": str(4 << 20), "FAKECUDA_WAIT_MS": "100"}
-    done = subprocess.run(
-        [PYTHON, "-m", "scripts.gpu.lock"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **small, "LD_LIBRARY_PATH": str(tmp_path)},
-    )
-    assert (done.returncode, done.stderr) == (0, "")

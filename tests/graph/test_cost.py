@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -9,10 +11,32 @@ import pytest
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
-from deploykit.graph.cost import Ceilings, NodeCost, predicted_s, unknown
+from deploykit.graph import cost as kinds
+from deploykit.graph.cost import (
+    COMPUTE,
+    LAUNCH,
+    MEMORY,
+    Ceilings,
+    Curve,
+    NodeCost,
+    node_time,
+    predicted_s,
+    savings_s,
+    unknown,
+)
 from tests.support.graphs.cost_graphs import PEAKS, costs
-from tests.support.graphs.protos import node_costs
-from tests.support.onnx_zoo import Shape, linear, make, two_inputs
+from tests.support.graphs.data import samples
+from tests.support.graphs.protos import calibrate, mix, node_costs, summarise, to_pairs
+from tests.support.onnx_zoo import (
+    Shape,
+    conv_relu,
+    int64_ids,
+    linear,
+    make,
+    mnist_like,
+    save,
+    two_inputs,
+)
 
 
 class Convolutions:
@@ -33,31 +57,16 @@ class Convolutions:
         self.add("Conv", [source, f"w{number}"], options)
         return self.last
 
-    def pool(self, kernel: int, stride: int, pad: int = 0) -> None:
-        options = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [pad] * 4}
-        self.add("MaxPool", [self.last], options)
-
-    def head(self, widths: Sequence[int]) -> None:
-        self.add("Flatten", [self.last], {})
-        for before, width in pairwise(widths):
-            self.inputs[f"w{len(self.nodes)}"] = (width, before)
-            self.add("Gemm", [self.last, f"w{len(self.nodes)}"], {"transB": 1})
-
     def add(self, kind: str, inputs: Sequence[str], options: Mapping[str, object]) -> None:
         self.last = f"t{len(self.nodes)}"
         name = f"n{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, inputs, [self.last], name=name, **options))
 
-    def products(self) -> float:
-        """Operations of the convolutions and matrix products, at batch 1."""
-        found = costs(self.nodes, self.inputs, [self.last]).values()
-        return sum(c.flops or 0 for c in found if c.operator in ("Conv", "Gemm"))
-
 
 def test_resnet18_has_the_operations_that_torchvision_states() -> None:
     net = Convolutions(3, 224)
     net.conv(64, 7, 2)
-    net.pool(3, 2, 1)
+    net.add("MaxPool", [net.last], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4})
     for channels in (64, 128, 256, 512):
         for block in range(2):
             stride = 2 if block == 0 and channels > 64 else 1
@@ -69,18 +78,12 @@ def test_resnet18_has_the_operations_that_torchvision_states() -> None:
                 net.conv(channels, 1, 2, source=entry)
             net.last = end
     net.add("GlobalAveragePool", [net.last], {})
-    net.head([512, 1000])
-    assert net.products() / 2e9 == pytest.approx(1.814, abs=5e-4)  # torchvision: GFLOPS 1.81
-
-
-def test_vgg16_has_the_operations_that_torchvision_states() -> None:
-    net = Convolutions(3, 224)
-    for channels, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(count):
-            net.conv(channels, 3)
-        net.pool(2, 2)
-    net.head([512 * 7 * 7, 4096, 4096, 1000])
-    assert net.products() / 2e9 == pytest.approx(15.47, abs=5e-3)  # torchvision: GFLOPS 15.47
+    net.add("Flatten", [net.last], {})
+    net.inputs["w"] = (1000, 512)
+    net.add("Gemm", [net.last, "w"], {"transB": 1})
+    found = costs(net.nodes, net.inputs, [net.last]).values()
+    products = sum(c.flops or 0 for c in found if c.operator in ("Conv", "Gemm"))
+    assert products / 2e9 == pytest.approx(1.814, abs=5e-4)  # torchvision: GFLOPS 1.81
 
 
 def one(kind: str, inputs: Mapping[str, Shape], outputs: int = 1, **attributes: object) -> NodeCost:
@@ -213,7 +216,7 @@ def test_what_is_not_known_is_none_and_is_named() -> None:
     assert predicted_s(found.values(), Ceilings(PEAKS, 1e9)) > 0
 
 
-def test_a_damaged_graph_gives_unknown_costs_and_no_error() -> None:
+def test_a_damaged_graph_and_a_body_that_runs_an_unknown_number_of_times_are_not_known() -> None:
     nodes = [
         helper.make_node("Gather", ["four", "nine"], ["g"], name="outside"),
         helper.make_node("Reshape", ["x", "g"], ["r"], name="reshape"),
@@ -221,15 +224,8 @@ def test_a_damaged_graph_gives_unknown_costs_and_no_error() -> None:
     ]
     weights = {"four": np.array([4]), "nine": np.array([9])}
     assert costs(nodes, {"x": ("N", 4)}, ["y"], weights)["n"].flops is None
-
-
-def test_a_body_that_runs_an_unknown_number_of_times_is_not_known() -> None:
-    body = helper.make_graph(
-        [helper.make_node("Neg", ["x"], ["n"], name="neg")],
-        "body",
-        [],
-        [helper.make_tensor_value_info("n", TensorProto.FLOAT, None)],
-    )
+    inner = helper.make_tensor_value_info("n", TensorProto.FLOAT, None)
+    body = helper.make_graph([helper.make_node("Neg", ["x"], ["n"])], "body", [], [inner])
     node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)
     found = costs([node], {"x": ("N", 4)}, ["y"], {"c": np.array(True)})
     assert unknown(found.values()) == ("if",)
@@ -249,18 +245,12 @@ def test_a_size_below_one_is_bad_input() -> None:
 
 
 def test_functions_are_looked_into() -> None:
-    function = helper.make_function(
-        "local",
-        "Twice",
-        ["a"],
-        ["b"],
-        [helper.make_node("Add", ["a", "a"], ["b"], name="add")],
-        [helper.make_opsetid("", 18)],
-    )
+    inside = [helper.make_node("Add", ["a", "a"], ["b"], name="add")]
+    opset = helper.make_opsetid("", 18)
     model = make([helper.make_node("Neg", ["x"], ["y"])], {"x": ("N", 4)}, {"y": ("N", 4)}, {})
     model.graph.node[0].CopyFrom(helper.make_node("Twice", ["x"], ["y"], domain="local"))
     model.opset_import.append(helper.make_opsetid("local", 1))
-    model.functions.append(function)
+    model.functions.append(helper.make_function("local", "Twice", ["a"], ["b"], inside, [opset]))
     (found,) = node_costs(model, {"N": 3})
     assert (found.operator, found.flops) == ("Add", 12)
 
@@ -273,3 +263,205 @@ def test_a_large_model_is_not_copied() -> None:
     )
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 10**5
     assert node_costs(model, {})[0].weight_bytes == 4 * 10**10 + 12
+
+
+def test_an_activation_runs_inside_the_convolution_before_it() -> None:
+    conv, relu = node_costs(conv_relu(), {"N": 2})
+    image, result = 2 * 64 * 4, 2 * 4 * 64 * 4
+    assert (conv.read_bytes, conv.write_bytes) == (image, result)
+    assert (relu.read_bytes, relu.write_bytes) == (0, 0)
+
+
+def test_a_tensor_that_two_nodes_read_goes_through_memory() -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"], name="r"),
+        helper.make_node("Neg", ["r"], ["n"], name="n"),
+        helper.make_node("Add", ["r", "n"], ["y"], name="y"),
+    ]
+    found = costs(nodes, {"x": (10,)}, ["y"])
+    assert (found["r"].write_bytes, found["n"].read_bytes) == (40, 80)  # Add, inside Neg, reads r
+    assert (found["n"].write_bytes, found["y"].read_bytes) == (40, 0)
+
+
+def test_views_move_nothing() -> None:
+    nodes = [
+        helper.make_node("Flatten", ["x"], ["f"], name="flatten"),
+        helper.make_node("MatMul", ["f", "w"], ["y"], name="n"),
+    ]
+    found = costs(nodes, {"x": (2, 3, 4), "w": (12, 5)}, ["y"])
+    assert (found["flatten"].read_bytes, found["flatten"].write_bytes) == (0, 0)
+    assert found["n"].read_bytes == 4 * (24 + 60)
+
+
+def test_a_table_that_is_looked_up_is_read_by_the_row() -> None:
+    embed, project = node_costs(int64_ids(), {"N": 1})
+    assert (embed.weight_bytes, embed.weights) == (10 * 8 * 4, 80)
+    assert embed.traffic_bytes == 5 * 8 + 2 * 5 * 8 * 4  # ids, the rows, and their copy
+    assert project.traffic_bytes == 4 * (5 * 8 + 8 * 3 + 5 * 3)
+
+
+def quantized(tmp_path: Path) -> onnx.ModelProto:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    return to_pairs(mnist_like(), calibrate(path, samples(mnist_like())))
+
+
+def test_int8_weights_and_activations_are_a_byte_each(tmp_path: Path) -> None:
+    wide = {cost.name: cost for cost in node_costs(mnist_like(), {})}
+    narrow = {cost.name: cost for cost in node_costs(quantized(tmp_path), {})}
+    assert wide["head"].weight_bytes == (784 * 10 + 10) * 4
+    assert narrow["head"].weight_bytes == 784 * 10 + 10 * 4  # the bias is float
+    assert (wide["head"].read_bytes, narrow["head"].read_bytes) == (784 * 4, 784)
+    assert (wide["head"].precision, narrow["head"].precision) == ("float32", "int8")
+    assert wide["head"].flops == narrow["head"].flops == 2 * 784 * 10
+
+
+def test_dequantized_weights_are_counted_where_they_are_used() -> None:
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "scale"], ["W"], name="dq"),
+        helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul"),
+    ]
+    nodes.append(helper.make_node("Reshape", ["y", "shape"], ["z"], name="reshape"))
+    weights = {"q": np.ones((4, 3), np.int8), "scale": np.array(0.1, np.float32)}
+    weights["shape"] = np.array([3, 2])
+    found = costs(nodes, {"x": (2, 4)}, ["z"], weights)
+    assert found["reshape"].weight_bytes == 0  # a shape is no weight
+    assert (found["dq"].weight_bytes, found["dq"].traffic_bytes) == (0, 0)
+    assert (found["matmul"].weight_bytes, found["matmul"].precision) == (12, "float32")
+
+
+def test_nodes_of_constants_cost_nothing() -> None:
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["t"], name="t"),
+        helper.make_node("Neg", ["t"], ["minus"], name="minus"),
+        helper.make_node("MatMul", ["x", "minus"], ["y"], name="n"),
+    ]
+    found = costs(nodes, {"x": (2, 4)}, ["y"], {"w": np.ones((3, 4), np.float32)})
+    assert (found["minus"].flops, found["minus"].traffic_bytes) == (0, 0)
+    assert (found["n"].flops, found["n"].weight_bytes) == (2 * 2 * 4 * 3, 48)
+
+
+def test_the_mix_agrees_with_the_summary(tmp_path: Path) -> None:
+    for model in (linear(), mnist_like(), two_inputs(), int64_ids(), quantized(tmp_path)):
+        found, summary = mix(model, {}), summarise(model)
+        assert found.nodes == summary.precision
+        assert sum(found.weights.values()) == summary.parameters
+        assert sum(found.weight_bytes.values()) == summary.weight_bytes
+
+
+def test_the_mix_contains_the_share_of_each_precision(tmp_path: Path) -> None:
+    document = json.loads(json.dumps(mix(quantized(tmp_path), {}).to_dict()))
+    assert document["nodes"] == {"float32": 4, "int8": 3}
+    assert document["shares"]["nodes"]["int8"] == pytest.approx(3 / 7)
+    assert document["shares"]["flops"]["int8"] > 0.9
+    assert document["weights"] == {"float32": 8 + 16 + 10, "int8": 72 + 1152 + 7840}
+    assert document["unknown"] == []
+    copy = make([helper.make_node("Identity", ["x"], ["y"])], {"x": ("N",)}, {"y": ("N",)}, {})
+    assert mix(copy, {}).to_dict()["shares"]["flops"] == {}  # it computes nothing
+
+
+def test_a_weight_that_two_nodes_share_is_one_weight() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="a"),
+        helper.make_node("MatMul", ["h", "w"], ["y"], name="b"),
+    ]
+    model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {"w": np.ones((4, 4), np.float32)})
+    assert mix(model, {}).weights == {"float32": 16}
+
+
+TARGET = Ceilings(PEAKS, 1e9)
+
+
+def cost(precision: str = "float32", flops: int = 0, moved: int = 0) -> NodeCost:
+    return NodeCost("n", "Conv", precision, flops, moved, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("node", "seconds"),
+    [
+        (cost(flops=10**9, moved=10), 1e-3),
+        (cost(flops=10, moved=10**6), 1e-3),
+        (cost("float16", flops=10**9), 2.5e-4),
+        (cost("int8", flops=10**9), 1.25e-4),
+        (cost("float8", flops=10**9), 1e-3),  # no peak of its own: that of fp32
+    ],
+)
+def test_a_node_takes_the_longer_of_its_arithmetic_and_its_traffic(
+    node: NodeCost, seconds: float
+) -> None:
+    assert node_time(node, TARGET).seconds == seconds
+    assert predicted_s([node, cost(moved=10**6)], TARGET) == pytest.approx(seconds + 1e-3)
+
+
+@pytest.mark.parametrize(("peaks", "bytes_per_s"), [({}, 1e9), (PEAKS, 0.0), ({"fp32": 0}, 1e9)])
+def test_a_prediction_without_a_target_is_bad_input(
+    peaks: Mapping[str, float], bytes_per_s: float
+) -> None:
+    with pytest.raises(BadInput, match="needs the peaks"):
+        Ceilings(peaks, bytes_per_s)
+
+
+def test_the_saving_of_a_node_is_by_its_name(tmp_path: Path) -> None:
+    wide, narrow = node_costs(mnist_like(), {"N": 64}), node_costs(quantized(tmp_path), {"N": 64})
+    saved = savings_s(wide, narrow, Ceilings(PEAKS, 1e11))
+    assert saved["conv2"] > saved["conv1"] > 0
+    assert saved["flatten"] == 0
+    assert not any(name.startswith("QuantizeLinear") for name in saved)
+
+
+CURVE = Curve((10.0, 1000.0), (1e-6, 1e-5))
+SIMPLE = Ceilings({"fp32": 1e9, "int8": 4e9}, 1e9, launch_s=1e-6)
+
+
+def conv(
+    flops: int = 0, moved: int = 0, weights: int = 0, kind: str = kinds.CONVOLUTION
+) -> NodeCost:
+    return NodeCost("n", "Conv", "float32", flops, moved, weights, 0, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [(0, 0.0), (1, 1e-7), (10, 1e-6), (100, 10**-5.5), (1000, 1e-5), (5000, 5e-5)],
+)
+def test_a_curve_is_straight_in_logarithms_and_proportional_outside(
+    work: float, seconds: float
+) -> None:
+    assert CURVE.at(work) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("cost", "limit"),
+    [(conv(10**6, 10), COMPUTE), (conv(10, 10**6), MEMORY), (conv(10, 10), LAUNCH)],
+)
+def test_a_node_is_limited_by_what_takes_most_of_its_time(cost: NodeCost, limit: str) -> None:
+    assert node_time(cost, SIMPLE).limit == limit
+    assert node_time(cost, SIMPLE).launch_s == 1e-6
+    assert node_time(conv(100, 0), SIMPLE).launch_s == 0  # inside another kernel
+
+
+def test_a_measured_curve_replaces_the_peak_and_counts_only_weights_as_traffic() -> None:
+    measured = replace(SIMPLE, curves={"fp32 convolution": Curve((1e6,), (2e-3,))})
+    time = node_time(conv(10**6, 10**9), measured)
+    assert time.seconds == pytest.approx(2e-3)
+    assert node_time(conv(10**6, 1, weights=10**7), measured).memory_s == pytest.approx(1e-2)
+
+
+def test_a_precision_without_a_curve_of_its_own_takes_that_of_fp32() -> None:
+    seconds = {"fp32 convolution": 1.0, "int8 convolution": 0.5}
+    curves = {name: Curve((1.0,), (each,)) for name, each in seconds.items()}
+    measured = replace(SIMPLE, curves=curves)
+    for precision, each in (("int8", 0.5), ("float16", 1.0)):
+        cost = replace(conv(1, 1), precision=precision)
+        assert node_time(cost, measured).seconds == pytest.approx(each)
+
+
+def test_a_recurrent_node_takes_each_step_after_the_other() -> None:
+    measured = replace(SIMPLE, launch_s=0.0, curves={"fp32 recurrent": CURVE})
+    cost = replace(conv(1000, 1, kind=kinds.RECURRENT), steps=100)
+    assert node_time(cost, measured).seconds == pytest.approx(100 * 1e-6)
+
+
+def test_what_moves_data_follows_its_bytes() -> None:
+    measured = replace(SIMPLE, curves={"fp32 movement": CURVE})
+    time = node_time(conv(0, 1000, kind=kinds.MOVEMENT), measured)
+    assert time.seconds == pytest.approx(1e-5)
+    assert time.limit == MEMORY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deploykit.core.errors import BadInput
 from deploykit.graph import parse
 from deploykit.graph.facts import FLOAT16, external_files, read_facts
 from deploykit.graph.graph import Graph
+from deploykit.graph.storage import varint
 from tests.support.graphs.small import node, value, write_graph
 
 FLOAT, HALF, BOOL, INT64 = (
@@ -69,62 +71,48 @@ ONES = np.ones(4, np.float16)
 TEN = {"t": np.full((10,), 10, np.int64)}  # FLOAT16 is 10 in ONNX; here it is no type
 
 
-@pytest.mark.parametrize(
-    ("graph", "half"),
-    [
-        ({"nodes": [ADD], "weights": {"w": np.ones(4, np.float32)}}, False),
-        ({"nodes": [ADD], "weights": {"a": np.ones(4, np.float32), "w": ONES}}, True),
-        ({"nodes": HALVE[1:], "inputs": [value("h", HALF)]}, True),
-        ({"nodes": [IDENTITY], "outputs": [value("y", HALF)]}, True),
-        ({"nodes": HALVE}, True),
-        ({"nodes": [node("Constant", [], ["w"], value=numpy_helper.from_array(ONES)), ADD]}, True),
-        ({"nodes": [choose(HALVE)]}, True),
-        (function("Halve", ["x"], HALVE), True),
-        ({"nodes": [node("Concat", ["x"], ["y"], axis=10)], "weights": TEN}, False),
-    ],
-    ids=["float32", "weight", "input", "output", "cast", "constant", "branch", "function", "ten"],
-)
-def test_half_precision_is_seen_wherever_it_is(
-    tmp_path: Path, graph: dict[str, Any], half: bool
-) -> None:
-    assert (FLOAT16 in read_facts(write_graph(tmp_path / "m", **graph)).element_types) is half
+HALF_AT: dict[str, dict[str, Any]] = {
+    "weight": {"nodes": [ADD], "weights": {"a": np.ones(4, np.float32), "w": ONES}},
+    "input": {"nodes": HALVE[1:], "inputs": [value("h", HALF)]},
+    "output": {"nodes": [IDENTITY], "outputs": [value("y", HALF)]},
+    "cast": {"nodes": HALVE},
+    "constant": {"nodes": [node("Constant", [], ["w"], value=numpy_helper.from_array(ONES)), ADD]},
+    "branch": {"nodes": [choose(HALVE)]},
+    "function": function("Halve", ["x"], HALVE),
+}
+NOWHERE: dict[str, dict[str, Any]] = {
+    "float32": {"nodes": [ADD], "weights": {"w": np.ones(4, np.float32)}},
+    "ten": {"nodes": [node("Concat", ["x"], ["y"], axis=10)], "weights": TEN},
+}
 
 
-@pytest.mark.parametrize(
-    ("graph", "slowed"),
-    [
-        ({"nodes": range_of("ReduceMax")}, True),
-        ({"nodes": range_of("Shape")}, False),
-        ({"nodes": [FLAG, choose([IDENTITY])]}, True),
-        ({"nodes": [node("NonZero", ["x"], ["y"])]}, True),
-        ({"nodes": [FLAG, node("Compress", ["x", "flag"], ["y"])]}, True),
-        ({"nodes": [choose([looping()])], "inputs": COUNTED}, True),
-        ({**function("Repeat", ["x", "count"], [looping()]), "inputs": COUNTED[:2]}, True),
-        (
-            {
-                "nodes": [
-                    node("Identity", ["x"], ["Loop"], name="Loop", doc_string="Loop"),
-                    node("Identity", ["Loop"], ["y"]),
-                ]
-            },
-            False,
-        ),
-    ],
-    ids=[
-        "value",
-        "shape",
-        "If",
-        "NonZero",
-        "Compress",
-        "loop-in-branch",
-        "loop-in-function",
-        "name-alone",
-    ],
-)
-def test_work_that_follows_from_values_is_seen(
-    tmp_path: Path, graph: dict[str, Any], slowed: bool
-) -> None:
-    assert read_facts(write_graph(tmp_path / "m", **graph)).slowed_by_values is slowed
+@pytest.mark.parametrize("where", [*HALF_AT, *NOWHERE])
+def test_half_precision_is_seen_wherever_it_is(tmp_path: Path, where: str) -> None:
+    path = write_graph(tmp_path / "m", **(HALF_AT | NOWHERE)[where])
+    assert (FLOAT16 in read_facts(path).element_types) is (where in HALF_AT)
+
+
+NAMED = node("Identity", ["x"], ["Loop"], name="Loop", doc_string="Loop")
+SLOWED: dict[str, dict[str, Any]] = {
+    "value": {"nodes": range_of("ReduceMax")},
+    "If": {"nodes": [FLAG, choose([IDENTITY])]},
+    "NonZero": {"nodes": [node("NonZero", ["x"], ["y"])]},
+    "loop in a branch": {"nodes": [choose([looping()])], "inputs": COUNTED},
+    "loop in a function": {
+        **function("Repeat", ["x", "count"], [looping()]),
+        "inputs": COUNTED[:2],
+    },
+}
+NOT_SLOWED: dict[str, dict[str, Any]] = {
+    "shape": {"nodes": range_of("Shape")},
+    "name alone": {"nodes": [NAMED, node("Identity", ["Loop"], ["y"])]},
+}
+
+
+@pytest.mark.parametrize("case", [*SLOWED, *NOT_SLOWED])
+def test_work_that_follows_from_values_is_seen(tmp_path: Path, case: str) -> None:
+    path = write_graph(tmp_path / "m", **(SLOWED | NOT_SLOWED)[case])
+    assert read_facts(path).slowed_by_values is (case in SLOWED)
 
 
 def deep() -> bytes:
@@ -134,14 +122,6 @@ def deep() -> bytes:
         for number in (6, 5, 1):  # AttributeProto.g, NodeProto.attribute, GraphProto.node
             body = bytes([number << 3 | 2]) + varint(len(body)) + body
     return b"\x08\x0a\x3a" + varint(len(body)) + body
-
-
-def varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
 
 
 DAMAGE = {
@@ -185,23 +165,22 @@ def branches(name: str) -> list[onnx.NodeProto]:
     return [constant, node("If", ["c"], ["y"], then_branch=then, else_branch=other)]
 
 
+def twice(name: str) -> list[onnx.NodeProto]:
+    return [call(name, "x", "a"), call(name, "a", "y")]
+
+
+def nest(body: Callable[[str], list[onnx.NodeProto]]) -> list[onnx.FunctionProto]:
+    return [*(local(f"F{n}", body(f"F{n + 1}")) for n in range(28)), local("F28", [IDENTITY])]
+
+
 LARGE = numpy_helper.from_array(np.zeros(25_000, np.float32))
+CONSTANT = [node("Constant", [], ["c"], value=LARGE), node("Add", ["x", "c"], ["y"])]
 EXPANDING = {
-    "twice in one another": (
-        [call("F0", "x", "y")],
-        [
-            local(f"F{n}", [call(f"F{n + 1}", "x", "a"), call(f"F{n + 1}", "a", "y")])
-            for n in range(28)
-        ]
-        + [local("F28", [IDENTITY])],
-    ),
-    "in branches": (
-        [call("F0", "x", "y")],
-        [local(f"F{n}", branches(f"F{n + 1}")) for n in range(28)] + [local("F28", [IDENTITY])],
-    ),
+    "twice in one another": ([call("F0", "x", "y")], nest(twice)),
+    "in branches": ([call("F0", "x", "y")], nest(branches)),
     "a large constant": (
-        [call("F", "x", f"a{n}") for n in range(5000)] + [call("F", "x", "y")],
-        [local("F", [node("Constant", [], ["c"], value=LARGE), node("Add", ["x", "c"], ["y"])])],
+        [*(call("F", "x", f"a{n}") for n in range(5000)), call("F", "x", "y")],
+        [local("F", CONSTANT)],
     ),
     "itself": ([call("F", "x", "y")], [local("F", [call("F", "x", "y")])]),
 }
@@ -218,7 +197,9 @@ def test_functions_that_expand_without_end_are_counted_not_inlined(
         read(path)
 
 
-def test_large_weights_are_not_read(tmp_path: Path) -> None:
+def test_large_weights_are_not_read_and_a_file_that_was_replaced_is_read_again(
+    tmp_path: Path,
+) -> None:
     weights = {"w": np.ones((300, 4), np.float32), "v": np.ones(4, np.float32)}
     path = write_graph(tmp_path / "m", [ADD], weights=weights)
     model, spots = parse.parse_model(path)
@@ -226,11 +207,7 @@ def test_large_weights_are_not_read(tmp_path: Path) -> None:
     (offset, length) = spots[0]
     assert path.read_bytes()[offset : offset + length] == weights["w"].tobytes()
     assert isinstance(model, onnx.ModelProto)
-
-
-def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
-    path = write_graph(tmp_path / "m", [IDENTITY])
-    assert read_facts(path).operators == {"Identity"}
+    assert read_facts(path).operators == {"Add"}
     write_graph(path, [node("Relu", ["x"], ["y"]), node("Relu", ["x"], ["z"])])
     assert read_facts(path).operators == {"Relu"}
 

@@ -8,7 +8,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core import files
-from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import load
 from deploykit.graph.graph import Graph, name_nodes
@@ -32,48 +31,46 @@ from tests.support.onnx_zoo import (
     two_inputs,
 )
 
-
-def test_a_saved_graph_loads_back_equal(tmp_path: Path) -> None:
-    save_graph(mnist_like(), tmp_path / "m.onnx")
-    assert load_graph(tmp_path / "m.onnx") == mnist_like()
+LIMIT = 20_000  # of the 31 KB of mnist_like's head, say: one file "cannot hold" it
 
 
-def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    save_graph(mnist_like(), tmp_path / "a.onnx")
-    save_graph(load_graph(tmp_path / "a.onnx"), tmp_path / "b.onnx")
-    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
-
-
-def test_saving_into_no_folder_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="does not exist"):
-        save_graph(linear(), tmp_path / "none" / "m.onnx")
-
-
-def test_an_axis_name_that_is_not_utf_8_is_still_a_string(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    path.write_bytes(linear().SerializeToString().replace(b"\x12\x01N", b"\x12\x01\xff"))
-    assert Graph.open(path).inputs[0].shape == ("\N{REPLACEMENT CHARACTER}", 4)
-
-
-def test_specs_leave_initializers_out_and_keep_axis_names() -> None:
-    model = linear()
-    weight = helper.make_tensor_value_info("W", TensorProto.FLOAT, [4, 3])
-    model.graph.input.append(weight)
-    inputs, outputs = specs(model)
-    assert inputs == (TensorSpec("x", "float32", ("N", 4)),)
-    assert outputs == (TensorSpec("y", "float32", ("N", 3)),)
+@pytest.mark.parametrize("limit_bytes", [LIMIT, 1 << 31])
+def test_a_saved_graph_loads_back_equal_and_saving_again_gives_the_same_bytes(
+    tmp_path: Path, limit_bytes: int
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        saved = Graph(mnist_like()).save(tmp_path / folder / "m.onnx", limit_bytes=limit_bytes)
+    written = sorted((tmp_path / "b").iterdir())
+    assert len(written) == (2 if limit_bytes == LIMIT else 1)
+    for file in written:
+        assert file.read_bytes() == (tmp_path / "a" / file.name).read_bytes()
+    loaded = load_graph(tmp_path / "a" / "m.onnx")  # which checks external data
+    for ours, theirs in zip(loaded.graph.initializer, mnist_like().graph.initializer, strict=True):
+        array = numpy_helper.to_array(ours)
+        np.testing.assert_array_equal(array, numpy_helper.to_array(theirs), strict=True)
+    assert loaded.graph.node == mnist_like().graph.node
+    known = [saved.sha256(file) for file in written]
+    assert known == [files.sha256(file) for file in written]
+    for file in written:
+        file.unlink()
+    assert [saved.sha256(file) for file in written] == known  # without reading them again
 
 
 def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path) -> None:
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     model = make([node], {"x": ("a", "b", 3)}, {"y": ("a", "b", 3)}, {})
-    for value in (*model.graph.input, *model.graph.output):
+    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [1]))
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.float32), "w"))
+    for value in (model.graph.input[0], model.graph.output[0]):
         for axis in value.type.tensor_type.shape.dim[:2]:
             axis.Clear()
     path = save(model, tmp_path / "m.onnx")
     with load(path, "cpu") as engine:
         assert specs(model) == (engine.inputs, engine.outputs)
-    assert specs(model)[0][0].shape == ("N", "x_1", 3)
+    assert specs(model)[0] == (TensorSpec("x", "float32", ("N", "x_1", 3)),)  # without a weight
+    path.write_bytes(linear().SerializeToString().replace(b"\x12\x01N", b"\x12\x01\xff"))
+    assert Graph.open(path).inputs[0].shape == ("\N{REPLACEMENT CHARACTER}", 4)  # not UTF-8
 
 
 def test_summary_counts_nodes_operators_parameters_and_bytes() -> None:
@@ -86,51 +83,40 @@ def test_summary_counts_nodes_operators_parameters_and_bytes() -> None:
     ]
 
 
-def test_precision_of_a_float32_graph_leaves_data_movement_out() -> None:
+def test_precision_leaves_data_movement_and_casts_out() -> None:
     assert summarise(mnist_like()).precision == {"float32": 7}  # 8 nodes, one is Flatten
-
-
-def test_precision_of_a_half_graph_leaves_casts_out() -> None:
     half, _ = to_half(two_inputs())
     assert summarise(half).operators["Cast"] == 4
     assert summarise(half).precision == {"float16": 2}
-
-
-def test_precision_of_a_quantized_graph_counts_fed_nodes_as_int8(tmp_path: Path) -> None:
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    model = to_pairs(mnist_like(), calibrate(path, samples(mnist_like())))
-    summary = summarise(model)
-    assert summary.precision == {"float32": 4, "int8": 3}
-    assert summary.parameters == summarise(mnist_like()).parameters  # scales are none
-
-
-def test_weight_only_quantization_computes_in_float() -> None:
-    array = np.ones((4, 3), np.int8)
-    nodes = [
-        helper.make_node("DequantizeLinear", ["q", "scale"], ["W"], name="dq"),
-        helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul"),
-    ]
-    weights = {"q": array, "scale": np.array(0.1, np.float32)}
-    model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 3)}, weights)
-    assert summarise(model).precision == {"float32": 1}
-
-
-def test_a_sum_with_one_float_input_computes_in_float() -> None:
-    nodes = [
-        helper.make_node("QuantizeLinear", ["a", "scale", "zero"], ["q"], name="q"),
-        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"], name="dq"),
-        helper.make_node("Add", ["d", "b"], ["y"], name="add"),
-    ]
-    weights = {"scale": np.array(0.1, np.float32), "zero": np.array(0, np.int8)}
-    row = ("N", 4)
-    model = make(nodes, {"a": row, "b": row}, {"y": row}, weights)
-    assert summarise(model).precision == {"float32": 1}
-
-
-def test_types_are_inferred_where_the_file_has_none() -> None:
     half, _ = to_half(mnist_like())
     del half.graph.value_info[:]
-    assert summarise(half).precision == {"float16": 7}
+    assert summarise(half).precision == {"float16": 7}  # inferred where the file has no types
+
+
+def test_precision_of_a_quantized_graph_counts_nodes_as_int8_whose_inputs_all_are(
+    tmp_path: Path,
+) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    summary = summarise(to_pairs(mnist_like(), calibrate(path, samples(mnist_like()))))
+    assert summary.precision == {"float32": 4, "int8": 3}
+    assert summary.parameters == summarise(mnist_like()).parameters  # scales are none
+    weights = {
+        "w": np.ones((4, 3), np.int8),
+        "scale": np.array(0.1, np.float32),
+        "zero": np.array(0, np.int8),
+    }
+    of_weights = [
+        helper.make_node("DequantizeLinear", ["w", "scale"], ["W"], name="dq"),
+        helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul"),
+    ]
+    of_one_input = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"], name="q"),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"], name="dq"),
+        helper.make_node("Add", ["d", "x"], ["y"], name="add"),
+    ]
+    for nodes, width in ((of_weights, 3), (of_one_input, 4)):
+        model = make(nodes, {"x": ("N", 4)}, {"y": ("N", width)}, weights)
+        assert summarise(model).precision == {"float32": 1}
 
 
 def test_large_weights_do_not_matter_to_type_inference() -> None:
@@ -153,25 +139,9 @@ def test_nodes_in_bodies_are_counted() -> None:
     assert summarise(model).operators == {"If": 1, "Neg": 2}
 
 
-def test_an_external_weight_is_loaded_with_its_values(tmp_path: Path) -> None:
-    onnx.save(
-        mnist_like(),
-        tmp_path / "m.onnx",
-        save_as_external_data=True,
-        location="m.data",
-        size_threshold=0,
-    )
-    loaded = load_graph(tmp_path / "m.onnx")
-    for ours, theirs in zip(loaded.graph.initializer, mnist_like().graph.initializer, strict=True):
-        np.testing.assert_array_equal(
-            numpy_helper.to_array(ours), numpy_helper.to_array(theirs), strict=True
-        )
-
-
-LIMIT = 20_000  # of the 31 KB of mnist_like's head, say: one file "cannot hold" it
-
-
-def test_weights_above_the_limit_are_external_aligned_and_exact(tmp_path: Path) -> None:
+def test_weights_above_the_limit_are_external_aligned_and_used(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "m.onnx"
     save_graph(mnist_like(), out, limit_bytes=LIMIT)
     light = onnx.load(out, load_external_data=False)
@@ -182,49 +152,16 @@ def test_weights_above_the_limit_are_external_aligned_and_exact(tmp_path: Path) 
         assert fields["location"] == "m.onnx.data"
         assert int(fields["offset"]) % 4096 == 0
     assert out.stat().st_size < LIMIT
-    wanted = {t.name: numpy_helper.to_array(t) for t in mnist_like().graph.initializer}
-    for tensor in load_graph(out).graph.initializer:  # which checks external data
-        np.testing.assert_array_equal(numpy_helper.to_array(tensor), wanted[tensor.name])
-
-
-@pytest.mark.parametrize("limit_bytes", [LIMIT, 1 << 31])
-def test_a_saved_graph_knows_the_hashes_of_its_files(limit_bytes: int, tmp_path: Path) -> None:
-    saved = Graph(mnist_like()).save(tmp_path / "m.onnx", limit_bytes=limit_bytes)
-    written = sorted(tmp_path.iterdir())
-    assert len(written) == (2 if limit_bytes == LIMIT else 1)
-    known = [saved.sha256(file) for file in written]
-    assert known == [files.sha256(file) for file in written]
-    for file in written:
-        file.unlink()
-    assert [saved.sha256(file) for file in written] == known  # without reading them again
-
-
-def test_a_model_with_external_weights_runs(tmp_path: Path) -> None:
-    save_graph(mnist_like(), tmp_path / "whole.onnx")
-    save_graph(mnist_like(), tmp_path / "parts.onnx", limit_bytes=LIMIT)
+    whole = save(mnist_like(), tmp_path / "whole.onnx")
     inputs = feeds(mnist_like())
-    with (
-        load(tmp_path / "whole.onnx", "cpu") as whole,
-        load(tmp_path / "parts.onnx", "cpu") as parts,
-    ):
-        np.testing.assert_array_equal(parts(inputs)["logits"], whole(inputs)["logits"])
-
-
-def test_saving_external_weights_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        save_graph(mnist_like(), tmp_path / folder / "m.onnx", limit_bytes=LIMIT)
-    for name in ("m.onnx", "m.onnx.data"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_below_the_limit_one_file_holds_all(tmp_path: Path) -> None:
-    save_graph(mnist_like(), tmp_path / "m.onnx")
-    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+    with load(whole, "cpu") as one, load(out, "cpu") as parts:
+        np.testing.assert_array_equal(parts(inputs)["logits"], one(inputs)["logits"])
+    found = calibrate(out, samples(mnist_like()))
+    assert found == calibrate(whole, samples(mnist_like()))
+    assert to_pairs(load_graph(out), found) == to_pairs(mnist_like(), found)
 
 
 def test_weights_stored_as_numbers_are_written_as_bytes(tmp_path: Path) -> None:
-    model = linear()
     weight = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32)
     tensor = helper.make_tensor("W", TensorProto.FLOAT, (4, 300), weight.ravel().tolist())
     model = make(
@@ -237,15 +174,6 @@ def test_weights_stored_as_numbers_are_written_as_bytes(tmp_path: Path) -> None:
     save_graph(model, tmp_path / "m.onnx", limit_bytes=1000)
     (read,) = load_graph(tmp_path / "m.onnx").graph.initializer
     np.testing.assert_array_equal(numpy_helper.to_array(read), weight)
-
-
-def test_a_model_with_external_weights_is_calibrated_and_quantized(tmp_path: Path) -> None:
-    save_graph(mnist_like(), tmp_path / "m.onnx", limit_bytes=LIMIT)
-    whole = save(mnist_like(), tmp_path / "whole.onnx")
-    found = calibrate(tmp_path / "m.onnx", samples(mnist_like()))
-    assert found == calibrate(whole, samples(mnist_like()))
-    int8 = to_pairs(load_graph(tmp_path / "m.onnx"), found)
-    assert int8 == to_pairs(mnist_like(), found)
 
 
 def test_nodes_without_a_name_or_with_anothers_get_one_of_their_own() -> None:

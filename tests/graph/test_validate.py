@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput
 from deploykit.engines.onnxruntime.engine import open_engine
 from tests.support.graphs.protos import load_graph
 from tests.support.onnx_zoo import linear, mnist_like, save
@@ -17,31 +15,21 @@ from tests.support.onnx_zoo import linear, mnist_like, save
 GOOD = mnist_like().SerializeToString()
 
 
-def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"none\.onnx"):
-        load_graph(tmp_path / "none.onnx")
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "empty"),
         (b"\x08", "known format"),
-        (GOOD[: len(GOOD) // 2], "truncated or damaged"),
-        (GOOD[:-1], "truncated or damaged"),
-        (GOOD[:2], "known format"),
         (GOOD[:3], "truncated or damaged"),
         (b"\x08\x0a" + bytes(range(256)) * 4096, "truncated or damaged"),
         (b"\x80\x04pickle", "a PyTorch file"),
     ],
-    ids=str.split("empty 1-byte half last-byte 2-bytes 3-bytes late-noise pickle"),
+    ids=str.split("1-byte 3-bytes late-noise pickle"),
 )
 def test_a_damaged_file_is_bad_input_naming_it(tmp_path: Path, data: bytes, reason: str) -> None:
     path = tmp_path / "bad.onnx"
     path.write_bytes(data)
-    with pytest.raises(BadInput, match=reason) as caught:
+    with pytest.raises(BadInput, match=rf"bad\.onnx: .*{reason}"):
         load_graph(path)
-    assert "bad.onnx" in caught.value.message
 
 
 def change(code: str) -> onnx.ModelProto:
@@ -117,8 +105,7 @@ def external(folder: Path, location: str, **entries: str) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder next to a secret file that no model may read."""
-    (tmp_path / "secret.bin").write_bytes(bytes(48))
+    """A model's folder in a folder with other files."""
     inner = tmp_path / "model"
     inner.mkdir()
     return inner
@@ -131,74 +118,6 @@ def test_data_of_the_right_length_load(folder: Path) -> None:
     np.testing.assert_array_equal(
         numpy_helper.to_array(model.graph.initializer[0]).ravel(), values, strict=True
     )
-
-
-@pytest.mark.parametrize(
-    "location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "..\\secret.bin", "", "."]
-)
-def test_data_outside_the_folder_are_refused(folder: Path, location: str) -> None:
-    (folder / "a").mkdir()
-    with pytest.raises(BadInput, match="tensor 'W'"):
-        load_graph(external(folder, location))
-
-
-def link(folder: Path) -> None:
-    (folder / "w.bin").symlink_to(folder.parent / "secret.bin")
-
-
-def linked_folder(folder: Path) -> None:
-    (folder / "sub").symlink_to(folder.parent)
-
-
-def hard_link(folder: Path) -> None:
-    os.link(folder.parent / "secret.bin", folder / "w.bin")
-
-
-def fifo(folder: Path) -> None:
-    os.mkfifo(folder / "w.bin")
-
-
-def nothing(folder: Path) -> None:
-    del folder
-
-
-@pytest.mark.parametrize(
-    ("prepare", "location", "reason"),
-    [
-        (link, "w.bin", "symbolic link"),
-        (linked_folder, "sub/secret.bin", "symbolic link"),
-        (hard_link, "w.bin", "links: 2"),
-        (fifo, "w.bin", "not a regular file"),
-        (nothing, "w.bin", "cannot be read"),
-        (nothing, "w\0.bin", "cannot be read"),
-    ],
-    ids=["symlink", "folder-symlink", "hard-link", "fifo", "missing", "nul"],
-)
-def test_data_that_are_no_file_of_their_own_are_refused(
-    folder: Path, prepare: Callable[[Path], None], location: str, reason: str
-) -> None:
-    prepare(folder)
-    with pytest.raises(BadInput, match=reason) as caught:
-        load_graph(external(folder, location))
-    assert "tensor 'W'" in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {},
-        {"offset": "1000000000000", "length": "48"},
-        {"offset": "-8", "length": "48"},
-        {"length": "1000000000000000"},
-        {"length": "-1"},
-        {"offset": "eight"},
-    ],
-    ids=str,
-)
-def test_data_that_are_too_short_are_refused(folder: Path, entries: dict[str, str]) -> None:
-    (folder / "w.bin").write_bytes(bytes(40))
-    with pytest.raises(BadInput, match=r"tensor 'W': (needs 48 bytes|its offset or length)"):
-        load_graph(external(folder, "w.bin", **entries))
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["of one folder", "of another folder"])
@@ -223,10 +142,3 @@ def test_a_model_and_its_data_may_be_links_to_files_of_one_folder(
     np.testing.assert_array_equal(numpy_helper.to_array(tensor).ravel(), values)
     with open_engine(folder / "m.onnx", "cpu") as engine:
         assert engine.inputs[0].name == "x"
-
-
-def test_an_engine_checks_the_hard_link_too(folder: Path) -> None:
-    """ONNX Runtime itself would read it (1.31)."""
-    hard_link(folder)
-    with pytest.raises(BadInput, match="links: 2"):
-        open_engine(external(folder, "w.bin"), "cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def urls(server: dk.RunningServer) -> tuple[str, str]:
 
 
 def test_files_are_sent_to_a_pipeline_and_to_a_task(server: dk.RunningServer, folder: Path) -> None:
-    for url, model in [*product(urls(server), ["tiles"]), (urls(server)[1], "classify")]:
+    for url, model in zip(urls(server), ("tiles", "classify"), strict=True):
         found = load(url, model=model, data=folder / "pages", **QUICK)
         assert (found.failed, found.ok > 0) == (0, True), found.errors
         assert found.sends.startswith("3 image/png, ")
@@ -62,15 +61,12 @@ def test_files_are_sent_to_a_pipeline_and_to_a_task(server: dk.RunningServer, fo
 def test_sentences_are_sent_in_the_open_loop_and_they_are_in_the_report(
     server: dk.RunningServer, folder: Path
 ) -> None:
-    report = folder / "report"
+    options: dict[str, Any] = {"text": ["good", "bad\nbad"], "rate": 50, "duration_s": 0.2}
     for url, model in zip(urls(server), ("text-classify", "say"), strict=True):
-        found = load_test(
-            url, model=model, text=["good", "bad\nbad"], rate=50, duration_s=0.2, out=report,
-            force=True,
-        )  # fmt: skip
+        found = load_test(url, model=model, out=folder / "report", force=True, **options)
         assert (found.failed, found.ok > 0, found.mode) == (0, True, "open"), found.errors
         assert found.sends == "2 text/plain, 4 to 7 bytes: good, bad bad"
-    assert found.sends in (report / "report.md").read_text()
+    assert found.sends in (folder / "report" / "report.md").read_text()
 
 
 def test_an_answer_that_is_not_the_expected_one_has_failed(
@@ -81,8 +77,7 @@ def test_an_answer_that_is_not_the_expected_one_has_failed(
     found = load(urls(server)[1], model="tiles", expect=path, **QUICK)
     assert (found.failed, found.ok > 0) == (0, True), found.errors
     path.write_text(path.read_text().replace("green", "greem"))
-    enough = at_least(3)  # each file once
-    found = load(server.url, enough=enough, model="tiles", expect=path, **QUICK)
+    found = load(server.url, enough=at_least(3), model="tiles", expect=path, **QUICK)
     assert found.failed > 0
     assert found.ok > 0  # of the other two files
     assert found.first_error == "a wrong answer: it differs by more than 0.001"

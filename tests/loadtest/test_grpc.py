@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.http import NotHttpError
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.schedule import WRONG
-from deploykit.loadtest.server import Server
-from deploykit.loadtest.target import RemoteModel
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 
@@ -65,23 +62,16 @@ def serving(
             context.abort(grpc.StatusCode.NOT_FOUND, "no such model: 50 %")
         return about or metadata()
 
+    server_metadata = encode("ServerMetadataResponse", name="native", version="7")
     methods = {
         "ModelInfer": infer,
         "RepositoryIndex": index,
         "ModelMetadata": describe,
-        "ServerMetadata": lambda _request, _context: encode(
-            "ServerMetadataResponse", name="native", version="7"
-        ),
+        "ServerMetadata": lambda _request, _context: server_metadata,
     }
     handlers = {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
-    server = grpc.server(
-        ThreadPoolExecutor(4),
-        options=[
-            ("grpc.max_receive_message_length", -1),
-            ("grpc.max_send_message_length", -1),
-            *options,
-        ],
-    )
+    unlimited = [(f"grpc.max_{way}_message_length", -1) for way in ("receive", "send")]
+    server = grpc.server(ThreadPoolExecutor(4), options=[*unlimited, *options])
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers)]
     )
@@ -93,8 +83,7 @@ def serving(
         server.stop(0).wait()
 
 
-@pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
-def test_grpc_is_loaded_as_http_is(options: dict[str, float]) -> None:
+def test_grpc_is_loaded_as_http_is() -> None:
     seen: list[bytes] = []
 
     def infer(request: bytes, _context: object) -> bytes:
@@ -102,7 +91,7 @@ def test_grpc_is_loaded_as_http_is(options: dict[str, float]) -> None:
         return answer()
 
     with serving(infer) as url:
-        result = load(url, seen, at_least(3), batch=5, **options, **QUICK)
+        result = load(url, seen, at_least(3), batch=5, rate=100.0, **QUICK)
     assert (result.protocol, result.model, result.shapes) == ("grpc", "m", {"x": (5, 3)})
     assert result.sent == result.ok == len(seen) - 1 >= 3  # one more was the probe
     assert result.server == {"server": "native", "version": "7", "platform": "native"}
@@ -120,65 +109,48 @@ def test_requests_are_the_protocol_s_for_its_own_client() -> None:
     service = pytest.importorskip("tritonclient.grpc.service_pb2")
     x, ids = np.arange(6, dtype="<f4").reshape(2, 3), np.arange(300, dtype="<i8").reshape(1, 300)
     tensors = [("x", "FP32", x), ("ids", "INT64", ids)]
-    request = service.ModelInferRequest.FromString(infer_request("m", tensors)[5:])
-    assert request.model_name == "m"
-    assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
-        ("x", "FP32", [2, 3]),
-        ("ids", "INT64", [1, 300]),
-    ]
-    assert list(request.raw_input_contents) == [x.tobytes(), ids.tobytes()]
     response = service.ModelInferResponse(model_name="m", id="7")
     response.outputs.add(name="y", datatype="FP32", shape=[1, 2])
-    response.raw_output_contents.append(Y.tobytes())
-    outputs, head_bytes = read_message(response.SerializeToString())
-    assert outputs == [("y", "FP32", [1, 2], Y.tobytes())]
-    assert head_bytes == response.ByteSize() - Y.nbytes - 2
-    request = service.ModelInferRequest.FromString(infer_request("m", tensors, raw=False)[5:])
-    assert list(request.inputs[0].contents.fp32_contents) == x.ravel().tolist()
-    assert list(request.inputs[1].contents.int64_contents) == ids.ravel().tolist()
-    del response.raw_output_contents[:]
-    response.outputs[0].contents.fp32_contents.extend(Y.ravel())
-    outputs, head_bytes = read_message(response.SerializeToString())
-    assert outputs == [("y", "FP32", [1, 2], Y.ravel().tolist())]
+    for raw in (True, False):
+        sent = infer_request("m", tensors, raw=raw)[5:]
+        request = service.ModelInferRequest.FromString(sent)
+        assert request.model_name == "m"
+        assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
+            ("x", "FP32", [2, 3]),
+            ("ids", "INT64", [1, 300]),
+        ]
+        if raw:
+            assert list(request.raw_input_contents) == [x.tobytes(), ids.tobytes()]
+            response.raw_output_contents.append(Y.tobytes())
+        else:
+            assert list(request.inputs[0].contents.fp32_contents) == x.ravel().tolist()
+            assert list(request.inputs[1].contents.int64_contents) == ids.ravel().tolist()
+            del response.raw_output_contents[:]
+            response.outputs[0].contents.fp32_contents.extend(Y.ravel())
+        outputs, head_bytes = read_message(response.SerializeToString())
+        values = Y.tobytes() if raw else Y.ravel().tolist()
+        assert outputs == [("y", "FP32", [1, 2], values)]
+        assert not raw or head_bytes == response.ByteSize() - Y.nbytes - 2
 
 
 @pytest.mark.parametrize("typed", [False, True])
 def test_a_server_that_takes_or_gives_typed_contents_is_loaded(typed: bool) -> None:
     """KServe's and MLServer's give them, and some servers take nothing else."""
-    bad = encode("ModelInferResponse", model_name="m")
+    output = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
+    output["contents"] = {"fp32_contents": Y.ravel().tolist()}
 
     def infer(request: bytes, context: Any) -> bytes:
-        sent = message_from("ModelInferRequest", {})
+        sent: Any = message_from("ModelInferRequest", {})
         sent.MergeFromString(request)
-        values: Any = sent
-        if typed and values.raw_input_contents:
+        if typed and sent.raw_input_contents:
             context.abort(grpc.StatusCode.INTERNAL, "list index out of range")
-        if typed and len(values.inputs[0].contents.fp32_contents) != 3:
-            return bad
-        output = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
-        output["contents"] = {"fp32_contents": Y.ravel().tolist()}
-        return encode("ModelInferResponse", model_name="m", outputs=[output])
+        good = not typed or len(sent.inputs[0].contents.fp32_contents) == 3
+        return encode("ModelInferResponse", model_name="m", outputs=[output] if good else [])
 
     with serving(infer) as url:
         result = load(url, concurrency=2, **QUICK)
     assert result.ok == result.sent > 0, result.errors
     assert ("typed contents" in " ".join(result.notes)) == typed
-
-
-def test_large_requests_and_answers_pass_the_windows() -> None:
-    """Windows hold 64 KiB before the server opens them; frames hold 16 KiB."""
-    large = np.zeros((1, 120, 100, 100), np.float32)
-    about = metadata("UINT8", [1, 2 << 20])
-    sizes = []
-
-    def infer(request: bytes, _context: object) -> bytes:
-        sizes.append(len(request))
-        return answer(large)
-
-    with serving(infer, about=about) as url:
-        result = load(url, concurrency=2, **QUICK)
-    assert result.ok == result.sent > 0
-    assert min(sizes) > 2 << 20
 
 
 def test_statuses_are_counted_as_http_s_are() -> None:
@@ -199,69 +171,28 @@ def test_statuses_are_counted_as_http_s_are() -> None:
     assert "gRPC 13: bad 50 %" in result.errors
 
 
-def test_what_is_no_server_of_the_protocol_is_named() -> None:
+def abort(code: str, message: str) -> Callable[[bytes, Any], bytes]:
     def refuse(_request: bytes, context: Any) -> bytes:
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "batch 64 is above 8")
+        context.abort(getattr(grpc.StatusCode, code), message)
         return b""
 
-    with serving(refuse) as url:
+    return refuse
+
+
+def test_what_is_no_server_of_the_protocol_is_named() -> None:
+    with serving(abort("INVALID_ARGUMENT", "batch 64 is above 8")) as url:
         with pytest.raises(BadInput, match="gRPC 3: batch 64 is above 8"):
             load_test(url, batch=64, concurrency=1)
         with pytest.raises(NotFound, match="no model 'other'"):
             load_test(url, model="other", concurrency=1)
-    with StandIn().running() as url, pytest.raises(BadInput, match="over gRPC"):
-        load_test(url.replace("http", "grpc"), concurrency=1)
-
-
-@contextmanager
-def listening(talk: Callable[[socket.socket], None]) -> Iterator[Server]:
-    """A server that says to each connection what `talk` does."""
-
-    def serve(listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                with connection, suppress(OSError):
-                    talk(connection)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        pool.submit(serve, listener)
-        host, port = listener.getsockname()
-        try:
-            yield Server(f"grpc://{host}:{port}", host, host, port, grpc=True)
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_server_that_drops_the_first_call_is_loaded_all_the_same() -> None:
-    with listening(lambda connection: connection.close()) as server:
-        assert RemoteModel(server, "m", ()).probe(b"") == (0, "")
-        with pytest.raises(BadInput, match=r"index: (it closed|Connection reset)"):
-            server.ask("index")
-
-
-def test_a_server_that_never_stops_talking_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploykit.loadtest.server.TIMEOUT_S", 0.3)
-
-    def ping(connection: socket.socket) -> None:
-        while True:
-            connection.sendall(frame(6, 1, 0, bytes(8)))
-
-    with listening(ping) as server, pytest.raises(BadInput, match="no answer within"):
-        server.ask("about")
-
-
-def test_a_server_without_an_index_needs_the_model_s_name() -> None:
-    def unknown(_request: bytes, context: Any) -> bytes:
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "no index")
-        return b""
-
-    with serving(index=unknown) as url:
+    with serving(index=abort("UNIMPLEMENTED", "no index")) as url:
         with pytest.raises(BadInput, match="does not list its models"):
             load_test(url, concurrency=1)
         with pytest.raises(NotFound, match="no such model: 50 %"):
             load_test(url, model="other", concurrency=1)
         assert load(url, model="m", concurrency=1, **QUICK).ok > 0
+    with StandIn().running() as url, pytest.raises(BadInput, match="over gRPC"):
+        load_test(url.replace("http", "grpc"), concurrency=1)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -275,12 +206,8 @@ WITHOUT = "an answer without a gRPC status (HTTP status 200)"
 
 def encode_length(value: bytes) -> bytes:
     """As HPACK writes the length of a string."""
-    size = len(value)
-    return (
-        bytes([size])
-        if size < 127
-        else b"\x7f" + bytes([(size - 127) % 128 | 128, (size - 127) // 128])
-    )
+    more = len(value) - 127
+    return bytes([len(value)] if more < 0 else [127, more % 128 | 128, more // 128])
 
 
 def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
@@ -298,15 +225,23 @@ def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
 
 @pytest.mark.parametrize("piece", [1, 10, 1 << 20])
 def test_an_answer_in_any_frames_is_one(piece: int) -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
-    for stream in (1, 3):
+    wire = Grpc([call_of(b"x")], AnswerCheck(["y"], [{"y": Y}], 1e-3), b"")
+    for stream, got, status in ((1, Y, 200), (3, Y * 2, WRONG), (5, Y, 200)):
         assert frame(0, 1, stream, call_of(b"x")) in wire.request(0)
-        data = whole(answer(), stream=stream)
+        data = whole(answer(got), stream=stream)
         found = [wire.feed(data[at : at + piece]) for at in range(0, len(data), piece)]
         assert set(found[:-1]) <= {None}
-        assert (found[-1], wire.error, wire.keep) == (200, None, True)
+        assert (found[-1], wire.keep) == (status, True)
+    assert wire.error is None
     assert frame(4, 1, 0) in wire.control
     assert frame(6, 1, 0, b"12345678") in wire.control
+
+
+def called() -> Grpc:
+    """With one call in flight."""
+    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
+    wire.request(0)
+    return wire
 
 
 @pytest.mark.parametrize(
@@ -326,8 +261,7 @@ def test_an_answer_in_any_frames_is_one(piece: int) -> None:
     ],
 )
 def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
-    wire.request(0)
+    wire = called()
     assert (wire.feed(data), wire.error) == (status, error)
     assert wire.unread is (status == 503)  # another connection may have it
 
@@ -343,10 +277,8 @@ def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None
     ids=["HTTP/1.1", "headers", "window", "endless headers"],
 )
 def test_what_is_no_http2_is_refused(data: bytes) -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
-    wire.request(0)
     with pytest.raises(NotHttpError):
-        wire.feed(data)
+        called().feed(data)
 
 
 @pytest.mark.parametrize("most", [0, 1, (1 << 32) - 1])
@@ -366,10 +298,3 @@ def test_a_call_waits_for_the_server_s_windows() -> None:
     wire.feed(frame(8, 0, 1, struct.pack(">I", 100_000)))
     assert len(sent + wire.control) > 100_000
     assert wire.control[4] & 1 or b"\x00\x01" in wire.control  # the last frame ends the call
-
-
-def test_answers_over_grpc_are_compared_with_those_expected() -> None:
-    wire = Grpc([call_of(b"x")], AnswerCheck([], [{"y": Y}], 1e-3), b"")
-    for stream, got, right in ((1, Y, True), (3, Y * 2, False), (5, Y, True)):
-        wire.request(0)
-        assert wire.feed(whole(answer(got), stream=stream)) == (200 if right else WRONG)

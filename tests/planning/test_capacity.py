@@ -1,4 +1,4 @@
-"""The simulated queue against distributions in closed form, and against the server's own queue."""
+"""The simulated queue against the server's own queue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -108,10 +107,6 @@ def test_requests_wait_as_in_the_server_s_own_queue(replica: ReplicaModel, load:
         assert math.inf in expected
 
 
-def test_the_queue_is_as_long_as_the_server_s() -> None:
-    assert ServeOptions().queue == QUEUE
-
-
 def test_two_replicas_behind_a_random_spread_hold_the_bound_at_twice_the_rate() -> None:
     bound_s = 0.06
     found = capacity(1.0, bound_s, dict(enumerate(GROWING, start=1)), request_s=1e-3)
@@ -124,78 +119,29 @@ def test_two_replicas_behind_a_random_spread_hold_the_bound_at_twice_the_rate() 
         assert (float(np.quantile(taken_s, 0.99)) <= bound_s) is holds
 
 
-def md1_p99_s(load: float) -> float:
-    """M/D/1's waiting time (Erlang, 1909), by bisection, and the service; in units of service.
-
-    P(W <= t) = (1 - load) sum over k <= t of (load (k - t))^k / k! exp(load (t - k)).
-    """
-
-    def share(t: float) -> float:
-        with localcontext() as context:
-            context.prec = 80  # the terms alternate and are large
-            total = Decimal(0)
-            for k in range(int(t) + 1):
-                x = Decimal(load) * (Decimal(k) - Decimal(t))
-                total += x**k / math.factorial(k) * (-x).exp() if k or x else (-x).exp()
-            return float((1 - Decimal(load)) * total)
-
-    low, high = 0.0, 200.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if share(middle) < 0.99 else (low, middle)
-    return (1 + low) * SERVICE_S
-
-
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.7, 0.8])
-def test_single_requests_wait_as_in_an_m_d_1_queue(load: float) -> None:
-    found = p99_s(load / SERVICE_S, ReplicaModel((SERVICE_S,)))
-    assert found == pytest.approx(md1_p99_s(load), rel=0.06)  # 36,000 arrivals: some 4 %
-
-
-def test_a_request_alone_takes_its_service_time() -> None:
-    assert p99_s(1e-3, ReplicaModel((SERVICE_S,))) == pytest.approx(SERVICE_S)
-
-
-def test_batches_carry_more_than_single_requests() -> None:
-    single = capacity(100, 0.05, {1: SERVICE_S})
-    batched = capacity(100, 0.05, {1: SERVICE_S, 8: 2 * SERVICE_S})
-    assert batched.rate_each_per_s > 2 * single.rate_each_per_s  # type: ignore[operator]
-    assert (single.max_batch, batched.max_batch) == (1, 8)
-
-
-@pytest.mark.parametrize("rate", [5e-324, 10.0, 123456.0, 1e12])
+@pytest.mark.parametrize("rate", [10.0, 1e12])
 def test_as_many_replicas_as_the_rate_needs_and_no_more(rate: float) -> None:
     found = capacity(rate, 0.05, {1: SERVICE_S})
-    assert found.replicas is not None
-    assert found.rate_each_per_s is not None
-    assert found.replicas == 1 or (found.replicas - 1) * found.rate_each_per_s < rate
+    assert (found.replicas - 1) * found.rate_each_per_s < rate
     assert rate <= found.replicas * found.rate_each_per_s
-    assert found.p99_ms is not None
     assert SERVICE_S * 1e3 <= found.p99_ms <= 50
 
 
-def test_a_bound_below_the_service_time_is_met_by_no_number_of_replicas() -> None:
-    found = capacity(10, 0.005, {1: SERVICE_S})
-    assert found.replicas is None
-    assert found.why == "a request alone takes 10 ms"
-
-
-def test_a_bound_just_above_the_service_time_leaves_no_room_for_a_queue() -> None:
+def test_a_bound_near_the_service_time_leaves_no_room_for_a_queue() -> None:
+    assert p99_s(1e-3, ReplicaModel((SERVICE_S,))) == pytest.approx(SERVICE_S)
     found = capacity(10, SERVICE_S * 1.0000001, {1: SERVICE_S})
-    assert found.replicas is None or found.rate_each_per_s < 2  # type: ignore[operator]
+    assert found.replicas is None or found.rate_each_per_s < 2
+    late = capacity(1, 0.01, {1: 0.00995}, request_s=1e-4)
+    assert (late.replicas, late.why) == (None, "a request alone takes 10.1 ms")
 
 
 def test_batches_between_two_that_are_given_lie_on_a_line() -> None:
     assert by_batch({1: 1.0, 3: 3.0, 5: 7.0}) == (1.0, 2.0, 3.0, 5.0, 7.0)
     assert by_batch({4: 2.0}) == (2.0, 2.0, 2.0, 2.0)
-
-
-def test_a_huge_batch_is_no_list_of_that_length() -> None:
     assert len(by_batch({1: 1.0, 1 << 40: 2.0})) == 4096
 
 
 def test_the_largest_batch_is_the_one_that_carries_most() -> None:
-    """32 requests take longer than four times 8 of them."""
     service_s = {1: 0.001, 8: 0.004, 32: 0.04}
     assert capacity(1, 0.05, service_s).max_batch == 8
     assert capacity(1, 0.05, service_s | {32: 0.01}).max_batch == 32
@@ -208,11 +154,7 @@ def test_the_server_takes_longer_for_a_call_the_longer_the_engine_had_the_caches
 
 
 def test_the_server_s_own_time_bounds_a_fast_engine() -> None:
-    rates = {
-        overlaps: capacity(1, 0.01, {1: 1e-6}, request_s=1e-4, overlaps=overlaps).rate_each_per_s
-        for overlaps in (False, True)
-    }
-    assert rates[False] == pytest.approx(1 / 1.01e-4, rel=0.05)
-    assert rates[True] == pytest.approx(1e4, rel=0.05)
-    late = capacity(1, 0.01, {1: 0.00995}, request_s=1e-4)
-    assert (late.replicas, late.why) == (None, "a request alone takes 10.1 ms")
+    for overlaps, rate in ((False, 1 / 1.01e-4), (True, 1e4)):
+        found = capacity(1, 0.01, {1: 1e-6}, request_s=1e-4, overlaps=overlaps)
+        assert found.rate_each_per_s == pytest.approx(rate, rel=0.05)
+    assert ServeOptions().queue == QUEUE

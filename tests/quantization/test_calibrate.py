@@ -1,40 +1,48 @@
+"""Calibration: ranges of all samples, the calibrator that loses least, and outliers smoothed."""
+
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
+import deploykit as dk
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
+from deploykit.core.evidence import CalibrationRecord
 from deploykit.engines.data.samples import Samples
-from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
-from deploykit.quantization.calibrate import METHODS, Range, importance
-from tests.support.graphs.data import feeds, samples
-from tests.support.graphs.protos import calibrate
-from tests.support.onnx_zoo import (
-    conv_relu,
-    int64_ids,
-    linear,
-    make,
-    mnist_like,
-    save,
-)
+from deploykit.quantization import calibrate as calibrating
+from deploykit.quantization import scales
+from deploykit.quantization.calibrate import METHODS, Range
+from deploykit.quantization.formats import TensorHistogram, fp8_numbers, int8_steps
+from deploykit.quantization.qdq import to_pairs
+from deploykit.quantization.scales import smooth
+from tests.support.graphs.data import feeds, samples, sqnr_db
+from tests.support.graphs.protos import calibrate, to_proto
+from tests.support.graphs.qdq_graphs import run, stored
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save
+
+ROWS = "(float[N,4] x) => (float[N,4] y)"
+
+
+def gemm(batch: int | str) -> onnx.ModelProto:
+    head = f"(float[{batch},4] x) => (float[{batch},3] y)"
+    return parse(head, "y = Gemm(x, W, b)", **stored(linear()))
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 32])
-def test_ranges_are_those_of_all_samples_whatever_the_batch(
-    tmp_path: Path, batch_size: int
-) -> None:
-    path = save(linear(), tmp_path / "m.onnx")
-    data = samples(linear(), 17)
+def test_ranges_are_of_all_samples_whatever_the_batch(tmp_path: Path, batch_size: int) -> None:
+    data, weights = samples(linear(), 17), stored(linear())
     x = data.inputs["x"]
-    weights = {t.name: numpy_helper.to_array(t) for t in linear().graph.initializer}
     y = x @ weights["W"] + weights["b"]
-    found = calibrate(path, data, batch_size=batch_size)
+    found = calibrate(save(linear(), tmp_path / "m.onnx"), data, batch_size=batch_size)
     assert found.samples == 17
     assert (found.ranges["x"].low, found.ranges["x"].high) == (x.min(), x.max())
     assert found.ranges["y"].low == pytest.approx(y.min(), rel=1e-6)
@@ -42,13 +50,12 @@ def test_ranges_are_those_of_all_samples_whatever_the_batch(
 
 
 def test_a_tensor_between_two_fused_nodes_has_its_own_range(tmp_path: Path) -> None:
-    path = save(conv_relu(), tmp_path / "m.onnx")
     data = samples(conv_relu())
     x = np.pad(data.inputs["x"], ((0, 0), (0, 0), (1, 1), (1, 1)))
     weight, bias = (numpy_helper.to_array(t) for t in conv_relu().graph.initializer)
     windows = np.lib.stride_tricks.sliding_window_view(x[:, 0], (3, 3), axis=(1, 2))
     c = np.einsum("nhwij,cij->nchw", windows, weight[:, 0]) + bias[:, None, None]
-    found = calibrate(path, data).ranges
+    found = calibrate(save(conv_relu(), tmp_path / "m.onnx"), data).ranges
     assert found["c"].low == pytest.approx(c.min(), rel=1e-5)
     assert found["c"].high == pytest.approx(c.max(), rel=1e-5)
     assert found["y"] == Range(0.0, found["c"].high)
@@ -59,113 +66,36 @@ def test_every_float_tensor_has_a_range_and_no_other(tmp_path: Path) -> None:
     assert list(calibrate(path, samples(int64_ids())).ranges) == ["embedded", "y"]
 
 
-def test_the_percentile_leaves_an_outlier_out(
+def test_the_percentile_drops_an_outlier(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = save(mnist_like(), tmp_path / "m.onnx")
     image = feeds(mnist_like(), 512)["image"]
     image[3, 0, 5, 5] = 50.0
     data = Samples({"image": image}, None, "data.npz")
-    found = calibrate(path, data, method="percentile")
+    found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), data, method="percentile")
     assert found.ranges["image"].high == 50.0
-    clipped = found.clipped["image"]
-    assert 4.0 < clipped.high < 5.5  # of 400 000 normal values two are left out: 4.4 and above
+    # of 400 000 normal values two are left out: 4.4 and above
+    assert 4.0 < found.clipped["image"].high < 5.5
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_mask_of_minus_infinity_keeps_its_range(tmp_path: Path, method: str) -> None:
-    weights = {"mask": np.array([0, 0, 0, -np.inf], np.float32)}
-    model = make(
-        [helper.make_node("Add", ["x", "mask"], ["y"], name="mask_out")],
-        {"x": ("N", 4)},
-        {"y": ("N", 4)},
-        weights,
-    )
+def test_every_method_sees_masks_large_weights_and_nan(tmp_path: Path, method: str) -> None:
+    model = parse(ROWS, "y = Add(x, mask)", mask=[0, 0, 0, -np.inf])
     data = samples(model)
     found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges["y"]
     assert found == Range(-math.inf, float(data.inputs["x"][:, :3].max()))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_ranges_hold_every_value_whatever_the_method(tmp_path: Path, method: str) -> None:
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    data = samples(mnist_like(), 64)
-    every = calibrate(path, data, method="minmax").ranges
-    found = calibrate(path, data, method=method)
-    assert found.ranges == every
-    assert found.clipped.keys() == every.keys()
-    for name, seen in found.clipped.items():
-        assert every[name].low <= seen.low <= seen.high <= every[name].high
-
-
-def test_only_tensors_that_get_a_scale_are_clipped(tmp_path: Path) -> None:
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    found = calibrate(path, samples(mnist_like(), 64), method="mse")
-    cut = {name for name, seen in found.clipped.items() if seen != found.ranges[name]}
-    assert {"image", "p1"} <= cut  # p1 has a scale of its own for TensorRT only
-    assert cut <= {"image", "r1", "p1", "r2", "flat"}  # not what lies before a Relu, nor logits
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_weights_are_seen_whatever_their_size(tmp_path: Path, method: str) -> None:
-    weights = {"W": np.eye(64, dtype=np.float32) * 3}  # 16 KiB: fed to the session, not built in
-    node = helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul")
-    model = make([node], {"x": ("N", 64)}, {"y": ("N", 64)}, weights)
+    # 16 KiB of weights are fed to the session, not built in
+    model = parse("(float[N,64] x) => (float[N,64] y)", "y = MatMul(x, W)", W=np.eye(64) * 3)
     data = samples(model)
-    found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges
-    assert found["y"].high == pytest.approx(3 * float(data.inputs["x"].max()), rel=1e-6)
-
-
-def test_batches_are_smaller_where_activations_are_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # 1 x 28 x 28 in, 8 and 16 channels of 28 x 28 and 14 x 14 after it: 91 KB a sample
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    seen = []
-    data = samples(mnist_like(), 16)
-
-    class Watched(Samples):
-        def batches(self, size: int, **options: bool) -> Iterator[dict[str, np.ndarray]]:
-            seen.append(size)
-            return super().batches(size, **options)
-
-        def first(self, _: int) -> Samples:
-            return self
-
-    monkeypatch.setattr("deploykit.quantization.calibrate.MOST_BYTES", 300_000)
-    calibrate(path, Watched(data.inputs, None, "data.npz"))
-    assert seen == [3]
-
-
-def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: Path) -> None:
-    model = make(linear().graph.node, {"x": (4, 4)}, {"y": (4, 3)}, _weights())
-    data = samples(linear(), 10)
-    found = calibrate(save(model, tmp_path / "m.onnx"), data)
-    assert found.samples == 8
-    assert found.ranges["x"].high == data.inputs["x"][:8].max()
-
-
-def _weights() -> dict[str, np.ndarray]:
-    return {t.name: numpy_helper.to_array(t) for t in linear().graph.initializer}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_model_that_gives_nan_is_named_with_its_tensor(tmp_path: Path, method: str) -> None:
-    model = make(
-        [
-            helper.make_node("Sqrt", ["x"], ["root"], name="sqrt"),
-            helper.make_node("Relu", ["root"], ["y"], name="relu"),
-        ],
-        {"x": ("N", 4)},
-        {"y": ("N", 4)},
-        {},
-    )
+    found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges["y"]
+    assert found.high == pytest.approx(3 * float(data.inputs["x"].max()), rel=1e-6)
+    model = parse(ROWS, "root = Sqrt(x) y = Relu(root)")
     with pytest.raises(BadInput, match=r"m.onnx: tensor 'root' is NaN .*data.npz"):
         calibrate(save(model, tmp_path / "m.onnx"), samples(model), method=method)
 
 
-def test_every_calibrator_comes_from_one_pass(
+def test_every_calibrator_comes_from_one_pass_and_clips_what_gets_a_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, data = save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like(), 64)
@@ -177,30 +107,37 @@ def test_every_calibrator_comes_from_one_pass(
     )
     found = calibrate(path, data)
     assert len(runs) == 1
+    every = alone["minmax"].ranges
     for method in METHODS:
         using = found.using(method)
         assert (using.clipped, using.method) == (alone[method].clipped, method)
-        assert using.ranges == found.ranges
+        assert using.ranges == alone[method].ranges == every
+        assert using.clipped.keys() == every.keys()
+        for name, seen in using.clipped.items():
+            assert every[name].low <= seen.low <= seen.high <= every[name].high
+    cut = {name for name, seen in found.using("mse").clipped.items() if seen != every[name]}
+    assert cut <= {"image", "r1", "p1", "r2", "flat"}  # not what is before a Relu, nor logits
+    assert {"image", "p1"} <= cut  # p1 has a scale of its own for TensorRT only
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [("MatMul", (6, 5)), ("MatMul", (3, 6, 5)), ("Gemm", (5, 6))]
-)
-def test_importance_is_the_energy_of_the_weights_that_a_channel_meets(
-    tmp_path: Path, kind: str, shape: tuple[int, ...]
+def test_batches_are_smaller_where_activations_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    attributes = {"transB": 1} if kind == "Gemm" else {}
-    node = helper.make_node(kind, ["x", "W"], ["y"], name="node", **attributes)
-    out = ("N", 5) if kind == "Gemm" else (*shape[:-2], "N", 5)
-    model = make([node], {"x": ("N", 6)}, {"y": out}, {"W": weight})
-    others = (
-        (0,)
-        if kind == "Gemm"
-        else tuple(axis for axis in range(len(shape)) if axis != len(shape) - 2)
+    # 1 x 28 x 28 in, 8 and 16 channels of 28 x 28 and 14 x 14 after it: 91 KB a sample
+    sizes, batches = [], Samples.batches
+    monkeypatch.setattr(
+        Samples, "batches", lambda self, size, **_: sizes.append(size) or batches(self, size)
     )
-    found = importance(Editor(Graph.open(save(model, tmp_path / "m.onnx"))))
-    np.testing.assert_allclose(found["x"], (weight**2).sum(axis=others), rtol=1e-5)
+    monkeypatch.setattr(calibrating, "MOST_BYTES", 300_000)
+    calibrate(save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like(), 16))
+    assert sizes == [3]
+
+
+def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: Path) -> None:
+    data = samples(linear(), 10)
+    found = calibrate(save(gemm(4), tmp_path / "m.onnx"), data)
+    assert found.samples == 8
+    assert found.ranges["x"].high == data.inputs["x"][:8].max()
 
 
 def x_of(samples: int, *bad: float) -> np.ndarray:
@@ -221,9 +158,324 @@ def x_of(samples: int, *bad: float) -> np.ndarray:
     ],
     ids=["few", "fixed-batch", "nan", "infinity", "equal"],
 )
-def test_samples_that_calibrate_nothing_are_refused(
+def test_useless_samples_are_refused(
     tmp_path: Path, batch: int | str, x: np.ndarray, says: str
 ) -> None:
-    model = make(linear().graph.node, {"x": (batch, 4)}, {"y": (batch, 3)}, _weights())
     with pytest.raises(BadInput, match=says):
-        calibrate(save(model, tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))
+        calibrate(save(gemm(batch), tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))
+
+
+# The histogram of a tensor, and what each calibrator reads in it
+
+
+def histogram(*batches: np.ndarray) -> TensorHistogram:
+    counts = TensorHistogram()
+    for batch in batches:
+        counts.add(np.asarray(batch, np.float32))
+    return counts
+
+
+def normal(count: int, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng(0).standard_normal(count) * scale).astype(np.float32)
+
+
+def test_every_value_is_counted_in_its_place_while_the_limit_grows() -> None:
+    batches = [normal(1000), normal(100_000, 3.0), normal(500, 40.0), np.zeros((3, 7))]
+    counts = histogram(*batches)
+    assert counts.counts.sum() == sum(batch.size for batch in batches)
+    assert counts.limit >= max(np.abs(batch).max() for batch in batches)
+    values = normal(100_000)
+    most = 10 * np.abs(values).max()
+    got = histogram(values, np.array([most])).percentile(99)
+    np.testing.assert_allclose(got, np.percentile(values, [0.5, 99.5]), atol=4 * 1.6 * most / 4096)
+
+
+@pytest.mark.parametrize("share", [90.0, 99.0, 99.9])
+def test_the_percentile_is_numpys(share: float) -> None:
+    values = normal(100_000)
+    tail = (100 - share) / 2
+    wanted = np.percentile(values, [tail, 100 - tail])
+    # a bin is 0.001 wide, but the outermost values lie further apart
+    np.testing.assert_allclose(histogram(values).percentile(share), wanted, atol=0.01)
+
+
+def test_a_few_values_are_all_kept_and_a_dead_tensor_has_no_range() -> None:
+    low, high = histogram(normal(100)).percentile()
+    assert low <= normal(100).min()
+    assert high >= normal(100).max()
+    for values in ([], [0.0, 0.0], [1e-38, -1e-40]):
+        assert histogram(np.array(values)).percentile() == (0.0, 0.0)
+    assert histogram(np.zeros(1000)).least_error() == 0.0
+
+
+def test_infinities_and_nan_are_left_out_of_the_counts_and_told_by_the_ends() -> None:
+    counts = histogram(np.array([1.0, np.inf, -np.inf, np.nan, -2.0]))
+    assert (counts.counts.sum(), counts.limit) == (2, 2.0)
+    batches = ([3, -2], [-np.inf, np.inf, 1], [])
+    ends = [TensorHistogram().add(np.array(values, np.float32)) for values in batches]
+    assert ends == [(-2.0, 3.0), (-np.inf, np.inf), (0.0, 0.0)]
+    counts = TensorHistogram(np.ones(2))
+    assert counts.add(np.array([[1, np.nan], [2, -3]], np.float32)) == (-3, 2)
+    assert (counts.has_nan, counts.channel_peaks.tolist()) == (True, [2, 3])
+
+
+def error(values: np.ndarray, peak: float, weights: np.ndarray | float = 1.0) -> float:
+    """What INT8 with this peak does to the values, squared and weighted."""
+    step = peak / 127
+    rounded = np.clip(np.rint(values / step), -127, 127) * step
+    return float(np.sum(weights * (values - rounded) ** 2))
+
+
+@pytest.mark.parametrize("tail", [1.0, 5.0, 30.0])
+def test_the_least_error_is_that_of_real_rounding(tail: float) -> None:
+    values = np.append(normal(100_000), normal(20, tail)).astype(np.float32)
+    found = histogram(values).least_error()
+    peaks = np.geomspace(np.abs(values).max() / 50, np.abs(values).max(), 200)
+    assert error(values, found) <= 1.03 * min(error(values, peak) for peak in peaks)
+
+
+def test_an_error_in_a_channel_counts_by_its_importance() -> None:
+    values, importance = normal(200_000).reshape(-1, 20), np.ones(20)
+    values[:, 7] *= 50.0
+    importance[7] = 1 / 2500
+    counts = TensorHistogram(importance)
+    counts.add(values[:6000].reshape(10, 600, 20))
+    counts.add(values[6000:])
+    found = counts.least_error()
+    assert error(values, found, importance) < 0.5 * error(values, np.abs(values).max(), importance)
+    assert found < histogram(values).least_error() / 2
+    np.testing.assert_array_equal(counts.channel_peaks, np.abs(values).max(axis=0))
+    counts = TensorHistogram(np.array([1.0, 0.25]))
+    for scale in (1.0, 40.0, 3000.0):  # the weights are kept while the limit grows
+        counts.add(normal(1000, scale).reshape(-1, 2))
+    assert counts.weighted.sum() == pytest.approx(3 * 500 * 1.25)
+
+
+# The numbers that are stored
+
+
+def e4m3() -> np.ndarray:
+    """The magnitudes by their bytes: 4 bits of exponent with bias 7, 3 of mantissa; no infinity."""
+    exponent, mantissa = np.divmod(np.arange(0x7F), 8)
+    return np.where(exponent, np.exp2(exponent - 7.0) * (1 + mantissa / 8), mantissa * 2.0**-9)
+
+
+def test_every_number_is_rounded_to_the_nearest_e4m3_number_and_ties_to_even() -> None:
+    random = np.random.default_rng(0)
+    values = np.exp2(random.uniform(-13, np.log2(448), 20_000)) * random.choice([-1, 1], 20_000)
+    ties = np.arange(0, 449) / 1024  # halves between subnormals, and their like
+    values = np.concatenate([values, ties, -ties, ties * 1024]).astype(np.float32)
+    away = np.abs(np.abs(values)[:, None] - e4m3())
+    odd = np.arange(0x7F) % 2
+    wanted = np.lexsort((np.broadcast_to(odd, away.shape), away))[:, 0]
+    assert np.array_equal(fp8_numbers(values, np.float32(1)).view(np.uint8) & 0x7F, wanted)
+    exact = np.concatenate([e4m3(), -e4m3(), [1e6, -449.0]]).astype(np.float32)
+    found = fp8_numbers(exact, np.float32(1))
+    assert np.array_equal(found.astype(np.float32), np.clip(exact, -448, 448))
+    assert np.array_equal(found.view(np.uint8)[:-2] >> 7, np.repeat([0, 1], 0x7F))
+
+
+def test_int8_steps_of_a_large_array_are_those_of_its_parts() -> None:
+    values = np.random.default_rng(0).standard_normal((3000, 1000)).astype(np.float32)
+    scale = np.abs(values).max(axis=0) / np.float32(127)
+    wanted = np.clip(np.rint(values / scale), -127, 127).astype(np.int8)
+    np.testing.assert_array_equal(int8_steps(values, scale, 1), wanted)
+
+
+WIDTH, OUTLIERS = 32, (3, 17)
+
+
+def layer_norm(
+    *, residual: bool = False, gemm: bool = False, peak: float = 100.0, axis: int = -1
+) -> onnx.ModelProto:
+    """A LayerNorm with outlier channels and two MatMuls of its output, added up.
+
+    `residual`: an Add reads the LayerNorm, too. `gemm`: the second of them is a Gemm with
+    transposed weights. `peak`: of the outlier channels, which the MatMuls meet with small weights.
+    """
+    rng = np.random.default_rng(0)
+    weights = {
+        "scale": rng.uniform(0.5, 1.5, WIDTH).astype(np.float32),
+        "bias": rng.standard_normal(WIDTH).astype(np.float32) / 10,
+        "Q": rng.standard_normal((WIDTH, WIDTH)).astype(np.float32),
+        "K": rng.standard_normal((WIDTH, WIDTH)).astype(np.float32),
+    }
+    for channel in OUTLIERS:
+        for name, factor in (("scale", peak), ("bias", peak), ("Q", 1 / peak), ("K", 1 / peak)):
+            weights[name][channel] *= factor
+    weights["KT"] = weights["K"].T.copy()
+    return parse(
+        f"(float[N,{WIDTH}] x) => (float[N,{WIDTH}] y)",
+        f"""normal = LayerNormalization<axis = {axis}>(x, scale, bias) q = MatMul(normal, Q)
+            k = {"Gemm<transB = 1>(normal, KT)" if gemm else "MatMul(normal, K)"}
+            {"sum = Add(q, k) y = Add(sum, normal)" if residual else "y = Add(q, k)"}""",
+        **weights,
+    )
+
+
+@pytest.fixture
+def outliers(tmp_path: Path) -> Path:
+    return save(layer_norm(), tmp_path / "outliers.onnx")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    np.savez(tmp_path / "calib.npz", **feeds(layer_norm(), 128))
+    return tmp_path / "calib.npz"
+
+
+@pytest.fixture
+def unsmoothed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scales, "OUTLIERS", np.inf)
+
+
+def quantize(model: Path, to: str, data: Path, **given: Any) -> tuple[dk.Made, CalibrationRecord]:
+    """The result, also where its signal-to-noise ratio is below the bound."""
+    try:
+        made = dk.quantize(model, to, model.with_name("out.onnx"), calib=data, **given)
+    except dk.GateFailed as exc:
+        made = exc.result
+    assert made.evidence.calibration is not None
+    return made, made.evidence.calibration
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+def test_the_calibrator_that_loses_least_is_kept_and_reported(
+    outliers: Path, data: Path, unsmoothed: None, runtime: str, to: str
+) -> None:
+    made, record = quantize(outliers, to, data, runtime=runtime)
+    assert {"mixed", "percentile", "mse"} <= set(record.sqnr_db)
+    worth = 10 * np.log10(1 / (1 - scales.WORTH))
+    assert record.sqnr_db[record.method] > max(record.sqnr_db.values()) - worth
+    assert made.evaluation.sqnr_db == pytest.approx(record.sqnr_db[record.method], abs=2.0)
+    assert Artefact(made.path).manifest.evidence.calibration == record
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
+def test_outliers_are_smoothed_where_that_loses_less(
+    outliers: Path, data: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    smoothed, record = quantize(outliers, "int8", data, runtime=runtime)
+    assert record.smoothed == ("normal",)
+    assert smoothed.evaluation.passed
+    monkeypatch.setattr(scales, "OUTLIERS", np.inf)
+    plain, record = quantize(outliers, "int8", data, runtime=runtime)
+    assert record.smoothed == ()
+    assert smoothed.evaluation.sqnr_db > plain.evaluation.sqnr_db + 5
+
+
+def test_smoothing_that_breaks_is_not_used(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploykit.quantization.scales._multiply", lambda *_: None)
+    residual = save(layer_norm(residual=True), tmp_path / "residual.onnx")
+    assert quantize(residual, "int8", data)[1].smoothed == ()
+
+
+def test_samples_to_choose_on_are_spread(outliers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of images is in the order of its classes: the first would all be of one class."""
+    monkeypatch.setattr(scales, "OPERATIONS", 0)
+    samples = Samples(feeds(layer_norm(), 320), None, "data.npz")
+    batches = list(scales.places_to_choose_on(Graph.open(outliers), samples, 32))
+    for places in (batches[0], np.concatenate(batches)):
+        assert max(places) > 270
+        assert min(places) < 40
+    assert 32 <= sum(map(len, batches)) <= 64
+
+
+def test_a_calibrator_has_to_win_by_more_than_chance() -> None:
+    """One sample on which the first is bad says nothing: it would be bad with the others too."""
+    once = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0])
+    always = np.full(8, 1.25)
+    for first, chosen in ((once, "mixed"), (always, "mse")):
+        assert scales.least_noise({"mixed": first, "mse": np.full(8, 1.2)}) == chosen
+    assert scales.least_noise({"mixed": np.full(8, np.inf), "mse": once}) == "mse"
+    assert scales.least_noise({"mixed": always, "mse": np.full(8, np.inf)}) == "mixed"
+
+
+@pytest.mark.parametrize("kept", [["y", "top"], ["top"]])
+def test_integers_have_no_signal_to_noise_ratio(
+    data: Path, tmp_path: Path, kept: list[str]
+) -> None:
+    model = layer_norm()
+    model.graph.node.append(helper.make_node("ArgMax", ["y"], ["top"], axis=1, keepdims=0))
+    model.graph.output.append(helper.make_tensor_value_info("top", TensorProto.INT64, ["N"]))
+    if "y" not in kept:
+        del model.graph.output[0]
+    record = quantize(save(model, tmp_path / "m.onnx"), "int8", data, max_drop=1.0)[1]
+    alone = quantize(save(layer_norm(), tmp_path / "y.onnx"), "int8", data)[1]
+    assert record.sqnr_db == (alone.sqnr_db if "y" in kept else {})
+    assert record.method in METHODS
+
+
+# What smoothing does to a graph
+
+
+def smoothed(model: onnx.ModelProto, tmp_path: Path) -> tuple[Graph, Graph, tuple[str, ...]]:
+    """The model's graph, the smoothed one, and what was smoothed."""
+    graph = Graph.open(save(model, tmp_path / "model.onnx"))
+    peaks = calibrating.calibrate(graph, samples(model, 64)).channel_peaks
+    other, names = smooth(graph, peaks)
+    return graph, other.save(tmp_path / "smoothed.onnx"), names
+
+
+def weights_of(graph: Graph) -> dict[str, np.ndarray]:
+    return stored(to_proto(graph))
+
+
+def answer(graph: Graph, inputs: dict[str, np.ndarray], tmp_path: Path) -> np.ndarray:
+    return run(to_proto(graph), inputs, tmp_path / "answer.onnx")
+
+
+SHAPES = [{}, {"residual": True}, {"gemm": True}, {"gemm": True, "residual": True}, {"axis": 1}]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_smoothed_graph_computes_the_same_to_the_last_bit_and_loses_far_less_to_int8(
+    tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    model = layer_norm(**shape)
+    before, after, names = smoothed(model, tmp_path)
+    assert names == ("normal",)
+    inputs = feeds(model, 50, seed=1)
+    wanted = answer(before, inputs, tmp_path)
+    np.testing.assert_array_equal(answer(after, inputs, tmp_path), wanted)
+    quality = []
+    for graph in (before, after):
+        pairs = to_pairs(graph, calibrating.calibrate(graph, samples(model, 64)))
+        got = answer(pairs.save(tmp_path / "int8.onnx"), inputs, tmp_path)
+        quality.append(sqnr_db(wanted, got))
+    assert quality[1] > quality[0] + (10 if not shape.get("residual") else 0)
+
+
+def test_the_factors_go_into_the_layer_norm_where_nothing_else_reads_it(tmp_path: Path) -> None:
+    before, after, _ = smoothed(layer_norm(), tmp_path)
+    kinds = [[node.op_type for node in graph.model.graph.node] for graph in (before, after)]
+    assert kinds[1] == kinds[0]
+    factors = [
+        weights_of(smoothed(layer_norm(gemm=gemm, peak=64.0), tmp_path)[1])["scale_smoothed"]
+        for gemm in (False, True)
+    ]
+    np.testing.assert_array_equal(*factors)
+
+
+def test_one_multiplication_serves_all_readers_where_another_node_reads_it(tmp_path: Path) -> None:
+    _, after, _ = smoothed(layer_norm(residual=True), tmp_path)
+    nodes = {node.name: node for node in after.model.graph.node}
+    (product,) = [node for node in nodes.values() if node.op_type == "Mul"]
+    readers = {name for name, node in nodes.items() if product.output[0] in node.input}
+    assert readers == {"q", "k"}
+    assert "normal" in nodes["y"].input
+
+
+def test_channels_that_are_never_active_give_no_factor(tmp_path: Path) -> None:
+    graph = Graph.open(save(layer_norm(), tmp_path / "model.onnx"))
+    # the weights differ although the activations do not
+    assert smooth(graph, {"normal": [1.0] * WIDTH})[1] == ("normal",)
+    assert smooth(graph, {})[1] == ()
+    dead = list(calibrating.calibrate(graph, samples(layer_norm(), 64)).channel_peaks["normal"])
+    for channel in OUTLIERS:
+        dead[channel] = 0.0  # any factor would be a guess
+    assert np.isfinite(weights_of(smooth(graph, {"normal": dead})[0])["scale_smoothed"]).all()
+    assert smoothed(mnist_like(), tmp_path)[2] == ()  # nothing to smooth

@@ -1,4 +1,4 @@
-"""`quantize` as a user calls it: every precision, its evaluation, and the files it writes."""
+"""`quantize` as a user calls it: each precision, its evaluation, its gates and its files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
 
 import deploykit as dk
 from deploykit.core.artefact import Artefact
-from tests.support.onnx_zoo import linear, make, mnist_like, save
-
-CLASSES = 10
+from deploykit.graph.graph import Graph
+from deploykit.quantization.job import share_outputs
+from tests.support.graphs.qdq_graphs import stored, with_weight
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import mnist_like, overflow, save
 
 
 @pytest.fixture
@@ -63,46 +64,43 @@ def test_each_precision_is_in_the_file_and_the_outputs_stay_close(
     assert set(made.manifest.precision) == holds
     assert made.evaluation.passed
     assert made.evaluation.sqnr_db > 20
-    found = Artefact(made.path).manifest
-    assert found is not None
-    assert found.evidence.quantize.to == to
-    assert found.evidence.quantize.other_nodes == rest
-
-
-def large_linear() -> onnx.ModelProto:
-    weights = np.random.default_rng(0).standard_normal((256, 512), np.float32) / 16
-    node = helper.make_node("MatMul", ["x", "W"], ["y"], name="large")
-    return make([node], {"x": ("N", 256)}, {"y": ("N", 512)}, {"W": weights})
+    record = Artefact(made.path).manifest.evidence.quantize
+    assert (record.to, record.other_nodes) == (to, rest)
 
 
 @pytest.mark.parametrize(
     ("to", "most_bytes"), [("int8-weight-only", 140_000), ("int4-weight-only", 80_000)]
 )
-def test_weight_only_precisions_shrink_the_file_and_need_no_data(
-    tmp_path: Path, to: str, most_bytes: int
-) -> None:
-    path = save(large_linear(), tmp_path / "large.onnx")
+def test_weight_only_precisions_need_no_data(tmp_path: Path, to: str, most_bytes: int) -> None:
+    weights = np.random.default_rng(0).standard_normal((256, 512)) / 16
+    large = parse("(float[N,256] x) => (float[N,512] y)", "y = MatMul(x, W)", W=weights)
+    path = save(large, tmp_path / "large.onnx")
     made = dk.quantize(path, to)
     assert made.path.stat().st_size < most_bytes < path.stat().st_size / 3
     assert made.evaluation.sqnr_db > 15
 
 
-def test_an_accuracy_drop_is_measured_on_labelled_data(
-    model: Path, calib: Path, data: Path
-) -> None:
+def test_a_drop_is_measured_on_labelled_data(model: Path, calib: Path, data: Path) -> None:
     made = dk.quantize(model, "int8", calib=calib, data=data, max_drop=0.5)
     assert made.drop.n == 400
     assert made.evaluation.max_drop == 0.5
     assert made.manifest.evidence.accuracy.drop.n == 400
+    mix = dk.inspect(made.path).details["mix"]
+    assert mix["shares"]["flops"]["int8"] > 0.9
+    assert mix["shares"]["weights"]["int8"] > 0.9
+    assert mix["unknown"] == []
+    with np.load(f"{made.path}.golden.npz") as arrays:  # the golden samples are of the data
+        np.testing.assert_array_equal(arrays["inputs/image"], images(400, 1)[:4])
+    replayed = dk.compare(made.path)
+    assert replayed.parity.passed
+    assert 0 < replayed.parity.worst.error <= replayed.parity.max_error < 0.2
 
 
 def test_without_labels_a_broken_output_is_refused(tmp_path: Path) -> None:
     """One input is so much larger than the others that INT8 rounds these to nothing."""
-    weights = np.eye(4, dtype=np.float32)[:, :, None, None] * [[[[0.0]]], *[[[[1.0]]]] * 3]
-    node = helper.make_node("Conv", ["x", "W"], ["y"], name="product")
-    axes = ("N", 4, 2, 2)
-    model = make([node], {"x": axes}, {"y": axes}, {"W": weights.astype(np.float32)})
-    path = save(model, tmp_path / "model.onnx")
+    weights = np.eye(4)[:, :, None, None] * [[[[0.0]]], *[[[[1.0]]]] * 3]
+    head = "(float[N,4,2,2] x) => (float[N,4,2,2] y)"
+    path = save(parse(head, "y = Conv(x, W)", W=weights), tmp_path / "model.onnx")
     x = np.random.default_rng(0).standard_normal((64, 4, 2, 2)).astype(np.float32)
     x[:, 0] *= 1e4
     np.savez(tmp_path / "x.npz", x=x)
@@ -114,10 +112,7 @@ def test_without_labels_a_broken_output_is_refused(tmp_path: Path) -> None:
 
 def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     """Without calibration nothing warns of the overflow; ONNX Runtime's CPU would hide it."""
-    from tests.support.onnx_zoo import overflow
-
-    path = save(overflow(), tmp_path / "overflow.onnx")
-    big = tmp_path / "big.npz"
+    path, big = save(overflow(), tmp_path / "overflow.onnx"), tmp_path / "big.npz"
     np.savez(big, x=np.full((40, 4), 9.0, np.float32) * np.arange(1, 41, dtype=np.float32)[:, None])
     with pytest.raises(dk.GateFailed, match=r"first node .* 'scale_up' .* in 'product'") as caught:
         dk.quantize(path, "fp16", data=big)
@@ -126,22 +121,16 @@ def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     assert any("kept in float32" in note and "scale_up" in note for note in kept.notes)
 
 
-def test_the_users_own_metric_decides(model: Path, calib: Path, data: Path, tmp_path: Path) -> None:
+def test_own_metrics_and_perplexity_decide(
+    model: Path, calib: Path, data: Path, tmp_path: Path
+) -> None:
     metric = tmp_path / "metric.py"
-    metric.write_text(
-        "def margin(outputs, labels):\n"
-        "    logits = outputs['logits']\n"
-        "    return logits[range(len(labels)), labels]\n"
-    )
-    made = dk.quantize(
-        model, "int8", calib=calib, data=data, metric=f"{metric}:margin", max_drop=0.5
-    )
-    assert made.drop.metric == f"{metric}:margin"
-    assert made.drop.unit == ""
+    lines = ("def margin(outputs, labels):", "return outputs['logits'][range(len(labels)), labels]")
+    metric.write_text("\n    ".join(lines))
+    options = {"metric": f"{metric}:margin", "max_drop": 0.5}
+    made = dk.quantize(model, "int8", calib=calib, data=data, **options)
+    assert (made.drop.metric, made.drop.unit) == (f"{metric}:margin", "")
     assert abs(made.drop.drop.value) < 0.1
-
-
-def test_perplexity_is_a_metric(model: Path, calib: Path, data: Path) -> None:
     made = dk.quantize(model, "fp16", calib=calib, data=data, metric="perplexity")
     assert made.drop.unit == "%"
     assert abs(made.drop.drop.value) < 0.01
@@ -152,28 +141,12 @@ def test_test_samples_that_also_calibrated_are_reported(model: Path, calib: Path
     assert any("120 of the 120 samples" in note and "looks too good" in note for note in made.notes)
 
 
-def test_golden_samples_of_a_quantized_file_come_from_the_data(model: Path, calib: Path) -> None:
-    made = dk.quantize(model, "int8", calib=calib)
-    with np.load(f"{made.path}.golden.npz") as arrays:
-        np.testing.assert_array_equal(arrays["inputs/image"], images(120)[:4])
-    replayed = dk.compare(made.path)
-    assert replayed.parity.passed
-    assert 0 < replayed.parity.worst.error <= replayed.parity.max_error < 0.2
-
-
 @pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
 def test_auto_keeps_what_passes_and_logs_its_steps(
     model: Path, calib: Path, data: Path, runtime: str, tmp_path: Path
 ) -> None:
-    made = dk.quantize(
-        model,
-        "auto",
-        tmp_path / "auto.onnx",
-        calib=calib,
-        data=data,
-        max_drop=0.5,
-        runtime=runtime,
-    )
+    options = {"calib": calib, "data": data, "max_drop": 0.5, "runtime": runtime}
+    made = dk.quantize(model, "auto", tmp_path / "auto.onnx", **options)
     assert made.search.steps
     assert all(step.why for step in made.search.steps)
     assert made.manifest.evidence.search.steps[0].precision.startswith("int8")
@@ -181,9 +154,7 @@ def test_auto_keeps_what_passes_and_logs_its_steps(
     assert any(where in note for note in made.notes)
 
 
-def test_auto_refuses_too_few_samples_before_the_search(
-    model: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_auto_refuses_too_few_samples_at_once(model: Path, calib: Path, tmp_path: Path) -> None:
     few = write(tmp_path / "few.npz", images(50, 2), model)
     with pytest.raises(dk.BadInput, match=r"50 samples cannot show .* 276 are needed"):
         dk.quantize(model, "auto", calib=calib, data=few, max_drop=0.01)
@@ -203,6 +174,31 @@ def test_ctrl_c_in_auto_keeps_the_best_so_far(model: Path, calib: Path, tmp_path
     assert any("interrupted" in note for note in made.notes)
 
 
+def test_auto_without_a_profile_tries_what_every_target_runs(model: Path, calib: Path) -> None:
+    said: list[str] = []
+    made = dk.quantize(model, "auto", calib=calib, on_progress=lambda what, _: said.append(what))
+    assert {step.precision.partition("+")[0] for step in made.search.steps} <= {"int8", "fp16"}
+    announced = "no `profile` was named: tried what every target runs (fp32, fp16, int8)"
+    for texts in (said, made.notes):
+        assert any(announced in text for text in texts)
+
+
+def test_auto_keeps_only_the_node_in_float32_that_int8_ruins(tmp_path: Path) -> None:
+    """One input of `guilty` is 5000 times the others, and its weights small."""
+    random, width = np.random.default_rng(0), 128
+    weights = {f"w{n}": random.standard_normal((width, width)) / np.sqrt(width) for n in range(6)}
+    weights["boost"] = np.where(np.arange(width) == 5, 5e3, 1)
+    weights["w1"][5] /= 5e3
+    body = "a = MatMul(x, w0) b = Mul(a, boost) guilty = MatMul(b, w1) c = MatMul(guilty, w2) "
+    body += "d = MatMul(c, w3) e = MatMul(d, w4) y = MatMul(e, w5)"
+    model = parse(f"(float[N,{width}] x) => (float[N,{width}] y)", body, **weights)
+    np.savez(tmp_path / "c.npz", x=random.standard_normal((64, width)).astype(np.float32))
+    path = save(model, tmp_path / "m.onnx")
+    search = dk.quantize(path, "auto", calib=tmp_path / "c.npz", profile="t4").search
+    assert not search.steps[0].passed
+    assert (search.precision, search.float32_nodes) == ("int8+fp16", ("guilty",))
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -213,26 +209,27 @@ def test_ctrl_c_in_auto_keeps_the_best_so_far(model: Path, calib: Path, tmp_path
         ({"to": "int8", "other_nodes": "fp64"}, "`other_nodes` 'fp64'"),
         ({"to": "int8", "max_drop": 0.0}, "`max_drop` must be"),
         ({"to": "int8", "max_drop": float("nan")}, "`max_drop` must be"),
+        *(
+            ({"to": to, "calib": None}, f"`calib` is missing: {to} needs calibration data")
+            for to in ("int8", "fp8", "auto")
+        ),
+        ({"to": "fp16", "metric": "f1", "data": "calib.npz"}, "'f1' is not a metric"),
+        ({"to": "fp16", "out": "model.onnx"}, "is an input of this command"),
     ],
     ids=str,
 )
-def test_contradictory_options_are_refused(
+def test_wrong_options_are_refused(
     model: Path, calib: Path, options: dict[str, object], reason: str
 ) -> None:
     before = sorted(model.parent.iterdir())
+    paths = {name: calib.with_name(str(options[name])) for name in options.keys() & {"data", "out"}}
     with pytest.raises(dk.BadInput, match=reason):
-        dk.quantize(model, calib=calib, **options)  # type: ignore[arg-type]
+        dk.quantize(model, **{"calib": calib, **options, **paths})  # type: ignore[arg-type]
     assert sorted(model.parent.iterdir()) == before
 
 
-@pytest.mark.parametrize("to", ["int8", "fp8", "auto"])
-def test_int8_scales_need_calibration_data(model: Path, to: str) -> None:
-    with pytest.raises(dk.BadInput, match=f"`calib` is missing: {to} needs calibration data"):
-        dk.quantize(model, to)
-
-
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
-def test_a_model_that_no_half_precision_can_reach_is_refused(
+def test_a_model_without_halves_is_refused(
     to: str, model: Path, calib: Path, tmp_path: Path
 ) -> None:
     integers = dk.build(model, profile="cpu", precision="int8", calib=calib, max_drop=1.0).path
@@ -241,74 +238,171 @@ def test_a_model_that_no_half_precision_can_reach_is_refused(
     assert not (tmp_path / "half.onnx").exists()
 
 
-def test_an_unknown_metric_is_refused(model: Path, data: Path) -> None:
-    with pytest.raises(dk.BadInput, match="'f1' is not a metric"):
-        dk.quantize(model, "fp16", data=data, metric="f1")
-
-
-def test_the_model_is_not_overwritten(model: Path) -> None:
-    with pytest.raises(dk.BadInput, match="is an input of this command"):
-        dk.quantize(model, "fp16", model)
-
-
-def test_inspect_shows_the_share_of_each_precision(model: Path, calib: Path) -> None:
-    made = dk.quantize(model, "int8", calib=calib)
-    mix = dk.inspect(made.path).details["mix"]
-    assert mix["shares"]["flops"]["int8"] > 0.9
-    assert mix["shares"]["weights"]["int8"] > 0.9
-    assert mix["unknown"] == []
-
-
-def test_compare_names_the_first_node_that_differs(tmp_path: Path) -> None:
-    changed = mnist_like()
-    (weights,) = (t for t in changed.graph.initializer if t.name == "w2")
-    weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * 1.1, "w2"))
-    a = save(mnist_like(), tmp_path / "a.onnx")
-    found = dk.compare(a, save(changed, tmp_path / "b.onnx"))
+def test_compare_names_the_first_node_that_differs(model: Path, tmp_path: Path) -> None:
+    changed = with_weight(mnist_like(), "w2", stored(mnist_like())["w2"] * 1.1)
+    found = dk.compare(model, save(changed, tmp_path / "b.onnx"))
     assert found.divergence.node == "conv2"
     with pytest.raises(dk.GateFailed) as caught:
         found.raise_if_over()
     assert "'conv2'" in caught.value.hint
-
-
-def test_equal_graphs_have_no_divergence(tmp_path: Path) -> None:
-    path = save(linear(), tmp_path / "a.onnx")
-    found = dk.compare(path, path)
+    found = dk.compare(model, model)
     assert found.divergence is None
     found.raise_if_over()
 
 
 def test_low_argmax_agreement_is_a_warning(tmp_path: Path) -> None:
     """Two outputs so close that rounding decides between them."""
-    from onnx import helper
-
-    node = helper.make_node("MatMul", ["x", "W"], ["y"], name="twins")
     random = np.random.default_rng(0)
-    weights = random.standard_normal((64, 1), np.float32)
-    twins = weights + random.standard_normal((64, 2), np.float32) * np.float32(3e-3)
-    path = save(
-        make([node], {"x": ("N", 64)}, {"y": ("N", 2)}, {"W": twins}), tmp_path / "twins.onnx"
-    )
-    data = tmp_path / "x.npz"
-    np.savez(data, x=np.random.default_rng(1).standard_normal((200, 64)).astype(np.float32))
+    twins = random.standard_normal((64, 1)) + random.standard_normal((64, 2)) * 3e-3
+    graph = parse("(float[N,64] x) => (float[N,2] y)", "y = MatMul(x, W)", W=twins)
+    path, data = save(graph, tmp_path / "twins.onnx"), tmp_path / "x.npz"
+    np.savez(data, x=random.standard_normal((200, 64)).astype(np.float32))
     made = dk.quantize(path, "int8", calib=data)
     assert made.evaluation.agreement.value < 0.9
     assert any("change their answer" in note for note in made.notes)
 
 
-def test_auto_without_a_profile_tries_what_every_target_runs(
-    model: Path, calib: Path, tmp_path: Path
+# Gates: what a failed one leaves behind, and what it carries
+
+
+def test_a_build_that_fails_parity_is_kept_as_rejected(model: Path, tmp_path: Path) -> None:
+    """A float16 graph, computed in float32 by ONNX Runtime's CPU, is not equal to the last bit."""
+    half, out = dk.quantize(model, "fp16").path, tmp_path / "built.onnx"
+    out.write_bytes(b"the one before")
+    with pytest.raises(dk.GateFailed, match=r"built\.onnx .*is above 1e-12; .*rejected") as caught:
+        dk.build(half, "cpu", out=out, max_error=1e-12, force=True)
+    assert out.read_bytes() == b"the one before"
+    assert caught.value.result.path == tmp_path / "built.rejected.onnx"
+    assert not Artefact(caught.value.result.path).manifest.evidence.parity.passed
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_graph_whose_pairs_were_moved_passes_the_gate_only_with_labelled_data(
+    model: Path, data: Path, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    made = dk.quantize(
-        model,
-        "auto",
-        tmp_path / "everywhere.onnx",
-        calib=calib,
-        on_progress=lambda what, _: said.append(what),
+    for_tensorrt = dk.quantize(model, "int8", tmp_path / "q.onnx", calib=data).path
+    unchecked = dk.build(for_tensorrt, "cpu", out=tmp_path / "unchecked.onnx")
+    assert unchecked.evaluation is None
+    assert any("accuracy of this graph was not checked" in note for note in unchecked.notes)
+    notes = Artefact(unchecked.path).manifest.evidence.notes
+    assert any("not checked" in note for note in notes)
+    checked = dk.build(for_tensorrt, "cpu", out=tmp_path / "c.onnx", data=data, max_drop=0.5)
+    assert checked.drop.n == 400
+    assert not any("not checked" in note for note in checked.notes)
+    with pytest.raises(dk.GateFailed, match=r"g\.onnx: drop .*; the file is kept as") as caught:
+        dk.build(for_tensorrt, "cpu", out=tmp_path / "g.onnx", data=data, max_drop=1e-6)
+    assert caught.value.result.path == tmp_path / "g.rejected.onnx"
+    assert not (tmp_path / "g.onnx").exists()
+
+
+def test_a_build_in_int8_is_gated_on_its_own_file(model: Path, data: Path, tmp_path: Path) -> None:
+    options = {"precision": "int8", "calib": data, "data": data}
+    made = dk.build(model, "cpu", out=tmp_path / "b.onnx", max_drop=0.5, **options)
+    assert made.evaluation.parity.b == "b.onnx"
+    arrays = np.load(data)
+    with dk.load(made.path, "cpu") as engine:
+        answers = engine({"image": arrays["image"]})["logits"].argmax(1)
+    assert made.drop.candidate.value == pytest.approx((answers == arrays["labels"]).mean())
+    with pytest.raises(dk.GateFailed, match="the upper end of the drop"):
+        dk.build(model, "cpu", out=tmp_path / "g.onnx", max_drop=1e-6, **options)
+    assert (tmp_path / "g.rejected.onnx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("y = Sigmoid(x)", {"y"}),
+        ("s = Sigmoid(x) y = Flatten(s)", {"y"}),
+        ("s = Sigmoid(x) y = Mul(s, x)", set()),
+        ("y = Softmax(x)", set()),  # its values add up to 1: their noise always says something
+    ],
+)
+def test_outputs_of_a_sigmoid_are_those_that_may_find_nothing(body: str, found: set[str]) -> None:
+    assert share_outputs(Graph(parse("(float[N,4] x) => (float[N,4] y)", body))) == found
+
+
+# Graphs of unusual form: a file that passes, or one line that is true
+
+RANDOM = np.random.default_rng(0)
+W = RANDOM.standard_normal((8, 8)) / 3
+UNUSUAL = {
+    "empty weights": "a = MatMul(x, W) b = MatMul(x, none) y = Concat<axis = 1>(a, b)",
+    "one matrix for three products": "a = MatMul(x, W) b = Gemm<transB = 1>(a, W) y = MatMul(b, W)",
+    "an operator of unknown type": (
+        "a = ai.onnx.ml.Scaler<offset = [0.0], scale = [1.0]>(x) y = MatMul(a, W)"
+    ),
+}
+
+
+def unusual(folder: Path, body: str, kind: str = "float32") -> tuple[Path, Path]:
+    """The model and samples for it."""
+    name, array = kind.removesuffix("32"), np.dtype(kind).type
+    constants = {"W": W.astype(array), "none": np.zeros((8, 0), array), "one": array(1)}
+    model = parse(f"({name}[N,8] x) => ({name}[N,8] y)", body, 17, **constants)
+    model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+    np.savez(folder / "c.npz", x=(RANDOM.standard_normal((16, 8)) * 3).astype(array))
+    return save(model, folder / "m.onnx"), folder / "c.npz"
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("graph", UNUSUAL)
+def test_what_can_be_quantized_is(tmp_path: Path, graph: str, runtime: str) -> None:
+    model, calib = unusual(tmp_path, UNUSUAL[graph])
+    made = dk.quantize(model, "int8", calib=calib, runtime=runtime)
+    assert made.manifest.precision["int8"] >= (3 if "one" in graph else 1)
+    assert made.evaluation.sqnr_db > 25
+
+
+def test_auto_keeps_float32_where_nothing_is_computed(tmp_path: Path) -> None:
+    model, calib = unusual(tmp_path, "y = Identity(x)")
+    made = dk.quantize(model, "auto", calib=calib, profile="l4")
+    assert made.search.precision == "float32"
+
+
+@pytest.mark.parametrize("to", ["int8", "fp16", "auto"])
+@pytest.mark.parametrize(
+    ("body", "kind"), [("y = Add(x, one)", "int64"), ("y = MatMul(x, W)", "float16")]
+)
+def test_a_model_without_float32_is_refused(tmp_path: Path, body: str, kind: str, to: str) -> None:
+    model, calib = unusual(tmp_path, body, kind)
+    with pytest.raises(dk.BadInput, match=r"m\.onnx: has no float32 tensor: nothing to quantize"):
+        dk.quantize(model, to, calib=calib)
+
+
+def test_a_classifier_that_ends_in_labels_is_gated_on_them(tmp_path: Path) -> None:
+    head = "(float[N,8] x) => (int64[N] label, float[N,4] shares)"
+    body = "q = MatMul(x, W) shares = Softmax(q) label = ArgMax<axis = 1, keepdims = 0>(shares)"
+    x, data = RANDOM.standard_normal((2000, 8)).astype(np.float32), tmp_path / "d.npz"
+    np.savez(data, x=x, labels=(x @ W[:, :4]).argmax(1))
+    path = save(parse(head, body, W=W[:, :4]), tmp_path / "m.onnx")
+    made = dk.quantize(path, "int8", calib=data, data=data, max_drop=0.05)
+    assert (made.drop.n, made.drop.reference.value) == (2000, 1.0)
+
+
+@pytest.mark.parametrize("to", ["fp16", "int8", "int8-dynamic", "auto"])
+def test_an_output_that_is_no_tensor_is_refused_by_its_name(tmp_path: Path, to: str) -> None:
+    head = "(float[N,8] x) => (float[N,8] y, seq(float[N,1]) parts)"
+    model = parse(head, "y = Relu(x) parts = SplitToSequence<axis = 1>(y)")
+    path = save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "c.npz", x=RANDOM.random((16, 8), np.float32))
+    assert dk.inspect(path).outputs[1].dtype == "seq(float32)"
+    with pytest.raises(dk.Unsupported, match=r"m\.onnx: 'parts' is a seq\(float32\)"):
+        dk.quantize(path, to, calib=tmp_path / "c.npz")
+
+
+def test_an_empty_cache_gives_no_range_and_no_error_elsewhere(tmp_path: Path) -> None:
+    """The first step of a decoder."""
+    model = parse(
+        "(float[N,1,8] x, float[N,P,8] past) => (float[N,1,8] y, float[N,Q,8] present)",
+        """k = MatMul(x, W) present = Concat<axis = 1>(past, k)
+           t = Transpose<perm = [0, 2, 1]>(present) s = MatMul(x, t) y = MatMul(s, present)""",
+        W=W,
     )
-    assert made.search is not None
-    assert {step.precision.partition("+")[0] for step in made.search.steps} <= {"int8", "fp16"}
-    announced = "no `profile` was named: tried what every target runs (fp32, fp16, int8)"
-    assert any(announced in text for text in said)
-    assert any(announced in text for text in made.notes)
+    path, data = save(model, tmp_path / "m.onnx"), tmp_path / "d.npz"
+    x = RANDOM.standard_normal((16, 1, 8)).astype(np.float32)
+    np.savez(data, x=x, past=np.zeros((16, 0, 8), np.float32))
+    assert dk.compare(path, path, data=data).parity.passed
+    assert dk.quantize(path, "fp16", data=data).evaluation.passed
+    with pytest.raises(dk.BadInput, match="input 'past' is empty in all samples") as caught:
+        dk.quantize(path, "int8", calib=data)
+    assert "later steps" in caught.value.hint

@@ -34,22 +34,15 @@ def latency(p50_ms: float, samples: int) -> Latency:
 def point(label: str, batch: int) -> Point:
     precision, sessions, threads, fixed_ms, row_ms = SETUPS[label]
     call_ms = fixed_ms + row_ms * batch
-    rate = 1000 * batch / call_ms
+    rate, calls = 1000 * batch / call_ms, int(5000 / call_ms)
     shift = list(SETUPS).index(label)
     wobble = [(0.985, 1.0, 1.01, 0.995, 1.012)[(i * (shift + 1)) % 5] for i in range(5)]
     return Point(
-        label=label,
-        precision=precision,
-        device="cpu",
-        runtime="onnxruntime 1.31.1",
-        scenario=CLOSED_LOOP,
-        batch=batch,
-        sessions=sessions,
-        threads=threads,
-        samples=int(5000 / call_ms),
+        *(label, precision, "cpu", "onnxruntime 1.31.1", CLOSED_LOOP, batch, sessions, threads),
+        samples=calls,
         rounds=5,
         duration_s=5.0,
-        latency=latency(call_ms, int(5000 / call_ms)),
+        latency=latency(call_ms, calls),
         throughput_per_s=around(rate, 0.015),
         round_rates=tuple(rate * part for part in wobble),
         processes=5,
@@ -82,8 +75,27 @@ def served(**changes: object) -> LoadResult:
     return replace(result, **changes)  # type: ignore[arg-type]
 
 
+def accuracy(precision: str, *ends: float, drop: Interval | None) -> Accuracy:
+    return Accuracy(precision, "top-1 accuracy", 540, Interval(*ends), drop)
+
+
+PARITY = {
+    "output": "logits",
+    "max_abs": 2.4e-6,
+    "max_rel": 1.1e-5,
+    "rms": 6.2e-7,
+    "sqnr_db": 118.0,
+    "agreement": 1.0,
+    "finite": True,
+    "error": 2.4e-7,
+    "problem": "",
+}
+FILES = {"a": "mnist-cnn.pt", "b": "mnist-cnn.onnx", "max_error": 1e-3, "passed": True}
+
+
 @pytest.fixture
 def report() -> Report:
+    open_loop = {"achieved_per_s": around(1988.0, 0.02), "latency": latency(1.13, 9940)}
     sample = Report(
         title="mnist-cnn on this machine",
         created="2026-11-21T09:30:00+00:00",
@@ -113,56 +125,17 @@ def report() -> Report:
             for name in ("fp32", "int8")
         ),
         accuracy=(
-            Accuracy("fp32", "top-1 accuracy", 540, Interval(0.987, 0.974, 0.994), None),
-            Accuracy(
-                "fp16",
-                "top-1 accuracy",
-                540,
-                Interval(0.987, 0.974, 0.994),
-                Interval(0.0, -0.005, 0.005),
-            ),
-            Accuracy(
-                "int8",
-                "top-1 accuracy",
-                540,
-                Interval(0.985, 0.971, 0.993),
-                Interval(0.002, -0.003, 0.007),
-            ),
+            accuracy("fp32", 0.987, 0.974, 0.994, drop=None),
+            accuracy("fp16", 0.987, 0.974, 0.994, drop=Interval(0.0, -0.005, 0.005)),
+            accuracy("int8", 0.985, 0.971, 0.993, drop=Interval(0.002, -0.003, 0.007)),
         ),
-        parity=(
-            {
-                "a": "mnist-cnn.pt",
-                "b": "mnist-cnn.onnx",
-                "max_error": 1e-3,
-                "passed": True,
-                "rows": [
-                    {
-                        "output": "logits",
-                        "batch": batch,
-                        "values": 10 * batch,
-                        "max_abs": 2.4e-6,
-                        "max_rel": 1.1e-5,
-                        "rms": 6.2e-7,
-                        "sqnr_db": None if batch == 1 else 118.0,
-                        "agreement": 1.0,
-                        "finite": True,
-                        "error": 2.4e-7,
-                        "problem": "",
-                    }
-                    for batch in (1, 2, 7, 32)
-                ],
-            },
-        ),
+        parity=({**FILES, "rows": [PARITY | {"batch": n, "values": 10 * n} for n in (1, 32)]},),
         points=tuple(point(label, batch) for batch in BATCHES for label in SETUPS),
         serving=(
             served(),
             served(concurrency=1, latency=latency(0.61, 8000), achieved_per_s=around(1600.0, 0.02)),
             served(
-                mode="open",
-                concurrency=None,
-                rate_per_s=2000.0,
-                achieved_per_s=around(1988.0, 0.02),
-                latency=latency(1.13, 9940),
+                **{"mode": "open", "concurrency": None, "rate_per_s": 2000.0, **open_loop},
                 sent=9970,
                 ok=9940,
                 refused=30,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from deploykit.serving.http2.connection import (
     SETTINGS,
     Http2Connection,
     frame,
-    literal,
 )
 from deploykit.serving.models import model
 from deploykit.serving.options import ServeOptions
@@ -32,26 +30,12 @@ from deploykit.serving.server import Server
 from deploykit.serving.transport import turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import INFER, infer_bytes
-from tests.support.serving.running import request as raw_request
+from tests.support.serving.running import binary_request
+from tests.support.serving.wired import Wire, block
 
 PACKAGE = str(Path(deploykit.__file__).parent)
 CLIENTS = 32  # they form one batch, whose calls they share
 HTTP_CALLS, GRPC_CALLS = 64, 107  # of Python and C functions per request
-
-
-class Wire(asyncio.Transport):
-    """A transport that keeps what is written."""
-
-    written = b""
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return False
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
 
 
 @pytest.fixture
@@ -68,6 +52,15 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found._release()
 
 
+def run(server: Server, act: Callable[[], None]) -> None:
+    async def answer() -> None:
+        act()
+        for _ in range(4):  # the loop runs the batch and writes the replies
+            await asyncio.sleep(0)
+
+    server._loop.run_until_complete(answer())
+
+
 def count_calls(server: Server, send_all: Callable[[], None]) -> Counter[str]:
     """Calls per request of our functions, and of C functions by ours, once the caches are full."""
     counts: Counter[str] = Counter()
@@ -78,32 +71,21 @@ def count_calls(server: Server, send_all: Callable[[], None]) -> Counter[str]:
             inside = f"{place.co_filename.removeprefix(PACKAGE)}:{place.co_name}"
             counts[inside if event == "call" else f"{argument.__name__} in {inside}"] += 1
 
-    async def answer() -> None:
-        send_all()
-        for _ in range(4):  # the loop runs the batch and writes the replies
-            await asyncio.sleep(0)
-
-    server._loop.run_until_complete(answer())
+    run(server, send_all)
     sys.setprofile(see)
     try:
-        server._loop.run_until_complete(answer())
+        run(server, send_all)
     finally:
         sys.setprofile(None)
     return Counter({name: count / CLIENTS for name, count in counts.items()})
 
 
 def test_an_http_request_passes_through_few_functions(server: Server) -> None:
-    connections = [HttpConnection(server._listener) for _ in range(CLIENTS)]
-    wires = [Wire() for _ in connections]
+    wires = [Wire() for _ in range(CLIENTS)]
+    connections = [HttpConnection(server._listener) for _ in wires]
     for connection, wire in zip(connections, wires, strict=True):
         connection.connection_made(wire)
-    rows = np.ones((1, 4), np.float32).tobytes()
-    size = {"parameters": {"binary_data_size": len(rows)}}
-    entry = {"name": "x", "datatype": "FP32", "shape": [1, 4], **size}
-    head = {"inputs": [entry], "parameters": {"binary_data_output": True}}
-    text = json.dumps(head).encode()
-    length = {"Inference-Header-Content-Length": str(len(text))}
-    request = raw_request("POST", "/v2/models/m/infer", text + rows, **length)
+    request = binary_request(np.ones((1, 4), np.float32))
 
     def send_all() -> None:
         for connection in connections:
@@ -111,39 +93,32 @@ def test_an_http_request_passes_through_few_functions(server: Server) -> None:
             connection.buffer_updated(len(request))
 
     calls = count_calls(server, send_all)
-    assert all(wire.written.count(b"HTTP/1.1 200 OK") == 2 for wire in wires)
+    assert all(wire.out.count(b"HTTP/1.1 200 OK") == 2 for wire in wires)
     assert sum(calls.values()) <= HTTP_CALLS, calls
 
 
 def test_a_grpc_call_passes_through_few_functions(server: Server) -> None:
     assert server._grpc is not None
-    connections = [Http2Connection(server._grpc) for _ in range(CLIENTS)]
-    wires = [Wire() for _ in connections]
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": INFER,
-        "content-type": "application/grpc",
-    }
-    block = b"".join(literal(name.encode(), value.encode()) for name, value in fields.items())
+    wires = [Wire() for _ in range(CLIENTS)]
+    connections = [Http2Connection(server._grpc) for _ in wires]
     message = infer_bytes()
     prefixed = b"\0" + len(message).to_bytes(4, "big") + message
-    numbers = iter(range(1, 4, 2))
+    headers = block(path=INFER, without=b"te")
+    numbers = iter((1, 3))
 
-    async def connect() -> None:
+    def connect() -> None:
         for connection, wire in zip(connections, wires, strict=True):
             connection.connection_made(wire)
             connection.data_received(PREFACE + frame(SETTINGS, 0, 0))
 
     def send_all() -> None:
         number = next(numbers)
-        data = frame(HEADERS, END_HEADERS, number, block) + frame(
-            DATA, END_STREAM, number, prefixed
-        )
+        data = frame(HEADERS, END_HEADERS, number, headers)
+        data += frame(DATA, END_STREAM, number, prefixed)
         for connection in connections:
             connection.data_received(data)
 
-    server._loop.run_until_complete(connect())
+    run(server, connect)
     calls = count_calls(server, send_all)
-    assert all(wire.written.count(b"\x0bgrpc-status\x010") == 2 for wire in wires)
+    assert all(wire.out.count(b"\x0bgrpc-status\x010") == 2 for wire in wires)
     assert sum(calls.values()) <= GRPC_CALLS, calls

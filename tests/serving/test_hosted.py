@@ -4,102 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deploykit.engines.engine import Engine
-from deploykit.serving.hosted import Answered, Asked, HostedApp
+from deploykit.serving.hosted import Asked, HostedApp
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import GatedEngine
+from tests.support.serving.running import GatedEngine, infer_json
 
-OPTIONS = ServeOptions(max_batch=4, max_body_bytes=4096)
+ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
+INFER: Asked = ("POST", "/v2/models/m/infer", (), infer_json(ROWS.tolist(), [2, 4]))
 
 
-def serve(
-    act: Callable[[HostedApp], Awaitable[Any]], engines: Sequence[Engine] | None = None
-) -> Any:
-    """What `act` returns; `app.close` ends the engines."""
+def serve(act: Callable[[HostedApp], Awaitable[Any]], engine: FakeEngine | None = None) -> Any:
+    """What `act` returns; the end closes the engine."""
+    engine = engine or FakeEngine()
 
     async def run() -> Any:
-        app = HostedApp({"m": engines or [FakeEngine()]}, OPTIONS)
+        options = ServeOptions(max_batch=4, max_body_bytes=4096)
+        app = HostedApp({"m": [engine]}, options)
         try:
             app.start()
             return await act(app)
         finally:
             app.close()
 
-    return asyncio.run(run())
-
-
-def get(path: str, method: str = "GET") -> Asked:
-    return method, path, (), b""
-
-
-def infer(values: np.ndarray, **fields: bytes) -> Asked:
-    tensor = {"name": "x", "shape": values.shape, "datatype": "FP32", "data": values.tolist()}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    headers = tuple((name.replace("_", "-").encode(), value) for name, value in fields.items())
-    return "POST", "/v2/models/m/infer", headers, body
-
-
-def ask(*asked: Asked) -> list[Answered]:
-    async def act(app: HostedApp) -> list[Answered]:
-        return await asyncio.gather(*map(app.answer, asked))
-
-    found: list[Answered] = serve(act)
+    found = asyncio.run(run())
+    assert engine.closed
     return found
 
 
-ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
+def test_requests_that_wait_together_are_joined_and_answered_as_over_a_socket() -> None:
+    async def act(app: HostedApp) -> None:
+        for status, headers, body in await asyncio.gather(*(app.answer(INFER) for _ in range(8))):
+            assert (status, dict(headers)[b"content-type"]) == (200, b"application/json")
+            assert json.loads(body)["outputs"][0]["data"] == (2 * ROWS + 1).reshape(-1).tolist()
+        found = app.repository.models["m"].metrics.statistics()
+        assert found["inference_count"] == 16
+        assert found["execution_count"] < 8
+        assert app._memory.bytes == 0
 
-
-def test_an_inference_is_answered_as_over_a_socket() -> None:
-    ((status, headers, body),) = ask(infer(ROWS))
-    assert status == 200
-    assert dict(headers)[b"content-type"] == b"application/json"
-    assert json.loads(body)["outputs"][0]["data"] == (2 * ROWS + 1).reshape(-1).tolist()
-
-
-def test_requests_that_wait_together_are_joined() -> None:
-    async def act(app: HostedApp) -> dict[str, Any]:
-        await asyncio.gather(*(app.answer(infer(ROWS)) for _ in range(8)))
-        return app.repository.models["m"].metrics.statistics()
-
-    found = serve(act)
-    assert found["inference_count"] == 16
-    assert found["execution_count"] < 8
+    serve(act)
 
 
 @pytest.mark.parametrize(
     ("asked", "status", "reason"),
     [
-        (get("/nowhere"), 404, "there is no route"),
-        (get("/v2/models/m/infer"), 405, "use POST"),
+        (("GET", "/nowhere", (), b""), 404, "there is no route"),
+        (("GET", "/v2/models/m/infer", (), b""), 405, "use POST"),
         (("POST", "/v2/models/m/infer", (), b"{"), 400, "JSON"),
         (("POST", "/v2/models/m/infer", (), bytes(5000)), 413, "above 4096 bytes"),
+        (("HEAD", "/v2/health/ready", (), b""), 200, ""),
     ],
 )
-def test_an_error_is_an_answer(asked: Asked, status: int, reason: str) -> None:
-    ((got, _, body),) = ask(asked)
+def test_an_error_is_an_answer_and_head_has_no_body(asked: Asked, status: int, reason: str) -> None:
+    got, _, body = serve(lambda app: app.answer(asked))
     assert got == status
-    assert reason in json.loads(body)["error"]
-
-
-def test_head_has_no_body() -> None:
-    (answered,) = ask(get("/v2/health/ready", "HEAD"))
-    assert (answered[0], answered[2]) == (200, b"")
-
-
-def test_nothing_stays_in_the_memory_budget() -> None:
-    async def act(app: HostedApp) -> int:
-        await asyncio.gather(*(app.answer(infer(ROWS)) for _ in range(4)))
-        return app._memory.bytes
-
-    assert serve(act) == 0
+    assert reason in json.loads(body)["error"] if reason else body == b""
 
 
 def test_a_cancelled_request_leaves_the_queue() -> None:
@@ -107,7 +71,7 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
 
     async def act(app: HostedApp) -> tuple[int, int]:
         engine.warm, model = True, app.repository.models["m"]
-        tasks = [asyncio.create_task(app.answer(infer(ROWS))) for _ in range(4)]
+        tasks = [asyncio.create_task(app.answer(INFER)) for _ in range(4)]
         while model.unanswered < 4 or model.waiting > 3:  # the engine has one
             await asyncio.sleep(0)
         before = model.waiting
@@ -118,13 +82,4 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
         engine.gate.set()
         return before, after
 
-    assert serve(act, [engine]) == (3, 0)
-
-
-def test_the_end_closes_the_engines() -> None:
-    engine = FakeEngine()
-
-    async def act(_app: HostedApp) -> None: ...
-
-    serve(act, [engine])
-    assert engine.closed
+    assert serve(act, engine) == (3, 0)

@@ -9,20 +9,19 @@ import re
 import shutil
 import subprocess
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
-from tests.support.blocks import blocks
+from scripts.pages import blocks
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.faults import quiet_port
+from tests.support.serving.faults import quiet_port, until
 from tests.support.serving.running import WAIT_S, Running, infer_json
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "proxies.md"
@@ -88,20 +87,15 @@ def run(
         process.wait(WAIT_S)
 
 
-class Client(threading.Thread):
-    """Asks again and again on a connection that it keeps."""
-
-    def __init__(self, ask: Callable[[], object], stopped: threading.Event) -> None:
-        super().__init__()
-        self.outcomes: Counter[object] = Counter()
-        self._ask, self._stopped = ask, stopped
-
-    def run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                self.outcomes[self._ask()] += 1
-            except Exception as exc:  # noqa: BLE001 - an outcome, too
-                self.outcomes[f"{type(exc).__name__}: {exc}"] += 1
+def repeat(ask: Callable[[], object], stopped: threading.Event) -> set[object]:
+    """The outcomes of a client that asks again and again on a connection that it keeps."""
+    outcomes = set[object]()
+    while not stopped.is_set():
+        try:
+            outcomes.add(ask())
+        except Exception as exc:  # noqa: BLE001 - an outcome, too
+            outcomes.add(f"{type(exc).__name__}: {exc}")
+    return outcomes
 
 
 def over_http(port: int, stack: ExitStack) -> Callable[[], object]:
@@ -119,7 +113,19 @@ def over_http(port: int, stack: ExitStack) -> Callable[[], object]:
 
 def over_grpc(port: int, stack: ExitStack) -> Callable[[], object]:
     triton = pytest.importorskip("tritonclient.grpc")
-    client = stack.enter_context(triton.InferenceServerClient(f"127.0.0.1:{port}"))
+    policy = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+    client = stack.enter_context(
+        triton.InferenceServerClient(
+            f"127.0.0.1:{port}", channel_args=[("grpc.service_config", config)]
+        )
+    )
     tensor = triton.InferInput("x", [1, 4], "FP32")
     tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
 
@@ -129,13 +135,15 @@ def over_grpc(port: int, stack: ExitStack) -> Callable[[], object]:
     return ask
 
 
-def get(port: int, path: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    connection.request("GET", path, headers={"Host": HOST})
-    reply = connection.getresponse()
-    found = reply.status, reply.read().decode()
-    connection.close()
-    return found
+def get(port: int, path: str) -> tuple[int, str]:
+    """The status and the body; 0 while nobody listens."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
+        try:
+            connection.request("GET", path, headers={"Host": HOST})
+        except ConnectionRefusedError:
+            return 0, ""
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
 
 
 @pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: proxy.__name__)
@@ -156,13 +164,7 @@ def test_no_request_is_lost_while_servers_behind_a_proxy_are_restarted(
         servers = [start(*pair) for pair in pairs]
         stack.callback(lambda: [server.close() for server in servers])
         stack.enter_context(run(proxy, tmp_path, ports))
-        for _ in range(1000):
-            try:
-                if get(http_port, "/v2/health/ready")[0] == 200:
-                    break
-            except OSError:
-                pass
-            threading.Event().wait(0.01)
+        until(lambda: get(http_port, "/v2/health/ready")[0] == 200)
         assert get(http_port, "/models/v2/health/ready")[0] == 200
         assert 'src="page.js"' in get(http_port, "/models/")[1]
         assert get(http_port, "/models/page.js")[0] == 200
@@ -170,15 +172,13 @@ def test_no_request_is_lost_while_servers_behind_a_proxy_are_restarted(
         assert document["servers"][0]["url"] == "/models"
         asks = [over_http(http_port, stack) for _ in range(4)]
         asks += [over_grpc(grpc_port, stack) for _ in range(2)]
-        clients = [Client(ask, stopped) for ask in asks]
+        pool = stack.enter_context(ThreadPoolExecutor(len(asks)))
         stack.callback(stopped.set)
-        for client in clients:
-            client.start()
+        clients = [pool.submit(repeat, ask, stopped) for ask in asks]
         for number, pair in enumerate(pairs):
             assert servers[number].stop() == 0
             servers[number] = start(*pair)
             threading.Event().wait(1.5)  # until the proxy tries it again
         stopped.set()
-        for client in clients:
-            client.join(WAIT_S)
-    assert [set(client.outcomes) for client in clients] == [{200}] * 4 + [{3.0}] * 2
+        outcomes = [client.result() for client in clients]
+    assert outcomes == [{200}] * 4 + [{3.0}] * 2

@@ -1,117 +1,40 @@
-"""`serve` with the options that compose rooms: fallback, shadow, reload, buckets, tokens."""
+"""`dk.serve` and the options that compose rooms: fallback, shadow, buckets, tokens, workers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx.parser
 import pytest
 
 import deploykit as dk
-from deploykit.serving import server as http
+from deploykit.serving import running_server
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.serve import serve_until_stopped
+from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, mnist_like, save
+from tests.support.runtimes.large_model import write_model
+from tests.support.serving.faults import LIMIT_S, ROOT, until
+from tests.support.serving.running import infer_json
+from tests.support.serving.worker_processes import is_running
 
-pytest.importorskip("onnxruntime")
-WAIT_S = 60  # against hanging
+needs("onnxruntime")
 
-
-class Served:
-    """A server in a thread of this process."""
-
-    def __init__(self, address: str, server: http.Server) -> None:
-        self.address = address
-        self.server = server
-
-    def get(self, target: str, token: str | None = None) -> Any:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        request = urllib.request.Request(f"http://{self.address}{target}", headers=headers)
-        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
-            text = reply.read().decode()
-        return json.loads(text) if text[0] in "[{" else text
-
-    def infer(self, name: str, array: np.ndarray) -> list[float]:
-        (spec,) = self.get(f"/v2/models/{name}")["inputs"]
-        item = {
-            "name": spec["name"],
-            "datatype": spec["datatype"],
-            "shape": array.shape,
-            "data": array.ravel().tolist(),
-        }
-        body = json.dumps({"inputs": [item]}).encode()
-        request = urllib.request.Request(f"http://{self.address}/v2/models/{name}/infer", body)
-        with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
-            return json.loads(reply.read())["outputs"][0]["data"]
-
-    def until(self, reached: Callable[[], Any]) -> Any:
-        """Look again and again; what the server does, it does on threads of its own."""
-        ticking = threading.Event()
-        for _ in range(WAIT_S * 50):
-            if found := reached():
-                return found
-            ticking.wait(0.02)
-        raise AssertionError("it never happened")
-
-
-Serving = Callable[..., Any]
-
-
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
-    made: list[http.Server] = []
-    original = http.Server
-
-    def make(*arguments: Any, **more: Any) -> http.Server:
-        made.append(original(*arguments, **more))
-        return made[-1]
-
-    monkeypatch.setattr(http, "Server", make)
-
-    @contextmanager
-    def serve(*engines: str, **options: Any) -> Iterator[Served]:
-        ready, address, failed = threading.Event(), [], []
-
-        def on_start(
-            _server: http.Server, host: str, port: int, _grpc: int | None, _names: list[str]
-        ) -> None:
-            address.append(f"{host}:{port}")
-            ready.set()
-
-        def run() -> None:
-            try:
-                chosen = ServeOptions(engines, grpc_port=None, **options)
-                serve_until_stopped(chosen, on_start=on_start)
-            except BaseException as exc:
-                failed.append(exc)
-                raise
-            finally:
-                ready.set()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        assert ready.wait(WAIT_S)
-        assert not failed
-        try:
-            yield Served(address[0], made[-1])
-        finally:
-            made[-1].stop()
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
-
-    return serve
+TOKEN = "a-long-enough-secret"
 
 
 @pytest.fixture
@@ -119,70 +42,90 @@ def model(tmp_path: Path) -> Path:
     return save(mnist_like(), tmp_path / "model.onnx")
 
 
-def test_a_missing_gpu_is_an_error_unless_the_cpu_was_allowed(
-    serving: Serving, model: Path
-) -> None:
+def read(address: str, body: bytes | None = None, token: str = TOKEN) -> Any:
+    headers = {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(address, body, headers)
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
+        text = reply.read().decode()
+    return json.loads(text) if text[0] in "[{" else text
+
+
+def infer(server: dk.RunningServer, rows: int) -> list[float]:
+    shape = [rows, 1, 28, 28]
+    body = infer_json([1] * (rows * 784), shape).replace(b'"x"', b'"image"')
+    reply = read(f"{server.url}/v2/models/m/infer", body)
+    found: list[float] = reply["outputs"][0]["data"]
+    return found
+
+
+def test_a_missing_gpu_is_an_error_unless_the_cpu_was_allowed(model: Path) -> None:
     from deploykit.engines.onnxruntime.engine import providers
 
     if "CUDAExecutionProvider" in providers():
         pytest.skip("a CUDA provider is here")
     with pytest.raises(dk.Unsupported):
         dk.serve(model, device="cuda")
-    with serving(f"m={model}", device="cuda", cpu_fallback=True) as served:
-        said = "runs on the CPU, not on cuda"
-        parameters = served.get("/v2/models/m")["parameters"]
+    with dk.serve({"m": model}, device="cuda", cpu_fallback=True) as server:
+        parameters = read(f"{server.url}/v2/models/m")["parameters"]
         assert parameters["device"] == "cpu"
-        assert said in parameters["notes"]
-        assert said in served.get("/status")["models"][0]["notes"][0]
-        assert 'deploykit_model_notes{model="m",version="1"} 1.0' in served.get("/metrics")
-        assert len(served.infer("m", np.zeros((1, 1, 28, 28), np.float32))) == 10
+        assert "runs on the CPU, not on cuda" in parameters["notes"]
+        (figures,) = read(f"{server.url}/status")["models"]
+        assert "runs on the CPU, not on cuda" in figures["notes"][0]
+        metrics = read(f"{server.url}/metrics")
+        assert 'deploykit_model_notes{model="m",version="1"} 1.0' in metrics
+        assert len(infer(server, 1)) == 10
 
 
-def test_disagreements_of_a_shadow_are_in_the_metrics(
-    serving: Serving, model: Path, tmp_path: Path
-) -> None:
-    import onnx
-
+def test_disagreements_of_a_shadow_are_in_the_metrics(model: Path, tmp_path: Path) -> None:
     other = mnist_like()
     for tensor in other.graph.initializer:
         if len(tensor.dims) == 1:
             values = onnx.numpy_helper.to_array(tensor)[::-1] * 9
             tensor.CopyFrom(onnx.numpy_helper.from_array(values.copy(), tensor.name))
     shadow = save(other, tmp_path / "other.onnx")
-    with serving(str(model), shadows=[str(shadow)]) as served:
-        served.infer("model", np.ones((2, 1, 28, 28), np.float32))
-        name = 'deploykit_shadow_total{model="model",version="1"} 2.0'
-        text = served.until(lambda: found if name in (found := served.get("/metrics")) else None)
-        assert 'deploykit_shadow_disagreements_total{model="model",version="1"} 2.0' in text
+    with dk.serve({"m": model}, shadows=[str(shadow)]) as server:
+        infer(server, 2)
+        labels = '{model="m",version="1"} 2.0'
+        until(lambda: f"deploykit_shadow_total{labels}" in read(f"{server.url}/metrics"))
+        assert f"deploykit_shadow_disagreements_total{labels}" in read(f"{server.url}/metrics")
 
 
-def test_a_request_without_the_token_is_refused(
-    serving: Serving, model: Path, tmp_path: Path
-) -> None:
-    secret = tmp_path / "token"
-    secret.write_text("a-long-enough-secret\nmore\n")
-    with serving(f"m={model}", token_file=secret) as served:
+def test_a_request_without_the_token_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\nmore\n")
+    with dk.serve({"m": model}, token_file=tmp_path / "token") as server:
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            served.get("/v2/models/m")
-        assert served.get("/v2/models/m", "a-long-enough-secret")["name"] == "m"
+            read(f"{server.url}/v2/models/m", token="another one of that length")
+        assert read(f"{server.url}/v2/models/m")["name"] == "m"
+
+
+TWO_INPUTS = """
+    <ir_version: 9, opset_import: ["" : 17]>
+    g (float[N,T] ids, float[N,1] fixed) => (float[N,T] y) { y = Add(ids, fixed) }
+"""
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
+        ({"models": []}, "no engine to serve"),
         ({"shadows": ["x=MODEL"]}, "no such model"),
         ({"shadows": ["MODEL", "MODEL"]}, "given twice"),
+        ({"shadows": ["linear.onnx"]}, "the shadow's inputs"),
         ({"buckets": ["T"]}, "AXIS=16,32,64"),
         ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
         ({"buckets": ["T=8:x"]}, "INPUT=VALUE"),
         ({"buckets": ["T=8:x=y"]}, "INPUT=VALUE"),
         ({"buckets": ["T=8:x=1,x=2"]}, "each name once"),
         ({"buckets": ["T=8", "T=16"]}, "each name once"),
+        *(
+            ({"models": ["two.onnx"], "buckets": [f"T=8:ids=0,{name}=1"]}, f"`pad` {name}: no ser")
+            for name in ("nope", "IDS", "fixed")
+        ),
         ({"pad": {"image": 1}}, "`pad` has no effect without `buckets`"),
         ({"instances": 0}, "`instances` 0"),
-        ({"token_file": Path("/nonexistent")}, "/nonexistent"),
-        ({"token_file": "EMPTY"}, "at least 16"),
-        ({"token_file": "SHORT"}, "at least 16"),
+        ({"token_file": "/nonexistent"}, "/nonexistent"),
+        ({"token_file": "empty"}, "at least 16"),
+        ({"token_file": "short"}, "at least 16"),
         ({"log_format": "xml"}, "`log_format` xml"),
         ({"tls_cert": Path("x.pem")}, "must be given together"),
         ({"otlp": "x"}, "`otlp` x"),
@@ -190,94 +133,196 @@ def test_a_request_without_the_token_is_refused(
     ids=str,
 )
 def test_contradictory_serve_options_are_refused(
-    model: Path, tmp_path: Path, options: dict[str, Any], said: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
 ) -> None:
-    options = dict(options)
-    files = {"EMPTY": "\n", "SHORT": "abc\n"}
-    if options.get("token_file") in files:
-        path = tmp_path / "token"
-        path.write_text(files[options["token_file"]])
-        options = {"token_file": path}
+    monkeypatch.chdir(model.parent)
+    Path("empty").write_text("\n")
+    Path("short").write_text("abc\n")
+    save(linear(), Path("linear.onnx"))
+    save(onnx.parser.parse_model(TWO_INPUTS), Path("two.onnx"))
+    chosen = {"models": [str(model)], **options}
+    log_format = chosen.pop("log_format", "text")
     if "shadows" in options:
-        shadows = [text.replace("MODEL", str(model)) for text in options["shadows"]]
-        options = {**options, "shadows": shadows}
-    log_format = options.pop("log_format", "text")
-    with pytest.raises(dk.BadInput, match=said):
-        serve_until_stopped(ServeOptions([str(model)], **options), log_format=log_format)
+        chosen["shadows"] = [text.replace("MODEL", str(model)) for text in options["shadows"]]
+    with pytest.raises(dk.BadInput, match=words):
+        serve_until_stopped(ServeOptions(**chosen), log_format=log_format)
 
 
 @pytest.mark.parametrize("file", ["My Model (1).onnx", "modèle.onnx", "epoch=3-loss=0.1.onnx"])
-def test_a_file_with_any_name_is_served_under_a_valid_one(
-    serving: Serving, model: Path, file: str
-) -> None:
+def test_a_file_with_any_name_is_served_under_a_valid_one(model: Path, file: str) -> None:
     path = model.rename(model.with_name(file))
     with pytest.raises(dk.BadInput, match="cannot be the name of a model") as caught:
         dk.serve(path)
     assert caught.value.hint.endswith(f"NAME={path}")
-    with serving(f"m={path}") as served:
-        assert served.get("/v2/models/m")["name"] == "m"
-
-
-@pytest.mark.parametrize("name", ["nope", "IDS", "fixed"])
-def test_padding_of_an_input_that_is_not_padded_is_refused(tmp_path: Path, name: str) -> None:
-    model = save(two_inputs(), tmp_path / "two.onnx")
-    options = ServeOptions([str(model)], buckets=[f"T=8:ids=0,{name}=1"])
-    with pytest.raises(dk.BadInput, match=f"`pad` {name}: no served model") as caught:
-        serve_until_stopped(options)
-    assert caught.value.hint == "the padded inputs are: ids"
-
-
-def two_inputs() -> onnx.ModelProto:
-    return onnx.parser.parse_model("""
-        <ir_version: 9, opset_import: ["" : 17]>
-        g (float[N,T] ids, float[N,1] fixed) => (float[N,T] y) { y = Add(ids, fixed) }
-    """)
-
-
-def test_a_shadow_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
-    other = save(linear(), tmp_path / "linear.onnx")
-    with pytest.raises(dk.BadInput, match="the shadow's inputs"):
-        dk.serve(model, shadows={"model": other})
+    with dk.serve(f"m={path}") as server:
+        assert server.models == ("m",)
 
 
 def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with dk.serve({"digits": str(model)}) as server:
-        assert server.models == ("digits",)
+    """It changes neither signals nor logging; a fork does not close it; another one runs too."""
+
+    def settings() -> Any:
+        signals = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+        return signals, list(logging.getLogger().handlers)
+
+    before = settings()
+    with dk.serve({"m": str(model)}) as server, dk.serve([model], grpc_port=None) as second:
+        assert (server.models, second.grpc_url) == (("m",), None)
+        assert server.url != second.url
         assert server.grpc_url is not None
-        with urllib.request.urlopen(f"{server.url}/v2/models/digits", timeout=WAIT_S) as reply:
-            assert json.loads(reply.read())["name"] == "digits"
-        assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert server.close() == 0
-    assert "closed" in repr(server)
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(server.url, timeout=WAIT_S)
-
-
-def test_a_forked_process_does_not_close_the_server_of_its_parent(model: Path) -> None:
-    with dk.serve(model, grpc_port=None) as server:
         pid = os.fork()
         if pid == 0:
             os._exit(server.close())
         assert os.waitpid(pid, 0)[1] == 0
-        with urllib.request.urlopen(f"{server.url}/v2/health/live", timeout=WAIT_S) as reply:
-            assert reply.status == 200
-
-
-def test_two_servers_run_in_one_process(model: Path) -> None:
-    with dk.serve(model, grpc_port=None) as first, dk.serve([model], grpc_port=None) as second:
-        assert first.url != second.url
-        assert first.grpc_url is None
+        assert read(f"{server.url}/v2/models/m")["name"] == "m"
+        assert settings() == before
+    assert server.close() == 0
+    assert "closed" in repr(server)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(server.url, timeout=LIMIT_S)
 
 
 def test_a_server_that_cannot_start_raises_in_the_callers_thread(tmp_path: Path) -> None:
     with pytest.raises(dk.NotFound):
         dk.serve(tmp_path / "absent.onnx")
-    with pytest.raises(dk.BadInput, match="no engine to serve"):
-        dk.serve([])
+    with pytest.raises(dk.DeploykitError, match="stopped before it was ready"):
+        dk.RunningServer(lambda *_: 0, ServeOptions())
 
 
-def test_serving_from_python_does_not_configure_logging(model: Path) -> None:
-    before = list(logging.getLogger().handlers)
-    with dk.serve(model, grpc_port=None):
-        assert logging.getLogger().handlers == before
+def test_serving_an_onnx_file_imports_neither_torch_nor_onnx() -> None:
+    program = (
+        "import sys, deploykit.serving.server, deploykit.engines.onnxruntime.engine\n"
+        "heavy = {'torch', 'onnx', 'typer', 'sklearn', 'onnxscript', 'tritonclient'}\n"
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# -- Several processes, of a user's program
+
+
+def descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    for each in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            for child in map(int, each.read_text().split()):
+                found |= {child, *descendants(child)}
+    return found
+
+
+def test_several_processes_answer_until_the_server_is_closed(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = descendants(os.getpid())
+    with dk.serve({"m": model}, workers=2) as server:
+        started = descendants(os.getpid()) - before
+        assert len(started) == 3  # the workers and their parent
+        assert server.models == ("m",)
+        assert server.grpc_url is not None
+        assert read(f"{server.url}/status")["workers"]["serving"] == 2
+    assert not any(map(is_running, started))
+    assert "closed" in repr(server)
+    assert server.close() == 0
+    assert capfd.readouterr().err == ""  # as this process, they log warnings alone
+
+
+def test_errors_are_those_of_one_process(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = {"http_port": taken.getsockname()[1]}
+        for options in (port, {"buckets": {"Q": (16,)}}):
+            errors = []
+            for workers in (1, 2):
+                with pytest.raises(dk.BadInput) as caught:
+                    dk.serve(model, workers=workers, **options)
+                errors.append((caught.value.message, caught.value.hint))
+            assert errors[0] == errors[1]
+
+
+PROGRAM = """
+import sys
+import deploykit as dk
+
+with dk.serve(sys.argv[1], workers=2, grpc_port=None) as server:
+    print(server.url, flush=True)
+    server.wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_all_processes_end_with_the_program_and_leave_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C reaches all processes of a terminal; kill -9 the program alone."""
+    path = write_model(tmp_path / "large.onnx")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(path)], env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert program.stdout is not None
+    assert program.stdout.readline().startswith("http://")
+    assert list(tmp_path.glob("deploykit-weights-*"))
+    started = descendants(program.pid)
+    assert len(started) == 3
+    (os.killpg if number == signal.SIGINT else os.kill)(program.pid, number)
+    _, errors = program.communicate(timeout=LIMIT_S)
+    if number == signal.SIGINT:  # Python's own message, of the program alone
+        lines = [line for line in errors.splitlines() if line[:1] != " "]
+        assert [line for line in lines if "workers share" not in line] == [  # on one core
+            "Traceback (most recent call last):",
+            "KeyboardInterrupt",
+        ]
+    until(lambda: not any(map(is_running, started)))
+    assert [each.name for each in tmp_path.iterdir()] == ["large.onnx"]
+    assert program.returncode == -number
+
+
+INTERRUPTED = """
+import signal, threading
+from deploykit.serving.running_server import RunningServer
+from deploykit.serving.options import ServeOptions
+
+def run(on_start, stop):
+    on_start(None, "localhost", 1, None, ["m"])
+    stop.recv(1)  # until it is to stop
+    threading.Event().wait(0.5)
+    print("ended", flush=True)
+    return 0
+
+server = RunningServer(run, ServeOptions())
+interrupt = (threading.main_thread().ident, signal.SIGINT)
+try:
+    threading.Timer(0.3, signal.pthread_kill, interrupt).start()
+    server.wait()
+except KeyboardInterrupt:
+    server.close()
+    print("closed")
+"""
+
+
+def test_ctrl_c_while_it_is_waited_for_does_not_end_the_wait_of_close() -> None:
+    """Python before 3.12 takes a thread whose `join` was interrupted for ended."""
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.stdout.splitlines() == ["ended", "closed"], done.stderr
+
+
+def test_ctrl_c_while_it_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+            raise KeyboardInterrupt
+
+    stand_in = SimpleNamespace(Event=Interrupted, Thread=threading.Thread)
+    monkeypatch.setattr(running_server, "threading", stand_in)
+    ended = threading.Event()
+
+    def run(_on_start: object, stop: socket.socket) -> int:
+        assert stop.recv(1) == b""
+        ended.set()
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        dk.RunningServer(run, ServeOptions())
+    assert ended.wait(LIMIT_S)

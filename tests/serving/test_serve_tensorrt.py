@@ -1,60 +1,79 @@
-"""Serving a TensorRT engine: shared weights, CUDA graphs, batches in flight, memory at the start.
+"""Serving a TensorRT engine: shared weights, CUDA graphs, memory, a replaced file.
 
 The GPU, CUDA and TensorRT are stand-ins, all above them is real; see `gpu_machine`.
 """
 
 from __future__ import annotations
 
-import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import deploykit as dk
 from deploykit.building.builder import Shapes
 from deploykit.core.errors import OutOfMemory
+from deploykit.core.files import sha256
+from deploykit.serving.models.reload import Reloader
 from deploykit.serving.options import ServeOptions
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
+from tests.support.serving.faults import answer, request, until
 
 pytest.importorskip("onnxruntime")
 WEIGHTS, CONTEXT = 1 << 20, 1 << 10
 
 
 class Machine:
-    """A GPU and an engine of y = 2x + 1 that was built and proven on it, for batches of 1 to 20."""
+    """A GPU, and m.trt of y = 2x + 1 that was built and proven on it."""
 
-    def __init__(self, seen: dict[str, Any], engine: Path) -> None:
-        self.cuda, self.nv, self.engine = seen["cuda"], seen["nv"], engine
+    def __init__(self, engine: Path, graph: Path, does: Any, context: int) -> None:
+        self.engine, self._graph, self._does, self._context = engine, graph, does, context
+        self.cuda, self.nv = does.seen["cuda"], does.seen["nv"]
+
+    def build(self, batch: str) -> None:
+        low, usual, high = (int(size) for size in batch.split(","))
+        sizes = {"weights": WEIGHTS, "context": self._context}
+        self._does.plan = plan((low, usual, high), layers=LAYERS, **sizes)
+        dk.build(self._graph, "l4", out=self.engine, shapes=Shapes(batch=batch))
 
 
-@pytest.fixture
+@pytest.fixture(params=["1,4,4"])
 def machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, affine_onnx: Path
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    affine_onnx: Path,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Machine]:
-    content = plan((1, 8, 20), layers=LAYERS, weights=WEIGHTS, context=CONTEXT)
-    with gpu_machine(tmp_path, monkeypatch, content=content) as does:
-        made = dk.build(affine_onnx, "l4", shapes=Shapes(batch="1,8,20"))
-        found = Machine(does.seen, made.path)
+    """Built for the batches of the parameter, with contexts of CONTEXT bytes if there is one."""
+    monkeypatch.setitem(Reloader.__init__.__kwdefaults__, "poll_s", 0.05)
+    with gpu_machine(tmp_path, monkeypatch) as does:
+        context = 0 if request.param == "1,4,4" else CONTEXT
+        found = Machine(tmp_path / "m.trt", affine_onnx, does, context)
+        found.build(request.param)
         assert found.cuda.held() == {}
         yield found
-        assert found.cuda.held() == {}
+        until(lambda: found.cuda.held() == {})
 
 
-def ask(url: str, x: np.ndarray) -> np.ndarray:
-    item = {"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}
-    body = json.dumps({"inputs": [item]}).encode()
-    request = urllib.request.Request(f"{url}/v2/models/m/infer", body)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        (output,) = json.loads(reply.read())["outputs"]
-    return np.array(output["data"], np.float32).reshape(output["shape"])
+to_20 = pytest.mark.parametrize("machine", ["1,8,20"], indirect=True)
 
 
-@pytest.mark.parametrize("instances", [1, 2, 3])
+def read(url: str, body: bytes | None = None) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as reply:
+        content: bytes = reply.read()
+        return content
+
+
+def computes(server: dk.RunningServer, *values: float) -> bool:
+    reply = read(f"{server.url}/v2/models/m/infer", request(*values))
+    return bool(answer(200, reply) == [2 * value + 1 for value in values])
+
+
+@to_20
+@pytest.mark.parametrize("instances", [1, 3])
 def test_every_number_of_engines_gives_the_right_answers(machine: Machine, instances: int) -> None:
     cuda, slots = machine.cuda, instances * 2
     options = {"instances": instances, "reload": False}
@@ -67,11 +86,7 @@ def test_every_number_of_engines_gives_the_right_answers(machine: Machine, insta
         before = cuda.count.copy()
 
         def client(number: int) -> bool:
-            for n in range(5):
-                x = np.arange(4 * (1 + (number + n) % 6), dtype=np.float32).reshape(-1, 4) + n
-                if not np.array_equal(ask(server.url, x), 2 * x + 1):
-                    return False
-            return True
+            return all(computes(server, *range(n, n + 1 + (number + n) % 6)) for n in range(5))
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(client, range(8)))
@@ -82,6 +97,7 @@ def test_every_number_of_engines_gives_the_right_answers(machine: Machine, insta
     assert server.close() == 0
 
 
+@to_20
 @pytest.mark.parametrize("left", [2 * CONTEXT, 16 * CONTEXT], ids=["slot", "graphs"])
 def test_memory_that_does_not_suffice_is_refused_when_the_server_starts(
     machine: Machine, left: int
@@ -99,3 +115,53 @@ def test_memory_that_does_not_suffice_is_refused_when_the_server_starts(
 )
 def test_sizes_of_the_graphs(max_batch: int, sizes: tuple[int, ...]) -> None:
     assert ServeOptions(max_batch=max_batch).graph_sizes == sizes
+
+
+def test_a_rebuilt_engine_is_served_and_the_old_one_gives_its_memory_back(machine: Machine) -> None:
+    with dk.serve({"m": machine.engine}, grpc_port=None) as server:
+        machine.build("1,2,8")
+        now = sha256(machine.engine).encode()
+        until(lambda: now in read(f"{server.url}/docs"))
+        assert computes(server, 3.0, 4.0)
+        until(lambda: machine.cuda.library_bytes == WEIGHTS)
+
+
+def cut(machine: Machine) -> None:
+    whole = machine.engine.read_bytes()
+    machine.engine.write_bytes(whole[: len(whole) // 2])
+
+
+def too_large(machine: Machine) -> None:
+    machine.build("1,2,8")
+    machine.cuda.total_bytes = machine.cuda.used_bytes + WEIGHTS // 2
+
+
+def refused_by_tensorrt(machine: Machine) -> None:
+    machine.build("1,2,8")
+    machine.nv.fail["deserialize_cuda_engine"] = "Serialization assertion failed."
+
+
+@pytest.mark.parametrize(
+    ("replace", "why"),
+    [
+        (cut, "SHA-256 differs"),
+        (too_large, "out of memory"),
+        (refused_by_tensorrt, "Serialization assertion failed"),
+        (lambda machine: machine.build("1,2,2"), "batches of 2 at most"),
+    ],
+    ids=["cut", "too-large", "refused", "smaller-batches"],
+)
+def test_an_engine_that_cannot_be_used_leaves_the_old_one_in_use(
+    machine: Machine,
+    replace: Callable[[Machine], None],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with dk.serve({"m": machine.engine}, grpc_port=None) as server:
+        before, total = sha256(machine.engine).encode(), machine.cuda.total_bytes
+        replace(machine)
+        until(lambda: why in caplog.text)
+        assert computes(server, 3.0, 4.0)
+        assert before in read(f"{server.url}/docs")
+        assert machine.cuda.library_bytes == WEIGHTS
+        machine.cuda.total_bytes = total

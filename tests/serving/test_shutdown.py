@@ -1,8 +1,9 @@
-"""Signals and shutdown, in a separate process because signals go to the main thread."""
+"""Signals, the end of a server, and where it listens."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -11,9 +12,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
@@ -21,93 +24,152 @@ from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.faults import ROOT, Process, quiet_port
+from tests.support.serving.faults import (
+    BROKEN,
+    REFUSED,
+    ROOT,
+    Clients,
+    Process,
+    quiet_port,
+    until,
+)
 from tests.support.serving.grpc_cases import frames, infer_bytes
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, infer_json, request, running
 
+triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
-Eventually = Callable[[Callable[[], bool]], None]
 READY, LIVE = request("GET", "/v2/health/ready"), request("GET", "/v2/health/live")
+PATIENT = {"FAULT_LINGER_S": "1", "FAULT_SOON_S": "60"}  # this machine may stand still for long
 
 
-class Served:
-    def __init__(self, release: Path, echo_s: float) -> None:
-        self.release = release
-        script = Path(__file__).resolve().parents[1] / "support" / "serving" / "serve_slowly.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(release), str(echo_s)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.port = int(self.line())
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def ask(self, data: bytes) -> Raw:
-        raw = Raw(self.port)
-        raw.send(data)
-        return raw
+@contextmanager
+def held(folder: Path, **env: str) -> Iterator[Process]:
+    """A server whose engine is called one row at a time, and on hold."""
+    default = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
+    env = {**PATIENT, "FAULT_ECHO_S": "600", **env}
+    with Process(folder, "--max-batch", "1", env=env, before=default) as server:
+        server.hold()
+        yield server
 
 
-@pytest.fixture
-def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
-    served = Served(tmp_path / "release", getattr(request, "param", 600.0))
-    yield served
-    served.process.kill()
-    served.process.wait(WAIT_S)
-    assert served.process.stdout is not None
-    served.process.stdout.close()
+def asked(server: Process, data: bytes) -> Raw:
+    raw = Raw(server.port)
+    raw.send(data)
+    return raw
 
 
-def is_refused(served: Served) -> bool:
+def is_refused(server: Process) -> bool:
     """Whether the port is closed."""
     with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", served.port)) != 0
+        return client.connect_ex(("127.0.0.1", server.port)) != 0
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)]
 )
 def test_after_a_signal_open_connections_are_answered_once_more_and_new_ones_refused(
-    served: Served, number: signal.Signals, code: int, eventually: Eventually
+    tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     """A proxy sends a refused request to another server, but no request that was answered 503."""
-    kept = [served.ask(LIVE) for _ in range(4)]
-    assert [raw.reply().status for raw in kept] == [200] * 4
-    accepted = [served.ask(INFER) for _ in range(3)]
-    assert served.line() == "busy"
-    depth = 'deploykit_requests_in_flight{model="m",version="1"} 3.0\n'
-    eventually(lambda: depth in metrics(served))
-
-    served.process.send_signal(number)
-    eventually(lambda: is_refused(served))
-    for raw, data, status in zip(kept, (READY, LIVE), (503, 200), strict=False):
-        reply = raw.ask(data)
-        assert (reply.status, reply.headers["connection"]) == (status, "close")
-    kept[2].send(INFER)
-    assert served.process.poll() is None
-
-    served.release.touch()
-    assert [raw.reply().status for raw in (*accepted, kept[2])] == [200] * 4
-    assert kept[3].ended()
-    assert served.process.wait(WAIT_S) == code
-    last = "dropped 0" if code == 0 else ""
-    assert [served.line() for _ in range(4)] == ["busy", "busy", "busy", last]
-    for raw in (*kept, *accepted):
-        raw.close()
+    with held(tmp_path) as server:
+        kept = [asked(server, LIVE) for _ in range(4)]
+        assert [raw.reply().status for raw in kept] == [200] * 4
+        accepted = [asked(server, INFER) for _ in range(3)]
+        until(lambda: server.gauge("deploykit_requests_in_flight") == 3)
+        server.popen.send_signal(number)
+        until(lambda: is_refused(server))
+        for raw, data, status in zip(kept, (READY, LIVE), (503, 200), strict=False):
+            reply = raw.ask(data)
+            assert (reply.status, reply.headers["connection"]) == (status, "close")
+        kept[2].send(INFER)
+        assert server.popen.poll() is None
+        server.release()
+        assert [raw.reply().status for raw in (*accepted, kept[2])] == [200] * 4
+        assert kept[3].ended()
+        assert server.wait() == code
+        for raw in (*kept, *accepted):
+            raw.close()
 
 
-def test_in_the_time_to_drain_all_requests_are_answered_but_readiness(
-    eventually: Eventually,
+@pytest.mark.parametrize(
+    ("number", "echo_s"), [(signal.SIGINT, "600"), (signal.SIGTERM, "0.05")], ids=str
+)
+def test_a_second_signal_ends_the_process_at_once(
+    tmp_path: Path, number: signal.Signals, echo_s: str
 ) -> None:
+    with held(tmp_path, FAULT_ECHO_S=echo_s) as server, closing(asked(server, INFER)):
+        until(server.in_engine)
+        server.popen.send_signal(signal.SIGTERM)
+        until(lambda: is_refused(server))
+        time.sleep(0.1)
+        server.popen.send_signal(number)
+        assert server.wait() == 130
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_sent_twice_within_the_echo_count_once(
+    tmp_path: Path, second: signal.Signals
+) -> None:
+    """`timeout` sends SIGTERM to its child and to the child's process group; systemd sends both."""
+    with held(tmp_path) as server, closing(asked(server, INFER)) as accepted:
+        until(server.in_engine)
+        for number in (signal.SIGTERM, second):
+            server.popen.send_signal(number)
+            until(lambda: is_refused(server))
+        server.release()
+        assert accepted.reply().status == 200
+        assert server.wait() == 0
+
+
+class GrpcClient(threading.Thread):
+    """Asks again and again until it is refused, or its connection ends."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.statuses: list[str] = []
+        self._address = address
+        self.start()
+
+    def run(self) -> None:
+        tensor = triton.InferInput("x", [1, 4], "FP32")
+        tensor.set_data_from_numpy(np.full((1, 4), 100, np.float32))
+        with triton.InferenceServerClient(self._address) as client:
+            try:
+                while True:
+                    assert client.infer("m", [tensor]).as_numpy("y").tolist() == [[201.0] * 4]
+                    self.statuses.append("OK")
+            except triton.InferenceServerException as exc:
+                self.statuses.append(exc.status())
+
+
+@pytest.mark.parametrize("seed", range(rounds(2, 50)))
+def test_sigterm_under_load_loses_no_accepted_request(tmp_path: Path, seed: int) -> None:
+    """Each row that the engine ran was received, over HTTP and gRPC, and none stayed unanswered."""
+    env, options = {"FAULT_LATENCY_S": "0.005"}, ("--max-batch", "8", "--grpc-port", "0")
+    with Process(tmp_path, *options, env=env) as server:
+        others = [GrpcClient(server.grpc) for _ in range(2)]
+        with Clients(server.port, 5) as clients:
+            until(lambda: len(clients.outcomes) > 20 and all(c.statuses for c in others))
+            time.sleep(random.Random(seed).random() * 0.2)
+            server.popen.terminate()
+            assert server.wait() == 0
+            counts = clients.stop()
+        for each in others:
+            each.join(WAIT_S)
+    assert counts.keys() <= {200, 503, BROKEN, REFUSED}
+    statuses = [status for each in others for status in each.statuses]
+    assert set(statuses) == {"OK", "StatusCode.UNAVAILABLE"}
+    assert counts[200] + statuses.count("OK") == int((tmp_path / "ran").read_text())
+
+
+def test_in_the_time_to_drain_all_requests_are_answered_but_readiness() -> None:
     with running(drain_s=2.0, grpc_port=0) as server, frames(server.server.grpc_port or 0) as grpc:
         assert grpc.call(1, infer_bytes()).status == 0
         kept = server.connect()
         kept.ask(LIVE)
         server.server.stop()
-        eventually(lambda: server.ask("GET", "/v2/health/ready").status == 503)
+        until(lambda: server.ask("GET", "/v2/health/ready").status == 503)
         for raw in (kept, server.connect()):
             reply = raw.ask(INFER)
             assert (reply.status, reply.headers["connection"]) == (200, "close")
@@ -144,42 +206,6 @@ def test_a_client_that_connects_before_the_ports_close_is_answered() -> None:
         assert seen.keys() == {200}
 
 
-@pytest.mark.parametrize(
-    ("number", "served"),
-    [(signal.SIGINT, 600.0), (signal.SIGTERM, 0.05)],
-    ids=["Ctrl-C", "SIGTERM"],
-    indirect=["served"],
-)
-def test_a_second_signal_ends_the_process_at_once(
-    served: Served, eventually: Eventually, number: signal.Signals
-) -> None:
-    accepted = served.ask(INFER)
-    assert served.line() == "busy"
-    served.process.send_signal(signal.SIGTERM)
-    eventually(lambda: is_refused(served))
-    time.sleep(0.1)
-    served.process.send_signal(number)
-    assert served.process.wait(WAIT_S) == 130
-    accepted.close()
-
-
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_sent_twice_within_the_echo_count_once(
-    served: Served, eventually: Eventually, second: signal.Signals
-) -> None:
-    """`timeout` sends SIGTERM to its child and to the child's process group; systemd sends both."""
-    accepted = served.ask(INFER)
-    assert served.line() == "busy"
-    for number in (signal.SIGTERM, second):
-        served.process.send_signal(number)
-        eventually(lambda: is_refused(served))
-    served.release.touch()
-    reply = accepted.reply()
-    assert reply.status == 200
-    accepted.close()
-    assert served.process.wait(WAIT_S) == 0
-
-
 def test_sighup_stays_ignored_under_nohup(tmp_path: Path) -> None:
     ignored: Callable[[], object] = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     with Process(tmp_path, before=ignored) as server:
@@ -201,67 +227,36 @@ def test_a_second_sigterm_at_any_moment_of_the_end_does_not_change_the_exit_code
             assert server.popen.returncode == 0
 
 
-def test_sigterms_while_the_models_are_closed_do_not_change_the_exit_code() -> None:
-    """What closes takes longer than a SIGTERM counts as one with the next."""
-    code = """
+CLOCK = """
 import os, signal
 from types import SimpleNamespace
 from deploykit.serving import server
-from deploykit.serving.workers import signals
 from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.workers import signals
 from tests.support.fake_engine import FakeEngine
 now_s = 100.0
 def stop(*_): os.kill(os.getpid(), signal.SIGTERM)
 def later(seconds):
     global now_s
     now_s += seconds; stop()
+clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
+server.time = signals.time = clock
+def run(): return server.run(server.Server({"m": FakeEngine()}, server.ServeOptions()), stop)
+"""
+REPEATED = """
 def close(self, **options):
     later(1.1); closed(self, **options)
-clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
-server.time = signals.time = clock
 closed, ModelRepository.close = ModelRepository.close, close
-assert server.run(server.Server({"m": FakeEngine()}, server.ServeOptions(http_port=0)), stop) == 0
+assert run() == 0
 for _ in range(5):
-    later(0.3)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    later(1.3)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=WAIT_S, check=False)
-    assert done.returncode == 0
 
 
-def test_a_sigterm_after_the_echo_reaches_the_handler_of_the_program() -> None:
-    code = """
-import signal, os
-from types import SimpleNamespace
-from deploykit.serving import server
-from deploykit.serving.workers import signals
-from tests.support.fake_engine import FakeEngine
-got, now_s = [], 100.0
-def stop(*_): os.kill(os.getpid(), signal.SIGTERM)
-signal.signal(signal.SIGTERM, lambda *_: got.append(1))
-clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
-server.time = signals.time = clock
-options = server.ServeOptions(http_port=0)
-server.run(server.Server({"m": FakeEngine()}, options), stop)
-now_s += 0.9; stop()
-assert got == [], got
-now_s += 1.1; stop()
-assert got == [1], got
-stop()
-assert got == [1, 1], got
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-server.run(server.Server({"m": FakeEngine()}, options), stop)
-now_s += 1.1; stop()
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=WAIT_S, check=False)
-    assert done.returncode == -signal.SIGTERM
-
-
-def metrics(served: Served) -> str:
-    raw = served.ask(request("GET", "/metrics"))
-    reply = raw.reply()
-    raw.close()
-    return reply.body.decode()
+def test_sigterms_while_the_models_are_closed_do_not_change_the_exit_code() -> None:
+    """What closes takes longer than a SIGTERM counts as one with the next."""
+    command = [sys.executable, "-c", CLOCK + REPEATED]
+    assert subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=False).returncode == 0
 
 
 def test_shutdown_waits_for_pipelined_requests() -> None:
@@ -280,10 +275,11 @@ def test_shutdown_waits_for_pipelined_requests() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    with running() as server, pytest.raises(BadInput) as caught:
-        Server({"m": FakeEngine()}, ServeOptions(http_port=server.port))
-    assert f"`http_port` {server.port}: already in use" in caught.value.message
-    assert "0 picks a free one" in (caught.value.hint or "")
+    with running(grpc_port=0) as server:
+        for name, port in (("http_port", server.port), ("grpc_port", server.server.grpc_port)):
+            with pytest.raises(BadInput, match=f"`{name}` {port}: already in use") as caught:
+                Server({"m": FakeEngine()}, ServeOptions(**{name: port}))
+            assert "0 picks a free one" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300, "unix:"])
@@ -292,8 +288,14 @@ def test_a_host_that_cannot_be_bound_is_named(host: str) -> None:
         Server({"m": FakeEngine()}, ServeOptions(host=host, http_port=0))
 
 
+def test_a_server_that_cannot_start_releases_its_port() -> None:
+    port = quiet_port()
+    with pytest.raises(BadInput, match="cannot be the name"):
+        Server({"a/b": FakeEngine()}, ServeOptions(http_port=port))
+    socket.create_server(("127.0.0.1", port)).close()
+
+
 def test_a_server_listens_at_a_path_over_http_and_grpc(tmp_path: Path) -> None:
-    triton = pytest.importorskip("tritonclient.grpc")
     path = tmp_path / "dk.sock"
     with socket.socket(socket.AF_UNIX) as killed:  # a server that left its file
         killed.bind(str(path))
@@ -310,10 +312,3 @@ def test_a_server_listens_at_a_path_over_http_and_grpc(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(BadInput, match="No such file"):
         Server({"m": FakeEngine()}, ServeOptions(host=f"unix:{tmp_path}/no/dk.sock"))
-
-
-def test_a_server_that_cannot_start_releases_its_port() -> None:
-    port = quiet_port()
-    with pytest.raises(BadInput, match="cannot be the name"):
-        Server({"a/b": FakeEngine()}, ServeOptions(http_port=port))
-    socket.create_server(("127.0.0.1", port)).close()

@@ -1,308 +1,380 @@
-"""The real tritonclient.http, sync and aio: datatypes, several outputs, compression, errors."""
+"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming and aio."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import PROTOCOL_NAMES
 from deploykit.serving.batching.queue import Pending
-from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import Running, running
+from tests.support.fake_engine import FakeEngine, Function
+from tests.support.serving.grpc_cases import Echo
+from tests.support.serving.running import WAIT_S, Running, running
 
-triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
-aio = pytest.importorskip("tritonclient.http.aio")
 ml_dtypes = pytest.importorskip("ml_dtypes")
+http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+http_aio = pytest.importorskip("tritonclient.http.aio")
+grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+import tritonclient.grpc.aio as grpc_aio  # noqa: E402
+from tritonclient.grpc import service_pb2  # noqa: E402
+from tritonclient.utils import InferenceServerException  # noqa: E402
 
-KINDS: dict[str, tuple[str, Any]] = {
-    "BOOL": ("bool", np.array([[True, False, True]])),
-    "UINT8": ("uint8", np.array([[0, 7, 255]], np.uint8)),
-    "UINT16": ("uint16", np.array([[0, 7, 65535]], np.uint16)),
-    "UINT32": ("uint32", np.array([[0, 7, 2**32 - 1]], np.uint32)),
-    "UINT64": ("uint64", np.array([[0, 7, 2**64 - 1]], np.uint64)),
-    "INT8": ("int8", np.array([[-128, 7, 127]], np.int8)),
-    "INT16": ("int16", np.array([[-(2**15), 7, 2**15 - 1]], np.int16)),
-    "INT32": ("int32", np.array([[-(2**31), 7, 2**31 - 1]], np.int32)),
-    "INT64": ("int64", np.array([[-(2**63), 7, 2**63 - 1]], np.int64)),
-    "FP16": ("float16", np.array([[-65504, 0.5, 1e-3]], np.float16)),
-    "BF16": ("bfloat16", np.array([[-3, 0.5, 1e30]], ml_dtypes.bfloat16)),
-    "FP32": ("float32", np.array([[-1e38, 0.1, 1e-38]], np.float32)),
-    "FP64": ("float64", np.array([[-1e308, 0.1, 5e-324]], np.float64)),
-    "BYTES": ("string", np.array([["", "nul \0 inside", "größe 漢字"]], object)),
-}
 WEIGHT = np.arange(6, dtype=np.float32).reshape(3, 2)
-JSON_KINDS = [kind for kind in KINDS if kind not in ("FP16", "BF16")]
+WIDE = 2_500_000  # of float32: 10 MB
+VALUES: dict[str, list[Any]] = {
+    "bool": [True, False, True],
+    "float16": [-65504, 0.5, 1e-3],
+    "bfloat16": [-3, 0.5, 1e30],
+    "float32": [-1e38, 0.1, 1e-38],
+    "float64": [-1e308, 0.1, 5e-324],
+    "string": ["", "nul \0 inside", "größe 漢字"],
+    **{f"int{bits}": [-(1 << (bits - 1)), 7, (1 << (bits - 1)) - 1] for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": [0, 7, (1 << bits) - 1] for bits in (8, 16, 32, 64)},
+}
+DTYPES = sorted(VALUES)
 
 
-class Echo(FakeEngine):
-    """Returns its input."""
-
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.inputs = (TensorSpec("x", dtype, ("N", 3)),)
-        self.outputs = (TensorSpec("y", dtype, ("N", 3)),)
-
-    def __call__(self, feeds):
-        return {"y": np.array(feeds["x"])}
-
-
-class Linear(FakeEngine):
-    """y = x·W, and the number k of its largest column."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs = (TensorSpec("x", "float32", ("N", 3)),)
-        self.outputs = (TensorSpec("y", "float32", ("N", 2)), TensorSpec("k", "int64", ("N",)))
-
-    def __call__(self, feeds):
-        y = feeds["x"] @ WEIGHT
-        return {"y": y, "k": y.argmax(1)}
+def linear(feeds: Any) -> dict[str, np.ndarray]:
+    """Return y = x·W, and the number k of its largest column."""
+    y = feeds["x"] @ WEIGHT
+    return {"y": y, "k": y.argmax(1)}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
-    models = {kind.lower(): Echo(dtype) for kind, (dtype, _) in KINDS.items()}
-    with running({**models, "linear": Linear()}) as server:
+    models: dict[str, Any] = {dtype: Echo(dtype) for dtype in VALUES}
+    models["linear"] = Function(linear, "x:float32[N,3]", "y:float32[N,2]", "k:int64[N]")
+    models["wide"] = FakeEngine(width=WIDE)
+    with running(models, grpc_port=0, max_body_bytes=12 << 20) as server:
         yield server
 
 
+@pytest.fixture(params=[http, grpc], ids=["http", "grpc"])
+def triton(request: pytest.FixtureRequest) -> Any:
+    """The client's module for one protocol."""
+    return request.param
+
+
 @pytest.fixture
-def client(served: Running) -> Iterator[Any]:
-    client = triton.InferenceServerClient(f"127.0.0.1:{served.port}")
-    yield client
-    client.close()
+def client(served: Running, triton: Any) -> Iterator[Any]:
+    with closing(triton.InferenceServerClient(address(served, triton))) as client:
+        yield client
 
 
-def input_of(kind: str, *, binary: bool = True, rows: int = 1, module: Any = triton) -> Any:
-    array = np.repeat(KINDS[kind][1], rows, axis=0)
-    tensor = module.InferInput("x", list(array.shape), kind)
-    tensor.set_data_from_numpy(array, binary_data=binary)
-    return tensor
+def address(server: Running, module: Any) -> str:
+    port = server.port if module in (http, http_aio) else server.server.grpc_port
+    return f"localhost:{port}"
 
 
-def check(kind: str, found: Any, rows: int = 1) -> None:
-    expected = np.repeat(KINDS[kind][1], rows, axis=0)
-    if kind == "BYTES":
-        strings = [t.decode() if isinstance(t, bytes) else t for t in found.reshape(-1)]
-        assert strings == list(expected.reshape(-1))
-        assert found.shape == expected.shape
+def read(call: Any, *arguments: str) -> Any:
+    """The answer as JSON, which the HTTP client has anyway."""
+    return call(*arguments, **({"as_json": True} if "grpc" in call.__module__ else {}))
+
+
+def values(dtype: str, rows: int = 1) -> np.ndarray:
+    array = np.array(
+        [VALUES[dtype]], {"string": object, "bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype)
+    )
+    return np.repeat(array, rows, axis=0)
+
+
+def tensor(module: Any, array: np.ndarray, **options: Any) -> Any:
+    names = {"object": "BYTES", **PROTOCOL_NAMES}
+    item = module.InferInput("x", list(array.shape), names[array.dtype.name])
+    item.set_data_from_numpy(array, **options)
+    return item
+
+
+def check(dtype: str, found: np.ndarray, rows: int = 1) -> None:
+    expected = values(dtype, rows)
+    if dtype == "string":
+        found = np.array([t.decode() if isinstance(t, bytes) else t for t in found.flat], object)
+        found = found.reshape(expected.shape)
     else:
-        np.testing.assert_array_equal(found.astype(np.float64), expected.astype(np.float64))
-        assert found.dtype.itemsize == expected.dtype.itemsize or kind == "BF16"
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_datatype_is_sent_and_returned_as_binary(client: Any, kind: str, rows: int) -> None:
-    answer = client.infer(kind.lower(), [input_of(kind, rows=rows)])
-    check(kind, answer.as_numpy("y"), rows)
-
-
-@pytest.mark.parametrize("kind", JSON_KINDS)
-def test_every_datatype_with_a_json_form_is_sent_and_returned(client: Any, kind: str) -> None:
-    for binary_in, binary_out in ((False, False), (True, False), (False, True)):
-        outputs = [triton.InferRequestedOutput("y", binary_data=binary_out)]
-        answer = client.infer(kind.lower(), [input_of(kind, binary=binary_in)], outputs=outputs)
-        check(kind, answer.as_numpy("y"))
-
-
-@pytest.mark.parametrize("kind", ["FP16", "BF16"])
-def test_float16_and_bfloat16_have_no_json_form(client: Any, kind: str) -> None:
-    outputs = [triton.InferRequestedOutput("y", binary_data=False)]
-    with pytest.raises(triton.InferenceServerException, match="no JSON form"):
-        client.infer(kind.lower(), [input_of(kind)], outputs=outputs)
-
-
-@pytest.mark.parametrize("response", [None, "gzip", "deflate"])
-@pytest.mark.parametrize("request_", [None, "gzip", "deflate"])
-@pytest.mark.parametrize("kind", ["FP32", "BYTES"])
-def test_requests_and_answers_may_be_compressed(
-    client: Any, kind: str, request_: str | None, response: str | None
-) -> None:
-    for binary in (True, False):
-        answer = client.infer(
-            kind.lower(),
-            [input_of(kind, binary=binary, rows=32)],
-            outputs=[triton.InferRequestedOutput("y", binary_data=binary)],
-            request_compression_algorithm=request_,
-            response_compression_algorithm=response,
-        )
-        check(kind, answer.as_numpy("y"), 32)
-
-
-def test_an_answer_is_compressed_only_when_the_client_accepts_it(served: Running) -> None:
-    from tests.support.serving.running import infer_json
-
-    body = infer_json([0.5] * 96, [32, 3])
-    target = "/v2/models/fp32/infer"
-    plain = served.ask("POST", target, body)
-    assert "content-encoding" not in plain.headers
-    small = served.ask("POST", target, body, Accept_Encoding="gzip")
-    assert small.headers["content-encoding"] == "gzip"
-    assert len(small.body) < len(plain.body)
-    assert "content-encoding" not in served.ask("POST", target, body, Accept_Encoding="br").headers
-
-
-@pytest.mark.parametrize("binary", [True, False])
-def test_outputs_can_be_classified(client: Any, binary: bool) -> None:
-    outputs = [triton.InferRequestedOutput("y", binary_data=binary, class_count=2)]
-    answer = client.infer("int32", [input_of("INT32", rows=2)], outputs=outputs)
-    strings = answer.as_numpy("y")
-    assert strings.shape == (2, 2)
-    first = strings[0][0]
-    assert (first.decode() if isinstance(first, bytes) else first) == f"{2**31 - 1}:2"
+        assert found.dtype == expected.dtype or dtype == "bfloat16"
+    np.testing.assert_array_equal(found, expected)
 
 
 def rows_of(count: int) -> np.ndarray:
     return np.random.default_rng(count).standard_normal((count, 3)).astype(np.float32)
 
 
-def input_x(array: np.ndarray) -> Any:
-    tensor = triton.InferInput("x", list(array.shape), "FP32")
-    tensor.set_data_from_numpy(array)
-    return tensor
-
-
-def test_the_client_reads_metadata_and_config(client: Any) -> None:
+def test_the_client_reads_states_metadata_config_and_index(served: Running, client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("linear")
     assert client.is_model_ready("linear", "1")
+    assert not client.is_model_ready("linear", "2")
     assert not client.is_model_ready("other")
-    metadata = client.get_model_metadata("linear")
-    assert [(t["name"], t["datatype"], t["shape"]) for t in metadata["outputs"]] == [
-        ("y", "FP32", [-1, 2]),
-        ("k", "INT64", [-1]),
-    ]
-    config = client.get_model_config("linear")
+    assert read(client.get_server_metadata)["name"] == "deploykit"
+    metadata = read(client.get_model_metadata, "linear")
+    assert [
+        (each["name"], each["datatype"], list(map(int, each["shape"])))
+        for each in metadata["outputs"]
+    ] == [("y", "FP32", [-1, 2]), ("k", "INT64", [-1])]
+    config = read(client.get_model_config, "linear")
+    config = config.get("config", config)
     assert config["max_batch_size"] == 32
-    assert [t["data_type"] for t in config["output"]] == ["TYPE_FP32", "TYPE_INT64"]
-    assert [t["dims"] for t in config["output"]] == [[2], []]
+    assert "dynamic_batching" in config
+    assert [
+        (each["data_type"], list(map(int, each.get("dims", [])))) for each in config["output"]
+    ] == [
+        ("TYPE_FP32", [2]),
+        ("TYPE_INT64", []),
+    ]
+    index = read(client.get_model_repository_index)
+    models = index["models"] if isinstance(index, dict) else index
+    assert [each["name"] for each in models] == list(served.server.repository.models)
 
 
-@pytest.mark.parametrize("binary", [(True, True), (False, False), (False, True)], ids=str)
-def test_outputs_come_in_the_order_and_the_form_that_was_asked_for(
-    client: Any, binary: tuple[bool, bool]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_datatype_is_sent_and_returned(triton: Any, client: Any, dtype: str) -> None:
+    """As bytes; over HTTP also as JSON. Other languages' gRPC clients send typed contents."""
+    for rows in (1, 3):
+        answer = client.infer(dtype, [tensor(triton, values(dtype, rows))], request_id="a7")
+        check(dtype, answer.as_numpy("y"), rows)
+    response = read(answer.get_response)
+    assert (response["id"], response["outputs"][0]["datatype"]) == ("a7", PROTOCOL_NAMES[dtype])
+    has_text = dtype not in ("float16", "bfloat16")
+    if triton is grpc and has_text:
+        check(dtype, triton.InferResult(client._client_stub.ModelInfer(typed(dtype))).as_numpy("y"))
+    elif triton is http:
+        outputs = [http.InferRequestedOutput("y", binary_data=False)]
+        for binary_in in (True, False) if has_text else ():
+            item = tensor(http, values(dtype), binary_data=binary_in)
+            check(dtype, client.infer(dtype, [item], outputs=outputs).as_numpy("y"))
+        if not has_text:
+            with pytest.raises(InferenceServerException, match="no JSON form"):
+                client.infer(dtype, [tensor(http, values(dtype))], outputs=outputs)
+
+
+def typed(dtype: str) -> Any:
+    array = values(dtype)
+    request = service_pb2.ModelInferRequest(model_name=dtype)
+    item = request.inputs.add(name="x", datatype=PROTOCOL_NAMES[dtype], shape=array.shape)
+    names = {"bool": "bool", "string": "bytes", "float32": "fp32", "float64": "fp64"}
+    name = names.get(dtype) or (dtype if "64" in dtype else dtype.rstrip("0123456789"))
+    texts = [text.encode() for text in VALUES[dtype]] if dtype == "string" else array[0].tolist()
+    getattr(item.contents, f"{name}_contents").extend(texts)
+    return request
+
+
+@pytest.mark.parametrize("how", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("dtype", ["float32", "string"])
+def test_requests_and_answers_may_be_compressed(
+    triton: Any, client: Any, dtype: str, how: str | None
 ) -> None:
-    outputs = [
-        triton.InferRequestedOutput(name, binary_data=each)
-        for name, each in zip(("k", "y"), binary, strict=True)
-    ]
+    names = ["compression_algorithm"]
+    if triton is http:
+        names = ["request_compression_algorithm", "response_compression_algorithm"]
+    for name in names:
+        item = tensor(triton, values(dtype, 32))
+        check(dtype, client.infer(dtype, [item], **{name: how}).as_numpy("y"), 32)
+
+
+def test_outputs_come_in_the_order_and_the_form_that_was_asked_for(served: Running) -> None:
     array = rows_of(16)
-    answer = client.infer("linear", [input_x(array)], outputs=outputs, request_id="abc")
-    response = answer.get_response()
-    assert (response["id"], [each["name"] for each in response["outputs"]]) == ("abc", ["k", "y"])
-    assert ["data" not in output for output in response["outputs"]] == list(binary)
-    np.testing.assert_allclose(answer.as_numpy("y"), array @ WEIGHT, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(answer.as_numpy("k"), answer.as_numpy("y").argmax(1))
+    with closing(http.InferenceServerClient(address(served, http))) as client:
+        for binary in ((True, True), (False, False), (False, True)):
+            outputs = [
+                http.InferRequestedOutput(name, binary_data=each)
+                for name, each in zip(("k", "y"), binary, strict=True)
+            ]
+            answer = client.infer("linear", [tensor(http, array)], outputs=outputs)
+            found = answer.get_response()["outputs"]
+            assert [(each["name"], "data" not in each) for each in found] == [
+                ("k", binary[0]),
+                ("y", binary[1]),
+            ]
+            np.testing.assert_allclose(answer.as_numpy("y"), array @ WEIGHT, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(answer.as_numpy("k"), answer.as_numpy("y").argmax(1))
 
 
-def test_async_requests_get_their_own_answers_and_are_counted(served: Running) -> None:
-    client = triton.InferenceServerClient(f"127.0.0.1:{served.port}", concurrency=4)
-    before = client.get_inference_statistics("linear")["model_stats"][0]
-    arrays = [rows_of(count) for count in range(1, 9)]
-    waiting = [client.async_infer("linear", [input_x(array)]) for array in arrays]
-    for array, request in zip(arrays, waiting, strict=True):
-        found = request.get_result().as_numpy("y")
-        np.testing.assert_allclose(found, array @ WEIGHT, rtol=1e-5, atol=1e-6)
-    after = client.get_inference_statistics("linear")["model_stats"][0]
-    assert after["inference_count"] - before["inference_count"] == 36
-    grown = {
-        name: after["inference_stats"][name]["count"] - before["inference_stats"][name]["count"]
-        for name in after["inference_stats"]
-    }
-    ran = ("success", "queue", "compute_input", "compute_infer", "compute_output")
-    assert grown == {**dict.fromkeys(ran, 8), "fail": 0, "cache_hit": 0, "cache_miss": 0}
-    client.close()
-
-
-def test_errors_have_a_status_and_a_message(client: Any) -> None:
-    cases = [
-        (lambda: client.infer("absent", [input_of("FP32")]), "404", "there is no model"),
-        (lambda: client.infer("fp32", [input_of("FP64")]), "400", "FP32"),
-        (lambda: client.infer("linear", [input_x(np.zeros((1, 4), "f"))]), "400", r"\[1, 4\]"),
-        (lambda: client.infer("linear", [input_x(rows_of(33))]), "400", "`max_batch`"),
-        (lambda: client.infer("fp32", [input_of("FP32")], "7"), "404", "no version"),
-        (lambda: client.infer("fp32", [input_of("FP32")], sequence_id=3), "400", "sequence_id"),
-        (lambda: client.get_model_config("absent"), "404", "there is no model"),
-        (lambda: client.load_model("fp32"), "501", "not offered"),
-        (lambda: client.unload_model("fp32"), "501", "not offered"),
-        (lambda: client.get_trace_settings("fp32"), "501", "not offered"),
-        (lambda: client.get_log_settings(), "501", "not offered"),
-        (lambda: client.get_system_shared_memory_status(), "501", "not offered"),
-        (lambda: client.get_cuda_shared_memory_status(), "501", "not offered"),
-        (lambda: client.register_system_shared_memory("r", "/key", 64), "501", "not offered"),
+@pytest.mark.parametrize("options", [{}, {"binary_data": False}], ids=["bytes", "json"])
+def test_outputs_can_be_classified(triton: Any, client: Any, options: dict[str, bool]) -> None:
+    outputs = [
+        triton.InferRequestedOutput("y", class_count=2, **(options if triton is http else {}))
     ]
-    for call, status, words in cases:
-        with pytest.raises(triton.InferenceServerException, match=words) as caught:
-            call()
-        assert caught.value.status() == status
+    item = tensor(triton, values("int32", 2))
+    found = client.infer("int32", [item], outputs=outputs).as_numpy("y")
+    strings = [text.decode() if isinstance(text, bytes) else text for text in found.flat]
+    assert strings == [f"{2**31 - 1}:2", "7:1"] * 2
+    assert found.shape == (2, 2)
 
 
-def test_a_request_past_its_timeout_gets_504(served: Running, client: Any) -> None:
-    with pytest.raises(triton.InferenceServerException) as caught:
-        client.infer("fp32", [input_of("FP32")], timeout=1)
-    assert caught.value.status() == "504"
+def test_batches_from_zero_rows_to_max_batch_are_answered_and_counted(
+    triton: Any, client: Any
+) -> None:
+    def figures() -> dict[str, Any]:
+        found: dict[str, Any] = read(client.get_inference_statistics, "linear")["model_stats"][0]
+        return found
+
+    def count(figures: dict[str, Any], name: str) -> int:
+        return int(figures["inference_stats"].get(name, {}).get("count", 0))
+
+    before = figures()
+    for number in (0, 1, 32):
+        array = rows_of(number)
+        answer = client.infer("linear", [tensor(triton, array)]).as_numpy("y")
+        np.testing.assert_allclose(answer, array @ WEIGHT, rtol=1e-5, atol=1e-6)
+    after = figures()
+    assert int(after["inference_count"]) - int(before["inference_count"]) == 33
+    ran = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    grown = {name: count(after, name) - count(before, name) for name in after["inference_stats"]}
+    assert grown == {**dict.fromkeys(ran, 3), "fail": 0, "cache_hit": 0, "cache_miss": 0}
+    assert "wide" in {each["name"] for each in read(client.get_inference_statistics)["model_stats"]}
 
 
-def test_the_aio_client_infers_and_reads_metadata(served: Running) -> None:
-    async def use_client() -> None:
-        client = aio.InferenceServerClient(f"127.0.0.1:{served.port}")
-        try:
-            assert await client.is_server_live()
-            assert await client.is_server_ready()
-            assert await client.is_model_ready("fp32")
-            assert (await client.get_server_metadata())["name"] == "deploykit"
-            assert (await client.get_model_metadata("fp32"))["inputs"][0]["datatype"] == "FP32"
-            assert (await client.get_model_config("fp32"))["max_batch_size"] == 32
-            assert len(await client.get_model_repository_index()) == len(KINDS) + 1
-            names = [kind for kind in KINDS for _ in range(3)]
-            answers = await asyncio.gather(
-                *(client.infer(kind.lower(), [input_of(kind, module=aio)]) for kind in names)
+@pytest.mark.parametrize(("model", "count"), [("linear", 100), ("wide", 10)])
+def test_many_requests_at_once_get_their_own_answers(
+    served: Running, model: str, count: int
+) -> None:
+    """Of `wide` more bytes than a connection may buffer: flow control lets in one after another."""
+    arrays = [np.full((1, WIDE if model == "wide" else 3), n, np.float32) for n in range(count)]
+    answers: queue.Queue[Any] = queue.Queue()
+    with closing(grpc.InferenceServerClient(address(served, grpc))) as client:
+        for number, array in enumerate(arrays):
+            client.async_infer(
+                model,
+                [tensor(grpc, array)],
+                lambda result, error, number=number: answers.put((number, result, error)),
             )
-            for kind, answer in zip(names, answers, strict=True):
-                check(kind, answer.as_numpy("y"))
-            for name in ("gzip", "deflate"):
-                answer = await client.infer(
-                    "fp32",
-                    [input_of("FP32", rows=8, module=aio)],
-                    request_compression_algorithm=name,
-                    response_compression_algorithm=name,
-                )
-                check("FP32", answer.as_numpy("y"), 8)
-            statistics = await client.get_inference_statistics("fp32")
-            assert statistics["model_stats"][0]["inference_count"] > 0
-            with pytest.raises(triton.InferenceServerException, match="there is no model"):
-                await client.infer("absent", [input_of("FP32", module=aio)])
+        for _ in arrays:
+            number, result, error = answers.get(timeout=WAIT_S)
+            assert error is None
+            (first, *_) = result.as_numpy("y")[0]
+            assert first == (2 * number + 1 if model == "wide" else 6 * number)
+
+
+def test_a_stream_answers_requests_and_errors_in_order(served: Running) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with grpc.InferenceServerClient(address(served, grpc)) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for number in range(100):
+            name = "other" if number % 7 == 3 else "linear"
+            item = tensor(grpc, np.full((1, 3), number, np.float32))
+            client.async_stream_infer(
+                name, [item], request_id=str(number), enable_empty_final_response=True
+            )
+        for number in range(100):
+            result, error = answers.get(timeout=WAIT_S)
+            if number % 7 == 3:
+                assert "there is no model 'other'" in str(error)
+            else:
+                assert error is None
+                assert result.get_response().id == str(number)
+                final = result.get_response().parameters["triton_final_response"]
+                assert final.bool_param
+                assert result.as_numpy("y")[0, 0] == 6 * number
+        client.stop_stream()
+
+
+@pytest.mark.parametrize("module", [http_aio, grpc_aio], ids=["http", "grpc"])
+def test_the_aio_client_infers_and_streams(served: Running, module: Any) -> None:
+    async def use_client() -> None:
+        client = module.InferenceServerClient(address(served, module))
+        try:
+            assert await client.is_server_ready()
+            calls = (client.infer(name, [tensor(module, values(name))]) for name in DTYPES * 3)
+            for name, answer in zip(DTYPES * 3, await asyncio.gather(*calls), strict=True):
+                check(name, answer.as_numpy("y"))
+            with pytest.raises(InferenceServerException, match="there is no model"):
+                await client.infer("absent", [tensor(module, rows_of(1))])
+            if module is grpc_aio:
+
+                async def requests() -> Any:
+                    for number in range(20):
+                        item = tensor(module, np.full((1, 3), number, np.float32))
+                        yield {"model_name": "linear", "inputs": [item]}
+
+                found = [each async for each in client.stream_infer(requests())]
+                assert [(result.as_numpy("y")[0, 0], error) for result, error in found] == [
+                    (6 * number, None) for number in range(20)
+                ]
         finally:
             await client.close()
 
-    asyncio.run(use_client())
+    asyncio.run(asyncio.wait_for(use_client(), WAIT_S))
 
 
-def test_the_client_works_with_tls_and_a_token(pem: tuple[Path, Path]) -> None:
+STATUSES = {
+    "400": "INVALID_ARGUMENT",
+    "404": "NOT_FOUND",
+    "501": "UNIMPLEMENTED",
+    "504": "DEADLINE_EXCEEDED",
+}
+
+
+def infer(model: str, array: np.ndarray | None = None, **options: Any) -> Any:
+    """Return a call that infers `array`, three numbers if it is None, with a client of a module."""
+    x = rows_of(1) if array is None else array
+    return lambda client, module: client.infer(model, [tensor(module, x)], **options)
+
+
+def call(name: str, *arguments: Any) -> Any:
+    return lambda client, _: getattr(client, name)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("act", "status", "words"),
+    [
+        (infer("absent"), "404", "there is no model 'absent'; served here: "),
+        (infer("float32", values("float64")), "400", "FP32"),
+        (infer("linear", np.zeros((1, 4), "f")), "400", r"x:float32\[N,3\], got shape \[1, 4\]"),
+        (infer("linear", rows_of(33)), "400", "`max_batch`"),
+        (infer("float32", model_version="7"), "404", "no version '7'"),
+        (infer("float32", sequence_id=3), "400", "sequence_id"),
+        (infer("float32", timeout=1), "504", "past its time limit"),
+        (call("get_model_config", "absent"), "404", "there is no model"),
+        *((call(f"{what}_model", "linear"), "501", "not offered") for what in ("load", "unload")),
+        (call("get_trace_settings", "linear"), "501", "not offered"),
+        (call("get_log_settings"), "501", "not offered"),
+        (call("get_system_shared_memory_status"), "501", "not offered"),
+        (call("get_cuda_shared_memory_status"), "501", "not offered"),
+        (call("register_system_shared_memory", "r", "/key", 64), "501", "not offered"),
+        (call("register_cuda_shared_memory", "r", b"", 0, 64), "501", "not offered"),
+    ],
+)
+def test_an_error_has_the_same_message_and_its_status_over_both(
+    triton: Any, client: Any, act: Any, status: str, words: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=words) as caught:
+        act(client, triton)
+    expected = status if triton is http else f"StatusCode.{STATUSES[status]}"
+    assert caught.value.status() == expected
+
+
+def test_the_client_works_with_tls_and_a_token(triton: Any, pem: tuple[Path, Path]) -> None:
     cert, key = pem
     token = "correct horse battery"
-    with running({"fp32": Echo("float32")}, token=token, tls_cert=cert, tls_key=key) as server:
-        client = triton.InferenceServerClient(
-            f"localhost:{server.port}", ssl=True, ssl_options={"ca_certs": str(cert)}
-        )
-        assert client.is_server_ready()
-        with pytest.raises(triton.InferenceServerException, match="token"):
-            client.infer("fp32", [input_of("FP32")])
-        headers = {"Authorization": f"Bearer {token}"}
-        answer = client.infer("fp32", [input_of("FP32")], headers=headers)
-        check("FP32", answer.as_numpy("y"))
-        client.close()
+    options = {"tls_cert": cert, "tls_key": key, "token": token, "grpc_port": 0}
+    trusted = {"ssl": True, "root_certificates": str(cert)}
+    if triton is http:
+        trusted = {"ssl": True, "ssl_options": {"ca_certs": str(cert)}}
+    with running({"float32": Echo("float32")}, **options) as server:
+        with closing(triton.InferenceServerClient(address(server, triton), **trusted)) as client:
+            assert client.is_server_ready()
+            with pytest.raises(InferenceServerException, match="token"):
+                client.infer("float32", [tensor(triton, rows_of(1))])
+            headers = {"authorization": f"Bearer {token}"}
+            answer = client.infer("float32", [tensor(triton, values("float32"))], headers=headers)
+            check("float32", answer.as_numpy("y"))
+        refused = pytest.raises(Exception, match=r"(?i)closed|unavailable|reset")
+        with closing(triton.InferenceServerClient(address(server, triton))) as plain, refused:
+            plain.get_server_metadata()
 
 
 def test_requests_in_the_queue_know_their_client() -> None:
     """By that clients take turns, over both protocols."""
-    grpc = pytest.importorskip("tritonclient.grpc")
     peers: list[Any] = []
-    with running({"m": Linear()}, grpc_port=0) as server:
+    with running({"m": FakeEngine(width=3)}, grpc_port=0) as server:
         model = server.server.repository.find("m")
         enqueue = model.enqueue
 
@@ -311,9 +383,7 @@ def test_requests_in_the_queue_know_their_client() -> None:
             return enqueue(pending)
 
         model.enqueue = keep  # type: ignore[method-assign]
-        for kind, port in ((triton, server.port), (grpc, server.server.grpc_port)):
-            with kind.InferenceServerClient(f"127.0.0.1:{port}") as client:
-                x = kind.InferInput("x", [1, 3], "FP32")
-                x.set_data_from_numpy(np.ones((1, 3), np.float32))
-                client.infer("m", [x])
+        for module in (http, grpc):
+            with module.InferenceServerClient(address(server, module)) as client:
+                client.infer("m", [tensor(module, rows_of(1))])
     assert [str(peer.address) for peer in peers] == ["127.0.0.1"] * 2

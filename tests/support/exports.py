@@ -1,9 +1,7 @@
 """torch reads what is constant anew for each export: once will do, in a third less time.
 
-Its registry of ONNX functions is a constant of the installed packages and of the opset. An export
-still gets one of its own, with lists of its own, as it may add functions to it. Its set of
-composite operators changes only where somebody registers an operator; each of them is replaced for
-a score of devices, most of which no test has.
+An export still gets a registry of ONNX functions of its own, as it may add some. The composite
+operators change only where somebody registers one, and are replaced for a score of devices.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ import torch
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.torch.files import with_torchvision
-from deploykit.training.distributed import Processes
-from deploykit.training.loop import run_training
-from deploykit.training.options import Trained, TrainingOptions
+from deploykit.training.options import Trained
 
 
 def points(count: int, seed: int) -> Split:
@@ -37,36 +34,6 @@ LINE = Recipe(
     batch_size=20,
     learning_rate=0.05,
 )
-
-
-def two_layers() -> torch.nn.Module:
-    """With a buffer, as one that preprocesses has: processes share it before a step."""
-    layers = torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)
-    found = torch.nn.Sequential(*layers)
-    found.register_buffer("mean", torch.zeros(2))
-    return found
-
-
-def train_two_layers(options: dict[str, Any], group: Processes) -> dict[str, Any]:
-    """What a run on the CPU with these options gives, as JSON values; all processes call it."""
-    given = dict(options)
-    checkpoint = Path(given.pop("checkpoint")) if "checkpoint" in given else None
-    chosen = TrainingOptions(device="cpu", checkpoint=checkpoint, **given)
-    recipe = replace(LINE, build=two_layers, clip_norm=1.0)
-    made = run_training(recipe, SPLITS, chosen, group=group)
-    return {
-        "losses": [each["loss"] for each in made.history],
-        "weights": torch.cat([each.flatten() for each in made.module.parameters()]).tolist(),
-        "notes": list(made.notes),
-        "figures": made.figures,
-    }
-
-
-def dropping() -> torch.nn.Module:
-    """A network that draws random numbers in every step."""
-    return torch.nn.Sequential(
-        torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 2)
-    )
 
 
 def cut(splits: Splits, count: int) -> Splits:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from deploykit.cli.main import main  # noqa: E402
-from deploykit.core.errors import BadInput  # noqa: E402
-from deploykit.core.evidence import Interval  # noqa: E402
-from deploykit.core.recipe import Split  # noqa: E402
-from deploykit.training import compare_devices as devices  # noqa: E402
-from deploykit.training.compare_devices import (  # noqa: E402
+from deploykit.cli.main import main
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Interval
+from deploykit.core.recipe import Split
+from deploykit.training import compare_devices as devices
+from deploykit.training.compare_devices import (
     NO_GPU,
     devices_html,
     devices_markdown,
@@ -28,11 +27,11 @@ from deploykit.training.compare_devices import (  # noqa: E402
     time_augmentation,
     time_devices,
 )
-from tests.support.augmenting import BYTES  # noqa: E402
-from tests.support.training import LINE, SPLITS  # noqa: E402
+from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 STEPS = 4
+IMAGES = np.zeros((40, 9, 13, 3), np.uint8)
 RECIPE = "from tests.support.training import LINE as RECIPE\n"
 
 
@@ -56,10 +55,6 @@ def test_each_device_and_precision_has_a_row_or_a_reason() -> None:
         assert {row.absent for row in gpu} == {NO_GPU}
 
 
-def test_a_batch_larger_than_the_data_is_what_there_is() -> None:
-    assert time_devices(LINE, SPLITS, [1000])[0].batch == 200
-
-
 def test_a_batch_that_fits_in_parts_only_is_not_measured() -> None:
     def loss(y: Any, labels: Any) -> Any:
         if len(y) > 10:
@@ -71,20 +66,9 @@ def test_a_batch_that_fits_in_parts_only_is_not_measured() -> None:
     assert large.absent == "too little memory: fits in 2 parts only"
 
 
-class OnFeatures(torch.nn.Module):
-    """Two dense layers: `backbone` and `head`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.backbone(x))
-        return found
-
-
 def test_the_head_on_a_frozen_backbone_is_timed() -> None:
-    frozen = replace(LINE, build=OnFeatures, backbone=("backbone", "head"))
+    parts = OrderedDict(backbone=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2))
+    frozen = replace(LINE, build=lambda: torch.nn.Sequential(parts), backbone=("backbone", "head"))
     row = time_devices(frozen, SPLITS, [5])[0]
     assert (row.absent, row.steps) == (None, STEPS)
 
@@ -97,15 +81,21 @@ def test_compiled_rows_stand_next_to_the_others(monkeypatch: pytest.MonkeyPatch)
 
 
 def rows_of(device: str, precision: str, rates: list[float], spread: float = 0.02) -> list[Any]:
-    found = []
-    for batch, rate in zip((8, 32, 150), rates, strict=True):
-        interval = Interval(rate, rate * (1 - spread), rate * (1 + spread))
-        times = Interval(1e3 * batch / rate, 1e3 * batch / rate, 1e3 * batch / rate)
-        row = devices.DeviceRow(
-            device, precision, batch, 16, interval, times, times, times, 20, 0.1
+    return [
+        devices.DeviceRow(
+            *(device, precision, batch, 16),
+            Interval(rate, rate * (1 - spread), rate * (1 + spread)),
+            *[Interval(*[1e3 * batch / rate] * 3)] * 3,
+            20,
+            0.1,
         )
-        found.append(row)
-    return found
+        for batch, rate in zip((8, 32, 150), rates, strict=True)
+    ]
+
+
+def a_result(rows: list[Any], **more: Any) -> Any:
+    known = {"batch": 150, "epochs": 1, "samples": 8, "recipe": "r", "crossovers": []}
+    return SimpleNamespace(**{**known, "rows": rows, "augmentation": (), **more})
 
 
 @pytest.mark.parametrize(
@@ -137,12 +127,12 @@ def test_half_precision_on_the_gpu_is_compared_with_the_fastest_on_the_cpu() -> 
 
 
 def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
-    labels = np.zeros(len(BYTES), np.int64)
-    splits = replace(SPLITS, train=Split({"image": BYTES}, labels))
+    labels = np.zeros(len(IMAGES), np.int64)
+    splits = replace(SPLITS, train=Split({"image": IMAGES}, labels))
     recipe = replace(LINE, augment={"crop": 2})
     rows = time_augmentation(recipe, splits, [4, 1000])
     cpu = [row for row in rows if row.device == "cpu"]
-    assert [row.batch for row in cpu] == [4, len(BYTES)]
+    assert [row.batch for row in cpu] == [4, len(IMAGES)]
     assert all(row.steps == STEPS and row.loader_ms.value > 0 < row.threads for row in cpu)
     if not torch.cuda.is_available():
         assert [row.absent for row in rows if row.device == "cuda"] == [NO_GPU] * 2
@@ -150,39 +140,30 @@ def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "times", "sentence_part"),
+    ("gpu", "sentence"),
     [
-        ([50, 2000, 9000], ["0.25", "8", "30"], "from batch 32 on (measured: 8, 32, 150)"),
-        ([50, 100, 300], ["0.25", "0.4", "1"], "at no batch size (measured: 8"),
+        ([50, 2000, 9000], "from batch 32 on (measured: 8, 32, 150)"),
+        ([50, 100, 300], "at no batch size (measured: 8"),
+        (None, f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."),
     ],
-    ids=["crossover", "none"],
+    ids=["crossover", "none", "no GPU"],
 )
 def test_the_report_gives_the_crossover_of_augmentation(
-    gpu: list[float], times: list[str], sentence_part: str
+    gpu: list[float] | None, sentence: str
 ) -> None:
-    cpu = rows_of("cpu", devices.AUGMENTED, [200, 250, 300])
-    rows = (*cpu, *rows_of("cuda", devices.AUGMENTED, gpu))
-    table = SimpleNamespace(augmentation=rows)
-    (sentence,) = devices.conclude_augmentation(table)
-    assert sentence_part in sentence
-    shown = devices_markdown(a_table(augmentation=rows))
-    cells = [line.strip("| ").split(" | ") for line in shown.splitlines() if "augmented" in line]
-    found = [row[3].partition(" ")[0] for row in cells if row[0] == f"GPU {devices.AUGMENTED}"]
-    assert [float(each) for each in found] == list(map(float, times))
-
-
-def test_without_a_gpu_the_report_gives_what_augmentation_takes_on_the_cpu() -> None:
-    absent = devices.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)
-    cpu = rows_of("cpu", devices.AUGMENTED, [200, 250, 300])
-    table = SimpleNamespace(augmentation=(*cpu, absent), batch=32)
-    expected = f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."
-    assert devices.conclude_augmentation(table) == [expected]
-    table.augmentation = ()
-    assert devices.conclude_augmentation(table) == []
+    absent = [devices.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)]
+    on_gpu = rows_of("cuda", devices.AUGMENTED, gpu) if gpu else absent
+    rows = (*rows_of("cpu", devices.AUGMENTED, [200, 250, 300]), *on_gpu)
+    (found,) = devices.conclude_augmentation(a_result([], augmentation=rows, batch=32))
+    assert sentence in found
+    if gpu:
+        shown = devices_markdown(a_table(augmentation=rows)).splitlines()
+        cells = [line.strip("| ").split(" | ") for line in shown if "| GPU augmented" in line]
+        times = [float(row[3].partition(" ")[0]) for row in cells]
+        assert times == pytest.approx([gpu[0] / 200, gpu[1] / 250, gpu[2] / 300])
 
 
 def a_table(recipe: str = "cats-dogs", **changed: Any) -> devices.DeviceTable:
-    """Of a machine with a GPU; its figures are invented."""
     rows = [
         *rows_of("cpu", "float32", [200, 250, 300]),
         *rows_of("cpu", "bf16", [100, 150, 200]),
@@ -220,51 +201,21 @@ def test_the_headline_compares_like_with_like() -> None:
     )
 
 
-class Page(HTMLParser):
-    """Collects tags that a browser would run or fetch, and whether all that open also close."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.wrong: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if {"src", "href", "onload", "onerror"} & set(given) or tag in ("link", "img", "iframe"):
-            self.wrong.append(tag)
-        if tag == "script" and given.get("type") != "application/json":
-            self.wrong.append(tag)
-        if tag not in ("meta", "circle", "path"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None: ...
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.wrong.append(f"/{tag}")
-
-
-def test_the_page_is_whole_and_the_same_each_time() -> None:
+def test_the_page_is_whole() -> None:
     table = a_table()
     page = devices_html(table)
-    assert page == devices_html(table)
-    found = Page(page)
-    assert (found.wrong, found.open) == ([], [])
     assert len(page.encode()) < 100_000
     assert page.index("<svg") < page.index("Summary")
-    assert "CPU wins below 32" in page
-    assert "GPU: NVIDIA H200" in page
-    assert "not measured: this GPU is too small" in page
-    assert "26 by its totals" in page
+    for text in (
+        "CPU wins below 32",
+        "GPU: NVIDIA H200",
+        "not measured: this GPU is too small",
+        "26 by its totals",
+    ):
+        assert text in page
     markdown = devices_markdown(table)
     assert markdown.startswith("# Training cats-dogs on each device\n\nIn float32 at batch 150")
-
-
-def test_a_hostile_name_runs_nothing() -> None:
-    page = devices_html(a_table("<script>alert(1)</script>\x00"))
-    assert Page(page).wrong == []
-    assert "<script>alert" not in page
+    assert "<script>alert" not in devices_html(a_table("<script>alert(1)</script>\x00"))
 
 
 def test_a_report_without_a_measured_row_gives_the_reason() -> None:
@@ -272,14 +223,9 @@ def test_a_report_without_a_measured_row_gives_the_reason() -> None:
     page = devices_html(a_table(rows=(row,), crossovers=(), verdict=("No.",)))
     assert "not measured: does not fit into memory" in page
     assert "Summary" not in page
-    table = SimpleNamespace(rows=[row], batch=8, epochs=1, samples=8, recipe="r", crossovers=[])
-    assert devices.conclude(table) == ["Nothing could be measured: does not fit into memory."]
-
-
-def test_short_steps_are_timed_for_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_LEAST_S", 0.1)
-    rows = [row for row in time_devices(LINE, SPLITS, [5]) if row.absent is None]
-    assert all(row.steps * (row.step_ms.value + row.loader_ms.value) > 50 for row in rows)
+    assert devices.conclude(a_result([row], batch=8)) == [
+        "Nothing could be measured: does not fit into memory."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -298,18 +244,12 @@ def test_a_rate_whose_interval_holds_0_wins_nothing(lows: tuple[float, ...], exp
         )
     ]
     rows.append(devices.DeviceRow("cuda", "float32", 8, absent=NO_GPU))
-    table = SimpleNamespace(
-        rows=rows, batch=150, epochs=1, samples=8, recipe="r", crossovers=[], augmentation=()
-    )
-    assert expected in devices.conclude(table)[0]
+    assert expected in devices.conclude(a_result(rows))[0]
 
 
 def test_intervals_that_touch_name_no_faster_device() -> None:
     rows = rows_of("cpu", "float32", [10, 10, 10], 0.2) + rows_of("cuda", "float32", [9, 11, 12])
-    table = SimpleNamespace(
-        rows=rows, batch=150, epochs=1, samples=8, recipe="r", crossovers=[], augmentation=()
-    )
-    assert "neither surely faster nor slower" in devices.conclude(table)[0]
+    assert "neither surely faster nor slower" in devices.conclude(a_result(rows))[0]
 
 
 def test_the_folder_holds_the_report_and_the_articles_claims(

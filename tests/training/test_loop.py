@@ -1,242 +1,409 @@
-"""The training loop on a tiny recipe, and the one recipe that comes with deploykit."""
+"""The training loop on a tiny recipe: its schedule, checkpoint and record, and what gives out."""
 
 from __future__ import annotations
 
-import gzip
-from dataclasses import replace
+import math
+import os
+import resource
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from torch.optim import optimizer
 
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
+from deploykit.core.recipe import Split
+from deploykit.engines.torch.open import load_module
+from deploykit.training import loop
+from deploykit.training import train as verb
+from deploykit.training.checks import SCHEDULES
+from deploykit.training.loop import KEY, VERSION, run_training, score_module, use_tf32
+from deploykit.training.options import Trained, TrainingOptions, choose_device
 from tests.support.campaign import only_in_a_campaign
-
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from deploykit.core.errors import BadInput, NotFound, Unsupported  # noqa: E402
-from deploykit.core.files import import_object  # noqa: E402
-from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
-from deploykit.core.task import IMAGENET  # noqa: E402
-from deploykit.core.tensors import TensorSpec  # noqa: E402
-from deploykit.engines.data.preprocess import load_preprocess  # noqa: E402
-from deploykit.evaluation.statistics import proportion  # noqa: E402
-from deploykit.training.loop import (  # noqa: E402
-    run_training,
-    score_module,
-    use_tf32,
-)
-from deploykit.training.options import TrainingOptions, choose_device  # noqa: E402
-from tests.support.training import LINE, SPLITS  # noqa: E402
+from tests.support.training import LINE, SPLITS, losses
 
 pytestmark = pytest.mark.torch
+CPU = TrainingOptions(device="cpu", epochs=4)
+OWN_RECIPE = Path(__file__).parents[2] / "examples" / "own_recipe.py"
+
+
+def same_weights(one: Trained, other: Trained) -> bool:
+    pairs = zip(one.module.parameters(), other.module.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize(("amp", "precision"), [("off", "float32"), ("bf16", "bfloat16")])
 def test_training_learns(amp: str, precision: str) -> None:
-    trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu", amp=amp))
-    assert trained.figures["precision"] == precision
+    shares: list[float] = []
+    options = replace(CPU, epochs=10, amp=amp)
+    trained = run_training(LINE, SPLITS, options, on_progress=lambda _, s: shares.append(s))
     before = score_module(LINE.build(), LINE, SPLITS.test).mean()
     assert trained.scores.mean() > 0.95 > before
-    assert trained.figures["train_samples"] == 200
     assert not trained.module.training
+    assert (shares == sorted(shares), shares[-1]) == (True, 1.0)
+    figures = trained.figures
+    assert (figures["precision"], figures["train_samples"]) == (precision, 200)
+    assert (figures["threads"], figures["tf32"]) == (torch.get_num_threads(), False)
+    assert [each["epoch"] for each in figures["history"]] == list(range(1, 11))
+    assert figures["history"][-1]["learning_rate"] < 1e-9
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
-    first, again, other = (
-        run_training(LINE, SPLITS, TrainingOptions(device="cpu", seed=s)) for s in (1, 1, 2)
-    )
-    assert torch.equal(first.module.weight, again.module.weight)
-    assert not torch.equal(first.module.weight, other.module.weight)
+    first, again, other = (run_training(LINE, SPLITS, replace(CPU, seed=s)) for s in (1, 1, 2))
+    assert same_weights(first, again)
+    assert not same_weights(first, other)
 
 
 def test_training_starts_from_given_weights() -> None:
     weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
-    still = replace(LINE, learning_rate=1e-30)
-    trained = run_training(still, SPLITS, TrainingOptions(device="cpu", epochs=1), weights=weights)
+    trained = run_training(replace(LINE, learning_rate=1e-30), SPLITS, CPU, weights=weights)
     assert torch.equal(trained.module.weight, weights["weight"])
 
 
-def test_progress_ends_at_one() -> None:
-    shares: list[float] = []
-    run_training(
-        LINE,
-        SPLITS,
-        TrainingOptions(device="cpu", epochs=3),
-        on_progress=lambda _, s: shares.append(s),
-    )
-    assert {1 / 3, 2 / 3, 1.0} <= set(shares)  # a slow machine also reports within an epoch
-    assert shares == sorted(shares)
-
-
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
-    broken = replace(LINE, loss=lambda y, _: (y * float("nan")).sum())
+    broken = replace(LINE, loss=lambda y, _: (y * math.nan).sum())
     with pytest.raises(Unsupported, match="diverged"):
-        run_training(broken, SPLITS, TrainingOptions(device="cpu"))
+        run_training(broken, SPLITS, CPU)
 
 
 @pytest.mark.parametrize(
     ("name", "error"), [("cuda", Unsupported), ("tpu", BadInput), ("meta", BadInput)]
 )
-def test_a_device_that_is_not_there_is_refused(name: str, error: type[Exception]) -> None:
-    if name == "cuda" and torch.cuda.is_available():
-        pytest.skip("a GPU is here")
+def test_a_device_that_is_not_there_is_refused(
+    name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=name):
         choose_device(name)
 
 
-@pytest.fixture(scope="module")
-def mnist_cnn() -> Recipe:
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    return load_recipe("mnist-cnn")
+def dropping() -> torch.nn.Module:
+    layers = torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 2)
+    return torch.nn.Sequential(*layers)
 
 
-def test_the_digits_are_split_without_overlap(mnist_cnn: Recipe) -> None:
-    splits = mnist_cnn.data(None)
-    parts = (splits.train, splits.calibration, splits.test)
-    assert [len(part.labels) for part in parts] == [1077, 180, 540]
-    images = np.concatenate([part.inputs["image"] for part in parts])
-    assert images.shape == (1797, 1, 28, 28)
-    assert images.dtype == np.float32
-    assert (images.min(), images.max()) == (0.0, 1.0)
-    assert len({image.tobytes() for image in images}) == 1797
+def stop(text: str, _share: float) -> None:
+    if text.startswith("epoch 3/"):
+        raise KeyboardInterrupt
 
 
-def test_the_network_is_the_articles(mnist_cnn: Recipe) -> None:
-    """Layer by layer: 320 + 18,496 + 36,928 + 36,928 + 650 parameters."""
-    module = mnist_cnn.build()
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in module.children()]
-    assert sizes == [320, 18_496, 36_928, 36_928, 650]
-    assert tuple(module(torch.zeros(3, 1, 28, 28)).shape) == (3, 10)
-
-
-@only_in_a_campaign
-def test_the_recipe_reaches_97_percent_on_the_digits(mnist_cnn: Recipe) -> None:
-    """The lower end of the interval does, of the mean of three seeds."""
-    options = [TrainingOptions(device="cpu", seed=seed) for seed in range(3)]
-    scores = [run_training(mnist_cnn, mnist_cnn.data(None), each).scores for each in options]
-    mean = np.mean(scores, axis=0)
-    assert proportion(float(mean.sum()), len(mean)).low >= 0.97
-
-
-def idx(array: np.ndarray) -> bytes:
-    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_that_goes_on_equals_an_unbroken_one_bit_for_bit(
+    tmp_path: Path, schedule: str
+) -> None:
+    """With dropout, whose random numbers go on too; stopped before the third epoch is kept."""
+    recipe = replace(LINE, build=dropping, clip_norm=1.0, schedule=schedule)
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt")
+    unbroken = run_training(recipe, SPLITS, CPU)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(recipe, SPLITS, options, on_progress=stop)
+    torch.manual_seed(77)  # another process has another state
+    resumed = run_training(recipe, SPLITS, options)
+    assert losses(resumed) == losses(unbroken)
+    assert same_weights(resumed, unbroken)
+    assert "went on after epoch 2" in resumed.notes[0]
+    diverging = replace(recipe, loss=lambda y, _: (y * math.nan).sum())
+    assert same_weights(run_training(diverging, SPLITS, options), unbroken)  # nothing is repeated
 
 
 @pytest.fixture
-def mnist_folder(tmp_path: Path) -> Path:
-    """IDX files in MNIST's format and names: 1,010 to train, 5 to test; two of them packed."""
-    random = np.random.default_rng(0)
-    for name, count in (("train", 1010), ("t10k", 5)):
-        images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = random.integers(0, 10, count, dtype=np.uint8)
-        (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
-        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(idx(labels))
-    return tmp_path
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """Let no file grow beyond so many bytes; without limit again after the test."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_idx_files_are_read(mnist_cnn: Recipe, mnist_folder: Path) -> None:
-    splits = mnist_cnn.data(mnist_folder)
-    parts = (splits.train, splits.calibration, splits.test)
-    assert [len(part.labels) for part in parts] == [10, 1000, 5]
-    raw = gzip.decompress((mnist_folder / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
-    expected = np.frombuffer(raw, np.uint8).reshape(5, 1, 28, 28) / np.float32(255)
-    np.testing.assert_array_equal(splits.test.inputs["image"], expected)
+def test_a_run_goes_on_where_the_disk_is_full_and_keeps_the_state_before(
+    tmp_path: Path, full_disk: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    path, events = tmp_path / "run.ckpt", tmp_path / "events"
+    options, before = replace(CPU, checkpoint=path), b""
+    events.mkdir()
+
+    def fill(text: str, _share: float) -> None:
+        nonlocal before
+        if text.startswith("epoch 3/"):
+            before = path.read_bytes()
+            full_disk(100)
+
+    trained = run_training(LINE, SPLITS, replace(options, tensorboard=events), on_progress=fill)
+    full_disk(-1)
+    for file in (path, *events.iterdir()):
+        note = f"epoch 4 is not saved: {file}: cannot be written: File too large"
+        assert note in trained.notes
+        assert note in caplog.messages
+    assert {each.name for each in tmp_path.iterdir()} == {"run.ckpt", "events"}
+    assert path.read_bytes() == before
+    resumed = run_training(LINE, SPLITS, options)
+    assert "went on after epoch 2" in resumed.notes[0]
+    assert losses(resumed) == losses(trained) == losses(run_training(LINE, SPLITS, CPU))
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_trained_model_whose_folder_is_gone_is_kept_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
+) -> None:
+    pytest.importorskip("sklearn")
+    out, temporary = tmp_path / "out" / "m.pt", tmp_path / "temporary"
+    out.parent.mkdir()
+    temporary.mkdir()
+
+    def lose(text: str, _share: float) -> None:
+        if text.startswith("epoch 2/2") and out.parent.exists():
+            out.parent.rmdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(temporary if spare else out))
+
+    with pytest.raises(BadInput, match=r"m\.pt") as caught:
+        verb.train(str(OWN_RECIPE), out, epochs=2, device="cpu", on_progress=lose)
+    kept = list(temporary.rglob("m.pt"))
+    assert len(kept) == spare
+    for path in kept:
+        assert str(path) in (caught.value.hint or "")
+        manifest = Artefact(path).manifest
+        assert manifest is not None
+        assert manifest.evidence.training is not None
+        load_module(path, arch=str(OWN_RECIPE))
+
+
+def test_a_run_of_a_constant_rate_is_lengthened_as_if_it_had_been_asked_at_first(
+    tmp_path: Path,
+) -> None:
+    recipe = replace(LINE, build=dropping, schedule="constant")
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt", patience=9)
+    run_training(recipe, SPLITS, options)
+    longer = run_training(recipe, SPLITS, replace(options, epochs=7))
+    whole = run_training(recipe, SPLITS, replace(options, epochs=7, checkpoint=None))
+    assert losses(longer) == losses(whole)
+    assert same_weights(longer, whole)
+    with pytest.raises(BadInput, match="its epochs is 7, here it is 6"):
+        run_training(recipe, SPLITS, replace(options, epochs=6))
+    options = replace(CPU, checkpoint=tmp_path / "cosine.ckpt")
+    run_training(LINE, SPLITS, options)
+    with pytest.raises(BadInput, match="its epochs is 4, here it is 5") as refused:
+        run_training(LINE, SPLITS, replace(options, epochs=5))
+    assert "the cosine schedule ends with epoch 4" in str(refused.value.hint)
+
+
+OTHER_DATA = Split({"x": SPLITS.train.inputs["x"] + 1}, SPLITS.train.labels)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("options", "splits", "name", "reason"),
     [
-        ("train-labels-idx1-ubyte", None, "no such file"),
-        ("train-labels-idx1-ubyte", b"", "not an IDX file"),
-        ("train-labels-idx1-ubyte", b"<html>", "not an IDX file"),
-        ("train-labels-idx1-ubyte", idx(np.zeros(1010, np.uint8))[:-1], "declares 1010 bytes"),
-        ("train-labels-idx1-ubyte", idx(np.full(1010, 11, np.uint8)), "0 to 9"),
-        ("train-labels-idx1-ubyte", idx(np.zeros(7, np.uint8)), "different numbers of images"),
-        ("t10k-images-idx3-ubyte.gz", b"not gzip", "cannot be read"),
-        (
-            "t10k-images-idx3-ubyte.gz",
-            gzip.compress(idx(np.zeros((5, 8, 8), np.uint8)), mtime=0),
-            "28x28",
-        ),
+        ({"seed": 5}, {}, "line", "seed"),
+        ({"batch_size": 7}, {}, "line", "batch_size"),
+        ({"learning_rate": 0.1}, {}, "line", "learning_rate"),
+        ({}, {"train": OTHER_DATA}, "line", "data"),
+        ({}, {"classes": ("left", "right")}, "line", "classes"),
+        ({}, {}, "other", "recipe"),
     ],
+    ids=str,
 )
-def test_damaged_idx_files_are_refused(
-    mnist_cnn: Recipe, mnist_folder: Path, name: str, content: bytes | None, told: str
+def test_the_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, options: dict[str, Any], splits: dict[str, Any], name: str, reason: str
 ) -> None:
-    path = mnist_folder / name
-    path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(BadInput, match=told):
-        mnist_cnn.data(mnist_folder)
+    kept = replace(CPU, checkpoint=tmp_path / "run.ckpt", epochs=1)
+    run_training(LINE, SPLITS, kept, name="line")
+    with pytest.raises(BadInput, match=f"another run: its {reason}"):
+        run_training(LINE, replace(SPLITS, **splits), replace(kept, **options), name=name)
 
 
-def test_a_data_folder_that_is_not_there(mnist_cnn: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="nowhere"):
-        mnist_cnn.data(tmp_path / "nowhere")
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
 
 
-def test_training_on_bytes_and_export_normalise_alike(tmp_path: Path) -> None:
-    """The recipe's preprocess, and `export --preprocess` of the same weights: the same answers."""
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
-    import deploykit as dk
-
-    text = "import torch\n\ndef build():\n    return torch.nn.Sequential("
-    text += "torch.nn.Flatten(), torch.nn.Linear(48, 2))\n"
-    (tmp_path / "net.py").write_text(text)
-    (tmp_path / "p.toml").write_text("mean = [0.4, 0.5, 0.6]\nstd = [0.2, 0.3, 0.1]\n")
-    build = import_object(f"{tmp_path / 'net.py'}:build")
-    images = np.random.default_rng(0).integers(0, 256, (120, 4, 4, 3), dtype=np.uint8)
-    part = Split({"image": images}, (images[..., 0].mean((1, 2)) > 127).astype(np.int64))
-    recipe = replace(
-        LINE,
-        build=build,
-        inputs=(TensorSpec("image", "uint8", ("N", 4, 4, 3)),),
-        preprocess=load_preprocess(str(tmp_path / "p.toml")),
-    )
-    trained = run_training(
-        recipe, Splits(part, part, part, "bytes"), TrainingOptions(device="cpu", epochs=40)
-    )
-    assert trained.scores.mean() > 0.9
-    torch.save(trained.module.state_dict(), tmp_path / "w.pt")
-    made = dk.export(
-        tmp_path / "w.pt",
-        arch=f"{tmp_path / 'net.py'}:build",
-        inputs=["image:float32[N,3,4,4]"],
-        preprocess=str(tmp_path / "p.toml"),
-    )
-    with dk.load(made.path, "cpu") as engine:
-        answers = engine({"image": images})[engine.outputs[0].name].argmax(1)
-    assert (answers == part.labels).mean() == trained.scores.mean()
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"PK\x03\x04" + bytes(50), "is not the state"),
+        ({"weight": 3}, "is not the state of a training run: it was not written by"),
+        ({KEY: VERSION - 1}, f"is not the state .*of version {VERSION - 1}, this deploykit reads"),
+        ({KEY: VERSION, "x": Evil()}, "is not the state"),
+    ],
+    ids=["empty", "cut zip", "model", "version", "code"],
+)
+def test_a_file_that_is_no_state_is_refused_and_kept(
+    tmp_path: Path, content: Any, reason: str
+) -> None:
+    path = tmp_path / "run.ckpt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    before = path.read_bytes()
+    with pytest.raises(BadInput, match=rf"run\.ckpt: {reason}"):
+        run_training(LINE, SPLITS, replace(CPU, checkpoint=path))
+    assert path.read_bytes() == before
 
 
-def test_a_preprocess_without_an_input_of_bytes_is_refused() -> None:
-    with pytest.raises(BadInput, match="no input uint8"):
-        run_training(replace(LINE, preprocess=IMAGENET), SPLITS, TrainingOptions(device="cpu"))
+def test_patience_ends_a_run_with_the_best_weights() -> None:
+    """A loss that turns round after epoch 3 makes each later epoch worse."""
+    steps = [0]
+
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        steps[0] += 1
+        return LINE.loss(y, labels) * (1.0 if steps[0] <= 30 else -1.0)
+
+    turning = replace(LINE, loss=loss, schedule="constant")
+    trained = run_training(turning, SPLITS, replace(CPU, epochs=50, patience=6))
+    scores = [each["score"] for each in trained.history]
+    assert len(scores) < 50
+    assert scores[-1] < 0.5 < 0.9 < trained.scores.mean()
+    assert "no better score" in trained.notes[0]
+    assert f"epoch {scores.index(max(scores)) + 1}" in trained.notes[1]
+
+
+def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> None:
+    """The loss is infinite wherever the logits come in bfloat16; weights are as without it."""
+
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.cross_entropy(y.float(), labels)
+        return found * (math.inf if y.dtype == torch.bfloat16 else 1.0)
+
+    fragile = replace(LINE, loss=loss)
+    trained = run_training(fragile, SPLITS, replace(CPU, amp="bf16"))
+    plain = run_training(fragile, SPLITS, CPU)
+    assert trained.notes[0].startswith("bfloat16 gave a loss of")
+    assert torch.equal(trained.module.weight, plain.module.weight)
+    assert (trained.figures["precision"], trained.figures["amp"]) == ("bfloat16", False)
+
+
+def test_float16_overflow_skips_steps_and_is_counted() -> None:
+    """The first loss scales carry the gradients out of float16; the scale falls until they fit."""
+    loud = replace(LINE, loss=lambda y, z: torch.nn.functional.cross_entropy(y.float(), z) * 3e4)
+    trained = run_training(loud, SPLITS, replace(CPU, amp="fp16", epochs=3))
+    skipped = trained.figures["skipped_steps"]
+    assert 0 < skipped < 30
+    assert "fp16 is much slower on a CPU" in trained.notes[0]
+    assert f"skipped {skipped} of 30 steps" in str(trained.notes)
+    assert sum(each["skipped_steps"] for each in trained.history) == skipped
+
+
+def fails(message: str) -> Any:
+    raise RuntimeError(message)
+
+
+LACKS = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+
+
+def with_batch_norm() -> torch.nn.Module:
+    layers = torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    return torch.nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("build", "fits", "note"),
+    [
+        (LINE.build, 5, "in 4 parts, with the gradients of the whole"),
+        (LINE.build, 3, "in 8 parts, with"),
+        (with_batch_norm, 10, "in 2 parts, and BatchNorm normalises each alone"),
+    ],
+    ids=["4", "8", "BatchNorm"],
+)
+def test_a_batch_that_does_not_fit_is_computed_in_parts(build: Any, fits: int, note: str) -> None:
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return fails(LACKS) if len(y) > fits else LINE.loss(y, labels)
+
+    recipe = replace(LINE, build=build)
+    trained = run_training(replace(recipe, loss=loss), SPLITS, CPU)
+    assert note in trained.notes[0]
+    if build is LINE.build:
+        whole = run_training(recipe, SPLITS, CPU)
+        assert torch.allclose(trained.module.weight, whole.module.weight, atol=1e-5)
+
+
+class Large(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training or len(x) < 3 else fails(LACKS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "named"),
+    [
+        ({"loss": lambda *_: fails(LACKS)}, OutOfMemory, "single sample"),
+        ({"build": lambda: Large(2, 2)}, OutOfMemory, "scoring 256 samples at once"),
+        ({"loss": lambda *_: fails("shapes")}, BadInput, "shapes"),
+    ],
+    ids=["step", "score", "no lack"],
+)
+def test_too_little_memory_differs_from_other_errors(
+    changed: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        run_training(replace(LINE, **changed), SPLITS, CPU)
+
+
+def test_the_verb_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = dict.fromkeys(("epochs", "batch_size", "seed", "patience"), 7)
+    given |= dict.fromkeys(("compile", "fsdp", "augment"), True) | {"tf32": False}
+    given |= {"amp": "bf16", "device": "cpu", "learning_rate": 0.5, "unfreeze": 0.25}
+    given |= {"checkpoint": tmp_path / "c.ckpt", "tensorboard": tmp_path / "t"}
+    assert {each.name for each in fields(TrainingOptions)} == set(given)
+    seen = []
+    monkeypatch.setattr(loop, "run_training", lambda *found, **_: seen.append(found[2]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verb.train(str(OWN_RECIPE), tmp_path / "m.pt", **given)
+    assert seen == [TrainingOptions(**given)]
+
+
+@only_in_a_campaign
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
+def test_compile_gives_the_same_answers() -> None:
+    options = replace(CPU, epochs=1)
+    plain = run_training(LINE, SPLITS, options)
+    compiled = run_training(LINE, SPLITS, replace(options, compile=True))
+    assert compiled.figures["compile"]
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
+    assert list(compiled.module.state_dict()) == ["weight", "bias"]
+
+
+def test_event_files_hold_the_history(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained = run_training(LINE, SPLITS, replace(CPU, tensorboard=tmp_path / "events"))
+    read = EventAccumulator(str(tmp_path / "events"))
+    read.Reload()
+    assert [each.value for each in read.Scalars("loss")] == pytest.approx(losses(trained))
+    assert [each.step for each in read.Scalars("score")] == [1, 2, 3, 4]
+
+
+def test_gradients_are_clipped() -> None:
+    norms = []
+
+    def note(optimiser: Any, *_: Any) -> None:
+        grads = [p.grad.norm() for g in optimiser.param_groups for p in g["params"]]
+        norms.append(float(torch.stack(grads).norm()))
+
+    handle = optimizer.register_optimizer_step_pre_hook(note)
+    run_training(replace(LINE, clip_norm=1e-3), SPLITS, replace(CPU, epochs=1))
+    handle.remove()
+    assert (len(norms), max(norms) <= 1.001e-3) == (10, True)
 
 
 @pytest.mark.parametrize("on", [False, True])
-@pytest.mark.parametrize(("matmul", "conv"), [("tf32", "ieee"), ("ieee", "tf32")])
-def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
-    on: bool, matmul: str, conv: str
-) -> None:
+def test_torchs_newer_switch_of_tf32_comes_back(on: bool) -> None:
     """A recipe or a library may have set it: torch then refuses to read its older one."""
-    backends = torch.backends
-    if not hasattr(backends.cuda.matmul, "fp32_precision"):
-        pytest.skip(f"torch {torch.__version__} has the older switch only")
-    places: list[Any] = [backends.cuda.matmul, backends.cudnn.conv]
-    older: list[Any] = [backends.cuda.matmul, backends.cudnn]
-    allowed = [each.allow_tf32 for each in older]
-    before = [each.fp32_precision for each in places]
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    places: list[Any] = [matmul, cudnn.conv]
+    before = [(each, "allow_tf32", each.allow_tf32) for each in (matmul, cudnn)]
+    before += [(each, "fp32_precision", each.fp32_precision) for each in places]
     try:
-        places[0].fp32_precision, places[1].fp32_precision = matmul, conv
+        matmul.fp32_precision, cudnn.conv.fp32_precision = "tf32", "ieee"
         with use_tf32(on):
             assert {each.fp32_precision for each in places} == {"tf32" if on else "ieee"}
-            assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == on
-        assert [each.fp32_precision for each in places] == [matmul, conv]
+            assert matmul.allow_tf32 == cudnn.allow_tf32 == on
+        assert [each.fp32_precision for each in places] == ["tf32", "ieee"]
     finally:
-        for each, allows in zip(older, allowed, strict=True):
-            each.allow_tf32 = allows  # else a later export fails to read it
-        for each, value in zip(places, before, strict=True):
-            each.fp32_precision = value
+        for (
+            each,
+            name,
+            value,
+        ) in before:  # the older switch first, else a later export cannot read it
+            setattr(each, name, value)

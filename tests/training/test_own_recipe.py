@@ -12,25 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-import deploykit as dk  # noqa: E402
-from deploykit.cli.main import main  # noqa: E402
-from deploykit.core.artefact import Artefact  # noqa: E402
-from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
-from deploykit.core.recipe import Split, Splits  # noqa: E402
-from deploykit.core.task import ImageInput  # noqa: E402
-from deploykit.core.tensors import TensorSpec  # noqa: E402
-from deploykit.engines.torch.open import load_module  # noqa: E402
-from deploykit.evaluation.statistics import mean_score, proportion  # noqa: E402
-from deploykit.training import checks  # noqa: E402
-from deploykit.training.loop import run_training  # noqa: E402
-from deploykit.training.options import (  # noqa: E402
-    TrainingOptions,
-    read_splits,
-)
-from tests.support.training import LINE, SPLITS  # noqa: E402
+import deploykit as dk
+from deploykit.cli.main import main
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, OutOfMemory
+from deploykit.core.recipe import Split, Splits
+from deploykit.core.task import IMAGENET, ImageInput
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.engines.torch.open import load_module
+from deploykit.evaluation.statistics import mean_score, proportion
+from deploykit.training.loop import run_training
+from deploykit.training.options import TrainingOptions, read_splits
+from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 CPU = TrainingOptions(device="cpu", epochs=1)
@@ -40,107 +35,120 @@ def fails(*_: object) -> Any:
     raise KeyError("mine")
 
 
-def several(x: torch.Tensor) -> Any:
-    return x, x
+def lacks_memory(*_: object) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …")
 
 
 class Two(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> Any:
-        return several(super().forward(x))
+        return (super().forward(x),) * 2
 
 
-def layers(*widths: int, **more: object) -> torch.nn.Module:
+def layers(**more: object) -> torch.nn.Module:
     """A body and a head, with attributes of any kind."""
-    found = torch.nn.Sequential(
-        OrderedDict(body=torch.nn.Linear(2, 3), head=torch.nn.Linear(*widths))
-    )
+    parts = OrderedDict(body=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2))
+    found = torch.nn.Sequential(parts)
     found.__dict__ |= more
     return found
 
 
-WIDE = (TensorSpec("x", "float32", ("N", 3)),)
-Y3 = (TensorSpec("y", "float32", ("N", 3)),)
+def specs(*texts: str) -> Any:
+    return tuple(map(parse_spec, texts))
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"learning_rate": math.nan}, "`learning_rate` must be above 0, below 1e.30, got nan"),
-        ({"learning_rate": -1.0}, "`learning_rate` must be .*, got -1.0"),
-        ({"learning_rate": math.inf}, "`learning_rate` must be .*, got inf"),
-        ({"learning_rate": 1e300}, r"`learning_rate` must be .*, got 1e\+300"),
         ({"learning_rate": "1e-3"}, "`learning_rate` must be .*, got '1e-3'"),
-        ({"batch_size": 6.5}, "`batch_size` must be an integer, got 6.5"),
         ({"epochs": True}, "`epochs` must be an integer"),
-        ({"clip_norm": "1"}, "`clip_norm` must be"),
-        (
-            {"loss": torch.nn.CrossEntropyLoss},
-            "`loss` must be a function, or a module: torch.nn.CrossEntropyLo",
-        ),
-        ({"metric": None}, "`metric` must be a function, got None"),
+        ({"clip_norm": 0.0}, "`clip_norm` must be"),
+        ({"schedule": "cosin"}, "`schedule` must be one of"),
+        ({"loss": torch.nn.CrossEntropyLoss}, "`loss` must be a function, or a module: torch.nn.C"),
         ({"inputs": ("x:float32[N,2]",)}, "`inputs` must be TensorSpecs, such as"),
         ({"outputs": ()}, "`outputs` must be TensorSpecs, such as"),
         ({"preprocess": "imagenet"}, "`preprocess` must be a Preprocess or None, got 'imagenet'"),
+        ({"preprocess": IMAGENET}, "no input uint8"),
         ({"augment": ["flip"]}, "`augment` must be a dict of numbers, a function or None"),
-        ({"backbone": "body"}, "`backbone` must be a tuple or None"),
         ({"backbone": ("body", "head")}, "the recipe's `backbone`: AttributeError"),
-        ({"inputs": WIDE}, r"its train data: input 'x' is float32\[N,3\], got float32\[200,2\]"),
-        ({"inputs": (TensorSpec("z", "float32", ("N", 2)),)}, "hold x, the recipe's inputs are z"),
-        ({"outputs": Y3}, r"`outputs` declare y:float32\[N,3\], its model gives float32\[2, 2\]"),
-        ({"build": lambda: Two(2, 2)}, "model gives Tensor, Tensor, its `outputs` are y:float32"),
         (
-            {"build": lambda: torch.nn.Linear(2, 2, device="meta")},
-            "model cannot be moved to cpu: No",
+            {"inputs": specs("x:float32[N,3]")},
+            r"its train data: input 'x' is float32\[N,3\], got float32\[200,2\]",
         ),
+        ({"inputs": specs("z:float32[N,2]")}, "hold x, the recipe's inputs are z"),
+        (
+            {"outputs": specs("y:float32[N,3]")},
+            r"`outputs` declare y:float32\[N,3\], its model gives float32\[2, 2\]",
+        ),
+        ({"build": lambda: Two(2, 2)}, "model gives Tensor, Tensor, its `outputs` are y:float32"),
+        ({"build": lambda: LINE.build().to("meta")}, "model cannot be moved to cpu: No"),
         ({"build": torch.nn.Identity}, "the recipe's model has no weights to train"),
         ({"build": lambda: torch.nn.Linear(3, 2)}, "model failed on its own data: RuntimeError"),
         ({"build": fails}, "recipe's build failed: KeyError: 'mine'"),
         ({"build": lambda: 3}, "recipe's build gave a int"),
+        ({"build": lacks_memory}, "the recipe's model: does not fit"),
+        ({"data": fails}, "recipe's data failed: KeyError"),
+        ({"data": lambda _: None}, "a NoneType"),
+        ({"data": lacks_memory}, "the recipe's data: does not fit"),
         ({"metric": fails}, "recipe's metric failed: KeyError"),
         ({"metric": lambda _outputs, _labels: 3.0}, r"gave shape \(\), one value for each of 20"),
-        ({"metric": lambda _outputs, labels: labels + 2.0}, "within 0 and 1"),
         ({"metric": lambda _outputs, labels: labels * np.nan}, "within 0 and 1"),
         ({"report": fails}, "recipe's report failed: KeyError"),
-        ({"report": lambda _module, _splits: {"x": {1}}}, "report failed: .* set has no JSON form"),
-        ({"report": lambda *_: {"x": 10**400}}, "report failed: OverflowError"),
+        ({"report": lambda *_: {"x": {1}}}, "report failed: .* set has no JSON form"),
         ({"loss": fails}, "recipe's model or loss failed: KeyError"),
         ({"loss": lambda *_: sys.exit(3)}, r"model or loss failed: it called exit\(3\)"),
-        ({"build": lambda: layers(3, 2), "backbone": ("head", "body")}, "backbone, head, failed"),
-        ({"build": lambda: layers(3, 2), "backbone": ("body", "body")}, "head, body, failed"),
+        ({"build": layers, "backbone": ("head", "body")}, "backbone, head, failed"),
+        ({"build": layers, "backbone": ("body", "body")}, "head, body, failed"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_what_a_recipe_does_wrong_is_named(changed: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadInput, match=reason):
-        run_training(replace(LINE, **changed), SPLITS, CPU)
+    recipe = replace(LINE, **changed)
+    with pytest.raises((BadInput, OutOfMemory), match=reason):
+        run_training(recipe, read_splits(recipe, None), CPU)
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
-    [(fails, "recipe's data failed: KeyError"), (lambda _: None, "a NoneType")],
-    ids=["fails", "none"],
+    ("options", "reason"),
+    [
+        ({"epochs": 0}, "`epochs`"),
+        ({"patience": 0}, "`patience`"),
+        ({"learning_rate": math.nan}, "`learning_rate` must be"),
+        ({"amp": "fp8"}, "unknown `amp` 'fp8'"),
+        ({"seed": 2**64}, "`seed`"),
+        ({"unfreeze": 0.5}, "`unfreeze`: this recipe has no frozen backbone"),
+        ({"unfreeze": math.nan}, "`unfreeze`"),
+    ],
+    ids=str,
 )
-def test_data_that_are_no_splits_are_refused(data: Any, reason: str) -> None:
+def test_wrong_options_are_named(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
-        read_splits(replace(LINE, data=data), None)
+        run_training(LINE, SPLITS, replace(CPU, **options))
+    with pytest.raises(BadInput, match="`unfreeze` must be above 0, up to 1"):
+        run_training(replace(LINE, backbone=("a", "b")), SPLITS, replace(CPU, unfreeze=2.0))
 
 
 X = SPLITS.train.inputs["x"]
-BIG_ENDIAN = SPLITS.train.labels.astype(">i8")
-TEXT = np.array(["left", "right"] * 100)
+Y = SPLITS.train.labels
+NOTHING = Split({"x": X[:0]}, X[:0, 0])
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"test": Split({"x": X[:0]}, X[:0, 0])}, "holds no test data"),
-        ({"train": Split({"x": X[:0]}, X[:0, 0])}, "holds no training data"),
-        ({"train": Split({"x": X[:9]}, SPLITS.train.labels)}, "numbers of samples: .*9.*200"),
-        ({"train": Split({"x": X}, TEXT)}, "labels of <U5"),
-        ({"train": Split({"x": X}, X[:, 0].astype(np.longdouble))}, "labels of float128"),
-        ({"train": Split({3: X}, SPLITS.train.labels)}, "data hold 3, the recipe's inputs are x"),
-        ({"train": Split({"x": X * np.float32("nan")}, SPLITS.train.labels)}, "sample 0 holds NaN"),
-        ({"train": (X, SPLITS.train.labels)}, "its `train` must be a Split, got"),
+        ({"test": NOTHING}, "holds no test data"),
+        ({"train": NOTHING}, "holds no training data"),
+        ({"calibration": NOTHING}, "`patience` needs validation data"),
+        ({"train": Split({"x": X[:9]}, Y)}, "numbers of samples: .*9.*200"),
+        ({"train": Split({"x": X}, np.array(["left"] * 200))}, "labels of <U4"),
+        ({"train": Split({3: X}, Y)}, "data hold 3, the recipe's inputs are x"),
+        ({"train": Split({"x": X * np.float32("nan")}, Y)}, "sample 0 holds NaN"),
+        ({"train": Split({"x": X}, Y - 1)}, "its train data have labels from -1 to 0"),
+        (
+            {"test": Split({"x": X}, Y + 1)},
+            "its test data have labels from 1 to 2; the model has 2",
+        ),
+        ({"train": (X, Y)}, "its `train` must be a Split, got"),
         ({"classes": ("a", "b", "c")}, "names 3 classes, the model has 2"),
         ({"image": "RGB"}, "its `image` must be an? ImageInput or None, got 'RGB'"),
         ({"image": ImageInput("x", 4, 4)}, "`image` does not describe one of the recipe's inputs"),
@@ -153,14 +161,8 @@ def test_data_that_do_not_fit_are_refused_before_the_first_step(
     steps: list[object] = []
     recipe = replace(LINE, loss=lambda *_: steps.append(0) or 1 / 0)
     with pytest.raises(BadInput, match=reason):
-        run_training(recipe, replace(SPLITS, **changed), CPU)
+        run_training(recipe, replace(SPLITS, **changed), replace(CPU, patience=2))
     assert not steps
-
-
-def test_patience_without_validation_data_is_refused() -> None:
-    nothing = Split({"x": X[:0]}, X[:0, 0])
-    with pytest.raises(BadInput, match="`patience` needs validation data"):
-        run_training(LINE, replace(SPLITS, calibration=nothing), replace(CPU, patience=2))
 
 
 def test_inputs_are_passed_in_the_order_of_the_recipe_whatever_that_of_the_data() -> None:
@@ -181,14 +183,11 @@ def test_inputs_are_passed_in_the_order_of_the_recipe_whatever_that_of_the_data(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"build": lambda: layers(3, 2, lock=threading.Lock(), rows=(i for i in X))},
-        {"batch_size": 2**63},
-        {"metric_name": "\udcff", "report": lambda *_: {"\udcff": 1}},
-        {"data": lambda _: replace(SPLITS, source="\udcff", classes=("a\udcff", "b"))},
-        {"data": lambda _: replace(SPLITS, train=Split({"x": X.astype(">f4")}, BIG_ENDIAN))},
-        {"data": lambda _: replace(SPLITS, train=Split({"x": X[::-1]}, BIG_ENDIAN[::-1]))},
+        {"build": lambda: layers(lock=threading.Lock(), rows=(i for i in X))},
+        {"data": lambda _: replace(SPLITS, train=Split({"x": X.astype(">f4")}, Y.astype(">i8")))},
+        {"data": lambda _: replace(SPLITS, train=Split({"x": X[::-1]}, Y[::-1]))},
     ],
-    ids=["attributes", "batch", "names", "path", "byte order", "strides"],
+    ids=["attributes", "byte order", "strides"],
 )
 def test_an_odd_recipe_is_trained(
     changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +199,6 @@ def test_an_odd_recipe_is_trained(
 
 
 def write_recipe(where: Path, change: str, body: str = "") -> str:
-    """A file whose recipe is LINE with a change."""
     text = f"""
 import numpy as np, torch
 from dataclasses import replace
@@ -252,18 +250,15 @@ def test_a_note_says_what_a_score_does_not_show(
 
 
 def test_a_score_of_shares_has_the_interval_of_their_spread(tmp_path: Path) -> None:
-    """Against a bootstrap over the samples, of NumPy."""
     scores = np.clip(np.random.default_rng(0).normal(0.65, 0.13, 74), 0, 1)
     found, random = mean_score(scores), np.random.default_rng(1)
     means = [random.choice(scores, len(scores)).mean() for _ in range(5000)]
-    low, high = np.percentile(means, [2.5, 97.5])
-    assert (found.value, found.low, found.high) == pytest.approx(
-        (scores.mean(), low, high), abs=3e-3
-    )
+    expected = (scores.mean(), *np.percentile(means, [2.5, 97.5]))
+    assert (found.value, found.low, found.high) == pytest.approx(expected, abs=3e-3)
+    assert mean_score([1, 1, 0, 1]) == proportion(3, 4)
     change = "metric=lambda outputs, labels: 0.6 + 0.1 * (outputs['y'].argmax(1) == labels)"
     made = dk.train(write_recipe(tmp_path, change), tmp_path / "m.pt", device="cpu")
     assert made.accuracy.high - made.accuracy.low < 0.05  # Wilson's is 0.17
-    assert mean_score([1, 1, 0, 1]) == proportion(3, 4)
 
 
 def test_a_checkpoint_and_its_manifest_are_written_together(
@@ -276,6 +271,9 @@ def test_a_checkpoint_and_its_manifest_are_written_together(
     monkeypatch.setattr("deploykit.training.train.sha256", stop)
     with pytest.raises(KeyboardInterrupt):
         dk.train(recipe, tmp_path / "m.pt", device="cpu")
+    recipe = write_recipe(tmp_path, "report=lambda _module, _splits: {'x': {1}}")
+    with pytest.raises(BadInput, match="report failed"):
+        dk.train(recipe, tmp_path / "m.pt", epochs=1, device="cpu")
     assert not [*tmp_path.glob("*m.pt*")]
 
 
@@ -305,37 +303,6 @@ def loss(y, labels):
     words = ["train", write_recipe(tmp_path, "loss=loss", body), "-o", "m.pt", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["deploykit", *words, *options])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="130"):
         main()
-    assert ended.value.code == 130
     assert expected in capfd.readouterr().err
-
-
-def test_the_learning_rate_can_be_given_and_the_data_are_checked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, checked = write_recipe(tmp_path, "epochs=1"), []
-    monkeypatch.setattr(checks, "check_finite", checked.append)
-    made = dk.train(recipe, tmp_path / "m.pt", learning_rate=0.25, device="cpu")
-    assert len(checked) == len(checks.PARTS)
-    assert made.evidence.training.figures["learning_rate"] == 0.25
-    for wrong in (math.nan, -1, 0.0):
-        with pytest.raises(BadInput, match="`learning_rate` must be"):
-            dk.train(recipe, tmp_path / "m.pt", learning_rate=wrong, device="cpu")
-
-
-def test_a_model_or_data_larger_than_the_memory_are_refused() -> None:
-    def large() -> Any:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …")
-
-    with pytest.raises(OutOfMemory, match="the recipe's model: does not fit"):
-        run_training(replace(LINE, build=large), SPLITS, CPU)
-    with pytest.raises(OutOfMemory, match="the recipe's data: does not fit"):
-        read_splits(replace(LINE, data=lambda _: large()), None)
-
-
-def test_a_recipe_that_fails_at_its_end_leaves_no_file(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, "report=lambda _module, _splits: {'x': {1}}")
-    with pytest.raises(BadInput, match="report failed"):
-        dk.train(recipe, tmp_path / "m.pt", epochs=1, device="cpu")
-    assert [each.name for each in tmp_path.glob("m*")] == ["mine.py"]

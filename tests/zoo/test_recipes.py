@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,80 +26,59 @@ OWN = str(Path(__file__).parents[2] / "examples/own_recipe.py")
 ANSWERS = 5
 
 
-@dataclass(frozen=True)
-class Chain:
-    """What makes a recipe small: `train`'s options; and how it is exported and quantised."""
-
-    train: Callable[[Path], dict[str, Any]]
-    to: str = "int8"
-    export: tuple[tuple[str, str], ...] = ()
-    quantize: tuple[tuple[str, str], ...] = (("runtime", "onnxruntime"),)
-
-
 def short_text(place: Path) -> dict[str, Any]:
     text = (folder("models") / "constitution.txt").read_text()
     (place / "t.txt").write_text(text[:6000])
     return {"data": place / "t.txt"}
 
 
-def photos(place: Path) -> dict[str, Any]:
-    return {"data": write_photos(place / "photos", 40)}  # 8 of these 80 calibrate
+def photos(place: Path, weights: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {"data": write_photos(place / "photos", 40)}  # 8 of 80 calibrate
+    return found | ({"weights": torchvision_weights(weights, place)} if weights else {})
 
 
-def photos_and_weights(name: str) -> Callable[[Path], dict[str, Any]]:
-    return lambda place: photos(place) | {"weights": torchvision_weights(name, place)}
-
-
-CHAINS = {
-    "mnist-cnn": Chain(lambda _: {}),
-    "cats-dogs": Chain(photos),
-    "char-lstm": Chain(short_text, "int8-dynamic", quantize=(("metric", "perplexity"),)),
-    "resnet18-transfer": Chain(photos_and_weights("resnet18")),
-    "vgg16-transfer": Chain(photos_and_weights("vgg16")),
-    "own": Chain(lambda _: {}, export=(("arch", OWN),)),
+CHAINS: dict[str, Callable[[Path], dict[str, Any]]] = {  # what makes `train` of a recipe small
+    "mnist-cnn": lambda _: {},
+    "cats-dogs": photos,
+    "char-lstm": short_text,
+    "resnet18-transfer": partial(photos, weights="resnet18"),
+    "vgg16-transfer": partial(photos, weights="vgg16"),
+    OWN: lambda _: {},
 }
 LONG = ("resnet18-transfer", "vgg16-transfer", "mnist-cnn")  # the README takes the last one along
 
 
-def triton_type(array: np.ndarray) -> str:
-    return {"uint8": "UINT8", "int64": "INT64", "float32": "FP32"}[str(array.dtype)]
-
-
 def test_every_recipe_has_a_chain() -> None:
-    assert {each.name for each in list_recipes()} == set(CHAINS) - {"own"}
+    assert {each.name for each in list_recipes()} == set(CHAINS) - {OWN}
 
 
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(n, marks=[only_in_a_campaign] if n in LONG else []) for n in CHAINS],
+    ids=lambda name: Path(name).stem,
 )
 def test_a_recipe_trains_exports_quantises_and_serves(recipe: str, tmp_path: Path) -> None:
     """Its answers at the server are those of the engine."""
     from tritonclient import http as triton
+    from tritonclient.utils import np_to_triton_dtype
 
-    chain = CHAINS[recipe]
     trained = dk.train(
-        OWN if recipe == "own" else recipe,
+        recipe,
         tmp_path / "m.pt",
         epochs=1,
         device="cpu",
         save_splits=tmp_path / "s",
-        **chain.train(tmp_path),
+        **CHAINS[recipe](tmp_path),
     )
     assert trained.evidence.training is not None
     assert 0 <= trained.evidence.training.score.value <= 1
-    exported = dk.export(trained.path, **dict(chain.export))
-    assert exported.parity is not None
-    assert exported.parity.passed
-    calibration = {"calib": tmp_path / "s" / "calibration.npz"} if chain.to == "int8" else {}
-    made = dk.quantize(
-        exported.path,
-        to=chain.to,
-        data=tmp_path / "s" / "test.npz",
-        max_drop=1.0,
-        **calibration,
-        **dict(chain.quantize),
-    )
+    exported = dk.export(trained.path, arch=OWN if recipe == OWN else None)
+    assert exported.manifest.evidence.parity.passed
+    how: dict[str, Any] = {"calib": tmp_path / "s/calibration.npz", "runtime": "onnxruntime"}
+    to = "int8"
+    if recipe == "char-lstm":
+        to, how = "int8-dynamic", {"metric": "perplexity"}
+    made = dk.quantize(exported.path, to, data=tmp_path / "s/test.npz", max_drop=1.0, **how)
     assert made.drop is not None
     assert made.drop.n > 0
     assert made.manifest.precision["int8"] >= 1
@@ -110,7 +89,7 @@ def test_a_recipe_trains_exports_quantises_and_serves(recipe: str, tmp_path: Pat
         wanted = engine({spec.name: feed})
     with dk.serve({"m": made.path}, grpc_port=None) as server:
         client = triton.InferenceServerClient(server.url.removeprefix("http://"))
-        given = triton.InferInput(spec.name, feed.shape, triton_type(feed))
+        given = triton.InferInput(spec.name, feed.shape, np_to_triton_dtype(feed.dtype))
         given.set_data_from_numpy(feed)
         answer = client.infer("m", [given])
         client.close()

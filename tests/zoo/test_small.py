@@ -17,13 +17,16 @@ needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import GateFailed  # noqa: E402
-from tests.support.zoo import data  # noqa: E402
 from tests.support.zoo.keeper import MAX_DROP, SMALL, Keeper  # noqa: E402
 from tests.support.zoo.members import SEED_TEST, ZOO  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 LABELLED = tuple(name for name in SMALL if ZOO[name].labelled)
+OUTPUTS = {
+    "detector": ("boxes", "scores"),  # of a dict or a dataclass
+    "bert-tiny": ("last_hidden_state", "pooler_output"),
+}
 # Lost on purpose: every other pair must pass.
 REFUSED = {("bad-int8", "int8")}
 # Half the digits of float16's 11 bits, and of INT8's 8, are left after the deepest member.
@@ -37,26 +40,10 @@ def test_an_export_computes_what_torch_does_at_every_batch(keeper: Keeper, name:
     assert made.parity is not None
     assert made.parity.passed
     assert {1, 2, 7, 32} <= {row.batch for row in made.parity.rows}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_an_export_keeps_names_types_and_dynamic_axes(keeper: Keeper, name: str) -> None:
-    made = keeper.exported(name)
     assert tuple(str(spec) for spec in made.manifest.inputs) == ZOO[name].inputs
     assert all(spec.batched for spec in made.manifest.outputs)
-
-
-@pytest.mark.parametrize(
-    ("name", "outputs"),
-    [
-        ("detector", ("boxes", "scores")),
-        ("bert-tiny", ("last_hidden_state", "pooler_output")),
-    ],
-)
-def test_outputs_of_a_dict_or_dataclass_are_named_by_its_keys(
-    keeper: Keeper, name: str, outputs: tuple[str, ...]
-) -> None:
-    assert tuple(spec.name for spec in keeper.exported(name).manifest.outputs) == outputs
+    names = tuple(spec.name for spec in made.manifest.outputs)
+    assert names == OUTPUTS.get(name, names)
 
 
 @pytest.mark.parametrize("to", ["fp16", "int8"])
@@ -72,7 +59,9 @@ def test_a_precision_passes_and_is_in_the_file(keeper: Keeper, name: str, to: st
     with dk.load(keeper.exported(name).path, "cpu") as a, dk.load(made.path, "cpu") as b:
         wanted, got = a(feeds), b(feeds)
     for output, values in wanted.items():
-        assert sqnr_db(values, got[output]) >= LEAST_SQNR_DB[to]
+        noise = np.sum((values.astype(np.float64) - got[output]) ** 2)
+        least = 10 ** (LEAST_SQNR_DB[to] / 10)
+        assert noise * least <= np.sum(values.astype(np.float64) ** 2)
 
 
 @pytest.mark.parametrize("name", LABELLED)
@@ -83,12 +72,9 @@ def test_auto_finds_a_precision_that_passes(keeper: Keeper, name: str) -> None:
     assert set(made.manifest.precision) - {"float32"}
 
 
-def test_the_overflow_model_is_right_in_float32_and_wrong_in_plain_half(keeper: Keeper) -> None:
+def test_fp16_keeps_the_overflowing_nodes_in_float32_and_names_them(keeper: Keeper) -> None:
     assert accuracy("overflow", torch.float32) > 0.95
     assert accuracy("overflow", torch.float16) < 0.5
-
-
-def test_fp16_keeps_the_overflowing_nodes_in_float32_and_names_them(keeper: Keeper) -> None:
     made = keeper.quantized("overflow", "fp16")
     (note,) = [note for note in made.notes if "float32" in note]
     assert "sum" in note
@@ -96,57 +82,23 @@ def test_fp16_keeps_the_overflowing_nodes_in_float32_and_names_them(keeper: Keep
     assert made.manifest.precision["float32"] < sum(made.manifest.precision.values())
 
 
-def test_bad_int8_loses_too_much_in_int8_and_its_file_is_rejected(
+def test_bad_int8_loses_too_much_and_auto_keeps_its_sensitive_node_in_float32(
     keeper: Keeper, tmp_path: Path
 ) -> None:
+    """For a target without FP8, whose scales would do as well."""
     assert accuracy("bad-int8", torch.float32) > 0.95
-    files, out = keeper.files("bad-int8"), tmp_path / "bad.onnx"
-    with pytest.raises(GateFailed) as raised:
-        dk.quantize(
-            keeper.exported("bad-int8").path,
-            "int8",
-            out,
-            calib=files.calib,
-            data=files.data,
-            max_drop=MAX_DROP,
-        )
+    source, files = keeper.exported("bad-int8").path, keeper.files("bad-int8")
+    given = {"calib": files.calib, "data": files.data, "max_drop": MAX_DROP}
+    with pytest.raises(GateFailed, match=r"bad\.rejected\.onnx") as raised:
+        dk.quantize(source, "int8", tmp_path / "bad.onnx", **given)
     assert raised.value.result.drop.drop.low > 0
     assert (tmp_path / "bad.rejected.onnx").is_file()
-    assert not out.exists()
-    assert "bad.rejected.onnx" in raised.value.message
-
-
-def test_auto_keeps_only_the_sensitive_node_of_bad_int8_in_float32(
-    keeper: Keeper, tmp_path: Path
-) -> None:
-    """For a target without FP8, whose scales would do as well as widening."""
-    files = keeper.files("bad-int8")
-    made = dk.quantize(
-        keeper.exported("bad-int8").path,
-        "auto",
-        tmp_path / "auto.onnx",
-        calib=files.calib,
-        data=files.data,
-        max_drop=MAX_DROP,
-        profile="jetson-orin-nano-8gb",
-    )
+    assert not (tmp_path / "bad.onnx").exists()
+    out = tmp_path / "auto.onnx"
+    made = dk.quantize(source, "auto", out, profile="jetson-orin-nano-8gb", **given)
     assert made.manifest.precision["int8"] == 4  # of five Conv and Gemm
     (note,) = [note for note in made.notes if "kept in float32 by the search" in note]
     assert note.endswith("node_linear_1")  # dense2, the second Linear
-
-
-def test_the_same_seed_makes_the_same_weights() -> None:
-    first, second = (ZOO["encoder-masked"].build().state_dict() for _ in range(2))
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.parametrize("name", sorted({"encoder", "lstm", "masked-ids", "resnet18"} & {*SMALL}))
-def test_random_weights_answer_differently_to_different_inputs(keeper: Keeper, name: str) -> None:
-    made = keeper.exported(name)
-    with dk.load(made.path, "cpu") as engine:
-        (logits,) = engine(dict(ZOO[name].sample(32, SEED_TEST))).values()
-    assert len(set(logits.argmax(1).tolist())) >= 5
-    assert 1.0 < logits.std(0).mean() < 10.0
 
 
 def accuracy(name: str, dtype: torch.dtype) -> float:
@@ -156,15 +108,7 @@ def accuracy(name: str, dtype: torch.dtype) -> float:
         pytest.skip(f"{name}: {member.missing}")
     assert member.labelled is not None
     _, test = member.labelled()
-    assert len(test.labels) >= data.DIGITS_TRAIN
     module = member.build().to(dtype)
     with torch.inference_mode():
         logits = module(torch.from_numpy(test.x).to(dtype))
     return float((logits.argmax(1).numpy() == test.labels).mean())
-
-
-def sqnr_db(wanted: np.ndarray, got: np.ndarray) -> float:
-    """Signal to quantization noise in decibels; infinite when equal."""
-    noise = float(np.sum((wanted.astype(np.float64) - got) ** 2))
-    signal = float(np.sum(wanted.astype(np.float64) ** 2))
-    return 10 * float(np.log10(signal / noise)) if noise else float("inf")

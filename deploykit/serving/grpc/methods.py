@@ -1,4 +1,4 @@
-"""The gRPC port: the methods of the Open Inference Protocol, and of grpc.health.v1."""
+"""The gRPC port: the methods of the Open Inference Protocol, health checks, and reflection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import NotFound, Unsupported, quote
-from deploykit.engines.oip.protobuf import message_from
-from deploykit.serving.grpc.call import GrpcCall, Method, fail_with, parse_head
+from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL, message_from
+from deploykit.serving.grpc.call import STATUS, GrpcCall, Method, fail_with, parse_head
 from deploykit.serving.grpc.infer import InferMethods
-from deploykit.serving.grpc.reflection import REFLECTION, reflection_method
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.repository import ModelRepository, Served
@@ -33,6 +32,7 @@ _EXTENSIONS = ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "
 _SMALL_BYTES = 64 << 10  # the largest message to any method but inference
 _WATCHES = 1024  # concurrent calls of Health.Watch, which needs no token
 _WATCHES_EACH = 16  # the same, per connection
+_REFLECTION_BYTES = 4096  # the largest question of a tool
 _SERVICE_BYTES = 256  # the longest service name in those calls
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
@@ -84,8 +84,9 @@ class GrpcPort(Http2Port):
             f"/{_HEALTH}/Check": _small("HealthCheck", _at_once(self._check), public=True),
             f"/{_HEALTH}/Watch": Method(self._watch, public=True, max_bytes=_SMALL_BYTES),
         }
-        for name in REFLECTION:
-            methods[f"/{name}/ServerReflectionInfo"] = reflection_method()
+        for version in ("v1", "v1alpha"):  # of the same messages: some tools ask for the older one
+            path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+            methods[path] = Method(_reflect, GrpcCall.complete, max_bytes=_REFLECTION_BYTES)
         for name in (*_EXTENSIONS, *_MEMORY):
             methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():
@@ -209,3 +210,30 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
 
 def _not_offered(_call: GrpcCall, _data: bytes, _at: int) -> None:
     raise Unsupported("this extension is not offered by this server")
+
+
+def _reflect(call: GrpcCall, data: bytes, at: int) -> None:
+    """Describe a service or a file to grpcurl, Postman and other tools; no file imports another."""
+    request = infer.parse("ServerReflectionRequest", data[at:])
+    kind = request.WhichOneof("message_request") or ""
+    find = {"file_by_filename": POOL.FindFileByName, "file_containing_symbol": _file_with}
+    answer = MESSAGES["ServerReflectionResponse"](valid_host=request.host, original_request=request)
+    if kind == "list_services":
+        for file in FILES:
+            for service in file.service:
+                answer.list_services_response.service.add(name=f"{file.package}.{service.name}")
+    else:
+        try:
+            found = find[kind](getattr(request, kind)).serialized_pb
+            answer.file_descriptor_response.file_descriptor_proto.append(found)
+        except KeyError:
+            answer.error_response.error_code = STATUS["NOT_FOUND"]
+            answer.error_response.error_message = "there is no such file, symbol or extension"
+    call.send_message([answer.SerializeToString()])
+
+
+def _file_with(symbol: str) -> Any:
+    try:
+        return POOL.FindFileContainingSymbol(symbol)
+    except KeyError:
+        return POOL.FindMethodByName(symbol).containing_service.file

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx.numpy_helper
+import onnx.parser
 import pytest
 
 from deploykit.core.errors import BadInput
@@ -18,10 +20,9 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.options import ServeOptions
-from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
+from tests.support.serving.warming import Lengths
 
-onnx = pytest.importorskip("onnx")
 LENGTHS = {"T": (4, 8)}
 
 
@@ -30,37 +31,22 @@ def text_model(folder: Path, *, masked: bool) -> Path:
 
     Without `masked` the mean is over all of T, so filling T up changes it.
     """
-    from onnx import TensorProto as T
-    from onnx import helper as h
-    from onnx import numpy_helper
-
-    table = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
-    nodes = [
-        h.make_node("Gather", ["table", "ids"], ["each"]),
-        h.make_node("Cast", ["mask"], ["ones"], to=T.FLOAT),
-        h.make_node("Unsqueeze", ["ones", "last"], ["ones3"]),
-        h.make_node("Mul", ["each", "ones3"], ["kept"]),
-        h.make_node("ReduceSum", ["kept", "one"], ["sum"], keepdims=0),
-        h.make_node("ReduceSum", ["ones3", "one"], ["count"], keepdims=0),
-        h.make_node("Div", ["sum", "count"], ["mean"])
-        if masked
-        else h.make_node("ReduceMean", ["each", "one"], ["mean"], keepdims=0),
-    ]
-    graph = h.make_graph(
-        nodes,
-        "text",
-        [h.make_tensor_value_info(name, T.INT64, ["N", "T"]) for name in ("ids", "mask")],
-        [
-            h.make_tensor_value_info("mean", T.FLOAT, ["N", 3]),
-            h.make_tensor_value_info("each", T.FLOAT, ["N", "T", 3]),
-        ],
-        [
-            numpy_helper.from_array(table, "table"),
-            numpy_helper.from_array(np.array([-1]), "last"),
-            numpy_helper.from_array(np.array([1]), "one"),
-        ],
+    mean = ["mean = ReduceMean <keepdims = 0> (each, one)", "mean = Div (sum, count)"][masked]
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["" : 18]>
+        text (int64[N,T] ids, int64[N,T] mask) => (float[N,3] mean, float[N,T,3] each)
+        <int64[1] last = {{-1}}, int64[1] one = {{1}}> {{
+            each = Gather (table, ids)
+            ones = Cast <to = 1> (mask)
+            ones3 = Unsqueeze (ones, last)
+            kept = Mul (each, ones3)
+            sum = ReduceSum <keepdims = 0> (kept, one)
+            count = ReduceSum <keepdims = 0> (ones3, one)
+            {mean}
+        }}"""
     )
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 18)], ir_version=9)
+    table = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
     path = folder / f"text-{masked}.onnx"
     onnx.save(model, path)
     return path
@@ -89,19 +75,12 @@ def engine(tmp_path: Path) -> Engine:
     return load(text_model(tmp_path, masked=True), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("length", "bucket"), [(0, 0), (1, 4), (4, 4), (5, 8), (8, 8)], ids=lambda n: str(n)
-)
-def test_a_length_is_rounded_up_to_the_next_bucket(
-    engine: Engine, length: int, bucket: int
-) -> None:
-    key = buckets(engine).key(ask(ids(length)).key)
-    assert [shape for _, _, shape in key] == [(bucket,)] * 2
-
-
-def test_a_length_above_the_largest_bucket_is_bad_input(engine: Engine) -> None:
+def test_a_length_is_rounded_up_to_the_next_bucket(engine: Engine) -> None:
+    found = buckets(engine)
+    for length, bucket in [(0, 0), (1, 4), (4, 4), (5, 8), (8, 8)]:
+        assert [shape for _, _, shape in found.key(ask(ids(length)).key)] == [(bucket,)] * 2
     with pytest.raises(BadInput, match="axis T is 9, this server takes at most 8"):
-        buckets(engine).key(ask(ids(9)).key)
+        found.key(ask(ids(9)).key)
 
 
 def test_requests_of_different_lengths_share_a_batch_and_get_unpadded_outputs(
@@ -141,10 +120,6 @@ def test_requests_of_different_lengths_share_a_batch_and_get_unpadded_outputs(
             np.testing.assert_allclose(request.outputs[name], want, rtol=1e-6, atol=1e-6)
 
 
-def test_a_model_whose_outputs_padding_does_not_change_passes_the_check(engine: Engine) -> None:
-    buckets(engine, {"T": (1, 2, 16)}).check(engine, 32)
-
-
 def test_a_model_without_a_mask_is_refused_at_start(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     engine = load(text_model(tmp_path, masked=False), "cpu")
@@ -154,57 +129,43 @@ def test_a_model_without_a_mask_is_refused_at_start(tmp_path: Path) -> None:
     repository.close()
 
 
-class Longer(FakeEngine):
-    """y = 2x + 1 over rows of any length."""
+def test_the_check_skips_lengths_that_the_engine_refuses() -> None:
+    buckets(Lengths(3)).check(Lengths(3), 8)
+    with pytest.raises(BadInput, match="too short"):
+        buckets(Lengths(9)).check(Lengths(9), 8)
 
+
+class Leaking(Lengths):
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        return {"y": super().__call__(feeds)["y"] + feeds["x"].sum(dtype=np.float32)}
+
+
+class Lost(Lengths):
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        if len(feeds["x"]) == 1:
+            raise DeviceLost("gone")
+        return super().__call__(feeds)
+
+
+class Uncut(Lengths):
     def __init__(self) -> None:
         super().__init__()
-        self.inputs = (TensorSpec("x", "float32", ("N", "T")),)
-        self.outputs = (TensorSpec("y", "float32", ("N", "T")),)
+        self.outputs = (TensorSpec("y", "float32", ("N", "M")),)  # as long as T, but not by name
 
 
-def test_a_model_whose_rows_affect_each_other_is_refused() -> None:
-    class Leaking(Longer):
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            return {"y": super().__call__(feeds)["y"] + feeds["x"].sum(dtype=np.float32)}
-
-    engine = Leaking()
-    with pytest.raises(BadInput, match="output 'y'"):
-        buckets(engine).check(engine, 8)
-
-
-def test_an_output_whose_padding_cannot_be_removed_is_refused() -> None:
-    engine = Longer()
-    engine.outputs = (TensorSpec("y", "float32", ("N", "M")),)  # as long as T, but not by name
-    with pytest.raises(BadInput, match="changes by inf"):
-        buckets(engine).check(engine, 8)
-
-
-def test_the_check_skips_lengths_that_the_engine_refuses() -> None:
-    class Least(Longer):
-        least = 3
-
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            if feeds["x"].shape[1] < self.least:
-                raise BadInput("too short")
-            return super().__call__(feeds)
-
-    engine = Least()
-    buckets(engine).check(engine, 8)
-    engine.least = 9
-    with pytest.raises(BadInput, match="too short"):
-        buckets(engine).check(engine, 8)
-
-
-def test_a_lost_gpu_during_the_check_is_not_mistaken_for_a_refused_length() -> None:
-    class Lost(Longer):
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            if len(feeds["x"]) == 1:
-                raise DeviceLost("gone")
-            return super().__call__(feeds)
-
-    engine = Lost()
-    with pytest.raises(DeviceLost):
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        (Leaking, BadInput, "output 'y'"),  # rows that affect each other
+        (Uncut, BadInput, "changes by inf"),  # its padding cannot be removed
+        (Lost, DeviceLost, "gone"),  # no refused length
+    ],
+)
+def test_a_model_whose_padding_changes_its_outputs_is_refused(
+    kind: type[Lengths], error: type[Exception], words: str
+) -> None:
+    engine = kind()
+    with pytest.raises(error, match=words):
         buckets(engine).check(engine, 8)
 
 
@@ -216,13 +177,6 @@ def test_a_lost_gpu_during_the_check_is_not_mistaken_for_a_refused_length() -> N
         ({"buckets": {"T": ()}}, "lengths are 1 or more"),
         ({"buckets": {"T": (0, 4)}}, "lengths are 1 or more"),
         ({"buckets": LENGTHS, "pad": {"ids": 0.5}}, r"`pad` ids=0\.5: the input is int64"),
-    ],
-    ids=[
-        "unknown axis",
-        "the batch",
-        "no lengths",
-        "a length of 0",
-        "a pad value of the wrong type",
     ],
 )
 def test_impossible_bucket_options_are_refused_at_start(
@@ -245,45 +199,37 @@ def test_each_input_is_padded_with_its_own_value() -> None:
     assert (cut["a"].shape, cut["b"].shape) == ((1, 3), (1, 2, 3))
 
 
-def test_a_request_that_fits_its_bucket_is_not_copied(engine: Engine) -> None:
-    found = buckets(engine)
-    feeds = ids(4)
+def test_a_request_that_fits_its_bucket_is_copied_only_to_align_it(engine: Engine) -> None:
+    found, feeds = buckets(engine), ids(4)
     request = Pending(feeds, 1, found.key(ask(feeds).key), lambda _: None, 0, 0, 0)
-    assert found.stack([request])["ids"] is feeds["ids"]
-
-
-def test_a_request_that_fits_its_bucket_is_aligned_for_native_libraries(engine: Engine) -> None:
-    found = buckets(engine)
-    feeds = ids(4)
-    received = b"?" + feeds["ids"].tobytes()
-    feeds["ids"] = np.ndarray(feeds["ids"].shape, feeds["ids"].dtype, received, 1)
-    request = Pending(feeds, 1, found.key(ask(feeds).key), lambda _: None, 0, 0, 0)
+    whole = feeds["ids"]
+    assert found.stack([request])["ids"] is whole
+    feeds["ids"] = np.ndarray(whole.shape, whole.dtype, b"?" + whole.tobytes(), 1)
     stacked = found.stack([request])["ids"]
     assert stacked.flags.aligned
-    np.testing.assert_array_equal(stacked, feeds["ids"], strict=True)
+    np.testing.assert_array_equal(stacked, whole, strict=True)
+
+
+AB = np.array([["a", "b"]], object)
 
 
 @pytest.mark.parametrize(
     ("got", "want", "error"),
     [
-        ([1.0, 2.0], [1.0, 2.0], 0),
-        ([1.0, 2.2], [1.0, 2.0], 0.1),
-        ([np.nan], [np.nan], 0),
-        ([np.nan], [1.0], np.inf),
-        ([1.0], [np.inf], np.inf),
-        ([], [], 0),
-        ([2e-9, 1e-9], [1e-9, 2e-9], 0.5),
-        ([1e-9], [0.0], 1e291),
+        ([[1.0, 2.0]], [[1.0, 2.0]], 0),
+        ([[1.0, 2.2]], [[1.0, 2.0]], 0.1),
+        ([[np.nan]], [[np.nan]], 0),
+        ([[np.nan]], [[1.0]], np.inf),
+        ([[1.0]], [[np.inf]], np.inf),
+        ([[]], [[]], 0),
+        ([[2e-9, 1e-9]], [[1e-9, 2e-9]], 0.5),
+        ([[1e-9]], [[0.0]], 1e291),
+        (AB, AB.copy(), 0),
+        (AB, AB[:, ::-1], np.inf),
     ],
-    ids=["equal", "off", "both nan", "one nan", "infinite", "empty", "tiny", "zero"],
+    ids=str,
 )
-def test_relative_error_of_floats_nan_and_infinity(
-    got: list[float], want: list[float], error: float
+def test_relative_error_of_floats_nan_infinity_and_strings(
+    got: Any, want: Any, error: float
 ) -> None:
-    assert relative_errors(np.array([got]), np.array([want]))[0] == pytest.approx(error)
-
-
-def test_strings_agree_only_if_they_are_equal() -> None:
-    strings = np.array([["a", "b"]], object)
-    assert relative_errors(strings, strings.copy()) == 0
-    assert relative_errors(strings, strings[:, ::-1]) == np.inf
+    assert relative_errors(np.array(got), np.array(want))[0] == pytest.approx(error)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from deploykit.core.tensors import InputKey
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, RequestQueue, due
+from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue, due
 
 A: InputKey = (("x", "FP32", (4,)),)
 B: InputKey = (("x", "FP32", (5,)),)
@@ -37,7 +38,7 @@ def numbers(requests: list[Pending]) -> list[int]:
 def filled(policy: BatchPolicy, *requests: Pending) -> RequestQueue:
     queue = RequestQueue(policy)
     for request in requests:
-        queue.add(request)
+        assert queue.add(request) is not None
     return queue
 
 
@@ -53,16 +54,30 @@ def drained(queue: RequestQueue, now_us: int = 0) -> list[list[int]]:
     return found
 
 
-def test_requests_of_one_shape_are_batched_across_requests_of_another() -> None:
-    keys = [A, B, A, B, A]
-    queue = filled(BatchPolicy(8), *(pending(n, key=key, us=n) for n, key in enumerate(keys)))
-    assert drained(queue) == [[0, 2, 4], [1, 3]]
-
-
-def test_the_oldest_request_runs_first_whatever_its_shape() -> None:
-    queue = filled(BatchPolicy(2), *(pending(n, us=n) for n in range(3)), pending(9, key=B, us=1))
-    queue.add(pending(3, us=3))
-    assert drained(queue) == [[0, 1], [9], [2, 3]]
+@pytest.mark.parametrize(
+    ("policy", "requests", "batches"),
+    [
+        (BatchPolicy(8), [{}, {"key": B}, {}, {"key": B}, {}], [[0, 2, 4], [1, 3]]),
+        # the oldest runs first, whatever its shape
+        (BatchPolicy(2), [{}, {}, {"key": B}, {}], [[0, 1], [2], [3]]),
+        # a lower number first, and equal ones by arrival; 0 and 99 are the default
+        (
+            BatchPolicy(8),
+            [{"priority": p} for p in (0, 3, 1, 2, 1, 99)],
+            [[2, 4], [0, 3, 5], [1]],
+        ),
+    ],
+    ids=["shapes", "the oldest", "priorities"],
+)
+def test_batches_are_of_one_shape_and_priority(
+    policy: BatchPolicy, requests: list[dict[str, Any]], batches: list[list[int]]
+) -> None:
+    queue = RequestQueue(policy)
+    for _ in range(2):  # a shape can be queued again after its queue was emptied
+        for number, options in enumerate(requests):
+            queue.add(pending(number, us=number, **options))
+        assert drained(queue) == batches
+    assert queue.added_rows == 2 * len(requests)
 
 
 def sent(number: int, peer: Peer, rows: int = 32) -> Pending:
@@ -77,7 +92,8 @@ def sent(number: int, peer: Peer, rows: int = 32) -> Pending:
 def test_clients_take_turns_once_requests_wait_for_long(most: Peer, other: Peer) -> None:
     """The requests of one do not delay a single one of another: addresses, else connections."""
     queue = filled(BatchPolicy(32), *(sent(number, most) for number in range(64)))
-    assert numbers(queue.take(200_000)) == [0]
+    assert numbers(queue.take(50_000)) == [0]  # a short wait is by arrival
+    assert numbers(queue.take(200_000)) == [1]
     queue.add(sent(100, other, rows=1))
     order = [queue.take(200_000 + BATCH_US * at) for at in range(1, 4)]
     assert 100 in [number for batch in order for number in numbers(batch)]
@@ -90,10 +106,14 @@ def test_clients_take_turns_once_requests_wait_for_long(most: Peer, other: Peer)
     assert alone == sorted(alone)
 
 
-def test_a_small_request_is_before_large_ones_of_other_connections() -> None:
-    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", number)) for number in range(64)))
-    queue.add(sent(100, Peer("a", 100), rows=1))
-    assert 100 in numbers([*queue.take(200_000), *queue.take(200_000)])
+def test_many_connections_of_an_address_have_one_share_and_small_requests_are_first() -> None:
+    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", number)) for number in range(30)))
+    queue.add(sent(40, Peer("a", 40), rows=1))
+    assert 40 in numbers([*queue.take(200_000), *queue.take(200_000)])
+    for number in range(50, 60):
+        queue.add(sent(number, Peer("b", 0)))
+    found = [number for batch in drained(queue, 400_000) for number in batch]
+    assert found.index(59) < 21
 
 
 def test_turns_hold_while_more_requests_arrive() -> None:
@@ -109,26 +129,6 @@ def test_turns_hold_while_more_requests_arrive() -> None:
     assert abs(served[0] - served[1]) < 40
 
 
-def test_a_short_wait_is_by_arrival() -> None:
-    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", 0)) for number in range(4)))
-    queue.add(sent(9, Peer("b", 0)))
-    assert [numbers(queue.take(50_000)) for _ in range(5)] == [[0], [1], [2], [3], [9]]
-
-
-def test_many_connections_of_an_address_have_one_share() -> None:
-    queue = filled(BatchPolicy(32), *(sent(number, Peer("a", number)) for number in range(30)))
-    for number in range(50, 60):
-        queue.add(sent(number, Peer("b", 0)))
-    found = [batch[0] for batch in drained(queue, 200_000)]
-    assert found.index(59) < 21
-
-
-def test_a_lower_priority_number_runs_first_and_equal_ones_by_arrival() -> None:
-    priorities = [0, 3, 1, 2, 1, 99]
-    queue = filled(BatchPolicy(8), *(pending(n, priority=p) for n, p in enumerate(priorities)))
-    assert drained(queue) == [[2, 4], [0, 3, 5], [1]]
-
-
 def test_a_low_priority_request_runs_before_half_its_time_limit_has_passed() -> None:
     queue = filled(BatchPolicy(1), pending(0, priority=3, by_us=1000), pending(1, priority=1))
     assert numbers(queue.take(499)) == [1]
@@ -140,58 +140,28 @@ def test_a_full_batch_overtakes_one_that_is_not_full() -> None:
     queue = filled(BatchPolicy(2, 100), pending(0), pending(1, key=B), pending(2, key=B))
     assert numbers(queue.take(1)) == [1, 2]
     assert queue.take(1) == []
+    queue.add(pending(3, key=B, us=50))
     assert numbers(queue.take(100)) == [0]
-
-
-def test_take_with_hurry_ignores_the_delay() -> None:
-    queue = filled(BatchPolicy(8, 100), pending(0), pending(1))
-    assert queue.take(0) == []
-    assert numbers(queue.take(0, hurry=True)) == [0, 1]
+    assert queue.take(100) == []
+    assert numbers(queue.take(100, hurry=True)) == [3]
 
 
 def test_expired_requests_are_taken_from_any_position() -> None:
-    queue = filled(
-        BatchPolicy(8),
-        pending(0, by_us=50),
-        pending(1, by_us=10),
-        pending(2, key=B, by_us=10),
-        pending(3, by_us=20),
-    )
+    requests = [(0, A, 50), (1, A, 10), (2, B, 10), (3, A, 20), (4, A, 60), (5, B, 60)]
+    queue = filled(BatchPolicy(8), *(pending(n, key=key, by_us=us) for n, key, us in requests))
     assert queue.take_late(9) == []
     assert sorted(numbers(queue.take_late(10))) == [1, 2]
     assert numbers(queue.take_late(20)) == [3]
-    assert drained(queue) == [[0]]
-
-
-def test_a_removed_request_is_never_taken() -> None:
-    first, second = pending(0), pending(1)
-    queue = filled(BatchPolicy(8), first, second)
-    assert queue.remove(first)
-    assert not queue.remove(first)
-    assert not queue.remove(pending(2, key=B))
-    assert drained(queue) == [[1]]
-
-
-def test_a_shape_can_be_queued_again_after_its_queue_was_emptied() -> None:
-    queue = RequestQueue(BatchPolicy(8))
-    for n in range(3):
-        queue.add(pending(n, rows=2))
-        assert queue.rows == 2
-        assert drained(queue) == [[n]]
-    assert queue.added_rows == 6
-
-
-def test_in_the_end_all_are_late() -> None:
-    queue = filled(BatchPolicy(8), pending(0), pending(1, key=B))
-    assert sorted(numbers(queue.take_late(math.inf))) == [0, 1]
-    queue.add(pending(2))
-    assert drained(queue) == [[2]]
+    assert numbers(queue.take(20)) == [0, 4]
+    assert numbers(queue.take_late(math.inf)) == [5]  # in the end all are late
+    queue.add(pending(6))
+    assert drained(queue) == [[6]]
 
 
 @pytest.mark.parametrize(
     ("waiting", "rows", "fits"),
-    [([], 9, True), ([1], 3, True), ([1], 4, False), ([1, 1, 1], 1, True), ([1] * 4, 1, False)],
-    ids=["alone", "exactly full", "one row too many", "several small", "already full"],
+    [([], 9, True), ([1], 3, True), ([1], 4, False), ([1] * 4, 1, False)],
+    ids=["alone", "exactly full", "one row too many", "already full"],
 )
 def test_a_request_fits_while_the_queued_rows_stay_within_queue_rows(
     waiting: list[int], rows: int, fits: bool
@@ -238,11 +208,3 @@ def test_a_batch_is_due_when_full_or_when_its_delay_has_passed(
 ) -> None:
     requests = [pending(0, rows=rows, us=us) for rows, us in queue]
     assert due(requests, BatchPolicy(8, max_delay_us), now_us) == take
-
-
-def test_a_model_without_batching_runs_one_request_at_a_time() -> None:
-    assert due([pending(0), pending(1)], BatchPolicy(0), 0) == 1
-
-
-def test_the_busy_time_of_a_run_is_the_sum_of_its_stages() -> None:
-    assert BatchRun([], 0, 1, 2, 4, 8, 16).busy_us == 31

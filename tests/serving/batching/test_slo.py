@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,23 +102,27 @@ def poisson(*phases: tuple[float, float], seed: int = 0) -> list[int]:
     return found
 
 
-def p99_us(answers: Sequence[Answer], begin_s: float = 0, end_s: float = 1e9) -> float:
-    taken = [
-        answer.latency_us
-        for answer in answers
-        if answer.latency_us is not None and begin_s * S <= answer.arrived_us < end_s * S
-    ]
-    return float(np.quantile(taken, 0.99))
+def within(
+    answers: Sequence[Answer], begin_s: float = 0, end_s: float = 1e9
+) -> tuple[float, float]:
+    """The p99 of the latencies in µs, and the share that was refused, of arrivals in that time."""
+    found = [a.latency_us for a in answers if begin_s * S <= a.arrived_us < end_s * S]
+    taken = [latency_us for latency_us in found if latency_us is not None]
+    return float(np.quantile(taken, 0.99)), 1 - len(taken) / len(found)
 
 
-def each_second(answers: Sequence[Answer], seconds: int) -> Iterator[float]:
-    for second in range(seconds):
-        yield p99_us(answers, second, second + 1)
+def steered(times: Times, most: int, arrivals: Sequence[int], **options: Any) -> Simulation:
+    """A simulation that was run, by default with the SLO `SLO_US`."""
+    simulation = Simulation(times, BatchPolicy(most), **{"slo_us": SLO_US, **options})
+    simulation.run(arrivals)
+    return simulation
 
 
-def refused(answers: Sequence[Answer], begin_s: float = 0, end_s: float = 1e9) -> float:
-    those = [a.latency_us is None for a in answers if begin_s * S <= a.arrived_us < end_s * S]
-    return sum(those) / len(those)
+def measured(slo_us: int, policy: BatchPolicy, times_us: dict[int, float]) -> Steering:
+    steering = Steering(slo_us, policy)
+    for rows, us in times_us.items():
+        steering.record_time(rows, round(us), 0)
+    return steering
 
 
 STEP = poisson((4, 200), (4, 800), (4, 3000), (4, 200))
@@ -126,30 +130,13 @@ STEP = poisson((4, 200), (4, 800), (4, 3000), (4, 200))
 
 def test_the_p99_stays_within_the_slo_in_every_second_of_a_load_step() -> None:
     """200, 800, 3,000 (three times what there is capacity for) and again 200 requests a second."""
-    answers = Simulation(affine, BatchPolicy(32), slo_us=SLO_US).run(STEP)
-    assert max(each_second(answers, 16)) <= SLO_US
-    assert refused(answers, 0, 8) <= 0.03
-    assert refused(answers, 12.1) == 0
+    answers = steered(affine, 32, STEP).answers
+    assert max(within(answers, n, n + 1)[0] for n in range(16)) <= SLO_US
+    assert within(answers, 0, 8)[1] <= 0.03
+    assert within(answers, 12.1)[1] == 0
     goodput_per_s = len([a for a in answers if 8 * S <= a.arrived_us < 12 * S]) / 4
-    goodput_per_s *= 1 - refused(answers, 8, 12)
+    goodput_per_s *= 1 - within(answers, 8, 12)[1]
     assert goodput_per_s >= 0.85 * 1000  # nearly all the throughput of 20 rows at a time
-
-
-@pytest.mark.parametrize(
-    "fixed",
-    [
-        BatchPolicy(32),
-        BatchPolicy(8),
-        BatchPolicy(1),
-        BatchPolicy(20),
-        BatchPolicy(32, max_delay_us=30_000),
-        BatchPolicy(32, queue=32),
-    ],
-    ids=["large", "small", "none", "the right size", "with a delay", "a short queue"],
-)
-def test_no_fixed_policy_stays_within_the_slo_during_a_load_step(fixed: BatchPolicy) -> None:
-    answers = Simulation(affine, fixed).run(STEP)
-    assert max(each_second(answers, 16)) > SLO_US
 
 
 @pytest.mark.parametrize("slower", [0.5, 2.0], ids=["faster", "slower"])
@@ -159,22 +146,11 @@ def test_the_controller_follows_an_engine_whose_speed_changes(slower: float) -> 
     def times(rows: int, now_us: int) -> float:
         return affine(rows, now_us) * (slower if now_us > 6 * S else 1.0)
 
-    simulation = Simulation(times, BatchPolicy(64), slo_us=60_000)
-    answers = simulation.run(poisson((40, 4000)))
-    assert p99_us(answers, 0, 6) <= 60_000
-    assert p99_us(answers, 8) <= 60_000
+    simulation = steered(times, 64, poisson((20, 4000)), slo_us=60_000)
+    assert within(simulation.answers, 0, 6)[0] <= 60_000
+    assert within(simulation.answers, 8)[0] <= 60_000
     limits = [policy.max_batch for policy in simulation.policies]
     assert (limits[-1] > limits[50]) is (slower < 1)
-
-
-def test_the_p99_stays_within_the_slo_when_batch_times_are_noisy() -> None:
-    random = np.random.default_rng(1)
-
-    def times(rows: int, now_us: int) -> float:
-        return affine(rows, now_us) * random.lognormal(0, 0.2)
-
-    answers = Simulation(times, BatchPolicy(32), slo_us=SLO_US).run(poisson((20, 900)))
-    assert p99_us(answers, 4) <= SLO_US
 
 
 def test_the_time_of_a_batch_is_an_upper_percentile_not_the_mean() -> None:
@@ -185,16 +161,13 @@ def test_the_time_of_a_batch_is_an_upper_percentile_not_the_mean() -> None:
 
 
 def test_several_engines_raise_the_row_limit_of_the_queue() -> None:
-    answers = Simulation(affine, BatchPolicy(32), slo_us=SLO_US, engines=3).run(poisson((5, 2500)))
-    assert p99_us(answers) <= SLO_US
-    assert refused(answers) <= 0.05
+    p99_us, refused = within(steered(affine, 32, poisson((5, 2500)), engines=3).answers)
+    assert p99_us <= SLO_US
+    assert refused <= 0.05
 
 
 def test_unmeasured_time_between_batches_is_corrected_for() -> None:
     """A batch takes 4 ms more than is measured: the controller uses less of the SLO."""
-
-    def slower(rows: int, now_us: int) -> float:
-        return affine(rows, now_us) + 4000
 
     class Hidden(Simulation):
         def _answer(self, started_us: int, requests: list[Pending], now_us: int) -> None:
@@ -205,23 +178,33 @@ def test_unmeasured_time_between_batches_is_corrected_for() -> None:
             self.steering._late += sum(late)
             self.answers += [Answer(r.arrived_us, now_us - r.arrived_us) for r in requests]
 
+    def slower(rows: int, now_us: int) -> float:
+        return affine(rows, now_us) + 4000
+
     simulation = Hidden(slower, BatchPolicy(32), slo_us=SLO_US, warm=())
-    assert simulation.steering is not None
-    for rows in (1, 2, 4, 8, 16, 32):
-        simulation.steering.record_time(rows, round(affine(rows, 0)), 0)
+    simulation.steering = measured(
+        SLO_US, BatchPolicy(32), {rows: affine(rows, 0) for rows in (1, 2, 4, 8, 16, 32)}
+    )
     answers = simulation.run(poisson((30, 3000)))
-    assert p99_us(answers, 15) <= 1.06 * SLO_US  # 45 ms uncorrected
-    assert p99_us(answers, 0, 3) > SLO_US
+    assert within(answers, 15)[0] <= 1.06 * SLO_US  # 45 ms uncorrected
+    assert within(answers, 0, 3)[0] > SLO_US
 
 
-def test_the_batch_limit_is_the_largest_that_fits_twice_into_the_slo() -> None:
-    steering = Steering(SLO_US, BatchPolicy(64))
-    for rows in (1, 64):
-        steering.record_time(rows, round(affine(rows, 0)), 0)
-    policy = steering.step(0, 0)
-    budget_us = 0.95 * SLO_US
-    assert 2 * affine(policy.max_batch, 0) <= budget_us < 2 * affine(policy.max_batch + 1, 0)
-    assert policy.queue_rows == policy.max_batch
+@pytest.mark.parametrize(
+    ("slo_us", "most", "times_us", "limit", "queue_rows"),
+    [
+        # 2 x 19 ms are within 95 % of 40 ms, and 2 x 19.5 ms are not
+        (SLO_US, 64, {1: affine(1, 0), 64: affine(64, 0)}, 18, 18),
+        (100, 32, {1: 1000, 2: 2000}, 1, 1),  # it cannot be met
+        (15_000, 32, {1: affine(1, 0), 32: affine(32, 0)}, 6, 6),  # 13 ms, where one takes 10.5
+        (SLO_US, 0, {1: 2000}, 0, 18),  # one runs, 18 wait: 19 x 2 ms is 95 % of the SLO
+    ],
+)
+def test_the_batch_limit_is_the_largest_that_fits_twice_into_the_slo(
+    slo_us: int, most: int, times_us: dict[int, float], limit: int, queue_rows: int
+) -> None:
+    policy = measured(slo_us, BatchPolicy(most), times_us).step(0, 0)
+    assert (policy.max_batch, policy.max_delay_us, policy.queue_rows) == (limit, 0, queue_rows)
 
 
 def test_a_batch_size_that_was_slow_once_is_tried_again() -> None:
@@ -240,58 +223,25 @@ def test_the_policy_is_unchanged_before_anything_was_measured() -> None:
     assert Steering(SLO_US, base).step(0, 0) is base
 
 
-def test_an_slo_that_cannot_be_met_is_served_in_small_batches() -> None:
-    steering = Steering(100, BatchPolicy(32))
-    for rows in (1, 2):
-        steering.record_time(rows, 1000 * rows, 0)
-    policy = steering.step(0, 0)
-    assert (policy.max_batch, policy.max_delay_us, policy.queue_rows) == (1, 0, 1)
-
-
 def test_larger_batches_are_tried_step_by_step() -> None:
     """Only a batch of one row was measured: it takes a quarter of the SLO."""
-    simulation = Simulation(affine, BatchPolicy(32), slo_us=SLO_US, warm=(1,))
-    answers = simulation.run(poisson((20, 1500)))
+    simulation = steered(affine, 32, poisson((20, 1500)), warm=(1,))
     limits = [policy.max_batch for policy in simulation.policies]
     assert limits[0] == 2
     assert limits[-1] >= 16
-    assert p99_us(answers) <= SLO_US
-
-
-def test_an_slo_that_cannot_be_met_still_allows_rows_that_add_little_time() -> None:
-    steering = Steering(15_000, BatchPolicy(32))
-    for rows in (1, 32):
-        steering.record_time(rows, round(affine(rows, 0)), 0)
-    assert steering.step(0, 0).max_batch == 6  # 13 ms, where one row takes 10.5
-
-
-def test_a_model_without_batching_stays_unbatched() -> None:
-    steering = Steering(SLO_US, BatchPolicy(0))
-    steering.record_time(1, 2000, 0)
-    policy = steering.step(0, 0)
-    assert policy.max_batch == 0
-    assert policy.queue_rows == 18  # one runs, 18 wait: 19 x 2 ms is 95 % of the SLO
+    assert within(simulation.answers)[0] <= SLO_US
 
 
 @pytest.mark.parametrize(
-    ("per_s", "delay_us"),
-    [(20, 0), (400, 0), (600, 2000), (5000, 2000)],
-    ids=["a lone client", "too few", "enough", "many"],
+    ("per_s", "most_us", "delay_us"),
+    [(20, 0, 0), (400, 0, 0), (600, 0, 2000), (5000, 0, 2000), (5000, 300, 300)],
+    ids=["a lone client", "too few", "enough", "many", "the given limit"],
 )
-def test_a_delay_is_set_only_when_requests_come_often_enough(per_s: int, delay_us: int) -> None:
+def test_a_delay_is_set_only_when_requests_come_often_enough(
+    per_s: int, most_us: int, delay_us: int
+) -> None:
     """A separate batch costs 2 ms more than a joint one; at 500 rows/s, a row comes every 2 ms."""
-    steering = Steering(SLO_US, BatchPolicy(8))
-    for rows in (1, 2, 4, 8):
-        steering.record_time(rows, 2000 + 100 * rows, 0)
-    policies = [steering.step(n * TICK_US, n * per_s // 10) for n in range(50)]
-    assert policies[-1].max_delay_us == delay_us
-    assert policies[0].max_delay_us == 0
-
-
-def test_the_given_max_delay_us_is_the_upper_limit() -> None:
-    steering = Steering(SLO_US, BatchPolicy(8, max_delay_us=300))
-    for rows in (1, 2, 8):
-        steering.record_time(rows, 2000 + 100 * rows, 0)
-    delays = [steering.step(n * TICK_US, n * 500).max_delay_us for n in range(20)]
-    assert delays[0] == 0
-    assert delays[-1] == 300
+    times_us = {rows: 2000 + 100 * rows for rows in (1, 2, 4, 8)}
+    steering = measured(SLO_US, BatchPolicy(8, max_delay_us=most_us), times_us)
+    delays = [steering.step(n * TICK_US, n * per_s // 10).max_delay_us for n in range(50)]
+    assert (delays[0], delays[-1]) == (0, delay_us)

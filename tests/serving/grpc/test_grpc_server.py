@@ -1,45 +1,78 @@
-"""The gRPC server: token, TLS, deadlines, cancelled calls, health and shutdown."""
+"""The gRPC server: token, deadlines, cancelled calls, health, reflection, end, lack of files."""
 
 from __future__ import annotations
 
-import subprocess
+import resource
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from deploykit.core.errors import BadInput
 from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.http2.connection import Http2Limits
+from tests.support.serving.faults import Process, until
 from tests.support.serving.grpc_cases import (
+    LIVE,
     SERVICE,
     STREAM,
     WAIT_S,
+    Frames,
     Serving,
     first_value,
     frames,
     infer_bytes,
     serving,
 )
-from tests.support.serving.running import GatedEngine
+from tests.support.serving.running import GatedEngine, Raw
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 TOKEN = "a token of some length"
+HEALTH = "/grpc.health.v1.Health"
+DEADLINE_EXCEEDED = 4
+
+
+@dataclass
+class Busy:
+    """A server whose engine has call 1 of `client`, and waits for its gate."""
+
+    server: Serving
+    engine: GatedEngine
+    client: Frames
+
+    @property
+    def waiting(self) -> int:
+        return self.server.repository.models["m"].waiting
+
+    @property
+    def unanswered(self) -> int:
+        return self.server.see(lambda: self.server.grpc.unanswered)
+
+
+@contextmanager
+def run_busy(
+    path: str = f"{SERVICE}/ModelInfer", limits: Http2Limits | None = None, **options: Any
+) -> Iterator[Busy]:
+    engine = GatedEngine()
+    with serving({"m": engine}, limits, **{"max_batch": 1, "queue": 2, **options}) as server:
+        engine.warm = True
+        try:
+            with frames(server.port) as client:
+                client.start(1, infer_bytes(value=1), path, end=path != STREAM)
+                assert engine.entered.acquire(timeout=WAIT_S)
+                yield Busy(server, engine, client)
+        finally:
+            engine.gate.set()
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[Serving, GatedEngine]]:
-    """A server whose engine waits for its gate; the queue holds 2."""
-    engine = GatedEngine()
-    with serving({"m": engine}, max_batch=1, queue=2) as running:
-        engine.warm = True
-        try:
-            yield running, engine
-        finally:
-            engine.gate.set()
+def busy() -> Iterator[Busy]:
+    with run_busy() as found:
+        yield found
 
 
 def ask(channel: Any, name: str, answer: str, timeout: float = WAIT_S, **options: Any) -> Any:
@@ -49,22 +82,17 @@ def ask(channel: Any, name: str, answer: str, timeout: float = WAIT_S, **options
     return call(options.pop("data", b""), timeout=timeout, **options)
 
 
-def test_a_port_in_use_is_named_with_its_parameter() -> None:
-    with serving() as running:
-        said = pytest.raises(BadInput, match=f"`grpc_port` {running.port}: already in use")
-        with said, serving(grpc_port=running.port):
-            pass
+@contextmanager
+def channel_to(server: Serving) -> Iterator[Any]:
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
 
 
 def test_every_method_but_health_requires_the_token() -> None:
-    with (
-        serving(token=TOKEN) as running,
-        grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel,
-    ):
+    with serving(token=TOKEN) as server, channel_to(server) as channel:
         assert ask(channel, "ServerLive", "ServerLiveResponse").live
         assert ask(channel, "ServerReady", "ServerReadyResponse").ready
-        health = ask(channel, "/grpc.health.v1.Health/Check", "HealthCheckResponse")
-        assert health.status == 1
+        assert ask(channel, f"{HEALTH}/Check", "HealthCheckResponse").status == 1
         for given in (None, "Bearer another token, also long", TOKEN):
             metadata = [] if given is None else [("authorization", given)]
             for name in ("ServerMetadata", "ModelInfer", "RepositoryIndex", "NoSuchMethod"):
@@ -77,145 +105,79 @@ def test_every_method_but_health_requires_the_token() -> None:
         assert answer.name == "deploykit"
 
 
-def test_a_tls_server_answers_tls_clients_only(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    command += [
-        "-subj",
-        "/CN=localhost",
-        "-addext",
-        "subjectAltName=DNS:localhost",
-        "-keyout",
-        str(key),
-        "-out",
-        str(cert),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    with serving(tls_cert=cert, tls_key=key) as running:
-        credentials = grpc.ssl_channel_credentials(cert.read_bytes())
-        with grpc.secure_channel(f"localhost:{running.port}", credentials) as channel:
-            data = infer_bytes(value=3)
-            answer = ask(channel, "ModelInfer", "ModelInferResponse", data=data)
-            assert np.frombuffer(answer.raw_output_contents[0], np.float32)[0] == 7
-        with grpc.insecure_channel(f"localhost:{running.port}") as channel:
-            with pytest.raises(grpc.RpcError) as caught:
-                ask(channel, "ServerLive", "ServerLiveResponse")
-            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-
-
-def waiting(running: Serving) -> int:
-    return running.repository.models["m"].waiting
-
-
 @pytest.mark.parametrize("how", ["deadline", "parameter"])
-def test_a_call_that_expires_in_the_queue_is_not_run(
-    gated: tuple[Serving, GatedEngine], how: str
-) -> None:
-    running, engine = gated
-    running.grpc.tick = lambda _: None  # type: ignore[method-assign]  # which would end the call, but later than this
-    with frames(running.port) as client:
-        client.start(1, infer_bytes(value=1))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        if how == "deadline":
-            client.start(3, infer_bytes(value=2), grpc_timeout="30m")
-        else:
-            client.open(3)
-            parameters = {"timeout": {"int64_param": 30_000}}
-            client.message(3, infer_bytes(value=2, parameters=parameters))
-        late = client.answer(3)
-        assert late.status == 4  # DEADLINE_EXCEEDED
+def test_a_call_that_expires_in_the_queue_is_not_run(busy: Busy, how: str) -> None:
+    client = busy.client
+    busy.server.grpc.tick = lambda _: None  # type: ignore[method-assign]  # which would end it later
+    if how == "deadline":
+        client.start(3, infer_bytes(value=2), grpc_timeout="30m")
+    else:
+        client.start(3, infer_bytes(value=2, parameters={"timeout": {"int64_param": 30_000}}))
+    assert client.answer(3).status == DEADLINE_EXCEEDED
+    busy.engine.gate.set()
+    assert first_value(client.answer(1)) == 3
+    assert first_value(client.call(5, infer_bytes(value=4))) == 9
+    assert busy.engine.fed == [1, 4]
+
+
+def test_a_call_ends_at_its_deadline_even_while_it_runs() -> None:
+    engine = GatedEngine()
+    with serving({"m": engine}) as server, frames(server.port) as client:
+        engine.warm = True
+        client.start(1, infer_bytes(), grpc_timeout="50m")
+        assert client.answer(1).status == DEADLINE_EXCEEDED
+        assert server.see(lambda: server.grpc.unanswered) == 0
         engine.gate.set()
-        assert first_value(client.answer(1)) == 3
-        assert first_value(client.call(5, infer_bytes(value=4))) == 9
-    assert engine.fed == [1, 4]
 
 
 def test_a_deadline_counts_from_the_call_not_from_the_last_tick() -> None:
-    with serving() as running, frames(running.port) as client:
-        running.grpc.tick = lambda _: None  # type: ignore[method-assign]
+    with serving() as server, frames(server.port) as client:
+        server.grpc.tick = lambda _: None  # type: ignore[method-assign]
 
         def an_hour_ago() -> None:
-            running.grpc.now_s -= 3600
+            server.grpc.now_s -= 3600
 
-        running.see(an_hour_ago)
+        server.see(an_hour_ago)
         client.start(1, infer_bytes(), grpc_timeout="600S")
         assert client.answer(1).status == 0
 
 
-def test_a_call_ends_at_its_deadline_even_while_it_runs(
-    gated: tuple[Serving, GatedEngine],
-) -> None:
-    running, _ = gated
-    with frames(running.port) as client:
-        client.start(1, infer_bytes(), grpc_timeout="50m")
-        assert client.answer(1).status == 4
-        assert running.see(lambda: running.grpc.unanswered) == 0
-
-
-def test_a_cancelled_call_is_removed_from_the_queue(
-    gated: tuple[Serving, GatedEngine], eventually: Any
-) -> None:
-    running, engine = gated
-    with frames(running.port) as client:
-        for stream in (1, 3):
-            client.start(stream, infer_bytes(value=stream))
-        eventually(lambda: waiting(running) == 1)
-        client.cancel(3)
-        eventually(lambda: waiting(running) == 0)
-        client.cancel(1)  # while it runs: the result is dropped
-        client.settle()
-        engine.gate.set()
-        assert first_value(client.call(5, infer_bytes(value=5))) == 11
-        assert 1 not in client.answers
-        assert 3 not in client.answers
-    assert engine.fed == [1, 5]
+def test_a_cancelled_call_is_removed_from_the_queue(busy: Busy, eventually: Any) -> None:
+    client = busy.client
+    client.start(3, infer_bytes(value=3))
+    eventually(lambda: busy.waiting == 1)
+    client.cancel(3)
+    eventually(lambda: busy.waiting == 0)
+    client.cancel(1)  # while it runs: the result is dropped
+    client.settle()
+    busy.engine.gate.set()
+    assert first_value(client.call(5, infer_bytes(value=5))) == 11
+    assert client.answers.keys() == {5}
+    assert busy.engine.fed == [1, 5]
 
 
 def test_calls_of_a_closed_connection_are_removed_from_the_queue(
-    gated: tuple[Serving, GatedEngine], eventually: Any
+    busy: Busy, eventually: Any
 ) -> None:
-    running, engine = gated
-    with frames(running.port) as client:
-        client.start(1, infer_bytes(value=1))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        client.start(3, infer_bytes(value=2))
-        client.start(5, infer_bytes(value=3), STREAM, end=False)
-        eventually(lambda: waiting(running) == 2)
-    eventually(lambda: waiting(running) == 0)
-    assert running.see(lambda: running.grpc.unanswered) == 0
-    engine.gate.set()
-    assert engine.fed == [1]
+    busy.client.start(3, infer_bytes(value=2))
+    busy.client.start(5, infer_bytes(value=3), STREAM, end=False)
+    eventually(lambda: busy.waiting == 2)
+    busy.client.close()
+    eventually(lambda: busy.waiting == 0)
+    assert busy.unanswered == 0
+    busy.engine.gate.set()
+    assert busy.engine.fed == [1]
 
 
-def test_a_full_queue_answers_unavailable(gated: tuple[Serving, GatedEngine]) -> None:
-    running, engine = gated
-    with frames(running.port) as client:
-        client.start(1, infer_bytes(value=1))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        for stream in (3, 5, 7):
-            client.start(stream, infer_bytes(value=stream))
-        refused = client.answer(7)
-        assert refused.status == 14
-        assert "`queue`" in refused.headers["grpc-message"]
-        engine.gate.set()
-        assert [client.answer(stream).status for stream in (1, 3, 5)] == [0, 0, 0]
-
-
-def test_a_half_closed_stream_stays_open_until_all_answers_are_sent(
-    gated: tuple[Serving, GatedEngine],
-) -> None:
+def test_a_half_closed_stream_stays_open_until_all_answers_are_sent() -> None:
     """The client has closed its side; a request beyond the queue is refused in its turn."""
-    running, engine = gated
-    with frames(running.port) as client:
-        client.start(1, infer_bytes(value=1), STREAM, end=False)
-        assert engine.entered.acquire(timeout=WAIT_S)
-        for value in (2, 3):
-            client.message(1, infer_bytes(value=value), end=False)
-        client.message(1, infer_bytes(value=4))
-        client.call(3, b"", f"{SERVICE}/ServerLive")
-        assert 1 not in client.answers
-        engine.gate.set()
-        answer = client.answer(1)
+    with run_busy(STREAM) as busy:
+        for value in (2, 3, 4):
+            busy.client.message(1, infer_bytes(value=value), end=value == 4)
+        busy.client.call(3, b"", LIVE)
+        assert 1 not in busy.client.answers
+        busy.engine.gate.set()
+        answer = busy.client.answer(1)
     kinds = []
     data = answer.data
     while data:
@@ -228,124 +190,91 @@ def test_a_half_closed_stream_stays_open_until_all_answers_are_sent(
 
 
 def test_a_stream_with_too_many_outstanding_requests_is_not_read(eventually: Any) -> None:
-    engine = GatedEngine()
-    with serving({"m": engine}, Http2Limits(outstanding=4), max_batch=1) as running:
-        engine.warm = True
-        with frames(running.port) as client:
-            client.open(1, STREAM)
-            for value in range(12):
-                client.message(1, infer_bytes(value=value), end=value == 11)
-            assert engine.entered.acquire(timeout=WAIT_S)
-            eventually(lambda: waiting(running) == 3)
-            client.settle()
-            assert waiting(running) == 3
-            engine.gate.set()
-            assert client.answer(1).status == 0
-        assert engine.fed == list(range(12))
+    with run_busy(STREAM, Http2Limits(outstanding=4), queue=1024) as busy:
+        for value in range(2, 13):
+            busy.client.message(1, infer_bytes(value=value), end=value == 12)
+        eventually(lambda: busy.waiting == 3)
+        busy.client.settle()
+        assert busy.waiting == 3
+        busy.engine.gate.set()
+        assert busy.client.answer(1).status == 0
+        assert busy.engine.fed == list(range(1, 13))
 
 
 def test_at_the_end_open_connections_are_answered_and_new_ones_refused(
-    gated: tuple[Serving, GatedEngine], eventually: Any
+    busy: Busy, eventually: Any
 ) -> None:
-    running, engine = gated
-    with frames(running.port) as client, frames(running.port) as other:
-        client.start(1, infer_bytes(value=1))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        running.server.stop()
-        eventually(lambda: running.repository.leaving)
-        live = other.call(1, b"", f"{SERVICE}/ServerLive")
+    client, server = busy.client, busy.server
+    with frames(server.port) as other:
+        server.server.stop()
+        eventually(lambda: server.repository.leaving)
+        live = other.call(1, b"", LIVE)
         assert MESSAGES["ServerLiveResponse"].FromString(live.data[5:]).live
         ready = other.call(3, b"", f"{SERVICE}/ServerReady")
         assert not MESSAGES["ServerReadyResponse"].FromString(ready.data[5:]).ready
         other.start(5, infer_bytes(value=2))
         other.settle()
-        engine.gate.set()
+        busy.engine.gate.set()
         assert first_value(client.answer(1)) == 3
         assert first_value(other.answer(5)) == 5
         assert client.closed()
         assert client.goaway == 0
-        assert running.stop() == 0
-        with pytest.raises(ConnectionRefusedError), frames(running.port):
+        assert server.stop() == 0
+        with pytest.raises(ConnectionRefusedError), frames(server.port):
             pass
 
 
-def test_an_old_connection_is_asked_to_leave_and_its_calls_are_answered(eventually: Any) -> None:
-    engine = GatedEngine()
-    with (
-        serving({"m": engine}, Http2Limits(max_age_s=3600)) as running,
-        frames(running.port) as client,
-    ):
-        engine.warm = True
-        client.start(1, infer_bytes(value=1))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        (link,) = running.see(lambda: list(running.grpc.connections))
-        running.see(lambda: link.check(running.grpc.now_s + 3200))
+def test_an_old_connection_is_asked_to_leave_and_its_calls_are_answered() -> None:
+    with run_busy(limits=Http2Limits(max_age_s=3600)) as busy:
+        client, server = busy.client, busy.server
+        (link,) = server.see(lambda: list(server.grpc.connections))
+        server.see(lambda: link.check(server.grpc.now_s + 3200))
         client.settle()
         assert client.goaway is None
-        running.see(lambda: link.check(running.grpc.now_s + 4000))
+        server.see(lambda: link.check(server.grpc.now_s + 4000))
         client.until(lambda: client.goaway == 0)
         client.start(3, infer_bytes(value=2))  # it was on its way
-        engine.gate.set()
+        busy.engine.gate.set()
         assert [first_value(client.answer(stream)) for stream in (1, 3)] == [3, 5]
         client.send(6, 1, 0, b"retiring")  # the answer to the PING: it has read the GOAWAY
         assert client.closed()
 
 
-def test_shutdown_waits_no_longer_than_grace_s(gated: tuple[Serving, GatedEngine]) -> None:
-    running, engine = gated
-    with frames(running.port) as client:
-        client.start(1, infer_bytes(value=1))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        assert running.stop(grace_s=0.05) == 1
-        assert client.closed()
+def test_shutdown_waits_no_longer_than_grace_s(busy: Busy) -> None:
+    assert busy.server.stop(grace_s=0.05) == 1
+    assert busy.client.closed()
 
 
 def test_health_can_be_checked_and_watched() -> None:
-    with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+    with serving() as server, channel_to(server) as channel:
         check = MESSAGES["HealthCheckRequest"]
-        path = "/grpc.health.v1.Health"
-        for name, status in (("", 1), ("m", 1), (SERVICE[1:], 1)):
+        for name in ("", "m", SERVICE[1:]):
             data = check(service=name).SerializeToString()
-            answer = ask(channel, f"{path}/Check", "HealthCheckResponse", data=data)
-            assert answer.status == status
+            assert ask(channel, f"{HEALTH}/Check", "HealthCheckResponse", data=data).status == 1
         with pytest.raises(grpc.RpcError) as caught:
-            ask(channel, f"{path}/Check", "HealthCheckResponse", data=b"\n\5other")
+            ask(channel, f"{HEALTH}/Check", "HealthCheckResponse", data=b"\n\5other")
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
         watch = channel.unary_stream(
-            f"{path}/Watch", None, MESSAGES["HealthCheckResponse"].FromString
+            f"{HEALTH}/Watch", None, MESSAGES["HealthCheckResponse"].FromString
         )
         seen = watch(b"", timeout=WAIT_S)
         assert next(seen).status == 1
         assert next(watch(b"\n\5other", timeout=WAIT_S)).status == 3
-        assert running.see(lambda: running.grpc.unanswered) == 0
-        running.repository.drain()
+        assert server.see(lambda: server.grpc.unanswered) == 0
+        server.repository.drain()
         assert next(seen).status == 2
         seen.cancel()
 
 
-def test_large_typed_contents_of_the_wrong_size_are_refused(
-    gated: tuple[Serving, GatedEngine],
-) -> None:
-    running, engine = gated
-    engine.gate.set()
-    request = MESSAGES["ModelInferRequest"](model_name="m")
-    item = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
-    item.contents.fp32_contents.extend([1.0] * 100_000)
-    with frames(running.port) as client:
-        refused = client.call(1, request.SerializeToString())
-        assert refused.status == 3
-        assert "has 4 elements, 'data' has 100000" in refused.headers["grpc-message"]
-
-
 def test_an_engine_error_is_internal_and_shows_no_file_path() -> None:
     class Failing(GatedEngine):
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        def __call__(self, feeds: Any) -> dict[str, Any]:
             if self.warm:
                 raise RuntimeError("/home/someone/secret.py line 3")
             return super().__call__(feeds)
 
     engine = Failing()
-    with serving({"m": engine}) as running, frames(running.port) as client:
+    with serving({"m": engine}) as server, frames(server.port) as client:
         engine.warm = True
         answer = client.call(1, infer_bytes())
         assert answer.status == 13
@@ -355,32 +284,74 @@ def test_an_engine_error_is_internal_and_shows_no_file_path() -> None:
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 def test_tools_learn_the_services_by_reflection(version: str) -> None:
     ask_, answer = MESSAGES["ServerReflectionRequest"], MESSAGES["ServerReflectionResponse"]
+    service = "GRPCInferenceService"
+    names = (service, f"{service}.ModelInfer", "ModelInferRequest.InferInputTensor", "Nothing")
     questions = [
         ask_(list_services=""),
-        ask_(file_containing_symbol="inference.GRPCInferenceService"),
-        ask_(file_containing_symbol="inference.GRPCInferenceService.ModelInfer"),
-        ask_(file_containing_symbol="inference.ModelInferRequest.InferInputTensor"),
         ask_(file_by_filename="health.proto"),
-        ask_(file_containing_symbol="inference.Nothing"),
+        *(ask_(file_containing_symbol=f"inference.{name}") for name in names),
         ask_(all_extension_numbers_of_type="inference.ModelInferRequest"),
     ]
-    with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        call = channel.stream_stream(
-            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-            ask_.SerializeToString, answer.FromString,
-        )  # fmt: skip
+    method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    with serving() as server, channel_to(server) as channel:
+        call = channel.stream_stream(method, ask_.SerializeToString, answer.FromString)
         listed, *files, nothing, extension = call(iter(questions), timeout=WAIT_S)
-    names = {service.name for service in listed.list_services_response.service}
-    assert {SERVICE[1:], "grpc.health.v1.Health"} < names
-    for found, name in zip(files, ["grpc_service.proto"] * 3 + ["health.proto"], strict=True):
+        unreadable = channel.stream_stream(method)(iter([b"\xff" * 9]), timeout=WAIT_S)
+        assert unreadable.code() is grpc.StatusCode.INVALID_ARGUMENT
+    services = {service.name for service in listed.list_services_response.service}
+    assert {SERVICE[1:], HEALTH[1:]} < services
+    for found, name in zip(files, ["health.proto", *["grpc_service.proto"] * 3], strict=True):
         (file,) = found.file_descriptor_response.file_descriptor_proto
         assert FileDescriptorProto.FromString(file).name == name
     assert nothing.error_response.error_code == extension.error_response.error_code == 5
     assert nothing.original_request == questions[-2]
 
 
-def test_a_question_of_reflection_that_cannot_be_read_is_refused() -> None:
-    method = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-    with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        call = channel.stream_stream(method)(iter([b"\xff" * 9]), timeout=WAIT_S)
-        assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+# -- A process that has run out of file descriptors
+
+FILES = 64
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+
+    with Process(tmp_path, "--grpc-port", "0", before=limit) as process:
+        yield process
+    assert not [line for line in process.log_lines() if "Traceback" in line]
+
+
+def crowd(process: Process, kind: str) -> list[Frames | Raw]:
+    """More connections than the process may have; returns when it cannot accept another."""
+    port = int(process.grpc.rpartition(":")[2])
+    found = [Frames(port) if kind == "grpc" else Raw(process.port) for _ in range(2 * FILES)]
+    until(lambda: any("connections cannot be accepted" in line for line in process.log_lines()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+def test_without_file_descriptors_open_connections_are_served_and_new_ones_accepted_later(
+    process: Process, kind: str
+) -> None:
+    with frames(int(process.grpc.rpartition(":")[2])) as first:
+        assert first_value(first.call(1, infer_bytes(value=3))) == 7
+        clients = crowd(process, kind)
+        began_s = process.cpu_s()
+        threading.Event().wait(1.0)  # the CPU time of this second is measured
+        assert process.cpu_s() - began_s < 0.5
+        assert first_value(first.call(3, infer_bytes(value=4))) == 9
+        with frames(int(process.grpc.rpartition(":")[2])) as last:
+            for client in clients:
+                client.close()
+            assert first_value(last.call(1, infer_bytes(value=5))) == 11
+    assert process.infer(1) == (200, [3.0])
+    until(lambda: process.gauge("deploykit_held_bytes") == 0)
+
+
+def test_a_server_without_file_descriptors_can_be_shut_down(process: Process) -> None:
+    clients = crowd(process, "grpc")
+    process.popen.terminate()
+    for client in clients:
+        client.close()
+    assert process.wait() == 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploykit.serving.http.head import HeadReader, HttpLimits
-from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.security import AccessControl
+from deploykit.serving.http.head import HttpLimits
 from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
@@ -55,7 +53,9 @@ EXCHANGES = {  # sent, then for each answer its status or headers; 0: the connec
     "HTTP/1.0": (OLD + b"\r\n", CLOSED, 0),
     "HTTP/1.0, kept": (
         OLD + b"Connection: keep-alive\r\n\r\n" + OLD + b"\r\n",
-        {"connection": "keep-alive"}, CLOSED, 0,
+        {"connection": "keep-alive"},
+        CLOSED,
+        0,
     ),
     "chunks": (CHUNKED + chunks(infer_json([1, 2, 3, 4], [1, 4])) + LIVE, 200, 200),
     "trailers": (CHUNKED + b"0\r\nDigest: x\r\n\r\n" + LIVE, 400, 200),
@@ -65,7 +65,7 @@ EXCHANGES = {  # sent, then for each answer its status or headers; 0: the connec
     "Upgrade": (request("GET", "/v2/health/live", Connection="Upgrade", Upgrade="h2c"), 200),
     "an unknown expectation": (request("GET", "/v2/health/live", Expect="a miracle"), 200),
     "any Accept": (request("GET", "/v2/health/live", Accept=";;,a/b;q=0"), 200),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("in_bytes", [False, True], ids=["at once", "byte by byte"])
@@ -100,20 +100,6 @@ def test_pipelined_requests_are_answered_in_order(gated: tuple[Running, GatedEng
     assert replies[2].json["outputs"][0]["data"][0] == 5
 
 
-def test_reading_stops_when_a_client_pipelines_too_much() -> None:
-    engine = GatedEngine()
-    with running({"m": engine}) as server:
-        engine.warm = True
-        raw = server.connect()
-        padded = request("POST", INFER, infer_json([0] * 4, [1, 4]) + b" " * 100_000)
-        raw.socket.settimeout(0.5)
-        with pytest.raises(TimeoutError):  # 40 MB do not fit into the buffers between us
-            raw.send(padded * 400)
-        raw.socket.settimeout(WAIT_S)
-        engine.gate.set()
-        assert raw.status() == 200
-
-
 def test_expect_100_continue_is_answered_before_the_body(server: Running) -> None:
     body = infer_json([1, 2, 3, 4], [1, 4])
     raw = server.connect()
@@ -129,12 +115,11 @@ def test_expect_100_continue_is_answered_before_the_body(server: Running) -> Non
 @pytest.mark.parametrize(
     ("options", "pieces", "expected"),
     [
-        ({}, (request("GET", "/v2", Host="localhost\r\nHost: localhost"),), 400),
         ({}, (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nlong: ", b"a" * 100_000), 431),
         ({"limits": HttpLimits(chunks=100)}, (CHUNKED + b"1\r\na\r\n" * 101,), 413),
         ({"limits": HttpLimits(header_bytes=1000)}, (CHUNKED + b"0\r\nx: ", b"a" * 5000), 413),
     ],
-    ids=["two hosts", "an endless header", "too many chunks", "an endless trailer"],
+    ids=["an endless header", "too many chunks", "an endless trailer"],
 )
 def test_a_malformed_message_is_refused_and_its_connection_closed(
     options: dict[str, HttpLimits], pieces: tuple[bytes, ...], expected: int
@@ -158,16 +143,17 @@ def test_a_body_of_exactly_the_limit_is_read(server: Running) -> None:
 # -- the engine is busy
 
 
-def test_a_full_queue_gets_503_at_once(gated: tuple[Running, GatedEngine]) -> None:
+def test_a_full_queue_gets_503_at_once(
+    gated: tuple[Running, GatedEngine], eventually: Callable[[Callable[[], bool]], None]
+) -> None:
     server, engine = gated
     raws = [server.connect() for _ in range(6)]
     raws[0].send(numbered(0))
     assert engine.entered.acquire(timeout=WAIT_S)
     for raw in raws[1:5]:
         raw.send(numbered(1))
-    _until_waiting(server, 4)
-    raws[5].send(numbered(2))
-    reply = raws[5].reply()
+    eventually(lambda: server.server.repository.models["m"].waiting == 4)
+    reply = raws[5].ask(numbered(2))
     assert reply.status == 503
     assert reply.headers["retry-after"] == "1"
     assert "queue of model 'm' is full" in reply.json["error"]
@@ -189,42 +175,7 @@ def test_a_request_that_times_out_gets_504_while_the_engine_is_busy(
     assert 7 not in engine.fed
 
 
-def test_a_request_in_a_hung_engine_gets_504_at_the_servers_time_limit() -> None:
-    engine = GatedEngine()
-    with running({"m": engine}, timeout_ms=1) as server:
-        engine.warm = True
-        raw = server.connect()
-        raw.send(numbered(0))
-        assert raw.status() == 504
-        engine.gate.set()
-
-
-def _until_waiting(server: Running, count: int) -> None:
-    """Wait until the metrics show `count` requests in the queue."""
-    line = f'deploykit_queue_depth{{model="m",version="1"}} {count}.0\n'
-    for _ in range(10_000):
-        if line in server.ask("GET", "/metrics").body.decode():
-            return
-    pytest.fail(f"there were never {count} requests waiting")
-
-
 # -- Cached request heads: a repeated head is not parsed again, nor mistaken for another
-
-
-def reader() -> HeadReader:
-    return HeadReader(HttpLimits(), AccessControl(ServeOptions(), loopback=True), 1000)
-
-
-def test_a_head_split_at_any_byte_is_parsed() -> None:
-    for cut in range(len(LIVE) + 1):
-        found = reader()
-        used, head = found.feed(LIVE[:cut]) if cut else (0, None)
-        if cut < len(LIVE):
-            assert (used, head) == (cut, None)
-            used, head = found.feed(LIVE[cut:] + b"the body")
-            assert used == len(LIVE) - cut
-        assert head is not None
-        assert (head.method, head.path, head.refusal) == ("GET", "/v2/health/live", None)
 
 
 def test_a_packet_inside_a_header_is_not_cached_as_a_head(server: Running) -> None:
@@ -241,7 +192,6 @@ def test_a_packet_inside_a_header_is_not_cached_as_a_head(server: Running) -> No
 
 REPEATED = [  # two headers, status of the reply
     ("Accept: a/b", "Accept: c/d", 200),
-    ("Accept-Encoding: gzip", "Accept-Encoding: br", 200),
     ("Content-Encoding: identity", "Content-Encoding: identity", 200),
     ("Content-Type: application/json", "Content-Type: application/json", 200),
     ("Content-Type: application/json", "Content-Type: text/plain", 400),
@@ -249,8 +199,6 @@ REPEATED = [  # two headers, status of the reply
     ("Authorization: Bearer a", "Authorization: Bearer b", 400),
     ("Traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",) * 2 + (200,),
     ("Traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "Traceparent: x", 200),
-    ("Tracestate: a=1", "Tracestate: b=2", 200),
-    ("X-Forwarded-For: 10.0.0.1", "X-Forwarded-For: 10.0.0.2", 200),
     ("Origin: http://localhost", "Origin: http://localhost", 200),
     ("Origin: http://localhost", "Origin: https://evil.example", 400),
     ("Host: localhost", "Host: localhost", 400),
@@ -274,15 +222,13 @@ def test_encoded_letters_of_a_path_are_the_letters(server: Running) -> None:
     assert server.ask("GET", "/v2/models/%6d%2Fconfig").status == 404
 
 
-@pytest.mark.parametrize("blanks", [b" ", b"\t", b" \t  "])
+@pytest.mark.parametrize("blanks", [b" ", b" \t  "])
 @pytest.mark.parametrize(
     ("field", "status"),
     [
         (b"Host: localhost", 200),
         (b"Host: localhost\r\nOrigin: http://localhost", 200),
         (b"Host: localhost\r\nContent-Length: 0", 200),
-        (b"Host: localhost\r\nAccept-Encoding: gzip", 200),
-        (b"Host: localhost\r\nExpect: 100-continue", 200),
         (b"Host: localhost\r\nInference-Header-Content-Length: 0", 200),
         (b"Host: evil.example", 403),
     ],
@@ -290,42 +236,34 @@ def test_encoded_letters_of_a_path_are_the_letters(server: Running) -> None:
 def test_blanks_at_the_end_of_a_headers_value_do_not_count(
     server: Running, field: bytes, status: int, blanks: bytes
 ) -> None:
-    raw = server.connect()
-    reply = raw.ask(b"GET /v2/health/live HTTP/1.1\r\n" + field + blanks + b"\r\n\r\n")
+    reply = server.connect().ask(b"GET /v2/health/live HTTP/1.1\r\n" + field + blanks + b"\r\n\r\n")
     assert reply.status == status
 
 
 @pytest.mark.parametrize(
-    ("target", "host", "status", "path"),
+    ("target", "host", "status"),
     [
-        ("http://localhost/v2/health/live", "localhost", 200, "/v2/health/live"),
-        ("HTTP://LOCALHOST:8000/v2/health/live", "localhost", 200, "/v2/health/live"),
-        ("https://127.0.0.1/v2/health/live?x=http://a/b", "", 200, "/v2/health/live"),
-        ("http://localhost/v2/health/live", "evil.example", 200, "/v2/health/live"),
-        ("http://evil.example/v2/health/live", "localhost", 403, "/v2/health/live"),
-        ("http://localhost", "localhost", 200, "/"),
-        ("http://localhost?/v2/health/live", "localhost", 200, "/"),
-        ("http://me@localhost/v2/health/live", "localhost", 404, ""),
-        ("http:///v2/health/live", "localhost", 404, ""),
-        ("ftp://localhost/v2/health/live", "localhost", 404, ""),
-        ("http://localhost//v2/health/live", "localhost", 404, "//v2/health/live"),
-        ("http://localhost/%2e%2e/v2", "localhost", 404, "/../v2"),
-        ("http://localhost\\@evil.example/v2/health/live", "localhost", 404, ""),
+        ("http://localhost/v2/health/live", "localhost", 200),
+        ("HTTP://LOCALHOST:8000/v2/health/live", "localhost", 200),
+        ("http://localhost/v2/health/live", "evil.example", 200),
+        ("http://evil.example/v2/health/live", "localhost", 403),
+        ("http://localhost?/v2/health/live", "localhost", 200),
+        ("http://me@localhost/v2/health/live", "localhost", 404),
+        ("ftp://localhost/v2/health/live", "localhost", 404),
+        ("http://localhost/%2e%2e/v2", "localhost", 404),
+        ("http://localhost\\@evil.example/v2/health/live", "localhost", 400),
     ],
 )
 def test_a_target_may_be_a_url_whose_host_counts(
-    server: Running, target: str, host: str, status: int, path: str
+    server: Running, target: str, host: str, status: int
 ) -> None:
     """RFC 9112, 3.2.2."""
-    assert server.ask("GET", target, Host=host).status in (status, 400 if status == 404 else status)
-    _, head = reader().feed(request("GET", target, Host=host))
-    assert head is not None
-    if path and head.refusal is None:
-        assert head.path == path
+    assert server.ask("GET", target, Host=host).status == status
 
 
 def test_a_url_as_the_target_does_not_get_around_the_token() -> None:
     with running(token="0123456789abcdef") as server:
         assert server.ask("GET", "http://localhost/v2").status == 401
         assert server.ask("GET", "http://localhost/v2/health/live").status == 200
-        assert server.ask("GET", "http://localhost?/v2/health/../../v2").status == 200  # the page
+        page = server.ask("GET", "http://localhost?/v2/health/../../v2")
+        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")

@@ -7,7 +7,6 @@ import gzip
 import http.client
 import json
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -34,18 +33,11 @@ from tests.support.runtimes.pictures import encoded, noise, photo  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 
 _FORMATS = "is neither PNG, JPEG nor WebP"
-_TURNED = Image.Exif()
-_TURNED[0x0112] = 6
 Make = Callable[[], bytes]
 
 
 def small_image(mode: str = "RGB") -> Any:
     return Image.fromarray(noise(9, 12)).convert(mode)
-
-
-def frames(kind: str, count: int) -> bytes:
-    others = [Image.fromarray(noise(9, 12, seed=seed)) for seed in range(1, count)]
-    return encoded(small_image(), kind, save_all=True, append_images=others)
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -58,13 +50,6 @@ def png_header(width: int, height: int) -> bytes:
     return found
 
 
-def comments(count: int) -> bytes:
-    """A PNG with so many empty comments."""
-    data, comment = encoded(small_image()), b"tEXt"
-    one = struct.pack(">I", 0) + comment + struct.pack(">I", zlib.crc32(comment))
-    return data[:-12] + count * one + data[-12:]
-
-
 def many_scans(count: int) -> bytes:
     """A progressive JPEG whose last scan, of a few bytes, comes so many times."""
     data = encoded(small_image("L"), "JPEG", progressive=True)
@@ -73,50 +58,11 @@ def many_scans(count: int) -> bytes:
 
 
 ANSWERED_IMAGES: dict[str, Make] = {
-    "cmyk": lambda: encoded(small_image("CMYK"), "JPEG"),
-    "turned": lambda: encoded(small_image(), "JPEG", exif=_TURNED),
     "one pixel": lambda: encoded(np.zeros((1, 1, 3), np.uint8)),
-    "alpha": lambda: encoded(small_image("RGBA")),
-    "grey and alpha": lambda: encoded(small_image("LA")),
-    "palette": lambda: encoded(small_image("P")),
-    "one bit": lambda: encoded(small_image("1")),
-    "two images of a phone": lambda: frames("MPO", 2),
     "rubbish behind it": lambda: photo() + bytes(100_000),
     "many scans": lambda: many_scans(90),
     "a colour profile": lambda: encoded(small_image("CMYK"), "JPEG", icc_profile=bytes(200_000)),
     "a long side": lambda: encoded(np.zeros((1, 60_000, 3), np.uint8)),
-}
-REFUSED_IMAGES: dict[str, tuple[Make, str]] = {
-    "bomb": (lambda: png_header(50_000, 50_000), "has more than 25 million pixels"),
-    "smaller bomb": (lambda: png_header(5_001, 5_000), "is 5001x5000, above the limit of 25"),
-    "thread": (lambda: png_header(70_000, 1), "is 70000x1, a side has 65535 at most"),
-    "no size": (lambda: png_header(0, 0), _FORMATS),
-    "gif": (lambda: frames("GIF", 30), _FORMATS),
-    "animated webp": (lambda: frames("WEBP", 20), "has 20 frames, one image per file"),
-    "animated png": (lambda: frames("PNG", 5), "has 5 frames, one image per file"),
-    "16 bits": (
-        lambda: encoded(Image.fromarray(np.zeros((4, 4), np.uint16))),
-        "has more than 8 bits per channel",
-    ),
-    "cut": (lambda: photo()[:9000], "image file is truncated"),
-    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", _FORMATS),
-    "tiff": (lambda: encoded(small_image(), "TIFF"), _FORMATS),
-    "heic": (lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(2000), _FORMATS),
-    "too many scans": (lambda: many_scans(100), "a JPEG has 100 at most"),
-    "half of a progressive one": (
-        lambda: encoded(noise(90, 120), "JPEG", progressive=True)[:4000],
-        "image file is truncated",
-    ),
-    "parts": (lambda: comments(50_000), "it has too many parts"),
-}
-REFUSED_TEXTS: dict[str, tuple[bytes, str]] = {
-    "too long": (b"good " * 100, "has 102 tokens, the model takes 8"),
-    "10 MB": (b"good " * 2_000_000, "is above 800 bytes, the model takes 8 tokens"),
-    "spaces": (b" \n", "is empty"),
-    "byte order mark": (b"\xef\xbb\xbf", "is empty"),
-    "no utf-8": (b"\xff\xfe\0", "is not UTF-8"),
-    "utf-16": ("good".encode("utf-16"), "is not UTF-8"),
-    "half of a pair": (b"\xed\xa0\x80", "is not UTF-8"),
 }
 
 
@@ -146,34 +92,38 @@ def as_json(value: Any) -> bytes:
 
 
 URLENCODED = "application/x-www-form-urlencoded"
+FORM = "multipart/form-data; boundary=----b"
+
+
+def bad_image(make: Make, reason: str) -> tuple[str, Make, str, int, str]:
+    return "classify", make, "image/jpeg", 400, reason
+
+
+def bad_text(body: bytes, reason: str) -> tuple[str, bytes, str, int, str]:
+    return "text-classify", body, "text/plain", 400, f"the text: {reason}"
+
 
 # model, body, content type; status and reason
-REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
+REFUSED: dict[str, tuple[str, bytes | Make, str, int, str]] = {
     "empty": ("classify", b"", "image/png", 400, "the body is empty; send a JPEG"),
-    "html": ("classify", b"<html>", "image/png", 400, "is neither PNG, JPEG nor WebP"),
-    "cut": ("classify", photo()[:5000], "image/jpeg", 400, "the image: is not a readable image"),
     "type": ("classify", LIGHT, "audio/wav", 415, "'audio/wav' is not offered; send a JPEG"),
-    "another field": ("text-classify", b"txet=good", URLENCODED, 400, "has a field 'txet'"),
-    "no image in a form": ("classify", b"image=%3F", URLENCODED, 400, "image 1 is not base64"),
-    "charset": ("text-classify", b"good", "text/plain; charset=x", 415, "the charset 'x' is"),
-    "codec": ("text-classify", b"x\x9c", "text/plain; charset=zlib", 415, "charset 'zlib' is not"),
-    "slow codec": ("text-classify", b"good", "text/plain; charset=punycode", 415, "is not offered"),
-    "large form": (
-        "text-classify",
-        b"text=" + b"%41" * 1_300_000,
-        URLENCODED,
-        400,
-        "the model takes",
-    ),
-    "not in its charset": (
-        "text-classify",
-        b"\xe9",
-        "text/plain; charset=ascii",
-        400,
-        "is not UTF-8",
-    ),
+    "curl -d": ("text-classify", b"text=good", URLENCODED, 415, "is not offered; send text/plain"),
     "text for images": ("classify", b"cat", "text/plain", 415, "'text/plain' is not offered"),
     "image for text": ("text-classify", LIGHT, "image/png", 415, "'image/png' is not offered"),
+    **{
+        f"charset of {kind}": ("text-classify", body, f"{kind}; charset=utf-16", 415, "'utf-16' is")
+        for kind, body in (("text/plain", b"g\0"), ("application/json", b"[\0]\0"))
+    },
+    "charset of a part": (
+        "text-classify",
+        form(("text", b"g\0"))[0].replace(b"octet-stream", b"x; charset=utf-16"),
+        FORM,
+        415,
+        "the charset 'utf-16' is not offered",
+    ),
+    "no task": ("plain", LIGHT, "image/png", 501, "model 'plain' has no task"),
+    "no model": ("absent", LIGHT, "image/png", 404, "there is no model 'absent'"),
+    # forms
     "one of several": (
         "classify",
         *form(("image", LIGHT), ("image", b"?")),
@@ -182,58 +132,48 @@ REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
     ),
     "no file": ("classify", *form(), 400, "the request has no items"),
     "unknown field": ("classify", *form(("x", LIGHT)), 400, "has a field 'x'; possible: image"),
-    "no boundary": ("classify", LIGHT, "multipart/form-data", 400, "has no boundary"),
-    "another boundary": (
-        "classify",
-        form(("image", LIGHT))[0],
-        "multipart/form-data; boundary=c",
-        400,
-        "does not begin with the boundary",
-    ),
-    "form without its end": (
-        "classify",
-        form(("image", LIGHT))[0][:-20],
-        form()[1],
-        400,
-        "ends before its last boundary",
-    ),
-    "field without a name": (
-        "classify",
-        b"------b\r\nContent-Type: image/png\r\n\r\nx\r\n------b--\r\n",
-        form()[1],
-        400,
-        "a field of the form has no name",
-    ),
-    "field without headers": (
-        "classify",
-        b"------b\r\nx\r\n------b--\r\n",
-        form()[1],
-        400,
-        "has no end of its headers",
-    ),
-    "too many": ("text-classify", as_json(["good"] * 257), "application/json", 413, "257 items"),
     "too many files": ("classify", *form(*[("image", b"x")] * 257), 413, "more than 256 fields"),
+    **{
+        reason: ("classify", body, kind, 400, reason)
+        for body, kind, reason in (
+            (LIGHT, "multipart/form-data", "has no boundary"),
+            (form()[0], "multipart/form-data; boundary=c", "does not begin with the boundary"),
+            (form(("image", LIGHT))[0][:-20], FORM, "ends before its last boundary"),
+            (b"------b\r\nA: b\r\n\r\nx\r\n------b--\r\n", FORM, "of the form has no name"),
+            (b"------b\r\nx\r\n------b--\r\n", FORM, "has no end of its headers"),
+        )
+    },
+    # JSON
+    "too many": ("text-classify", as_json(["good"] * 257), "application/json", 413, "257 items"),
+    **{
+        f"{kind} {body[:20]!r}": (kind, body, "", 400, reason)
+        for kind, body, reason in (
+            ("classify", as_json({"text": "a"}), "needs 'image'"),
+            ("text-classify", as_json({"text": "a", "k": 1}), "needs 'text' and nothing else"),
+            ("text-classify", as_json(["good", 5]), "text 2 must be a string, got 5"),
+            ("text-classify", b"[]", "has no items"),
+            ("text-classify", as_json([" "]), "the text: is empty"),
+            ("text-classify", b'["\\ud83d"]', "is not valid JSON"),
+            ("text-classify", b"[" * 101 + b"]" * 101, "nested more than 100 deep"),
+            ("classify", as_json(["?!"]), "image 1 is not base64"),
+            ("classify", as_json(["ü"]), "image 1 is not base64"),
+        )
+    },
     "no json": ("classify", b"{", "application/json", 400, "is not valid JSON"),
-    "json of another kind": ("classify", as_json({"text": "a"}), "", 400, "needs 'image'"),
-    "two keys": (
-        "text-classify",
-        as_json({"text": "a", "k": 1}),
-        "",
-        400,
-        "needs 'text' and nothing else",
-    ),
-    "number": ("text-classify", as_json(["good", 5]), "", 400, "text 2 must be a string, got 5"),
     "null": ("text-classify", b"null", "application/json", 400, "text 1 must be a string"),
-    "empty list": ("text-classify", b"[]", "application/json", 400, "has no items"),
-    "no base64": ("classify", as_json(["?!"]), "", 400, "image 1 is not base64"),
-    "not ascii": ("classify", as_json(["ü"]), "", 400, "image 1 is not base64"),
-    "empty text": ("text-classify", as_json([" "]), "", 400, "the text: is empty"),
-    "long text": ("text-classify", b"good " * 9, "text/plain", 400, "has 11 tokens, the model"),
-    "no utf-8": ("text-classify", b"\xff\xfe", "text/plain", 400, "the text: is not UTF-8"),
-    "lone surrogate": ("text-classify", b'["\\ud83d"]', "", 400, "is not valid JSON"),
-    "nested": ("text-classify", b"[" * 101 + b"]" * 101, "", 400, "nested more than 100 deep"),
-    "no task": ("plain", LIGHT, "image/png", 501, "model 'plain' has no task"),
-    "no model": ("absent", LIGHT, "image/png", 404, "there is no model 'absent'"),
+    # images
+    "html": bad_image(lambda: b"<html>", _FORMATS),
+    "bomb": bad_image(lambda: png_header(50_000, 50_000), "has more than 25 million pixels"),
+    "above": bad_image(lambda: png_header(5_001, 5_000), "is 5001x5000, above the limit of 25"),
+    "gif": bad_image(lambda: encoded(small_image(), "GIF"), _FORMATS),
+    "cut": bad_image(lambda: photo()[:9000], "image file is truncated"),
+    "too many scans": bad_image(lambda: many_scans(100), "a JPEG has 100 at most"),
+    # text
+    "too long": bad_text(b"good " * 100, "has 102 tokens, the model takes 8"),
+    "4 MB": bad_text(b"good " * 790_000, "is above 800 bytes, the model takes 8 tokens"),
+    "byte order mark": bad_text(b"\xef\xbb\xbf", "is empty"),
+    "utf-16": bad_text("good".encode("utf-16"), "is not UTF-8"),
+    "half of a pair": bad_text(b"\xed\xa0\x80", "is not UTF-8"),
 }
 
 KINDS = ("classify", "detect", "segment", "embed", "text-classify")
@@ -264,27 +204,31 @@ def post(
     return reply.status, reply.json
 
 
-def base64_of(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-@pytest.mark.parametrize("kind", ["image/{}", "", "image/jpg", "image/*", "binary/octet-stream"])
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        *((form, f"image/{form.lower()}") for form in ("JPEG", "PNG", "WEBP")),
+        *(("PNG", kind) for kind in ("", "image/jpg", "image/*", "binary/octet-stream")),
+    ],
+)
 def test_an_image_is_answered_with_its_label(served: Running, form: str, kind: str) -> None:
     """Its bytes say what it is."""
-    status, found = post(served, "classify", plain(255, form), kind.format(form.lower()))
+    status, found = post(served, "classify", plain(255, form), kind)
     assert status == 200
     assert (found["label"], [each["index"] for each in found["top"]]) == ("light", [1, 0])
     assert found["score"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_boxes_are_in_pixels_of_the_image(served: Running) -> None:
+def test_an_embedding_is_a_list_and_boxes_are_in_pixels_of_the_image(served: Running) -> None:
     status, found = post(served, "detect", plain(204), "image/png")
     assert status == 200
     assert (found["width"], found["height"]) == (48, 32)
     (only,) = found["boxes"]  # the other one is below the threshold
     assert (only["label"], only["box"]) == ("light", [0, 0, 24, 32])
     assert only["score"] == pytest.approx(0.8, abs=1e-5)
+    status, found = post(served, "embed", plain(9), "image/png")
+    assert status == 200
+    assert found["embedding"] == pytest.approx([3**-0.5] * 3, abs=1e-5)
 
 
 def test_a_client_may_ask_for_another_threshold_and_number_of_labels(served: Running) -> None:
@@ -350,40 +294,19 @@ def test_tritonclient_sends_images_and_text_over_http_as_over_grpc(
         assert {each["name"] for each in answer.get_response()["outputs"]} == names
 
 
-def test_an_embedding_is_a_list(served: Running) -> None:
-    status, found = post(served, "embed", plain(9), "image/png")
-    assert status == 200
-    assert found["embedding"] == pytest.approx([3**-0.5] * 3, abs=1e-5)
-
-
-UTF16 = "application/json; charset=utf-16-le"
+SENTENCE = b"good good good"
 
 
 @pytest.mark.parametrize(
     ("body", "content_type"),
     [
-        (b"good good good", "text/plain; charset=utf-8"),
+        (SENTENCE, "text/plain; charset=utf-8"),
         (as_json({"text": "good good good"}), "application/json"),
-        (form(("text", b"good good good"))[0], form()[1]),
-        (b"text=good+good%20good", URLENCODED),
-        (b"good good good", URLENCODED),  # as `curl -d` sends a sentence
-        ("good good good".encode("utf-16"), "text/plain; charset=utf-16"),
-        (as_json({"text": "good good good"}).decode().encode("utf-16-le"), UTF16),
-        (b"old\r\n" + form(("text", b"good good good"))[0] + b"after it", form()[1]),
-        (form(("text", b"good good good"))[0].replace(b"----b\r\n", b"----b \t\r\n"), form()[1]),
-        form(("_charset_", b"utf-16-be"), ("text", "good good good".encode("utf-16-be"))),
-    ],
-    ids=[
-        "plain",
-        "json",
-        "form",
-        "urlencoded",
-        "sentence",
-        "charset",
-        "charset of JSON",
-        "preamble",
-        "padding",
-        "form charset",
+        form(("text", SENTENCE)),
+        (as_json({"text": "good good good"}), URLENCODED),  # by `curl -d`
+        (SENTENCE, 'text/plain; charset="US-ASCII"'),
+        (b"old\r\n" + form(("text", SENTENCE))[0] + b"after it", FORM),
+        (form(("text", SENTENCE))[0].replace(b"----b\r\n", b"----b \t\r\n"), FORM),
     ],
 )
 def test_a_text_is_answered_with_its_label(served: Running, body: bytes, content_type: str) -> None:
@@ -391,20 +314,18 @@ def test_a_text_is_answered_with_its_label(served: Running, body: bytes, content
     assert (status, found["label"], found["score"]) == (200, "good", pytest.approx(0.6))
 
 
+IN_BASE64 = [base64.b64encode(each).decode() for each in (LIGHT, DARK, LIGHT)]
 SEVERAL: dict[str, tuple[bytes, str]] = {
     "form": form(("image", LIGHT), ("image", DARK), ("image", LIGHT)),
     "form of another name": form(("images[]", LIGHT), ("file", DARK), ("images", LIGHT)),
-    "json": (as_json({"image": [*map(base64_of, (LIGHT, DARK, LIGHT))]}), "application/json"),
-    "json list": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), "application/json"),
-    "json without its type": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), ""),
+    "json": (as_json({"image": IN_BASE64}), "application/json"),
+    "json without its type": (as_json(IN_BASE64), ""),
     "base64url": (
-        as_json(
-            [base64.urlsafe_b64encode(each).decode().rstrip("=") for each in (LIGHT, DARK, LIGHT)]
-        ),
+        as_json([each.replace("+", "-").replace("/", "_").rstrip("=") for each in IN_BASE64]),
         "application/vnd.api+json",
     ),
     "data urls": (
-        as_json([f"data:image/png;base64,{base64_of(each)}" for each in (LIGHT, DARK, LIGHT)]),
+        as_json([f"data:image/png;base64,{each}" for each in IN_BASE64]),
         "application/json",
     ),
 }
@@ -431,7 +352,7 @@ def test_a_large_form_and_large_json_are_taken_apart_elsewhere(served: Running) 
     assert len(noisy) > 1 << 20
     for body, kind in (
         form(("image", noisy), ("image", DARK)),
-        (as_json([base64_of(noisy), base64_of(DARK)]), "application/json"),
+        (as_json([base64.b64encode(noisy).decode(), IN_BASE64[1]]), "application/json"),
     ):
         status, found = post(served, "classify", body, kind)
         assert status == 200, found
@@ -455,7 +376,7 @@ def test_a_form_may_hold_what_looks_like_its_boundary(served: Running) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_answered_is_refused_in_one_line(served: Running, case: str) -> None:
     kind, body, content_type, expected, reason = REFUSED[case]
-    status, found = post(served, kind, body, content_type)
+    status, found = post(served, kind, body if isinstance(body, bytes) else body(), content_type)
     assert (status, list(found)) == (expected, ["error"])
     assert reason in found["error"]
     assert "\n" not in found["error"]
@@ -466,15 +387,6 @@ def test_what_cannot_be_answered_is_refused_in_one_line(served: Running, case: s
 def test_an_unusual_image_is_answered(served: Running, name: str) -> None:
     status, found = post(served, "classify", ANSWERED_IMAGES[name](), "image/jpeg")
     assert (status, len(found["top"])) == (200, 2)
-
-
-@pytest.mark.parametrize("name", REFUSED_IMAGES)
-def test_a_hostile_image_is_refused_in_one_line(served: Running, name: str) -> None:
-    make, reason = REFUSED_IMAGES[name]
-    status, found = post(served, "classify", make(), "image/jpeg")
-    assert (status, list(found)) == (400, ["error"])
-    assert reason in found["error"]
-    assert "\n" not in found["error"]
 
 
 def test_the_limit_of_pixels_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -493,41 +405,16 @@ def test_the_limit_of_pixels_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_p
             assert status == 200 or "`max_pixels`" in answer
 
 
-@pytest.mark.parametrize("name", REFUSED_TEXTS)
-def test_a_hostile_text_is_refused_in_one_line(opened: dict[str, Any], name: str) -> None:
-    text, reason = REFUSED_TEXTS[name]
-    with running({"text-classify": opened["text-classify"]}) as server:
-        status, found = post(server, "text-classify", text, "text/plain")
-    assert (status, found) == (400, {"error": f"the text: {reason}"})
-
-
-def test_a_client_that_leaves_is_not_waited_for(
-    opened: dict[str, Any], eventually: Callable[[Callable[[], bool]], None]
-) -> None:
-    with running({"classify": opened["classify"]}) as server:
-        body, kind = form(*[("image", LIGHT)] * 50)
-        for _ in range(3):
-            raw = server.connect()
-            raw.send(request("POST", "/v2/models/classify/predict", body, Content_Type=kind))
-            raw.close()
-        eventually(lambda: not server.server._listener.memory.bytes)
-        assert post(server, "classify", LIGHT, "image/png")[0] == 200
-
-
 def test_items_of_several_requests_are_joined(opened: dict[str, Any]) -> None:
     with running({"classify": opened["classify"]}, max_delay_us=100_000, max_batch=8) as server:
         body, kind = form(*[("image", LIGHT)] * 4)
-        threads = [
-            threading.Thread(target=post, args=(server, "classify", body, kind)) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        raws = [server.connect() for _ in range(4)]
+        for raw in raws:
+            raw.send(request("POST", "/v2/models/classify/predict", body, Content_Type=kind))
+        assert [raw.status() for raw in raws] == [200] * 4
         counts = server.server.repository.models["classify"].metrics.statistics()
-    sizes = {each["batch_size"] for each in counts["batch_stats"]}
     assert counts["inference_count"] == 16
-    assert counts["execution_count"] < 16, sizes
+    assert counts["execution_count"] < 16, counts["batch_stats"]
 
 
 def test_a_full_queue_refuses_the_whole_request(opened: dict[str, Any]) -> None:
@@ -565,7 +452,7 @@ def test_without_its_package_a_model_still_takes_tensors(
     def absent(*_: object) -> None:
         raise missing("tokenizers")
 
-    monkeypatch.setattr("deploykit.serving.models.task.TaskSteps", absent)
+    monkeypatch.setattr("deploykit.serving.models.model.TaskSteps", absent)
     with running({"m": opened["text-classify"]}) as server:
         status, found = post(server, "m", b"good", "text/plain")
         assert (status, "tokenizers is not installed" in found["error"]) == (501, True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,28 +26,24 @@ from deploykit.serving.models.shadow import (
     exceeds,
 )
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import GatedEngine, infer_json, running
+from tests.support.serving.running import GatedEngine
 
 Eventually = Callable[[Callable[[], bool]], None]
-
-
-def answered(x: np.ndarray, y: np.ndarray) -> Pending:
-    """A request that succeeded."""
-    return Pending({"x": x}, len(x), (), lambda _: None, 0, 0, 0, outputs={"y": y})
-
-
-def run_of(*requests: Pending) -> BatchRun:
-    return BatchRun(requests, *[0] * (len(BatchRun._fields) - 1))
 
 
 def rows(count: int, start: float = 0.0) -> np.ndarray:
     return np.arange(start, start + 4 * count, dtype=np.float32).reshape(count, 4)
 
 
-@contextmanager
-def shadowed(engine: FakeEngine, rate: float = 1.0, alarm: float = 0.01) -> Iterator[Shadow]:
-    with Shadow("m", engine, rate=rate, alarm=alarm) as shadow:
-        yield shadow
+def feed(shadow: Shadow, x: np.ndarray, y: np.ndarray | None = None) -> None:
+    """A request of the rows `x` that was answered with `y`, by default as a FakeEngine does."""
+    outputs = {"y": 2 * x + 1 if y is None else y}
+    request = Pending({"x": x}, len(x), (), lambda _: None, 0, 0, 0, outputs=outputs)
+    shadow.record_run(BatchRun([request], *[0] * (len(BatchRun._fields) - 1)))
+
+
+def shadowed(engine: FakeEngine, rate: float = 1.0) -> Shadow:
+    return Shadow("m", engine, rate=rate, alarm=0.01)
 
 
 def value(shadow: Shadow, name: str) -> float:
@@ -56,14 +52,13 @@ def value(shadow: Shadow, name: str) -> float:
     return float(sample.value)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.5, 1.0])
 def test_requests_are_sampled_evenly_at_the_rate(rate: float) -> None:
-    engine = GatedEngine()
-    with shadowed(engine, rate) as shadow:
+    with shadowed(GatedEngine(), rate) as shadow:
         taken: list[int] = []
         shadow._sample = lambda feeds, _: taken.append(int(feeds["x"][0, 0]))  # type: ignore[method-assign]
         for number in range(10_000):
-            shadow.record_run(run_of(answered(rows(1, number), rows(1))))
+            feed(shadow, rows(1, number))
     assert abs(len(taken) - 10_000 * rate) <= 2
     if 0 < rate < 1:
         gaps = np.diff(taken)
@@ -73,16 +68,6 @@ def test_requests_are_sampled_evenly_at_the_rate(rate: float) -> None:
             assert len(seen) >= 0.4 * min(period, len(taken))
 
 
-def test_equal_answers_agree(eventually: Eventually) -> None:
-    with shadowed(FakeEngine()) as shadow:
-        x = rows(3)
-        shadow.record_run(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
-        eventually(lambda: value(shadow, "total") == 4)
-        assert value(shadow, "disagreements_total") == 0
-        assert value(shadow, "max_error") == 0
-        assert value(shadow, "alarm") == 0
-
-
 def test_disagreements_are_counted_by_row_and_raise_an_alarm(
     eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,68 +75,60 @@ def test_disagreements_are_counted_by_row_and_raise_an_alarm(
         x = rows(8)
         wrong = 2 * x + 1
         wrong[2, 0], wrong[5, 1] = 1000.0, np.nan
-        shadow.record_run(run_of(answered(x, wrong)))
+        feed(shadow, x, wrong)
         eventually(lambda: value(shadow, "total") == 8)
         assert value(shadow, "disagreements_total") == 2
         assert value(shadow, "max_error") == math.inf
         assert value(shadow, "alarm") == 0  # too few rows for a share
         for _ in range(3):
-            shadow.record_run(run_of(answered(x, wrong)))
+            feed(shadow, x, wrong)
         eventually(lambda: value(shadow, "total") == 32)
         assert value(shadow, "alarm") == 1
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         assert "shadow of model 'm': 4 of the last 16 rows disagree" in caplog.messages[0]
 
         x = rows(WINDOW_ROWS)  # only the last rows count
-        shadow.record_run(run_of(answered(x, 2 * x + 1)))
+        feed(shadow, x)
         eventually(lambda: value(shadow, "total") == 32 + WINDOW_ROWS)
         assert value(shadow, "alarm") == 0
         assert value(shadow, "disagreements_total") == 8
         assert len(caplog.records) == 1
-        shadow.record_run(run_of(answered(x[:100], x[:100])))
+        feed(shadow, x[:100], x[:100])
         eventually(lambda: value(shadow, "alarm") == 1)
         assert "100 of the last 100 rows" in caplog.messages[1]
 
 
-def test_samples_are_dropped_when_the_reference_is_slow(eventually: Eventually) -> None:
-    engine = GatedEngine(warm=True)
-    with shadowed(engine) as shadow:
-        x = rows(1)
-        for _ in range(QUEUE + 20):
-            shadow.record_run(run_of(answered(x, 2 * x + 1)))
-        dropped = value(shadow, "dropped_total")
-        assert 19 <= dropped <= 20  # one sample may be in the reference
-        engine.gate.set()
-        eventually(lambda: value(shadow, "total") == QUEUE + 20 - dropped)
-
-
-def test_queued_samples_are_limited_by_their_bytes(
-    eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("limit", "array", "sent", "kept"),
+    [
+        (64 << 20, rows(1), QUEUE + 20, QUEUE),
+        (100, rows(1), 6, 3),  # 32 bytes each, with its output
+        (10_000, np.array([["1" * 3000]], object), 9, 1),  # strings count with their bytes
+    ],
+    ids=["number", "bytes", "strings"],
+)
+def test_samples_are_dropped_while_the_reference_is_slow(
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int,
+    array: np.ndarray,
+    sent: int,
+    kept: int,
 ) -> None:
-    monkeypatch.setattr(shadow_module, "QUEUE_BYTES", 100)
+    monkeypatch.setattr(shadow_module, "QUEUE_BYTES", limit)
     engine = GatedEngine(warm=True)
-    x = rows(1)  # 32 bytes with its output
     with shadowed(engine) as shadow:
-        for _ in range(6):
-            shadow.record_run(run_of(answered(x, 2 * x + 1)))
-        assert 2 <= value(shadow, "dropped_total") <= 3
+        for _ in range(sent):
+            feed(shadow, array, array)
+        dropped = value(shadow, "dropped_total")
+        assert sent - kept - 1 <= dropped <= sent - kept  # the reference may have one already
         engine.gate.set()
-    with shadowed(FakeEngine()) as shadow:  # compared samples free their bytes
-        for count in range(1, 9):
-            shadow.record_run(run_of(answered(x, 2 * x + 1)))
-            eventually(lambda count=count: value(shadow, "total") == count)
-        assert value(shadow, "dropped_total") == 0
-
-
-def test_long_strings_count_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow_module, "QUEUE_BYTES", 10_000)
-    engine = GatedEngine(warm=True)
-    texts = np.array([["x" * 3000]], object)
-    with shadowed(engine) as shadow:
-        for _ in range(9):
-            shadow.record_run(run_of(answered(texts, texts)))
-        assert value(shadow, "dropped_total") >= 6
-        engine.gate.set()
+        if array.dtype != object:
+            eventually(lambda: value(shadow, "total") == sent - dropped)
+            for count in range(1, 9):  # compared samples free their place
+                feed(shadow, array, array)
+                eventually(lambda count=count: value(shadow, "total") == sent - dropped + count)
+            assert value(shadow, "dropped_total") == dropped
 
 
 def test_a_sample_is_a_copy(eventually: Eventually) -> None:
@@ -160,53 +137,27 @@ def test_a_sample_is_a_copy(eventually: Eventually) -> None:
     with shadowed(engine) as shadow:
         x = rows(2)
         y = 2 * x + 1
-        shadow.record_run(run_of(answered(x, y)))
+        feed(shadow, x, y)
         x[:], y[:] = 0, 77
         engine.gate.set()
         eventually(lambda: value(shadow, "total") == 2)
-        assert value(shadow, "disagreements_total") == 0
+        assert value(shadow, "disagreements_total") == value(shadow, "max_error") == 0
 
 
 def test_a_failing_reference_is_logged_and_counted_as_dropped(
     eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with shadowed(FakeEngine(max_batch=1)) as shadow:
-        x = rows(2)
-        shadow.record_run(run_of(answered(x, 2 * x + 1), answered(x[:1], 2 * x[:1] + 1)))
+    reference = FakeEngine(max_batch=1)
+    with shadowed(reference) as shadow:
+        feed(shadow, rows(2))
+        feed(shadow, rows(1))
         eventually(lambda: value(shadow, "total") == 1)
         assert value(shadow, "dropped_total") == 1
     assert "the reference failed: BadInput: fake: batch 2 is above 1" in caplog.messages[0]
-
-
-def test_close_ends_the_thread_and_does_not_close_the_engine(eventually: Eventually) -> None:
-    engine = FakeEngine()
-    with shadowed(engine) as shadow:
-        pass
     assert not [each for each in threading.enumerate() if each.name == "shadow m"]
-    assert not engine.closed
-    shadow.record_run(run_of(answered(rows(1), rows(1))))  # a batch that ends later is not an error
-    assert value(shadow, "dropped_total") == 1
-
-
-class Drifting(FakeEngine):
-    """Answers as a FakeEngine, but for rows whose first value is negative."""
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        y = super().__call__(feeds)["y"]
-        y[feeds["x"][:, 0] < 0] += 1000
-        return {"y": y}
-
-
-def test_a_shadow_counts_disagreements_of_a_live_server(eventually: Eventually) -> None:
-    engine = Drifting()
-    with running({"m": engine}) as server, shadowed(FakeEngine()) as shadow:
-        server.server.repository.models["m"].watch(shadow)
-        for first in (1, -1, 2, -2, -3):
-            body = infer_json([first, 2, 3, 4], [1, 4])
-            assert server.ask("POST", "/v2/models/m/infer", body).status == 200
-        eventually(lambda: value(shadow, "total") == 5)
-        assert value(shadow, "disagreements_total") == 3
-        assert value(shadow, "alarm") == 1
+    assert not reference.closed
+    feed(shadow, rows(1))  # a batch that ends later is not an error
+    assert value(shadow, "dropped_total") == 2
 
 
 # comparison of outputs
@@ -217,6 +168,7 @@ def floats(*values: float) -> np.ndarray:
 
 
 SCORES = floats(0.0, 10.0, 5.0)
+PIXELS = np.full((1, 2, 2), 1.0)
 COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
     "scores within a tenth": (floats(0.5, 9.5, 5.0), SCORES, True),
     "scores off by more than a tenth": (floats(0.0, 8.9, 5.0), SCORES, False),
@@ -229,17 +181,9 @@ COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
     "from zero": (floats(1e-3), floats(0.0), False),
     "half precision": (np.float16([[100.1]]), floats(100.0), True),
     "both NaN": (floats(math.nan), floats(math.nan), True),
-    "one NaN": (floats(math.nan), floats(1.0), False),
-    "both infinite": (floats(math.inf), floats(math.inf), True),
-    "opposite infinities": (floats(math.inf), floats(-math.inf), False),
     "one infinite": (floats(1.0), floats(math.inf), False),
-    "an image within 1 %": (np.full((1, 2, 2), 1.009), np.full((1, 2, 2), 1.0), True),
-    "an image with one pixel off": (
-        np.array([[[1.0, 1.0], [1.0, 1.02]]]),
-        np.full((1, 2, 2), 1.0),
-        False,
-    ),
-    "equal integers": (np.array([[3, 4]]), np.array([[3, 4]]), True),
+    "an image within 1 %": (PIXELS * 1.009, PIXELS, True),
+    "an image with one pixel off": (PIXELS + np.eye(2) * [0, 0.02], PIXELS, False),
     "other integers": (np.array([[3, 5]]), np.array([[3, 4]]), False),
     "another shape": (floats(1.0, 2.0), floats(1.0), False),
     "strings": (np.array([["a"]], object), np.array([["b"]], object), False),
@@ -247,50 +191,42 @@ COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
 }
 
 
+def compare(got: Arrays, want: Arrays, feeds: Arrays | None = None, batched: bool = True) -> Any:
+    return compare_outputs(got, want, feeds or {}, 1e-2, batched=batched)
+
+
 @pytest.mark.parametrize("case", COMPARED)
 def test_a_row_disagrees_beyond_the_tolerance_of_its_output(case: str) -> None:
     got, want, agrees = COMPARED[case]
-    found = compare_outputs({"y": got}, {"y": want}, {}, 1e-2, batched=True)
+    found = compare({"y": got}, {"y": want})
     assert (found.rows, found.disagreements) == (1, 0 if agrees else 1)
 
 
 @pytest.mark.parametrize(
-    ("output", "wrong"),
-    [("logits", 0), ("image_embeds", 1), ("boxes", 1), ("last_hidden_state", 1), ("coords", 1)],
+    ("output", "wrong"), [("logits", 0), ("image_embeds", 1), ("boxes", 1), ("coords", 1)]
 )
 def test_only_class_scores_may_vary_by_a_few_per_cent(output: str, wrong: int) -> None:
     """The highest value of an embedding or of coordinates is no answer."""
-    got, want = {output: floats(0.5, 9.5, 5.0)}, {output: SCORES}
-    assert compare_outputs(got, want, {}, 1e-2, batched=True).disagreements == wrong
+    assert compare({output: floats(0.5, 9.5, 5.0)}, {output: SCORES}).disagreements == wrong
 
 
 def test_tokens_have_classes_where_an_input_has_the_same_places() -> None:
     want = np.array([[[0.0, 10.0], [10.0, 0.0]]], np.float32)
     feeds = {"ids": np.zeros((1, 2), np.int64)}
     got = want + np.float32(0.5)
-    assert compare_outputs({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 0
-    assert compare_outputs({"y": got}, {"y": want}, {}, 1e-2, batched=True).disagreements == 1
+    assert compare({"y": got}, {"y": want}, feeds).disagreements == 0
+    assert compare({"y": got}, {"y": want}).disagreements == 1
     got[0, 1] = [0.0, 10.0]
-    assert compare_outputs({"y": got}, {"y": want}, feeds, 1e-2, batched=True).disagreements == 1
+    assert compare({"y": got}, {"y": want}, feeds).disagreements == 1
 
 
-def test_one_different_or_missing_output_is_a_disagreement() -> None:
-    good, bad = floats(1.0), floats(2.0)
-    assert compare_outputs(
-        {"a": good, "b": bad}, {"a": good, "b": good}, {}, 1e-2, batched=True
-    ) == Comparison(1, 1, 1.0)
-    assert (
-        compare_outputs({"a": good}, {"a": good, "b": good}, {}, 1e-2, batched=True).disagreements
-        == 1
-    )
-
-
-def test_without_a_batch_axis_the_whole_answer_is_one_row() -> None:
+def test_a_different_or_missing_output_is_a_disagreement_of_its_row() -> None:
+    good, bad, both = floats(1.0), floats(2.0), {"a": floats(1.0), "b": floats(1.0)}
+    assert compare({"a": good, "b": bad}, both) == Comparison(1, 1, 1.0)
+    assert compare({"a": good}, both).disagreements == 1
     got, want = np.ones((5, 3), np.float32), np.ones((5, 3), np.float32)
     got[4, 2] = 7
-    assert compare_outputs({"y": got}, {"y": want}, {}, 1e-2, batched=False) == Comparison(
-        1, 1, 6.0
-    )
+    assert compare({"y": got}, {"y": want}, batched=False) == Comparison(1, 1, 6.0)
 
 
 @pytest.mark.parametrize(
@@ -299,11 +235,9 @@ def test_without_a_batch_axis_the_whole_answer_is_one_row() -> None:
         (0, 0, 0.0, False),
         (2, 2, 0.01, False),  # too few for a share
         (3, 3, 0.01, True),
-        (3, 50, 0.01, True),
         (3, 300, 0.01, False),  # just the share allowed
-        (10, 1000, 0.01, False),
-        (20, 1000, 0.01, True),  # the lower bound is 1.3 %
-        (20, 1000, 0.02, False),
+        (10, 100, 0.0551, True),  # Wilson's lower bound with 95 % is 0.0552
+        (10, 100, 0.0553, False),
         (1000, 1000, 1.0, False),
         (5, 100_000, 0.0, True),
     ],
@@ -314,25 +248,16 @@ def test_the_alarm_needs_a_share_certainly_above_the_threshold(
     assert exceeds(wrong, count, threshold) is alarm
 
 
-def test_the_lower_bound_is_that_of_wilsons_interval() -> None:
-    """10 of 100 with 95 %: 0.0552 to 0.1744 (Wilson 1927; any table)."""
-    assert exceeds(10, 100, 0.0551)
-    assert not exceeds(10, 100, 0.0553)
-
-
-class Other(FakeEngine):
-    def __init__(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
-        super().__init__()
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)  # type: ignore[assignment]
-
-
-X, Y = TensorSpec("x", "float32", ("N", 4)), TensorSpec("y", "float32", ("N", 4))
-
-
 def test_a_reference_must_take_the_same_inputs() -> None:
-    check_reference(FakeEngine(), Other([X], [TensorSpec("y", "float16", ("N", 4))]))
-    for inputs in ([TensorSpec("x", "uint8", ("N", 4))], [TensorSpec("z", "float32", ("N", 4))]):
+    def other(*specs: TensorSpec) -> FakeEngine:
+        engine = FakeEngine()
+        engine.inputs, engine.outputs = specs[:1], specs[1:]  # type: ignore[assignment]
+        return engine
+
+    x, y = TensorSpec("x", "float32", ("N", 4)), TensorSpec("y", "float16", ("N", 4))
+    check_reference(FakeEngine(), other(x, y))
+    for wrong in (TensorSpec("x", "uint8", ("N", 4)), TensorSpec("z", "float32", ("N", 4))):
         with pytest.raises(BadInput, match="the shadow's inputs are"):
-            check_reference(FakeEngine(), Other(inputs, [Y]))
+            check_reference(FakeEngine(), other(wrong, y))
     with pytest.raises(DeploykitError, match=r"only one of .* has the output 'q'"):
-        check_reference(FakeEngine(), Other([X], [Y, TensorSpec("q", "float32", ("N", 4))]))
+        check_reference(FakeEngine(), other(x, y, TensorSpec("q", "float32", ("N", 4))))

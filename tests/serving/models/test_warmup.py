@@ -19,18 +19,15 @@ from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
 
 
 @pytest.mark.parametrize(
-    ("options", "batches"),
-    [
-        ({"max_batch": 1}, [1]),
-        ({"max_batch": 16}, [1, 16, 2, 4, 8]),
-        ({"max_batch": 24}, [1, 24, 2, 4, 8, 16]),
-    ],
-    ids=["one row", "powers of two", "the largest first"],
+    ("max_batch", "batches"),
+    [(1, [1]), (16, [1, 16, 2, 4, 8]), (24, [1, 24, 2, 4, 8, 16])],  # the largest first
 )
-def test_expected_batch_sizes_are_warmed_up(options: dict[str, Any], batches: list[int]) -> None:
-    engine = FakeEngine()
-    warmed(engine, **options)
-    assert engine.batches == batches
+def test_expected_batch_sizes_are_warmed_up_on_every_engine(
+    max_batch: int, batches: list[int]
+) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    warmed(engines, max_batch=max_batch)
+    assert [engine.batches for engine in engines] == [batches, batches]
 
 
 @pytest.mark.parametrize("max_batch", [1, 4])
@@ -48,52 +45,37 @@ def test_the_last_run_of_an_engine_that_keeps_memory_is_the_smallest(max_batch: 
     assert engine.batches[-1] == 1
 
 
-def test_every_engine_is_warmed_up() -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    repository = ModelRepository({"m": engines}, ServeOptions(max_batch=2))
-    repository.warm_up()
-    repository.close()
-    assert [engine.batches for engine in engines] == [[1, 2], [1, 2]]
-
-
 def test_intermediate_sizes_are_warmed_up_only_while_they_are_quick() -> None:
+    clock, row_us = Clock(), BETWEEN_US // 8
+    times, notes = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64).run()
+    assert (list(times), times[64], notes) == ([1, 64, 2, 4], 64 * row_us, ())
+
+
+class Faster(TimedEngine):
+    """Takes `us` in its first run, and less in the next ones."""
+
+    steady = True
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        outputs = super().__call__(feeds)
+        self.us = 1000
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("first_us", "again_us", "us"), [(40_000, 0, 40_000), (40_000, 50_000, 1000)]
+)
+def test_with_an_slo_times_are_taken_from_a_second_run(
+    first_us: int, again_us: int, us: int
+) -> None:
     clock = Clock()
-    row_us = BETWEEN_US // 8
-    warm = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64)
-    times, notes = warm.run()
-    assert list(times) == [1, 64, 2, 4]
-    assert times[64] == 64 * row_us
-    assert notes == ()
-
-
-def test_with_an_slo_times_are_taken_from_a_second_run() -> None:
-    clock = Clock()
-    engine = TimedEngine(clock, 5000, 0)
-    first = WarmUp("m", engine, clock, max_batch=1)
-    engine.us = 40_000
-
-    class Slower(TimedEngine):
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            outputs = super().__call__(feeds)
-            self.us = 5000
-            return outputs
-
-    assert first.run()[0] == {1: 40_000}
-    again = WarmUp("m", Slower(clock, 40_000, 0), clock, max_batch=1)
-    assert again.run(again_us=50_000)[0] == {1: 5000}
-    late = WarmUp("m", Slower(clock, 120_000, 0), clock, max_batch=1)
-    assert late.run(again_us=40_000)[0] == {1: 120_000}
+    warm = WarmUp("m", Faster(clock, first_us, 0), clock, max_batch=1)
+    assert warm.run(again_us=again_us)[0] == {1: us}
 
 
 @pytest.mark.parametrize(
     ("times", "rows"),
-    [
-        ({}, 0),
-        ({1: SHORT_US + 1}, 0),
-        ({1: 10, 4: SHORT_US, 16: SHORT_US + 1}, 4),
-        ({1: 10, 16: SHORT_US}, math.inf),
-    ],
-    ids=["unknown", "none", "some", "all"],
+    [({}, 0), ({1: SHORT_US + 1}, 0), ({1: 10, 4: SHORT_US, 16: SHORT_US + 1}, 4)],
 )
 def test_short_rows_is_the_largest_batch_below_the_time_limit(
     times: dict[int, int], rows: float
@@ -108,53 +90,43 @@ class Steady(TimedEngine):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "rows"),
+    ("kind", "options", "loop", "rows"),
     [
-        (Steady, {}, 8),
-        (Steady, {"max_batch": 8}, math.inf),
-        (Steady, {"max_delay_us": 100}, 0),
-        (Steady, {"slo_ms": 50}, 0),
-        (TimedEngine, {}, 0),
+        (Steady, {}, True, 8),
+        (Steady, {"max_batch": 8}, True, math.inf),
+        (Steady, {}, False, 0),
+        (Steady, {"max_delay_us": 100}, True, 0),
+        (Steady, {"slo_ms": 50}, True, 0),
+        (TimedEngine, {}, True, 0),
     ],
-    ids=["some", "all", "a delay", "an SLO", "an engine that may hang"],
+    ids=["some", "all", "no loop", "a delay", "an SLO", "an engine that may hang"],
 )
 def test_short_batches_of_a_steady_engine_run_inline(
-    kind: type[TimedEngine], options: dict[str, Any], rows: float
+    kind: type[TimedEngine], options: dict[str, Any], loop: bool, rows: float
 ) -> None:
     clock = Clock()
-    engine = kind(clock, 0, SHORT_US // 8)
     repository = ModelRepository(
-        {"m": engine}, ServeOptions(**options), clock_us=clock, call_soon=lambda _: None
+        {"m": kind(clock, 0, SHORT_US // 8)},
+        ServeOptions(**options),
+        clock_us=clock,
+        call_soon=(lambda _: None) if loop else None,
     )
     repository.warm_up()
     assert repository.find("m").batcher.inline_max_rows == rows
     repository.find("m").replace([kind(clock, 0, SHORT_US // 4)])
-    assert repository.find("m").batcher.inline_max_rows == (4 if rows == 8 else rows and 4)
+    assert repository.find("m").batcher.inline_max_rows == (rows and 4)
     repository.close()
 
 
 def test_one_run_made_long_by_other_programs_does_not_keep_a_batch_from_the_loop() -> None:
-    class Disturbed(Steady):
-        """Its first run takes longer than those that were repeated."""
-
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            outputs = super().__call__(feeds)
-            self.us = 0
-            return outputs
-
     clock = Clock()
-    engine = Disturbed(clock, 6 * SHORT_US, SHORT_US // 8)
+    engine = Faster(clock, 6 * SHORT_US, 0)
     repository = ModelRepository(
         {"m": engine}, ServeOptions(max_batch=8), clock_us=clock, call_soon=lambda _: None
     )
     repository.warm_up()
     assert repository.find("m").batcher.inline_max_rows == math.inf
     repository.close()
-
-
-def test_without_an_event_loop_no_batch_runs_inline() -> None:
-    model = warmed(Steady(Clock(), 0, 1))
-    assert model.batcher.inline_max_rows == 0
 
 
 def test_every_bucket_is_warmed_up() -> None:
@@ -164,18 +136,20 @@ def test_every_bucket_is_warmed_up() -> None:
     assert {(n, length) for n in (1, 2, 4) for length in (8, 16)} <= ran
 
 
-@pytest.mark.parametrize(("least", "size"), [(0, 1), (20, 32)])
+@pytest.mark.parametrize(
+    ("least", "shapes", "notes"),
+    [
+        (0, [(1, 1)], ()),
+        (20, [(1, 32)], ()),
+        (10_000, [], ("not warmed up: no size of T is known to work",)),
+    ],
+)
 def test_an_unknown_axis_is_warmed_up_at_the_smallest_size_that_works(
-    least: int, size: int
+    least: int, shapes: list[tuple[int, int]], notes: tuple[str, ...]
 ) -> None:
     engine = Lengths(least)
-    model = warmed(engine)
-    assert engine.shapes == [(1, size)]
-    assert model.notes == ()
-
-
-def test_an_axis_without_a_working_size_is_a_note() -> None:
-    assert warmed(Lengths(10_000)).notes == ("not warmed up: no size of T is known to work",)
+    assert warmed(engine).notes == notes
+    assert engine.shapes == shapes
 
 
 @pytest.mark.parametrize(
@@ -195,10 +169,8 @@ def test_a_batch_that_fails_in_the_warm_up_is_named(
                 raise problem
             return super().__call__(feeds)
 
-    repository = ModelRepository({"m": Failing()}, ServeOptions(max_batch=8))
     with pytest.raises(kind, match=r"model 'm' cannot run x \[8, 4\]"):
-        repository.warm_up()
-    repository.close()
+        warmed(Failing(), max_batch=8)
 
 
 def test_an_output_whose_shape_is_declared_wrongly_is_served_with_a_warning(
@@ -206,12 +178,8 @@ def test_an_output_whose_shape_is_declared_wrongly_is_served_with_a_warning(
 ) -> None:
     engine = FakeEngine()
     engine.outputs = (TensorSpec("y", "float32", ("N", 5)),)
-    repository = ModelRepository({"m": engine}, ServeOptions())
-    repository.warm_up()
-    repository.close()
+    warmed(engine)
     assert "output 'y' is [1, 4], not ['N', 5] as declared" in caplog.text
     engine.outputs = (TensorSpec("y", "int64", ("N", 4)),)
-    repository = ModelRepository({"m": engine}, ServeOptions())
     with pytest.raises(DeploykitError, match=r"returned float32 for output 'y' \(int64\)"):
-        repository.warm_up()
-    repository.close()
+        warmed(engine)

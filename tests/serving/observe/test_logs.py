@@ -10,15 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.observe.logs import QUEUE_RECORDS, LogQueue, configure, samples
-from tests.support.serving.running import WAIT_S, infer_json, running
+from tests.support.serving.running import WAIT_S
 
-Eventually = Callable[[Callable[[], bool]], None]
 log = logging.getLogger("deploykit.serving.test")
 
 
@@ -27,22 +26,16 @@ class Reader:
 
     def __init__(self) -> None:
         self._read, self.write = os.pipe()
-        self._closed = False
 
     def read_all(self) -> list[str]:
-        """Every line written so far; nothing is written after it."""
-        self._close()
+        """Every line until the other end is closed."""
         with os.fdopen(os.dup(self._read), encoding="utf-8") as stream:
             return stream.read().splitlines()
 
-    def _close(self) -> None:
-        if not self._closed:
-            os.close(self.write)
-        self._closed = True
-
     def close(self) -> None:
-        self._close()
-        os.close(self._read)
+        for end in (self.write, self._read):
+            with suppress(OSError):  # closed already
+                os.close(end)
 
 
 @contextmanager
@@ -60,9 +53,8 @@ def lines_of(kind: str, act: Callable[[], object]) -> list[str]:
     with logged(kind) as (queue, reader):
         act()
         queue.close()
-        found = reader.read_all()
-        assert len(found) < 2, found
-        return found
+        os.close(reader.write)
+        return reader.read_all()
 
 
 def test_a_text_line_has_time_level_logger_and_message() -> None:
@@ -83,9 +75,7 @@ def test_a_json_line_has_time_level_logger_message_and_extra_fields() -> None:
 
 @pytest.mark.parametrize("kind", ["text", "json"])
 @pytest.mark.parametrize(
-    "hostile",
-    ["a\nINFO forged", "a\rb", "\x1b[2J", "\x00", "\x7f", "\u2028", "\u202e", "\x9b", "\ud800"],
-    ids=ascii,
+    "hostile", ["a\nINFO forged", "\x1b[2J", "\u2028\u202e", "\ud800"], ids=ascii
 )
 def test_every_record_is_one_line_of_printable_characters(kind: str, hostile: str) -> None:
     (line,) = lines_of(kind, lambda: log.info("got %s.", hostile))
@@ -97,24 +87,20 @@ def test_every_record_is_one_line_of_printable_characters(kind: str, hostile: st
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_an_error_with_its_traceback_is_one_line(kind: str) -> None:
+def test_an_error_with_its_traceback_is_one_line_of_limited_length(kind: str) -> None:
     def act() -> None:
         try:
             raise ValueError("two\nlines")
         except ValueError:
             log.exception("it broke")
+        log.info("%s", "x" * 10_000_000)
 
-    (line,) = lines_of(kind, act)
-    assert "it broke" in line
-    assert "ValueError: two" in line
+    error, long = lines_of(kind, act)
+    assert "it broke" in error
+    assert "ValueError: two" in error
     if kind == "json":
-        assert json.loads(line)["trace"].endswith("ValueError: two\nlines")
-
-
-@pytest.mark.parametrize("kind", ["text", "json"])
-def test_a_log_line_has_a_maximum_length(kind: str) -> None:
-    (line,) = lines_of(kind, lambda: log.info("%s", "x" * 10_000_000))
-    assert len(line) < 20_000
+        assert json.loads(error)["trace"].endswith("ValueError: two\nlines")
+    assert len(long) < 20_000
 
 
 def test_warnings_of_other_libraries_are_logged_and_their_info_is_not() -> None:
@@ -147,70 +133,34 @@ def test_a_record_that_cannot_be_formatted_is_counted_and_skipped() -> None:
         log.info("still here")
         queue.close()
         assert queue.dropped == 1
+        os.close(reader.write)
         assert [line.partition(": ")[2] for line in reader.read_all()][-1:] == ["still here"]
 
 
-# -- a reader that does not read ------------------------------------------------------------------
-
-
-def flood(lines: int) -> None:
-    for i in range(lines):
-        log.info("%d %s", i, "x" * 200)
+# -- a reader that does not read
 
 
 def test_a_full_pipe_drops_lines_and_reports_how_many_later(
-    eventually: Eventually,
+    eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
     with logged() as (queue, reader):
-        flood(3000)  # the pipe holds 64 KiB, some 260 lines; 1,000 wait
-        assert queue.dropped > 0
-        (sample,) = samples()
-        assert sample.value == queue.dropped <= 3000 - QUEUE_RECORDS
+        for i in range(3000):  # the pipe holds 64 KiB, some 260 lines; 1,000 wait
+            log.info("%d %s", i, "x" * 200)
         dropped = queue.dropped
+        (sample,) = samples()
+        assert 0 < sample.value == dropped <= 3000 - QUEUE_RECORDS
         found: list[str] = []
-
-        def drain() -> None:
-            with os.fdopen(os.dup(reader._read), encoding="utf-8") as stream:
-                found.extend(stream)
-
-        draining = threading.Thread(target=drain)
+        draining = threading.Thread(target=lambda: found.extend(reader.read_all()))
         draining.start()
         eventually(queue.queue.empty)
         log.info("after")
         queue.close()
-        reader._close()
+        os.close(reader.write)
         draining.join(WAIT_S)
         reports = [line for line in found if "log lines were dropped" in line]
         assert sum(int(line.split()[3]) for line in reports) == dropped
-        assert found[-1].endswith("after\n")
+        assert found[-1].endswith("after")
         assert len(found) == 3000 - dropped + 1 + len(reports)
-
-
-def test_the_server_answers_while_nobody_reads_the_log() -> None:
-    with logged() as (queue, _reader), running() as server:
-        connection = server.connect()
-        bad = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n{"
-        refused = 0
-        while not queue.dropped:  # each refusal is a line
-            connection.send(bad * 50)
-            for _ in range(50):
-                reply = connection.reply()
-                assert reply.status == 400
-                refused += 1
-            assert refused < 100_000
-        body = infer_json([1, 2, 3, 4], [1, 4])
-        assert server.ask("POST", "/v2/models/m/infer", body).status == 200
-
-
-def test_a_process_ends_when_nobody_reads_its_log() -> None:
-    program = (
-        "import logging; from deploykit.serving.observe.logs import configure\n"
-        "queue = configure('text'); log = logging.getLogger('deploykit.x')\n"
-        "for i in range(5000): log.info('%s', 'x' * 500)\n"
-        "queue.close()"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
-        assert process.wait(WAIT_S) == 0  # its output is not read before
 
 
 def test_queued_lines_are_written_when_the_process_ends() -> None:
@@ -218,7 +168,6 @@ def test_queued_lines_are_written_when_the_process_ends() -> None:
         "import logging; from deploykit.serving.observe.logs import configure\n"
         "configure('json'); logging.getLogger('deploykit.x').info('last words')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stderr)["message"] == "last words"

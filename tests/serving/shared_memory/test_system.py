@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -13,6 +16,13 @@ import pytest
 
 from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge
 from deploykit.serving.shared_memory import MAX_REGIONS, Region, SharedMemory
+from tests.support.serving.faults import Process, until
+
+grpcclient = pytest.importorskip("tritonclient.grpc")
+httpclient = pytest.importorskip("tritonclient.http")
+shm = pytest.importorskip("tritonclient.utils.shared_memory")
+
+from tritonclient.utils import InferenceServerException  # noqa: E402
 
 FOLDER = Path("/dev/shm")
 
@@ -20,8 +30,8 @@ FOLDER = Path("/dev/shm")
 class Shared:
     """An object in shared memory, as a client creates it."""
 
-    def __init__(self, content: bytes, prefix: str = "test-") -> None:
-        self.path = FOLDER / f"{prefix}{uuid4().hex}"
+    def __init__(self, content: bytes) -> None:
+        self.path = FOLDER / f"test-{uuid4().hex}"
         self.path.write_bytes(content)
         self.key = f"/{self.path.name}"
 
@@ -61,104 +71,66 @@ def test_a_region_is_a_part_of_its_object(memory: SharedMemory, shared: Shared) 
     assert memory.status() == [{"name": "frame", "key": shared.key, "offset": 16, "byte_size": 32}]
 
 
-def test_a_read_is_a_copy(memory: SharedMemory, shared: Shared) -> None:
+def test_a_read_is_a_copy_and_an_array_is_written_as_its_bytes(
+    memory: SharedMemory, shared: Shared
+) -> None:
     memory.register("frame", shared.key, 0, 64)
     view = memory.read(Region("frame", 0, 64))
-    shared.path.write_bytes(bytes(64))
+    values = np.arange(16, dtype=np.float32).reshape(4, 4)
+    memory.write(Region("frame", 0, 64), values.data)
+    assert shared.path.read_bytes() == values.tobytes()
     assert bytes(view) == bytes(range(64))
     assert view.readonly
     assert np.frombuffer(view, np.float32).flags.aligned
 
 
-def test_an_array_is_written_as_its_bytes(memory: SharedMemory, shared: Shared) -> None:
-    memory.register("frame", shared.key, 0, 64)
-    values = np.arange(4, dtype=np.float32).reshape(2, 2)
-    memory.write(Region("frame", 0, 16), values.data)
-    assert shared.path.read_bytes()[:16] == values.tobytes()
+OUTSIDE = [(0, 65), (64, 1), (1, 64), (-1, 4), (0, -4), (1 << 62, 1), (4, (1 << 64) - 4)]
 
 
-@pytest.mark.parametrize(
-    ("offset", "size"),
-    [
-        (0, 65),
-        (64, 1),
-        (1, 64),
-        (-1, 4),
-        (0, -4),
-        (1 << 62, 1),
-        (4, (1 << 64) - 4),
-        ((1 << 64) - 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("offset", "size"), [*OUTSIDE, ((1 << 64) - 1, 2)])
 def test_reads_and_writes_outside_a_region_are_refused(
-    memory: SharedMemory, shared: Shared, offset: int, size: int
+    shared: Shared, offset: int, size: int
 ) -> None:
     with SharedMemory(max_bytes=1 << 70) as large:
+        with pytest.raises(BadInput, match="no region 'frame'"):
+            large.read(Region("frame", 0, 1))
         large.register("frame", shared.key, 0, 64)
         for use in (lambda at: large.read(at), lambda at: large.write(at, b"")):
             with pytest.raises(BadInput, match="region 'frame' has 64 bytes"):
                 use(Region("frame", offset, size))
-    with pytest.raises(BadInput, match="no region 'frame'"):
-        memory.read(Region("frame", 0, 1))
+        with pytest.raises(BadInput, match="the output has 9 bytes, the request reserved 8"):
+            large.write(Region("frame", 0, 8), bytes(9))
     assert shared.path.read_bytes() == bytes(range(64))
 
 
-def test_an_output_longer_than_reserved_is_rejected(memory: SharedMemory, shared: Shared) -> None:
-    memory.register("frame", shared.key, 0, 64)
-    with pytest.raises(BadInput, match="the output has 9 bytes, the request reserved 8"):
-        memory.write(Region("frame", 0, 8), bytes(9))
-    assert shared.path.read_bytes() == bytes(range(64))
+KEYS = [
+    *("", "/", "/.", "/..", "/../etc/passwd", "/a/b", "//x", "/a\0", "/a\n", "/" + "x" * 129),
+    *("/etc/passwd", "../x", "/dev/shm/x", "/%2e", None, 5, ["/x"], "/ä"),
+]
+OF_SERVERS = ["deploykit-x", "deploykit_x", "triton_python_backend_x", "sem.x"]
+NAMES = ["", "a/b", "a b", "\n", "x" * 129, "é", None, 7, {"a": 1}]
+SIZES = [-1, 1.0, "1", True, None, 1 << 62, 1 << 4000]
+REFUSED: list[tuple[dict[str, object], str]] = [
+    *(({"key": key}, "cannot be the key") for key in [*KEYS, *(f"/{each}" for each in OF_SERVERS)]),
+    *(({"name": name}, "cannot be the name") for name in NAMES),
+    *(({"offset": value}, "region 'frame': 'offset' must be an integer") for value in SIZES),
+    *(({"byte_size": value}, "region 'frame': 'byte_size' must be an int") for value in SIZES),
+    *(
+        ({"offset": offset, "byte_size": size}, r"would end at byte \d+, the object has 64")
+        for offset, size in ((0, 65), (64, 1), (1, 64), ((1 << 62) - 1, 1))
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("", "/", "/.", "/..", "/../etc/passwd", "/a/b", "//x", "/a\0", "/a\n", "/" + "x" * 129),
-        *("/etc/passwd", "../x", "/dev/shm/x", "/%2e", None, 5, ["/x"], "/ä"),
-    ],
-    ids=ascii,
-)
-def test_a_key_that_is_not_a_plain_name_is_refused(memory: SharedMemory, key: object) -> None:
-    with pytest.raises(BadInput, match="cannot be the key") as caught:
-        memory.register("frame", key, 0, 1)
-    assert "/dev/shm" not in caught.value.message.replace(ascii(key), "")
-
-
-@pytest.mark.parametrize("prefix", ["deploykit-", "deploykit_", "triton_python_backend_", "sem."])
-def test_objects_of_servers_cannot_be_registered(memory: SharedMemory, prefix: str) -> None:
-    shared = Shared(b"secret", prefix)
-    try:
-        with pytest.raises(BadInput, match="cannot be the key"):
-            memory.register("frame", shared.key, 0, 6)
-    finally:
-        shared.path.unlink()
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "a b", "\n", "x" * 129, "é", None, 7, {"a": 1}])
-def test_a_region_name_that_is_not_plain_is_refused(
-    memory: SharedMemory, shared: Shared, name: object
-) -> None:
-    with pytest.raises(BadInput, match="cannot be the name"):
-        memory.register(name, shared.key, 0, 1)
-    assert memory.status() == []
-
-
-@pytest.mark.parametrize("field", ["offset", "byte_size"])
-@pytest.mark.parametrize("value", [-1, 1.0, "1", True, None, 1 << 62, 1 << 4000], ids=repr)
-def test_offsets_and_sizes_that_are_not_integers_are_refused(
-    memory: SharedMemory, shared: Shared, field: str, value: object
-) -> None:
-    with pytest.raises(BadInput, match=f"region 'frame': '{field}' must be an integer"):
-        memory.register("frame", shared.key, **{"offset": 0, "byte_size": 1, field: value})
-
-
-@pytest.mark.parametrize(("offset", "size"), [(0, 65), (64, 1), (1, 64), ((1 << 62) - 1, 1)])
-def test_a_region_must_lie_inside_its_object(
-    memory: SharedMemory, shared: Shared, offset: int, size: int
+@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=lambda each: f"{each!r:.40}")
+def test_a_registration_that_cannot_be_is_refused(
+    memory: SharedMemory, shared: Shared, change: dict[str, object], reason: str
 ) -> None:
     before = open_objects()
-    with pytest.raises(BadInput, match=r"it would end at byte \d+, the object has 64"):
-        memory.register("frame", shared.key, offset, size)
+    asked = {"name": "frame", "key": shared.key, "offset": 0, "byte_size": 1, **change}
+    with pytest.raises(BadInput, match=reason) as caught:
+        memory.register(**asked)
+    assert "/dev/shm" not in caught.value.message.replace(ascii(asked["key"]), "")
     assert open_objects() == before
     assert memory.status() == []
 
@@ -201,11 +173,14 @@ def test_a_name_can_be_reused_after_unregistering(memory: SharedMemory, shared: 
     assert str(shared.path) not in open_objects()
 
 
-def test_the_number_of_regions_is_limited(memory: SharedMemory, shared: Shared) -> None:
-    for number in range(MAX_REGIONS):
-        memory.register(f"r{number}", shared.key, 0, 1)
-    with pytest.raises(BadInput, match=f"{MAX_REGIONS} regions are registered"):
-        memory.register("one-more", shared.key, 0, 1)
+def test_the_number_of_regions_is_limited_and_closing_unmaps_them(shared: Shared) -> None:
+    with SharedMemory() as memory:
+        for number in range(MAX_REGIONS):
+            memory.register(f"r{number}", shared.key, 0, 1)
+        with pytest.raises(BadInput, match=f"{MAX_REGIONS} regions are registered"):
+            memory.register("one-more", shared.key, 0, 1)
+        assert str(shared.path) in open_objects()
+    assert str(shared.path) not in open_objects()
 
 
 def test_the_size_of_a_read_is_limited(shared: Shared) -> None:
@@ -217,54 +192,189 @@ def test_the_size_of_a_read_is_limited(shared: Shared) -> None:
         assert len(memory.read(Region("huge", (1 << 40) - 4, 4))) == 4
 
 
-def test_closing_unmaps_every_object(shared: Shared) -> None:
-    with SharedMemory() as memory:
-        memory.register("frame", shared.key, 0, 64)
-        assert str(shared.path) in open_objects()
-    assert str(shared.path) not in open_objects()
-
-
-def test_a_removed_object_stays_readable_until_it_is_unregistered(
-    memory: SharedMemory, shared: Shared
-) -> None:
-    memory.register("frame", shared.key, 0, 64)
-    shared.path.unlink()
-    assert bytes(memory.read(Region("frame", 0, 4))) == bytes(range(4))
-
-
 def test_a_truncated_object_is_rejected_and_not_extended(
     memory: SharedMemory, shared: Shared
 ) -> None:
     memory.register("frame", shared.key, 0, 64)
     os.truncate(shared.path, 10)
     assert bytes(memory.read(Region("frame", 0, 10))) == bytes(range(10))
-    with pytest.raises(BadInput, match="smaller than when it was registered"):
-        memory.read(Region("frame", 0, 11))
-    with pytest.raises(BadInput, match="smaller than when it was registered"):
-        memory.write(Region("frame", 8, 4), b"abcd")
+    for use in (
+        lambda: memory.read(Region("frame", 0, 11)),
+        lambda: memory.write(Region("frame", 8, 4), b"abcd"),
+    ):
+        with pytest.raises(BadInput, match="smaller than when it was registered"):
+            use()
     assert shared.path.stat().st_size == 10
+    shared.path.unlink()
+    assert bytes(memory.read(Region("frame", 0, 4))) == bytes(range(4))  # until unregistered
 
 
-def test_a_region_that_finds_no_descriptor_left_is_the_servers_problem(
+@pytest.mark.parametrize(
+    ("function", "code", "reason"),
+    [
+        ("open", errno.EMFILE, "Too many open files"),
+        ("pwrite", errno.ENOSPC, "region 'r': No space left on device"),
+    ],
+)
+def test_what_the_system_lacks_is_the_servers_problem(
+    memory: SharedMemory,
+    shared: Shared,
     monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    code: int,
+    reason: str,
 ) -> None:
     def full(*_: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "open", full)
-    with SharedMemory() as memory, pytest.raises(Overloaded, match="Too many open files") as caught:
-        memory.register("r", "/some", 0, 4)
-    assert caught.value.http_status == 503
-
-
-def test_shared_memory_that_is_full_is_the_servers_problem(
-    memory: SharedMemory, shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     memory.register("r", shared.key, 0, 64)
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(Overloaded, match="region 'r': No space left on device") as caught:
-        memory.write(Region("r", 0, 4), b"abcd")
+    monkeypatch.setattr(os, function, full)
+    use = {
+        "open": lambda: memory.register("other", shared.key, 0, 4),
+        "pwrite": lambda: memory.write(Region("r", 0, 4), b"abcd"),
+    }[function]
+    with pytest.raises(Overloaded, match=reason) as caught:
+        use()
     assert caught.value.http_status == 503
+
+
+# -- NVIDIA's clients over HTTP and gRPC, against a real server process
+
+
+ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("served")
+    options = ("--shared-memory", "--grpc-port", "0")
+    with Process(folder, *options, env={"CUDA_VISIBLE_DEVICES": ""}) as server:
+        yield server
+
+
+@pytest.fixture(params=["http", "grpc"])
+def kit(request: pytest.FixtureRequest, server: Process) -> Iterator[tuple[ModuleType, Any]]:
+    """The client library of a protocol, and a client."""
+    kit, url = {
+        "http": (httpclient, f"127.0.0.1:{server.port}"),
+        "grpc": (grpcclient, server.grpc),
+    }[request.param]
+    client = kit.InferenceServerClient(url)
+    yield kit, client
+    client.unregister_system_shared_memory()
+    client.close()
+
+
+@contextlib.contextmanager
+def region(client: Any, name: str, size: int) -> Iterator[Any]:
+    """A region that the client created and registered."""
+    handle = shm.create_shared_memory_region(name, f"/test-{name}-{uuid4().hex}", size)
+    try:
+        client.register_system_shared_memory(name, handle._shm_key, size)
+        yield handle
+        client.unregister_system_shared_memory(name)
+    finally:
+        shm.destroy_shared_memory_region(handle)
+
+
+def infer_arguments(kit: ModuleType, output: tuple[str, int, int] | None = None) -> dict[str, Any]:
+    """Arguments of `infer`: ROWS from region `frames`, the output as `output` says."""
+    tensor = kit.InferInput("x", list(ROWS.shape), "FP32")
+    tensor.set_shared_memory("frames", ROWS.nbytes)
+    wanted = kit.InferRequestedOutput("y")
+    if output is not None:
+        name, size, offset = output
+        wanted.set_shared_memory(name, size, offset)
+    return {"model_name": "m", "inputs": [tensor], "outputs": [wanted]}
+
+
+def test_inputs_and_outputs_pass_through_shared_memory(kit: tuple[ModuleType, Any]) -> None:
+    kind, client = kit
+    with region(client, "frames", ROWS.nbytes) as frames, region(client, "answers", 256) as answers:
+        for number in range(3):
+            shm.set_shared_memory_region(frames, [ROWS + number])
+            result = client.infer(**infer_arguments(kind, ("answers", ROWS.nbytes, 64)))
+            output = result.get_output("y")
+            if kind is httpclient:
+                assert output.keys() == {"name", "datatype", "shape"}  # as Triton's
+            else:
+                assert output.parameters["shared_memory_region"].string_param == "answers"
+            found = shm.get_contents_as_numpy(answers, np.float32, list(ROWS.shape), 64)
+            assert np.array_equal(found, 2 * (ROWS + number) + 1)
+            del found  # a view of memory that is unmapped below
+        result = client.infer(**infer_arguments(kind))  # only the input in shared memory
+        assert np.array_equal(result.as_numpy("y"), 2 * (ROWS + 2) + 1)
+
+
+def test_a_registered_region_is_listed_until_it_is_unregistered(
+    kit: tuple[ModuleType, Any], server: Process
+) -> None:
+    _, client = kit
+    assert client.is_server_live()  # it is connected
+    descriptors = server.holds()[0]
+    with region(client, "frames", 64) as frames:
+        status = client.get_system_shared_memory_status("frames")
+        if kit[0] is grpcclient:
+            status = [
+                {field.name: value for field, value in each.ListFields()}
+                for each in status.regions.values()
+            ]
+        (found,) = status
+        assert (found["name"], found["key"], found["byte_size"]) == ("frames", frames._shm_key, 64)
+    with pytest.raises(InferenceServerException, match="no region 'frames'"):
+        client.get_system_shared_memory_status("frames")
+    until(lambda: server.holds()[0] <= descriptors)
+
+
+@pytest.mark.parametrize(
+    ("key", "why"), [("/../etc/passwd", "cannot be the key"), ("/test-not-there", "No such file")]
+)
+def test_an_invalid_registration_gets_400(kit: tuple[ModuleType, Any], key: str, why: str) -> None:
+    _, client = kit
+    with pytest.raises(InferenceServerException, match=why) as caught:
+        client.register_system_shared_memory("r", key, 1)
+    assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+    assert "/dev/shm" not in caught.value.message()
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (("answers", ROWS.nbytes, 240), "out of bounds"),
+        (("answers", ROWS.nbytes - 1, 0), f"the output has {ROWS.nbytes} bytes"),
+        (("nobody", ROWS.nbytes, 0), "no region 'nobody'"),
+    ],
+)
+def test_an_output_that_does_not_fit_its_region_gets_400(
+    kit: tuple[ModuleType, Any], output: tuple[str, int, int], why: str
+) -> None:
+    kind, client = kit
+    with region(client, "frames", ROWS.nbytes) as frames, region(client, "answers", 256):
+        shm.set_shared_memory_region(frames, [ROWS])
+        with pytest.raises(InferenceServerException, match=why) as caught:
+            client.infer(**infer_arguments(kind, output))
+        assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+
+
+def test_cuda_shared_memory_is_not_offered(kit: tuple[ModuleType, Any]) -> None:
+    _, client = kit
+    for call in (
+        lambda: client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 64),
+        client.get_cuda_shared_memory_status,
+    ):
+        with pytest.raises(InferenceServerException, match="not offered") as caught:
+            call()
+        assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
+    client.unregister_cuda_shared_memory()  # NVIDIA's examples begin with this call
+
+
+def test_shared_memory_is_not_offered_without_the_option(tmp_path: Path) -> None:
+    with Process(tmp_path, "--grpc-port", "0") as server:
+        for kind, url in ((httpclient, f"127.0.0.1:{server.port}"), (grpcclient, server.grpc)):
+            client = kind.InferenceServerClient(url)
+            with contextlib.closing(client):
+                with pytest.raises(InferenceServerException) as caught:
+                    client.register_system_shared_memory("r", "/test-r", 64)
+                assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
+                with pytest.raises(InferenceServerException, match="not enabled"):
+                    client.infer(**infer_arguments(kind))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import gzip
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import TooLarge
-from deploykit.core.tensors import Bytes, parse_spec
+from deploykit.core.tensors import parse_spec
 from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip import response
+from deploykit.serving.oip import messages
+from deploykit.serving.oip import request as requests
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import Head
-from deploykit.serving.transport.turns import DELIVERY_S
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     STREAM,
@@ -38,7 +33,7 @@ from tests.support.serving.grpc_cases import (
 )
 from tests.support.serving.loops import KEY
 from tests.support.serving.memory import Seen
-from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json
 
 WIDTH = 100_000  # float32: 400 kB a row
 SPECS = (parse_spec("y:float32[N,W]"),)
@@ -65,20 +60,13 @@ def test_a_large_answer_keeps_only_its_own_rows_of_a_batch() -> None:
         assert not np.shares_memory(found, whole)
 
 
-def test_a_large_answer_leaves_the_memory_of_the_engine() -> None:
-    """ONNX Runtime's arrays lie in its arena, which grows with each one that is still in use."""
-    arena = np.ones(2 * WIDTH, np.float32)
-    request = pending()
-    Splitter(SPECS, joined=True)([request], {"y": arena[:WIDTH].reshape(1, WIDTH)})
-    assert not np.shares_memory(request.outputs["y"], arena)
-
-
 def test_small_answers_and_those_that_own_their_memory_are_not_copied() -> None:
+    arena = np.ones(2 * WIDTH, np.float32)  # such as ONNX Runtime's, which grows while it is in use
     small, own = np.ones((1, 4), np.float32)[:], np.ones((1, WIDTH), np.float32)
-    for array in (small, own):
+    for array, copied in ((small, False), (own, False), (arena[:WIDTH].reshape(1, WIDTH), True)):
         request = pending()
         Splitter(SPECS, joined=True)([request], {"y": array})
-        assert request.outputs["y"] is array
+        assert np.shares_memory(request.outputs["y"], array) is not copied
 
 
 @pytest.mark.parametrize(
@@ -97,101 +85,53 @@ def test_large_numbers_are_sent_from_the_array_itself(array: np.ndarray, copied:
     assert np.shares_memory(np.frombuffer(found, np.uint8), array) is not copied
 
 
-def test_the_outputs_of_a_disconnected_client_are_released_before_they_are_encoded(
-    eventually: Eventually, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("waits", ["body", "outputs"])
+def test_the_bytes_of_a_disconnected_client_are_released_before_they_are_processed(
+    eventually: Eventually, caplog: pytest.LogCaptureFixture, waits: str
 ) -> None:
     """They are no longer counted, and may wait for those of others for seconds."""
-    width = 70_000
     offloaded: list[Any] = []
+    width = 70_000  # as JSON below what is decoded on another thread
     repository = ModelRepository({"m": FakeEngine(width=width)}, ServeOptions())
+    model = repository.find("m")
     try:
-        model = repository.find("m")
-        infer = InferRoute(repository, model, lambda *work, **_: offloaded.append(work))
-        call = Seen(Head(), infer_json([0] * width, [1, width]))
+        infer = InferRoute(repository, model, lambda *job, **_: offloaded.append(job))
+        if waits == "body":
+            array = np.zeros(1 << 20, np.uint8)
+            alive = weakref.ref(array)
+            call = Seen(Head(encoding=b"gzip"), array.data)
+            del array
+        else:
+            call = Seen(Head(), infer_json([0] * width, [1, width]))
         infer(call)
         eventually(lambda: len(offloaded) == 1)
-        ((encode, then),) = offloaded
-        alive = weakref.ref(encode.__self__.pending.outputs["y"])
+        ((work, then),) = offloaded
+        if waits == "outputs":
+            alive = weakref.ref(work.__self__.pending.outputs["y"])
+        assert alive() is not None
         call.gone = True
         assert call.cancel is not None
         call.cancel()
         eventually(lambda: alive() is None)
-        then(encode)
+        then(work)
         assert call.status == 0
     finally:
         repository.close(drain=False)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
-@pytest.mark.parametrize("grpc", [False, True])
-def test_bodies_that_are_refused_on_another_thread_are_freed_at_once(
-    monkeypatch: pytest.MonkeyPatch, eventually: Eventually, grpc: bool
-) -> None:
-    """Twelve clients with 60 KB of gzip each kept 1.1 GB until the garbage collector ran."""
-    seen: list[weakref.ref[np.ndarray]] = []
-
-    def inflate(body: Bytes, name: str, most: int) -> Bytes:
-        del body
-        plain = np.zeros(1 << 20, np.uint8)
-        seen.append(weakref.ref(plain))
-        if grpc:
-            raise TooLarge(f"{name} above {most}")
-        return plain.data
-
-    monkeypatch.setattr(compression, "_inflate", inflate)
-    bomb = gzip.compress(bytes(1 << 20))
-    gc.collect()
-    gc.disable()
-    try:
-        if grpc:
-            with serving() as server, frames(server.port) as client:
-                client.start(1, bomb + bytes(100_000), compressed=1, **{"grpc-encoding": "gzip"})
-                assert client.answer(1).status == 8
-                eventually(lambda: [each() for each in seen] == [None])
-        else:
-            with running() as server:
-                reply = server.ask("POST", "/v2/models/m/infer", bomb, Content_Encoding="gzip")
-                assert reply.status == 400
-                eventually(lambda: [each() for each in seen] == [None] * len(seen))
-    finally:
-        gc.enable()
-
-
 # -- what one turn of the loop does
 
 
-def test_the_server_delivers_batches_in_turns_of_its_loop(
-    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
-    """Several batches end within one turn; an answer that fails does not affect the others."""
-    with running() as server:
-        finished, turns, seen = server.server._finished, [0], list[int]()
-        begin = finished._begin
-
-        def begun() -> None:
-            turns[0] += 1
-            begin()
-
-        monkeypatch.setattr(finished, "_begin", begun)
-        now_s = [0.0]
-        finished.clock_s = lambda: now_s[0]
-
-        def slow(_: Pending) -> None:
-            now_s[0] += DELIVERY_S * 0.6
-            seen.append(turns[0])
-            raise RuntimeError("in a test")
-
-        def deliver() -> None:  # all in one turn
-            for _ in range(3):
-                server.server._deliver_in_turns([pending(done=slow) for _ in range(3)])
-
-        server.server._loop.call_soon_threadsafe(deliver)
-        eventually(lambda: len(seen) == 9)
-        assert seen[:2] == [0, 0]
-        assert max(Counter(seen).values()) == 2
-
-
 # -- gRPC: what is slow to encode or to decode
+
+
+def strings(element: bytes, count: int) -> bytes:
+    message = MESSAGES["ModelInferRequest"](model_name="m")
+    message.inputs.add(name="x", datatype="BYTES", shape=[1, count])
+    message.raw_input_contents.append(element * count)
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def classified(width: int) -> bytes:
@@ -202,70 +142,42 @@ def classified(width: int) -> bytes:
     return data
 
 
-@pytest.mark.parametrize(("width", "offloaded"), [(WIDTH, True), (100, False)])
-def test_large_answers_are_classified_on_another_thread(
-    monkeypatch: pytest.MonkeyPatch, width: int, offloaded: bool
+SHORT = b"\1\0\0\0a"
+LETTERS = (200_000).to_bytes(4, "little") + b"a" * 200_000
+SLOW = {  # the function that takes long, the server's model, the message; part of the answer
+    "classes": ("classify", FakeEngine(width=WIDTH), classified(WIDTH), b"3.000000:0"),
+    "few classes": ("classify", FakeEngine(width=100), classified(100), b"3.000000:0"),
+    "short strings": (
+        "to_bytes",
+        Echo("string", "T"),
+        strings(b"\1\0\0\0a", 40_000),
+        b"\1\0\0\0a" * 99,
+    ),
+    "long strings": ("to_bytes", Echo("string", "T"), strings(LETTERS, 3), LETTERS),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_takes_long_to_encode_is_encoded_on_another_thread(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Twelve clients that asked for 5 of 2 million values stopped the loop for 1.2 s."""
+    function, engine, message, part = SLOW[name]
     threads: list[int] = []
-    classify = response.classify
+    module = requests if function == "classify" else messages
+    real = getattr(module, function)
 
-    def seen(*args: object, **options: object) -> np.ndarray:
+    def seen(*args: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
-        return classify(*args, **options)  # type: ignore[arg-type]
+        return real(*args, **options)
 
-    monkeypatch.setattr(response, "classify", seen)
-    models = {"m": FakeEngine(width=width)}
-    with serving(models) as server, unlimited_window(server.port) as client:
-        answer = client.call(1, classified(width))
+    monkeypatch.setattr(module, function, seen)
+    with serving({"m": engine}) as server, unlimited_window(server.port) as client:
+        answer = client.call(1, message)
         assert answer.status == 0
-        assert b"3.000000:0" in answer.data
-        assert (threads != [server.see(threading.get_ident)]) is offloaded
-
-
-@pytest.mark.parametrize("sizes", [(40_000, 1), (3, 200_000)])
-def test_long_strings_are_encoded_on_another_thread(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
-) -> None:
-    """Many short ones, and few long ones."""
-    threads: list[int] = []
-
-    def seen(array: np.ndarray, datatype: str) -> object:
-        threads.append(threading.get_ident())
-        return to_bytes(array, datatype)
-
-    monkeypatch.setattr(response, "to_bytes", seen)
-    count, size = sizes
-    element = size.to_bytes(4, "little") + b"a" * size
-    message = MESSAGES["ModelInferRequest"](model_name="m")
-    message.inputs.add(name="x", datatype="BYTES", shape=[1, count])
-    message.raw_input_contents.append(element * count)
-    models = {"m": Echo("string", "T")}
-    with serving(models) as server, unlimited_window(server.port) as client:
-        answer = client.call(1, message.SerializeToString())
-        assert answer.status == 0
-        assert element * count in answer.data
-        assert threads != [server.see(threading.get_ident)]
-
-
-def test_long_typed_contents_are_decoded_on_another_thread() -> None:
-    """Four clients with 4 million values each stopped the loop for 2.5 s from a thread."""
-    values = np.arange(50_000, dtype=np.float32)
-    message = MESSAGES["ModelInferRequest"](model_name="m")
-    typed = message.inputs.add(name="x", datatype="FP32", shape=[1, len(values)])
-    typed.contents.fp32_contents.extend(values.tolist())
-    with running({"m": FakeEngine(width=len(values))}, grpc_port=0) as server:
-        port = server.server.grpc_port
-        assert port is not None
-        with unlimited_window(port) as client:
-            answer = client.call(1, message.SerializeToString())
-            assert answer.status == 0
-            got = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
-            assert got.raw_output_contents[0] == (values * 2 + 1).tobytes()
-            typed.shape[1] += 1
-            assert client.call(3, message.SerializeToString()).status == 3
-            short = MESSAGES["ModelInferRequest"].FromString(infer_bytes(width=len(values)))
-            assert client.call(5, short.SerializeToString()).status == 0
+        assert part in answer.data
+        assert threads
+        assert (server.see(threading.get_ident) in threads) is (name == "few classes")
 
 
 def test_a_stream_that_has_failed_takes_no_more_answers(

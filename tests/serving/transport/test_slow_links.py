@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +15,11 @@ import pytest
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http2.connection import DATA, HEADERS, PREFACE, SETTINGS, frame
-from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport.listener import LEAST_BYTES_S
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import Frames, infer_bytes
-from tests.support.serving.running import binary_request, running
+from tests.support.serving.running import binary_request, request, running
 from tests.support.serving.wired import Wire, Wired, block
 
 SIZE = 4 << 20
@@ -28,137 +27,83 @@ STEP_S = 10.0
 STEADY, SLOW = 2 * LEAST_BYTES_S, LEAST_BYTES_S // 8  # bytes/s
 
 
+def head(more: str) -> bytes:
+    return f"POST / HTTP/1.1\r\nHost: localhost\r\n{more}\r\n\r\n".encode()
+
+
+def data_frames(number: int, data: bytes, *, end: bool = False) -> bytes:
+    pieces = [data[at : at + (1 << 14)] for at in range(0, len(data), 1 << 14)] or [b""]
+    return b"".join(frame(DATA, end and piece is pieces[-1], number, piece) for piece in pieces)
+
+
+MESSAGE = b"\0" + (100_000).to_bytes(4, "big") + bytes(100_000)
+BEGINS = {
+    "upload": head(f"Content-Length: {SIZE}"),
+    "chunks": head("Transfer-Encoding: chunked"),
+    "download": b"",
+    "gRPC upload": frame(HEADERS, 4, 1, block(path="/echo"))
+    + frame(DATA, 0, 1, b"\0" + SIZE.to_bytes(4, "big")),
+    # two answers: the second one has to wait for the first
+    "gRPC download": frame(HEADERS, 4, 1, block(path="/echo"))
+    + data_frames(1, MESSAGE, end=True)
+    + frame(HEADERS, 4, 3, block(path="/echo"))
+    + data_frames(3, MESSAGE, end=True),
+}
+
+
 class Link:
-    """A client whose bytes move at `bytes_s`. `ended`: the server has given it up."""
+    """A client; in each step of ten seconds so many of its bytes move."""
 
-    ended = False
-
-    def move(self, size: int) -> None:
-        """Let so many bytes pass, and so much time that they need at the rate in use."""
-
-
-class HttpLink(Link):
-    def __init__(self, server: Server) -> None:
-        self.listener, self.wire = server._listener, Wire()
-        self.listener.turns._scheduled, self.listener.turns.clock_s = True, lambda: 0.0
-        self.connection = HttpConnection(self.listener)
-        self.connection.connection_made(self.wire)
+    def __init__(self, idle: Server, kind: str) -> None:
+        self.kind, self.listener, self.left = kind, idle._listener, SIZE
+        if kind.startswith("gRPC"):
+            self.wired = Wired(max_bytes=SIZE)
+            self.wire = self.wired.wire
+            self.connection: Any = self.wired.connection
+            self.feed(PREFACE + frame(SETTINGS, 0, 0))
+        else:
+            self.wire = Wire()
+            self.listener.turns._scheduled, self.listener.turns.clock_s = True, lambda: 0.0
+            self.connection = HttpConnection(self.listener)
+            self.connection.connection_made(self.wire)
+        self.feed(BEGINS[kind])
+        if "download" in kind:
+            self.wire.get_write_buffer_size = lambda: self.left  # type: ignore[method-assign]
+            self.connection.pause_writing()
 
     def feed(self, data: bytes) -> None:
         while data:
             into = self.connection.get_buffer(-1)
             into[: len(data)] = data[: len(into)]
-            self.connection.buffer_updated(min(len(into), len(data)))
-            data = data[len(into) :]
-
-    def tick(self) -> None:
-        self.listener.tick(self.listener.now_s + STEP_S)
-
-    @property
-    def ended(self) -> bool:  # type: ignore[override]
-        return self.wire.closed or b" 408 " in self.wire.out
-
-
-class Upload(HttpLink):
-    def __init__(self, server: Server, head: bytes) -> None:
-        super().__init__(server)
-        self.feed(head)
-
-    def move(self, size: int) -> None:
-        self.feed(b" " * size)
-        self.tick()
-
-
-class Chunks(Upload):
-    def move(self, size: int) -> None:
-        self.feed(b"%x\r\n%s\r\n" % (size, b" " * size) if size else b"")
-        self.tick()
-
-
-class Download(HttpLink):
-    def __init__(self, server: Server) -> None:
-        super().__init__(server)
-        self.left = SIZE
-        self.wire.get_write_buffer_size = lambda: self.left  # type: ignore[method-assign]
-        self.connection.pause_writing()
+            size = min(len(into), len(data))
+            if self.kind.startswith("gRPC"):
+                self.wired.turn(self.connection.buffer_updated, size)
+            else:
+                self.connection.buffer_updated(size)
+            data = data[size:]
 
     def move(self, size: int) -> None:
         self.left -= size
-        self.tick()
-
-
-class GrpcUpload(Link):
-    def __init__(self) -> None:
-        self.wired = Wired(max_bytes=SIZE)
-        self.wired.feed(PREFACE + frame(SETTINGS, 0, 0))
-        self.wired.feed(frame(HEADERS, 4, 1, block(path="/echo")))
-        self.wired.feed(frame(DATA, 0, 1, b"\0" + SIZE.to_bytes(4, "big")))
-
-    def move(self, size: int) -> None:
-        self.wired.feed(frame(DATA, 0, 1, bytes(size)[: 1 << 14]))
-        for at in range(1 << 14, size, 1 << 14):
-            self.wired.feed(frame(DATA, 0, 1, bytes(min(1 << 14, size - at))))
-        self.wired.tick(STEP_S)
+        if self.kind == "chunks" and size:
+            self.feed(b"%x\r\n%s\r\n" % (size, bytes(size)))
+        elif self.kind == "upload":
+            self.feed(bytes(size))
+        elif self.kind == "gRPC upload":
+            self.feed(data_frames(1, bytes(size)))
+        if self.kind.startswith("gRPC"):
+            self.wired.tick(STEP_S)
+        else:
+            self.listener.tick(self.listener.now_s + STEP_S)
 
     @property
-    def ended(self) -> bool:  # type: ignore[override]
-        return b"came too slowly" in self.wired.wire.out
+    def ended(self) -> bool:
+        out = self.wire.out
+        return self.wire.closed or b" 408 " in out or b"came too slowly" in out
 
 
-class GrpcDownload(Link):
-    """Two answers: the second one has to wait for the first."""
-
-    def __init__(self) -> None:
-        self.wired = Wired(max_bytes=SIZE)
-        self.left = SIZE
-        self.wired.wire.get_write_buffer_size = lambda: self.left  # type: ignore[method-assign]
-        self.wired.feed(PREFACE + frame(SETTINGS, 0, 0))
-        message = b"\0" + (100_000).to_bytes(4, "big") + bytes(100_000)
-        for number in (1, 3):
-            self.wired.feed(frame(HEADERS, 4, number, block(path="/echo")))
-            for at in range(0, len(message), 1 << 14):
-                piece = message[at : at + (1 << 14)]
-                self.wired.feed(frame(DATA, len(piece) < 1 << 14, number, piece))
-        self.wired.connection.pause_writing()
-
-    def move(self, size: int) -> None:
-        self.left -= size
-        self.wired.tick(STEP_S)
-
-    @property
-    def ended(self) -> bool:  # type: ignore[override]
-        return self.wired.wire.closed
-
-
-@pytest.fixture(params=["upload", "chunks", "download", "gRPC upload", "gRPC download"])
-def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
-    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
-    sized = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SIZE}\r\n\r\n".encode()
-    chunked = sized.replace(f"Content-Length: {SIZE}".encode(), b"Transfer-Encoding: chunked")
-    opened: list[Link] = []
-    kinds: dict[str, Callable[[], Link]] = {
-        "upload": lambda: Upload(server, sized),
-        "chunks": lambda: Chunks(server, chunked),
-        "download": lambda: Download(server),
-        "gRPC upload": GrpcUpload,
-        "gRPC download": GrpcDownload,
-    }
-
-    def make() -> Link:
-        opened.append(kinds[request.param]())
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        if isinstance(each, (GrpcUpload, GrpcDownload)):
-            each.wired.close()
-    server.repository.close(drain=False)
-    server._offload.close()
-    server._release()
-
-
-def test_a_steady_link_is_not_cut_and_one_that_pauses_or_drips_is(link: Callable[[], Link]) -> None:
-    steady = link()
+@pytest.mark.parametrize("kind", BEGINS)
+def test_a_steady_link_is_not_cut_and_one_that_pauses_or_drips_is(idle: Server, kind: str) -> None:
+    steady = Link(idle, kind)
     for _ in range(20):  # 200 s
         steady.move(int(STEADY * STEP_S))
         assert not steady.ended
@@ -166,11 +111,14 @@ def test_a_steady_link_is_not_cut_and_one_that_pauses_or_drips_is(link: Callable
     while not steady.ended:
         steady.move(0)
         pauses += 1
-    assert 3 <= pauses <= 4  # 30 s
-    dripping = link()
+    assert 3 <= pauses <= 4  # 32 s
+    dripping = Link(idle, kind)
     for _ in range(5):
         dripping.move(int(SLOW * STEP_S))
     assert dripping.ended
+    for each in (steady, dripping):
+        if kind.startswith("gRPC"):
+            each.wired.close()
 
 
 @pytest.mark.parametrize("protocol", ["HTTP", "gRPC"])
@@ -200,12 +148,40 @@ def test_what_the_system_holds_counts_as_unread(protocol: str) -> None:
         client.close()
 
 
-def test_the_pause_is_an_option() -> None:
-    server = Server(
-        {"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0, stall_s=5, idle_s=9)
-    )
-    for limits in (server._listener.limits, server._grpc.limits):
-        assert (limits.stall_s, limits.idle_s) == (5, 9)
-    server.repository.close(drain=False)
-    server._offload.close()
-    server._release()
+class Unread(Wire):
+    """A transport whose client takes nothing."""
+
+    ended = ""
+
+    def get_write_buffer_size(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        self.ended += "closed "
+
+    def abort(self) -> None:
+        self.ended += "aborted "
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["idle", "last"])
+def test_a_closed_connection_whose_client_reads_nothing_is_ended(idle: Server, keeps: bool) -> None:
+    """Answers below the transport's limit of 64 KiB do not count as stalled: it stayed for ever."""
+    listener, transport = idle._listener, Unread()
+    listener.turns._scheduled, listener.turns.clock_s = True, lambda: 0.0
+    connection = HttpConnection(listener)
+    connection.connection_made(transport)
+    data = request("GET", "/v2", Connection="keep-alive" if keeps else "close")
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+    idle_s = listener.limits.idle_s if keeps else 0.0
+    listener.tick(listener.now_s + idle_s + 1)
+    assert transport.ended == "closed "
+    listener.tick(listener.now_s + listener.limits.stall_s - 2)
+    assert transport.ended == "closed "
+    listener.tick(listener.now_s + 3)
+    assert transport.ended == "closed aborted "
+
+
+def test_the_pause_is_an_option(idle: Server) -> None:
+    for limits in (idle._listener.limits, idle._grpc.limits):
+        assert (limits.stall_s, limits.idle_s) == (32, 74)

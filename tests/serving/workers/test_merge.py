@@ -6,14 +6,12 @@ import asyncio
 import os
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from deploykit.core.errors import Overloaded
 from deploykit.serving.batching.queue import BatchRun, Pending
-from deploykit.serving.models import model as served
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
+from deploykit.serving.observe.prometheus import BucketCounts, Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.web.status import Status
 from deploykit.serving.workers import merge
@@ -39,21 +37,6 @@ def report(*sizes: int) -> merge.Report:
     }
     with_one.close()
     return found
-
-
-@pytest.mark.parametrize(
-    ("processes", "cores", "spins"), [(1, 2, True), (2, 2, False), (1, 1, False)]
-)
-def test_a_server_spins_after_any_batch_only_where_it_has_more_than_one_core(
-    monkeypatch: pytest.MonkeyPatch, processes: int, cores: int, spins: bool
-) -> None:
-    monkeypatch.setattr(served, "usable_cores", lambda: cores)
-    repository = ModelRepository(
-        {"m": FakeEngine()}, ServeOptions(), call_soon=lambda _: None, processes=processes
-    )
-    batcher = repository.models["m"].batcher
-    repository.close()
-    assert batcher._spare_core is spins
 
 
 def value(samples: list[Sample], name: str, **labels: str) -> float | BucketCounts:
@@ -82,38 +65,9 @@ def test_gauges_show_what_an_operator_has_to_see() -> None:
         "deploykit_batch_limit_rows": (32, 16, 32),
         "nv_gpu_utilization": (0.5, 0.5, 0.5),
     }
-    one, other = (
-        {"samples": [Sample(name, labels, each[i]) for name, each in values.items()]}
-        for i in (0, 1)
-    )
-    merged = {sample.name: sample.value for sample in merge.merge_samples([one, other])}
+    reports = [{"samples": [Sample(n, labels, v[i]) for n, v in values.items()]} for i in (0, 1)]
+    merged = {sample.name: sample.value for sample in merge.merge_samples(reports)}
     assert merged == {name: each[2] for name, each in values.items()}
-
-
-def test_every_gauge_has_a_rule_that_was_chosen() -> None:
-    """A new gauge is added up unless it is listed: this names those for which that is right."""
-    gauges = {name for name, (kind, _) in METRICS.items() if kind == "gauge"}
-    listed = merge._LEAST | merge._MOST
-    assert listed <= gauges
-    added = {n for n in gauges - listed if not n.startswith(merge._OF_THE_MACHINE)}
-    assert added == {
-        "deploykit_queue_depth",
-        "deploykit_requests_in_flight",
-        "nv_inference_pending_request_count",
-        "deploykit_pipeline_in_flight",
-        "deploykit_pipeline_stage_in_flight",
-        "deploykit_pipeline_stage_waiting",
-        "deploykit_engines",
-        "deploykit_engines_hung",
-        "deploykit_queue_limit_rows",
-        "deploykit_held_bytes",
-        "deploykit_held_limit_bytes",
-        "deploykit_workers",  # of the parent alone
-        "process_resident_memory_bytes",
-        "process_open_fds",
-        "process_max_fds",
-        "process_threads",
-    }
 
 
 def test_statistics_are_added_up_by_batch_size() -> None:
@@ -127,22 +81,16 @@ def test_statistics_are_added_up_by_batch_size() -> None:
 
 
 def test_the_status_of_several_has_the_form_of_one() -> None:
-    one = report(1)
-    merged = merge.merge_status([one, report(2)])
-    assert merged.keys() == one["status"].keys()
-    (model,), (alone,) = merged["models"], one["status"]["models"]
-    assert model.keys() == alone.keys()
-    assert (model["rows"], model["queue"], model["engines"]) == (3, 10, 2)
-    assert model["outcomes"]["success"] == 2
-    assert np.sum(model["request"]["counts"]) == 2
-
-
-def test_the_processes_of_a_server_count_as_one() -> None:
     reports = [report(1), report(2)]
     for number, each in enumerate(reports):
         each["status"]["process"] = {"cpu_s": 2.0, "started_s": 10 + number, "at_s": 20 + number}
-    process = merge.merge_status(reports)["process"]
-    assert process == {"cpu_s": 4.0, "started_s": 10, "at_s": 21}
+    merged, one = merge.merge_status(reports), reports[0]["status"]
+    assert merged.keys() == one.keys()
+    (model,), (alone,) = merged["models"], one["models"]
+    assert model.keys() == alone.keys()
+    assert (model["rows"], model["queue"], model["engines"]) == (3, 10, 2)
+    assert (model["outcomes"]["success"], sum(model["request"]["counts"])) == (2, 2)
+    assert merged["process"] == {"cpu_s": 4.0, "started_s": 10, "at_s": 21}
 
 
 @pytest.mark.parametrize("dead", [1, 2])
@@ -159,9 +107,6 @@ def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
     assert status["models"][0]["engines"] == 1
     (model,) = merge.merge_statistics(reports)["model_stats"]
     assert model["inference_count"] == 4 + dead
-
-
-# -- What the parent asks of its workers, and which of them it takes to hang
 
 
 def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(

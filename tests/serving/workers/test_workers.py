@@ -1,19 +1,23 @@
-"""`serve --workers 2`: one server to its clients, whichever process a connection reaches."""
+"""`serve --workers 2` and `shared:2`: one server to its clients, whichever process they reach."""
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import os
 import re
 import resource
 import signal
+import socket
+import ssl
 import struct
-import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,16 +34,19 @@ from deploykit.serving.processes import (
     threads_each,
     time_threads,
 )
+from deploykit.serving.server import Server
+from deploykit.serving.workers import group
+from deploykit.serving.workers.group import Hooks, Member, ServerGroup
+from tests.support.fake_engine import FakeEngine
 from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import (
     BROKEN,
     LIMIT_S,
     REAL,
     REFUSED,
-    ROOT,
-    STAND_IN,
     Clients,
     Process,
+    refused,
     request,
     until,
 )
@@ -55,49 +62,98 @@ from tests.support.serving.worker_processes import (
     workers,
 )
 
-TWO = ("--workers", "2")
+TWO, SHARED = ("--workers", "2"), ("--workers", "shared:2")
+INFER = ("POST", "/v2/models/m/infer", request(1))
+both = pytest.mark.parametrize("count", ["2", "shared:2"])
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    folder = tmp_path_factory.mktemp("two")
-    options = (*TWO, "--shared-memory", "--grpc-port", "0", "--timeout-ms", "60000")
-    with Process(folder, *options) as found:
+@pytest.fixture(scope="module", params=["2", "shared:2"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Process]:
+    options = ("--workers", request.param, "--shared-memory", "--grpc-port", "0")
+    folder = tmp_path_factory.mktemp("workers")
+    with Process(folder, *options, "--timeout-ms", "60000") as found:
+        found.shared_engines = request.param == "shared:2"
         yield found
+
+
+def engines(server: Process) -> int:
+    """The pid of the process that runs them: the only one that no client is connected to."""
+    names = "memfd:deploykit"
+    counts = {pid: Path(f"/proc/{pid}/maps").read_text().count(names) for pid in workers(server)}
+    return max(counts, key=counts.__getitem__)
+
+
+def fronts(server: Process) -> list[int]:
+    pids = workers(server)
+    return [pid for pid in pids if len(pids) == 2 or pid != engines(server)]
+
+
+def logged(server: Process, text: str) -> int:
+    return sum(text in line for line in server.log_lines())
+
+
+def statuses(server: Process, *asked: Any) -> set[int]:
+    """Those of new connections, of which each process has some."""
+    with connections(server) as clients:
+        return {ask(client, *asked)[0] for client in clients}
 
 
 def test_all_workers_answer_and_any_of_them_has_the_figures_of_all(server: Process) -> None:
     before = server.gauge("nv_inference_count")
-    idle = [sockets(pid) for pid in workers(server)]
+    idle = [sockets(pid) for pid in fronts(server)]
     with connections(server) as clients:
         for number, client in enumerate(clients):
             status, found = ask(client, "POST", "/v2/models/m/infer", request(number))
             assert (status, found["outputs"][0]["data"][0]) == (200, 2 * number + 1)
-        open_now = [sockets(pid) for pid in workers(server)]
+        open_now = [sockets(pid) for pid in fronts(server)]
         assert all(now > then for now, then in zip(open_now, idle, strict=True))
+        count = 1 if server.shared_engines else 2
         for client in clients[:8]:
             (stats,) = ask(client, "GET", "/v2/models/m/stats")[1]["model_stats"]
             assert stats["inference_count"] == before + MANY
             status = ask(client, "GET", "/status")[1]
-            assert status["models"][0]["rows"] == before + MANY
-            assert status["workers"]["serving"] == 2
+            (figures,) = status["models"]
+            assert (figures["rows"], figures["engines"]) == (before + MANY, count)
+            assert (figures["queue"], status["workers"]["serving"]) == (1024, 2)
+            (instances,) = ask(client, "GET", "/v2/models/m/config")[1]["instance_group"]
+            assert instances["count"] == 1
     assert server.gauge("nv_inference_count") == before + MANY
-    assert server.gauge("deploykit_workers") == server.gauge("deploykit_engines") == 2
+    assert (server.gauge("deploykit_workers"), server.gauge("deploykit_engines")) == (2, count)
+    assert server.gauge("deploykit_requests_in_flight") == 0
 
 
 def test_grpc_shares_its_port_and_the_figures(server: Process) -> None:
     from tritonclient import grpc
 
     before = server.gauge("nv_inference_count")
-    found = []
+    streamed: list[float] = []
     for number in range(MANY):
         with grpc.InferenceServerClient(server.grpc) as client:
             item = grpc.InferInput("x", [1, 4], "FP32")
             item.set_data_from_numpy(np.full((1, 4), number, np.float32))
-            found.append(float(client.infer("m", [item]).as_numpy("y")[0, 0]))
+            assert client.infer("m", [item]).as_numpy("y")[0, 0] == 2 * number + 1
+            client.start_stream(lambda result, error: streamed.append(result.as_numpy("y")[0, 0]))  # noqa: ARG005
+            client.async_stream_infer("m", [item])
+            client.stop_stream()
             counted = client.get_inference_statistics("m").model_stats[0].inference_count
-            assert counted == before + number + 1
-    assert found == [2.0 * number + 1 for number in range(MANY)]
+            assert counted == before + 2 * number + 2
+    assert streamed == [2 * number + 1 for number in range(MANY)]
+
+
+def test_an_error_of_the_engine_reaches_the_client_the_metrics_and_the_log(server: Process) -> None:
+    before = server.gauge("nv_inference_request_failure")
+    with connections(server) as clients:
+        found = [ask(each, "POST", "/v2/models/m/infer", request(POISON)) for each in clients]
+    assert all(status == 500 and "the engine failed" in str(error) for status, error in found)
+    assert server.gauge("nv_inference_request_failure") == before + MANY
+
+    def named() -> set[str]:
+        lines = [line for line in server.log_lines() if "RuntimeError" in line]
+        return {line.rpartition(" ")[2] for line in lines}
+
+    until(lambda: server.shared_engines or named() == {"worker=1", "worker=2"})
 
 
 def test_a_region_that_one_worker_registers_serves_requests_to_all(
@@ -108,17 +164,22 @@ def test_a_region_that_one_worker_registers_serves_requests_to_all(
     region = {"shared_memory_region": "frame", "shared_memory_byte_size": 16}
     item = {"name": "x", "datatype": "FP32", "shape": [1, 4], "parameters": region}
     infer = ("POST", "/v2/models/m/infer", json.dumps({"inputs": [item]}).encode())
-    register = json.dumps({"key": shared, "byte_size": 64}).encode()
+    absent, register = (
+        ("POST", f"{base}/register", json.dumps({"key": key, "byte_size": 64}).encode())
+        for key in ("/nothing-here", shared)
+    )
     with connections(server) as clients:
-        assert ask(clients[0], "POST", f"{base}/register", register)[0] == 200
+        status, found = ask(clients[0], *absent)
+        assert (status, "cannot be opened" in found["error"]) == (400, True)
+        assert ask(clients[0], "GET", "/v2/systemsharedmemory/status") == (200, [])
+        assert ask(clients[0], *register)[0] == 200
         answers = [ask(client, *infer) for client in clients]
         assert {status for status, _ in answers} == {200}
         assert all(found["outputs"][0]["data"] == [3, 5, 7, 9] for _, found in answers)
-        again = {ask(client, "POST", f"{base}/register", register)[0] for client in clients}
-        assert again == {400}
+        assert {ask(client, *register)[0] for client in clients} == {400}
         assert ask(clients[0], *infer)[0] == 200  # a refusal has unregistered nothing
     counted = server.gauge("nv_inference_count")
-    kill(server, workers(server)[0])
+    kill(server, fronts(server)[0])
     assert server.gauge("nv_inference_count") == counted  # those of the dead one too
     until(lambda: server.gauge("deploykit_worker_restarts_total") == 1)
     until(lambda: server.gauge("deploykit_workers") == 2)
@@ -128,62 +189,127 @@ def test_a_region_that_one_worker_registers_serves_requests_to_all(
         assert {ask(client, *infer)[0] for client in clients} == {400}
 
 
-def test_a_region_that_does_not_exist_is_refused_as_by_one_process(server: Process) -> None:
-    body = json.dumps({"key": "/nothing-here", "byte_size": 64}).encode()
-    with connections(server, 1) as (client,):
-        status, found = ask(client, "POST", "/v2/systemsharedmemory/region/none/register", body)
-        assert status == 400
-        assert "cannot be opened" in found["error"]
-        assert ask(client, "GET", "/v2/systemsharedmemory/status") == (200, [])
+STEPS = """
+import numpy as np
+add = {"model": "add.onnx", "x": "rows"}
+def rows(values: list[float]) -> np.ndarray: return np.array(values, np.float32).reshape(1, 4)
+def answer(add: np.ndarray) -> list[float]: return add.reshape(-1).tolist()
+"""
 
 
-def test_a_log_line_names_its_worker(server: Process) -> None:
-    with connections(server) as clients:
-        found = {ask(each, "POST", "/v2/models/m/infer", request(POISON))[0] for each in clients}
-        assert found == {500}
+@both
+def test_tls_and_pipelines_are_with_the_workers_and_count_for_all(
+    tmp_path: Path, pem: tuple[Path, Path], count: str
+) -> None:
+    from tritonclient import grpc
 
-    def named() -> bool:
-        lines = [line for line in server.log_lines() if "RuntimeError" in line]
-        return {line.rpartition(" ")[2] for line in lines} == {"worker=1", "worker=2"}
+    path, steps = model(tmp_path / "add.onnx", 1.0), tmp_path / "steps.py"
+    steps.write_text(STEPS)
+    cert, key = map(str, pem)
+    options = ("--workers", count, "--tls-cert", cert, "--tls-key", key, "--grpc-port", "0")
+    options = (*options, "--pipeline", str(steps))
+    trusted = ssl.create_default_context(cafile=cert)
+    with Process(tmp_path, *options, command=REAL, engine=f"m={path}") as server:
+        port = server.grpc.rpartition(":")[2]
+        for number in range(4):
+            client = http.client.HTTPSConnection("localhost", server.port, context=trusted)
+            body = json.dumps([number, 0, 0, 0]).encode()
+            expected = [number + 1.0, 1.0, 1.0, 1.0]
+            assert ask(client, "POST", "/v2/models/steps/predict", body) == (200, expected)
+            (stats,) = ask(client, "GET", "/v2/models/steps/stats")[1]["model_stats"]
+            assert stats["inference_stats"]["success"]["count"] == 2 * number + 1
+            stages = {
+                n: each["compute_infer"]["count"] for n, each in stats["response_stats"].items()
+            }
+            assert stages == dict.fromkeys(["values", "rows", "add", "answer"], 2 * number + 1)
+            client.close()
+            with grpc.InferenceServerClient(
+                f"localhost:{port}", ssl=True, root_certificates=cert
+            ) as secured:
+                given = grpc.InferInput("values", [1], "BYTES")
+                given.set_data_from_numpy(np.array([body], object))
+                (answer,) = secured.infer("steps", [given]).as_numpy("answer")
+                assert json.loads(answer) == expected
 
-    until(named)
+
+def test_requests_to_both_processes_run_as_one_batch(tmp_path: Path) -> None:
+    """The queue waits for as many rows as there are connections, which both processes have."""
+    options = ("--max-batch", str(MANY), "--max-delay-us", "50000000", "--timeout-ms", "60000")
+    with Process(tmp_path, *SHARED, *options) as server, connections(server) as clients:
+        for number, client in enumerate(clients):
+            client.request("POST", "/v2/models/m/infer", request(number))
+        for number, client in enumerate(clients):
+            found = json.loads(client.getresponse().read())
+            assert found["outputs"][0]["data"][0] == 2 * number + 1
+        (stats,) = ask(clients[0], "GET", "/v2/models/m/stats")[1]["model_stats"]
+        assert (stats["execution_count"], stats["inference_count"]) == (1, MANY)
 
 
-def test_each_worker_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
-    """A soft limit of 1024, as many systems have, limited the connections."""
+@both
+def test_a_killed_process_is_replaced_and_loses_only_its_own_connections(
+    tmp_path: Path, count: str
+) -> None:
+    """Each process may open as many files as the system allows, whatever the soft limit is."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-
-    with Process(tmp_path, *TWO, before=limit) as server:
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (1024, hard))
+    env = {"FAULT_LATENCY_S": "0.002"}
+    with Process(tmp_path, "--workers", count, env=env, before=limit) as server:
         until(lambda: b"process_max_fds" in server.ask("GET", "/metrics")[2])
-        assert server.gauge("process_max_fds") == 2 * min(hard, 1 << 14)
+        assert server.gauge("process_max_fds") == len(workers(server)) * min(hard, 1 << 14)
 
+        def kill_one(victim: int) -> dict[int, int]:
+            """Kill it under load; return the outcomes of the clients."""
+            others = {pid for pid in workers(server) if pid != victim}
+            with Clients(server.port, 12) as clients:
+                until(lambda: len(clients.outcomes) > 100)
+                before = server.gauge("deploykit_requests_total")
+                kill(server, victim)
+                until(lambda: server.gauge("deploykit_workers") == 2)
+                until(lambda: server.status("/v2/health/ready") == 200)
+                seen = len(clients.outcomes)
+                until(lambda: len(clients.outcomes) > seen + 100)
+                counts = clients.stop()
+            assert others < set(workers(server))
+            assert server.gauge("deploykit_requests_total") >= before  # counters never decrease
+            until(lambda: server.gauge("deploykit_requests_in_flight") == 0)  # of the dead, too
+            return counts
 
-def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, env={"FAULT_LATENCY_S": "0.002"}) as server:
-        victim, other = workers(server)
-        with Clients(server.port, 12) as clients:
-            until(lambda: len(clients.outcomes) > 200)
-            before = server.gauge("deploykit_requests_total")
-            lost = sockets(victim)
-            kill(server, victim)
-            until(lambda: len(workers(server)) == 2 and server.gauge("deploykit_workers") == 2)
-            seen = len(clients.outcomes)
-            until(lambda: len(clients.outcomes) > seen + 200)
-            counts = clients.stop()
+        victim = fronts(server)[0]
+        counts = kill_one(victim)
         assert counts.keys() <= {200, BROKEN}
-        assert counts[BROKEN] <= lost  # each connection of the dead worker broke once
-        assert other in workers(server)
-        assert server.gauge("deploykit_requests_total") >= before  # counters never decrease
-        assert any("worker 1 was ended by SIGKILL" in line for line in server.log_lines())
-        server.popen.send_signal(signal.SIGTERM)
+        assert counts[BROKEN] <= 12  # each connection of the dead one broke once
+        assert logged(server, "was ended by SIGKILL")
+        if count != "2":
+            assert kill_one(engines(server)).keys() == {200, 503}  # no connection broke
+            assert logged(server, "the process of the engines was ended")
+        server.popen.terminate()
         assert server.wait() == 0
 
 
+def test_a_worker_that_hangs_is_replaced_and_the_others_report_meanwhile(tmp_path: Path) -> None:
+    env = {"FAULT_MISSED": "3", "FAULT_EVERY_US": "300000"}
+    with Process(tmp_path, *TWO, env=env) as server:
+        assert statuses(server, "GET", "/v2/health/live") == {200}
+        stopped, other = workers(server)
+        os.kill(stopped, signal.SIGSTOP)
+        until(lambda: len(workers(server)) == 2 and stopped not in workers(server))
+        assert other in workers(server)
+        assert logged(server, "worker 1 does not answer")
+        until(lambda: server.gauge("deploykit_workers") == 2)
+
+
+def test_an_engine_that_hangs_in_one_worker_makes_the_server_not_ready(tmp_path: Path) -> None:
+    with Process(tmp_path, *TWO, "--timeout-ms", "200") as server:
+        assert server.infer(HANG)[0] == 504
+        until(lambda: statuses(server, "GET", "/v2/health/ready") == {503})
+        assert server.gauge("deploykit_engines_hung") == 1
+
+
+# -- The end
+
+
 @pytest.mark.parametrize(
-    ("workers_", "number", "to_all"),
+    ("count", "number", "to_all"),
     [
         ("2", signal.SIGTERM, False),
         ("2", signal.SIGHUP, True),  # a terminal that closes sends it to all
@@ -191,10 +317,10 @@ def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path
     ],
 )
 def test_a_signal_to_end_under_load_loses_nothing(
-    tmp_path: Path, workers_: str, number: signal.Signals, to_all: bool
+    tmp_path: Path, count: str, number: signal.Signals, to_all: bool
 ) -> None:
     default: Callable[[], object] = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-    options = ("--workers", workers_)
+    options = ("--workers", count)
     with Process(tmp_path, *options, env={"FAULT_ROWS": "4"}, before=default) as server:
         with Clients(server.port, 16) as clients:
             until(lambda: len(clients.outcomes) > 100)
@@ -209,7 +335,7 @@ def test_a_signal_to_end_under_load_loses_nothing(
             counts = clients.stop()
         assert clients.next_after(answered) == [200] * 16
         assert counts.keys() <= {200, 503, BROKEN, REFUSED}
-        assert not any("not answered" in line for line in server.log_lines())
+        assert not logged(server, "not answered")
 
 
 def is_ending(server: Process) -> bool:
@@ -236,105 +362,293 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, number: signal.Signals
         until(lambda: not any(map(is_running, pids)))
 
 
-def test_an_engine_that_hangs_in_one_worker_makes_the_server_not_ready(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, "--timeout-ms", "200") as server:
-        assert server.infer(HANG)[0] == 504
-        with connections(server) as clients:
-
-            def states() -> set[int]:
-                return {ask(client, "GET", "/v2/health/ready")[0] for client in clients}
-
-            assert len(clients) == MANY
-            until(lambda: states() == {503})
-        assert server.gauge("deploykit_engines_hung") == 1
+def test_a_worker_that_closes_its_engines_for_long_is_not_killed(tmp_path: Path) -> None:
+    """It was after 5 s, and its answered requests counted as lost: exit code 1."""
+    with Process(tmp_path, *TWO, env={"FAULT_CLOSE_S": "6"}) as server:
+        server.popen.terminate()
+        assert server.wait() == 0
 
 
-def test_a_worker_that_hangs_is_replaced_and_the_others_report_meanwhile(tmp_path: Path) -> None:
-    env = {"FAULT_MISSED": "3", "FAULT_EVERY_US": "300000"}
-    with Process(tmp_path, *TWO, env=env) as server, connections(server) as found:
-        assert {ask(client, "GET", "/v2/health/live")[0] for client in found} == {200}
-        stopped, other = workers(server)
-        os.kill(stopped, signal.SIGSTOP)
-        until(lambda: len(workers(server)) == 2 and stopped not in workers(server))
-        assert other in workers(server)
-        assert any("worker 1 does not answer" in line for line in server.log_lines())
-        until(lambda: server.gauge("deploykit_workers") == 2)
+def ours(folder: Path) -> set[str]:
+    return {name for name in os.listdir(folder) if "deploykit" in name}  # noqa: PTH208
+
+
+@both
+def test_kill_9_of_every_process_in_turn_and_of_the_parent_leaves_nothing(
+    tmp_path: Path, count: str
+) -> None:
+    memory = Path("/dev/shm")
+    before, path = ours(memory), write_model(tmp_path / "m.onnx")
+    env = {"TMPDIR": str(tmp_path)}
+    with Process(tmp_path, "--workers", count, command=REAL, engine=f"m={path}", env=env) as server:
+        assert len(ours(tmp_path)) == 1
+        pids = workers(server)
+        for victim in pids:
+            kill(server, victim)
+            until(lambda: len(workers(server)) == len(pids))
+            until(lambda: server.gauge("deploykit_workers") == 2)
+            until(lambda: server.status("/v2/health/ready") == 200)
+        assert len(ours(tmp_path)) == 1
+        pids = workers(server)
+        server.popen.kill()
+        server.wait()
+        until(lambda: not any(map(is_running, pids)))
+    assert ours(tmp_path) == set()
+    until(lambda: ours(memory) <= before)  # other tests may have some for a moment
+
+
+def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
+    """The kernel closes them one after another: the link may be before the lock of the weights."""
+
+    async def lose() -> None:
+        ends = [socket.socketpair() for _ in range(2)]
+        member = Member(1, 1, ends[0][0], ends[1][0], ends[0][0], None, 0)
+        drained = asyncio.Event()
+        hooks = Hooks(cast("Any", None), drained.set, drained.set)
+        joining = asyncio.ensure_future(member.join(hooks))
+        member._parent = os.getppid()  # one that still runs
+        ends[0][1].close()
+        await asyncio.sleep(0.1)
+        assert not drained.is_set()
+        member._parent = 0
+        await asyncio.wait_for(drained.wait(), LIMIT_S)
+        await joining
+        asyncio.get_running_loop().remove_reader(ends[1][0])
+        for each in (ends[0][0], *ends[1]):
+            each.close()
+
+    asyncio.run(lose())
+
+
+def test_no_signal_interrupts_what_a_worker_cleans_up_once_its_server_has_ended() -> None:
+    """The kernel may deliver that of the parent's end after the worker has seen it and drained."""
+
+    class Leaving(ServerGroup):
+        ends_process = Member.ends_process
+
+    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=None), None, Leaving())
+    assert server.run(lambda *_: server.stop()) == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, group._end)  # a second signal does not interrupt its end either
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+
+
+# -- Files that change, and pipelines that fork
 
 
 def test_large_weights_are_in_memory_once(tmp_path: Path) -> None:
     """Those of a replacing file and of a worker that is started later, too; a stop removes them."""
 
-    def mapped() -> list[set[str]]:
-        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in workers(server)]
-        return [
-            set(re.findall(rf"{tmp_path}/deploykit-weights-\S+/weights", each)) for each in maps
-        ]
+    def mapped() -> set[str]:
+        """The files that both map."""
+        pattern = rf"{tmp_path}/deploykit-weights-\S+/weights"
+        one, two = (set(re.findall(pattern, text)) for text in map(maps, workers(server)))
+        return one & two if one == two else set()
 
-    path = write_model(tmp_path / "m.onnx")
-    env = {"TMPDIR": str(tmp_path)}
+    def maps(pid: int) -> str:
+        return Path(f"/proc/{pid}/maps").read_text()
+
+    path, env = write_model(tmp_path / "m.onnx"), {"TMPDIR": str(tmp_path)}
     with Process(tmp_path, *TWO, command=REAL, engine=f"m={path}", env=env) as server:
-        one, two = mapped()
-        assert one == two
-        assert len(one) == 1
+        (first,) = mapped()
         replace(write_model(tmp_path / "new.onnx", seed=1), path)
         until(lambda: server.gauge("deploykit_model_generation") == 2)
-        until(lambda: mapped()[0] == mapped()[1] != one)
+        until(lambda: mapped() not in (set(), {first}))
         kill(server, workers(server)[0])
-        until(lambda: len(workers(server)) == 2 and mapped()[0] == mapped()[1] != one)
-        assert list(tmp_path.glob("deploykit-weights-*"))
+        until(lambda: len(workers(server)) == 2 and mapped() not in (set(), {first}))
         server.popen.terminate()
-        server.popen.wait(LIMIT_S)
-    assert not list(tmp_path.glob("deploykit-weights-*"))
+        server.wait()
+    assert ours(tmp_path) == set()
 
 
-# -- starts that fail
+@pytest.mark.parametrize("count", ["1", "2", "shared:2"])
+def test_a_wrong_file_is_reported_once_and_the_next_right_one_is_in_use_everywhere(
+    tmp_path: Path, count: str
+) -> None:
+    path = model(tmp_path / "m.onnx", 1.0)
+
+    def facts() -> set[tuple[str, str, float]]:
+        """Notes, generation and answer of each process."""
+        found = set()
+        for client in clients:
+            parameters = ask(client, "GET", "/v2/models/m")[1]["parameters"]
+            (output,) = ask(client, *INFER)[1]["outputs"]
+            notes = parameters.get("notes", "").partition(" of one engine")[0]
+            found.add((notes, parameters["generation"], output["data"][0]))
+        return found
+
+    with (
+        Process(tmp_path, "--workers", count, command=REAL, engine=f"m={path}") as server,
+        connections(server) as clients,
+    ):
+        replace(model(tmp_path / "new.onnx", 1.0, width=5), path)
+        until(lambda: facts() == {("the inputs", "1", 2.0)})
+        replace(model(tmp_path / "new.onnx", 2.0), path)
+        until(lambda: facts() == {("", "2", 3.0)})
+        server.popen.terminate()
+        assert server.wait() == 0
+    for stage in ("was rejected, the previous engine stays in use", "was replaced and is in use"):
+        assert logged(server, stage) == 1
 
 
-def refused(folder: Path, *options: str, **env: str) -> tuple[int, str]:
-    """The exit code and stderr of a server that cannot start."""
-    command = [*STAND_IN, "serve", "m=stand-in", "--http-port", "0", "--grpc-port=none", *options]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )  # fmt: skip
-    assert done.stdout == ""
-    return done.returncode, done.stderr
+def test_front_ends_of_another_model_are_replaced_when_its_engines_are(tmp_path: Path) -> None:
+    """The running engines refuse such a file; those that start after them do not know."""
+    path = model(tmp_path / "m.onnx", 1.0)
+    with Process(tmp_path, *SHARED, "--no-reload", command=REAL, engine=f"m={path}") as server:
+        replace(model(tmp_path / "new.onnx", 2.0, width=3), path)
+        kill(server, engines(server))
+
+        def answers() -> int:
+            try:
+                return server.ask("POST", "/v2/models/m/infer", request(1, width=3))[0]
+            except (OSError, http.client.HTTPException):  # one that ends
+                return BROKEN
+
+        until(lambda: {answers() for _ in range(MANY)} == {200})
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["0", "-1", "x", "10000", "", "1.5", "²", "999999999999", "shared:", "shared:0", "shared:x"],
-)
+FORKING = """
+import os, time
+import numpy as np
+add = {"model": "m.onnx", "x": "rows"}
+open(f"read.{os.getpid()}", "w").close()
+
+def rows(values: list[float]) -> np.ndarray:
+    forked = os.fork()
+    if not forked:
+        os.closerange(0, 3)  # which the test reads to their end
+        time.sleep(3600)
+    open(f"forked.{forked}", "w").close()
+    return np.array(values, np.float32).reshape(1, 4)
+
+def answer(add: np.ndarray) -> list[float]:
+    return add.reshape(-1).tolist()
+"""
+
+
+def test_what_a_pipeline_forks_holds_no_worker_and_ends_with_the_server(tmp_path: Path) -> None:
+    """It held the sockets of a killed worker: clients got no answer, the parent waited a minute.
+
+    No forked process has read a pipeline: a file that ran PyTorch had each worker wait for ever for
+    threads that no fork has.
+    """
+    steps, path = tmp_path / "steps.py", model(tmp_path / "m.onnx", 1.0)
+    steps.write_text(FORKING)
+    predict = ("POST", "/v2/models/steps/predict", b"[1, 2, 3, 4]")
+
+    def named(what: str) -> set[int]:
+        return {int(each.suffix[1:]) for each in tmp_path.glob(f"{what}.*")}
+
+    options = (*TWO, "--pipeline", str(steps))
+    try:
+        with Process(tmp_path, *options, command=REAL, engine=f"m={path}") as server:
+            assert server.popen.pid not in named("read") > set(workers(server))
+            assert statuses(server, *predict) == {200}
+            earlier = named("forked")
+            kill(server, workers(server)[0])
+            until(lambda: server.gauge("deploykit_workers") == 2)
+            assert statuses(server, *predict) == {200}
+            assert all(map(is_running, earlier))
+            server.popen.terminate()
+            assert server.wait() == 0
+            assert not logged(server, "is killed")
+            until(lambda: not any(map(is_running, named("forked") - earlier)))
+    finally:
+        for each in named("forked"):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+
+
+# -- Starts that fail, and processes that cannot be started again
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1.5", "²", "999999999999", "shared:0"])
 def test_a_number_of_workers_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(BadInput, match=re.escape(f"`workers` {text}: must be a number from 1 to")):
         parse_workers(text)
 
 
-def test_the_command_line_names_its_flag(tmp_path: Path) -> None:
-    code, text = refused(tmp_path, "--workers", "0")
-    assert (code, text.splitlines()) == (
-        2,
-        [
-            "error: --workers 0: must be a number from 1 to 256, shared:N or auto",
-            "hint: shared:2 are two, and one more process that runs the engines for both",
-        ],
-    )
+def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
+    files = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (32, 32))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        opens = "m.onnx: cannot be opened once more"
+        rows: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
+            (("--workers", "0"), {}, 2, "--workers 0: must be a number from 1 to 256, shared:N"),
+            ((*TWO, "--http-port", str(port)), {}, 2, f"--http-port {port}: already in use on 127"),
+            (TWO, {"env": {"FAULT_OPENS": "0"}}, 2, opens),
+            (TWO, {"env": {"FAULT_OPENS": "1"}}, 2, opens),
+            (("--workers", "30"), {"before": files}, 3, "--workers 30: a process cannot be start"),
+        ]
+        for options, how, code, words in rows:
+            for each in tmp_path.glob("opened.*"):
+                each.unlink()
+            found, text = refused(tmp_path, *options, **how)
+            errors = [line for line in text.splitlines() if line.startswith("error:")]
+            assert found == code
+            assert len(errors) == 1
+            assert errors[0].startswith(f"error: {words}")
 
 
-def test_a_port_that_another_server_shares_among_its_workers_is_in_use(
-    server: Process, tmp_path: Path
+def files(pid: int) -> set[int]:
+    return {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def leave_files(pid: int, count: int | None) -> None:
+    """Let the process open so many files more; None: as many as it may."""
+    hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+    soft = hard if count is None else min(set(range(1000)) - files(pid)) + count
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_worker_that_cannot_be_replaced_is_tried_again_until_it_can(tmp_path: Path) -> None:
+    """First no process can be started for it, then it cannot open its model; at last none can."""
+    env = {"FAULT_OPENS": "2", "FAULT_DELAY_S": "0.01"}
+    with Process(tmp_path, *TWO, env=env) as server:
+        leave_files(server.popen.pid, 0)
+        kill(server, workers(server)[0])
+        until(lambda: logged(server, "cannot be started: Too many open files") > 2)
+        assert server.infer(1.0) == (200, [3.0])
+        leave_files(server.popen.pid, None)
+        until(lambda: logged(server, "cannot be opened once more") > 1)
+        assert server.infer(2.0) == (200, [5.0])
+        for each in tmp_path.glob("opened.*"):
+            each.unlink()
+        until(lambda: server.gauge("deploykit_workers") == 2)
+        for number in (1, 2):
+            (tmp_path / f"opened.{number}").touch()
+        for pid in workers(server):
+            os.kill(pid, signal.SIGKILL)
+        assert server.wait() == 2
+        assert logged(server, "no worker is left")
+        assert "error: m.onnx: cannot be opened once more" in server.log_lines()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_connection_to_the_engines_that_no_file_is_left_for_is_made_once_there_is(
+    tmp_path: Path, left: int
 ) -> None:
-    code, text = refused(tmp_path, *TWO, "--http-port", str(server.port))
-    assert code == 2
-    assert f"--http-port {server.port}: already in use on 127.0.0.1" in text
+    """The parent sends two files, and mapping one takes a third; none may stay open for ever."""
+    with Process(tmp_path, *SHARED, env={"FAULT_CONNECT_S": "0.05"}) as server:
+        runs_them, victim, _ = workers(server)
+        before = len(files(runs_them))
+        os.kill(server.popen.pid, signal.SIGSTOP)  # which would start another one meanwhile
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(files(runs_them)) < before)
+        leave_files(runs_them, left)
+        os.kill(server.popen.pid, signal.SIGCONT)
+        until(lambda: logged(server, "cannot be connected") > 5)
+        assert len(files(runs_them)) < before
+        assert server.status("/v2/health/ready") in (200, 503)
+        leave_files(runs_them, None)
+        until(lambda: server.gauge("deploykit_workers") == 2)
+        until(lambda: statuses(server, *INFER) == {200})
+        until(lambda: len(files(runs_them)) == before)  # one that was asked for twice is closed
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_worker_that_cannot_open_the_model_ends_the_start(tmp_path: Path, count: int) -> None:
-    code, text = refused(tmp_path, *TWO, FAULT_OPENS=str(count))
-    assert code == 2
-    errors = [line for line in text.splitlines() if line.startswith("error:")]
-    assert errors == ["error: m.onnx: cannot be opened once more"]
+# -- How many, and which
 
 
 @pytest.mark.parametrize(
@@ -357,24 +671,22 @@ def test_auto_starts_a_worker_for_each_core_unless_a_row_needs_them_all(
 
 
 def test_auto_times_each_model(tmp_path: Path) -> None:
-    files = {"m": model(tmp_path / "m.onnx", 1.0)}
-    timed = time_threads(files, "cpu", 2, lambda *_: None)
+    path = model(tmp_path / "m.onnx", 1.0)
+    timed = time_threads({"m": path}, "cpu", 2, lambda *_: None)
     assert isinstance(timed, dict)
     assert min(timed["m"]) > 0
 
 
 def test_the_engines_of_a_gpu_run_in_one_process(tmp_path: Path) -> None:
-    files = {"m": model(tmp_path / "m.onnx", 1.0)}
-    plan = tmp_path / "m.trt"
+    path, plan = model(tmp_path / "m.onnx", 1.0), tmp_path / "m.trt"
     plan.write_bytes(b"ptrt" + bytes(64))
 
-    def chosen(device: str, workers: int | str, files: dict[str, Path] = files) -> Workers:
-        return choose_workers(files, ServeOptions(device=device, workers=workers))
+    def chosen(device: str, workers: int | str, file: Path = path) -> Workers:
+        return choose_workers({"m": file}, ServeOptions(device=device, workers=workers))
 
     shared = Workers(2, shared=True)
-    assert chosen("cuda", 2) == chosen("auto", 2, {"t": plan}) == shared
+    assert chosen("cuda", 2) == chosen("auto", 2, plan) == chosen("cpu", "shared:2") == shared
     assert chosen("cpu", 2) == Workers(2)
-    assert chosen("cpu", "shared:2") == shared
     assert chosen("cuda", "auto") == chosen("cuda", 1) == Workers(1)
     with pytest.raises(Unsupported, match="model 'm' runs on cuda:0") as caught:
         check_on_cpu("m", "cuda:0")
@@ -386,46 +698,3 @@ def test_workers_with_engines_divide_the_threads_and_others_leave_them_to_one() 
     assert threads_each(ServeOptions(), Workers(cores)) in (1, None)
     assert threads_each(ServeOptions(), Workers(cores, shared=True)) is None
     assert threads_each(ServeOptions(threads=3), Workers(2)) == 3
-
-
-def test_workers_that_all_die_and_cannot_start_again_end_the_server(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, env={"FAULT_OPENS": "2", "FAULT_DELAY_S": "0.01"}) as server:
-        for pid in workers(server):
-            os.kill(pid, signal.SIGKILL)
-        assert server.wait() == 2
-        assert "error: m.onnx: cannot be opened once more" in server.log_lines()
-        assert any("no worker is left" in line for line in server.log_lines())
-
-
-# -- A model's file that is replaced under several workers: in use in all, or in none and reported
-
-
-def test_a_wrong_file_is_reported_once_and_the_next_right_one_is_in_use_everywhere(
-    tmp_path: Path,
-) -> None:
-    path = model(tmp_path / "m.onnx", 1.0)
-
-    def facts(client: HTTPConnection) -> tuple[str, str]:
-        found = ask(client, "GET", "/v2/models/m")[1]["parameters"]
-        return found["notes"].partition(" of one engine")[0], found["generation"]
-
-    def answer(client: HTTPConnection) -> float:
-        status, found = ask(client, "POST", "/v2/models/m/infer", request(1.0))
-        assert status == 200, found
-        return found["outputs"][0]["data"][0]
-
-    with (
-        Process(tmp_path, "--workers", "2", command=REAL, engine=f"m={path}") as server,
-        connections(server) as clients,
-    ):
-        replace(model(tmp_path / "new.onnx", 1.0, width=5), path)
-        until(lambda: {facts(each) for each in clients} == {("the inputs", "1")})
-        assert {answer(each) for each in clients} == {2.0}
-        replace(model(tmp_path / "new.onnx", 2.0), path)
-        until(lambda: {facts(each) for each in clients} == {("", "2")})
-        assert {answer(each) for each in clients} == {3.0}
-        server.popen.terminate()
-        assert server.wait() == 0
-    stages = ("was rejected, the previous engine stays in use", "was replaced and is in use")
-    for stage in stages:
-        assert len([line for line in server.log_lines() if stage in line]) == 1

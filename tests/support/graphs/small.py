@@ -1,12 +1,14 @@
-"""Write an ONNX file of a few nodes, from x to y, that no checker has seen."""
+"""Small ONNX graphs: from a few nodes that no checker has seen, or from ONNX's text syntax."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
+from numpy.typing import ArrayLike
 from onnx import TensorProto, helper, numpy_helper
 
 node = helper.make_node
@@ -41,13 +43,26 @@ def write_graph(
     return path
 
 
+def parse(head: str, body: str, opset: int = 18, **constants: ArrayLike) -> onnx.ModelProto:
+    """A graph of ONNX's text syntax with those of the constants that it reads.
+
+    Python's numbers are stored as float32 or int64. A node is called as its first output.
+    """
+    text = f'<ir_version: 8, opset_import: ["" : {opset}]> g {head} {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    for each in model.graph.node:
+        each.name = each.name or each.output[0]
+    read = set(re.findall(r"\w+", body))
+    for name in sorted(read & constants.keys()):
+        array = np.asarray(constants[name])
+        array = array.astype(np.float32) if array.dtype == np.float64 else array
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return model
+
+
 def write_text(
     folder: Path, head: str, body: str, constants: dict[str, np.ndarray], opset: int = 17
 ) -> Path:
     """Write m.onnx: the graph g of ONNX's text syntax, with its constants."""
-    text = f'<ir_version: 8, opset_import: ["" : {opset}]> g {head} {{ {body} }}'
-    model = onnx.parser.parse_model(text)
-    for name, array in constants.items():
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
-    onnx.save(model, folder / "m.onnx")
+    onnx.save(parse(head, body, opset, **constants), folder / "m.onnx")
     return folder / "m.onnx"

@@ -31,7 +31,7 @@ class Payload:
 
 
 @contextlib.contextmanager
-def peak_memory_grows_by_at_most(limit_bytes: int) -> Iterator[None]:
+def memory_grows_by_at_most(limit_bytes: int) -> Iterator[None]:
     """Linux keeps each process's largest resident size, and resets it when told to."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = peak_memory_bytes()

@@ -15,7 +15,7 @@ import numpy as np
 from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Engine
+from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving import server as server_module
 from deploykit.serving.http2.connection import Http2Limits
 from deploykit.serving.options import ServeOptions
@@ -28,26 +28,20 @@ SERVICE = INFER.rpartition("/")[0]
 STREAM = f"{SERVICE}/ModelStreamInfer"
 LIVE = f"{SERVICE}/ServerLive"
 INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 3, 4, 8, 12
-PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 1, 3, 6, 9, 11
+PROTOCOL_ERROR, FLOW_CONTROL_ERROR, CALM = 1, 3, 11
 T = TypeVar("T")
 
 
-class Echo(Engine):
+class Echo(FakeEngine):
     """Gives back the rows it got, of any dtype."""
 
-    device = "cpu"
-    runtime = "fake"
-    max_batch = None
-
     def __init__(self, dtype: str, width: int | str = 3) -> None:
+        super().__init__()
         self.inputs = (TensorSpec("x", dtype, ("N", width)),)
         self.outputs = (TensorSpec("y", dtype, ("N", width)),)
 
     def __call__(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"y": feeds["x"].copy()}
-
-    def close(self) -> None:
-        pass
 
 
 class Serving(Running):
@@ -132,13 +126,7 @@ class Frames:
         """One frame: kind, flags, stream, payload."""
         self.socket.sendall(packed(*frame))
 
-    def open(
-        self,
-        stream: int,
-        path: str = INFER,
-        flags: int = 4,
-        **headers: str,
-    ) -> None:
+    def open(self, stream: int, path: str = INFER, flags: int = 4, **headers: str) -> None:
         """Headers of a call; flag 1 ends it."""
         pairs = {":method": "POST", ":scheme": "http", ":path": path, "te": "trailers"}
         pairs["content-type"] = "application/grpc"
@@ -213,8 +201,7 @@ class Frames:
         elif kind == 8:
             more = int.from_bytes(payload, "big")
             self.updates[stream] = self.updates.get(stream, 0) + more
-        if kind in (0, 1) and flags & 1:
-            answer.ended = True
+        answer.ended |= kind in (0, 1) and bool(flags & 1)
         return True
 
     def settle(self) -> None:
@@ -253,8 +240,6 @@ def unlimited_window(port: int) -> Iterator[Frames]:
 
 def infer_bytes(rows: int = 1, value: float = 1.0, width: int = 4, **fields: Any) -> bytes:
     """A ModelInferRequest for FakeEngine, by our own messages."""
-    from deploykit.engines.oip.protobuf import MESSAGES
-
     request = MESSAGES["ModelInferRequest"](**{"model_name": "m", **fields})
     request.inputs.add(name="x", datatype="FP32", shape=[rows, width])
     request.raw_input_contents.append(np.full((rows, width), value, np.float32).tobytes())
@@ -264,7 +249,5 @@ def infer_bytes(rows: int = 1, value: float = 1.0, width: int = 4, **fields: Any
 
 def first_value(answer: Answer) -> float:
     """The first number of the first output."""
-    from deploykit.engines.oip.protobuf import MESSAGES
-
     response = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
     return float(np.frombuffer(response.raw_output_contents[0], np.float32)[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,13 @@ class Call:
         return engine.compute(self.feeds)
 
 
+def raise_one(errors: Mapping[float, Exception], feeds: Arrays) -> None:
+    """Raise the error of a row, if there is one."""
+    for value in feeds["x"][:, 0]:
+        if float(value) in errors:
+            raise errors[float(value)]
+
+
 class OverlappingEngine(FakeEngine):
     """y = 2x + 1. `free`: calls end by themselves. `fail`: first values whose call fails, and how.
 
@@ -61,9 +68,7 @@ class OverlappingEngine(FakeEngine):
         call = Call(self, feeds)
         self.events.append(("submit", call.first))
         try:
-            for value in feeds["x"][:, 0]:
-                if float(value) in self.refuse:
-                    raise self.refuse[float(value)]
+            raise_one(self.refuse, feeds)
             self.calls.append(call)
             self.most = max(self.most, len(self.calls))
             self.on_submit()
@@ -74,15 +79,11 @@ class OverlappingEngine(FakeEngine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         assert len(self.calls) < self.slots, "no slot is free for it"
         self.events.append(("call", float(feeds["x"][0, 0])))
-        for value in feeds["x"][:, 0]:
-            if float(value) in self.refuse:
-                raise self.refuse[float(value)]
+        raise_one(self.refuse, feeds)
         return self.compute(feeds)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        for value in feeds["x"][:, 0]:
-            if float(value) in self.fail:
-                raise self.fail[float(value)]
+        raise_one(self.fail, feeds)
         return super().__call__(feeds)
 
     def end_one(self) -> None:

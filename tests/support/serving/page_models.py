@@ -4,70 +4,58 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx.parser
 
-OPSET = 17
 HOSTILE = "<img src=x onerror=alert(1)>"
+_WEIGHTS = ", ".join("1" if row // 4 == column else "0" for row in range(28) for column in range(7))
 
 
 def bands(path: Path) -> Path:
     """Take image [N,1,28,28] -> bands [N,7]: the ink in each four of its columns."""
-    weights = np.repeat(np.eye(7, dtype=np.float32), 4, axis=0)
-    nodes = [
-        helper.make_node("ReduceSum", ["image", "axes"], ["columns"], keepdims=0),
-        helper.make_node("MatMul", ["columns", "weights"], ["bands"]),
-    ]
-    constants = {"axes": np.array([1, 2], np.int64), "weights": weights}
-    inputs = {"image": (TensorProto.FLOAT, ["N", 1, 28, 28])}
-    return _save(path, nodes, inputs, {"bands": (TensorProto.FLOAT, ["N", 7])}, constants)
+    return _save(
+        path,
+        f"""(float[N,1,28,28] image) => (float[N,7] bands) <float[28,7] weights = {{{_WEIGHTS}}}> {{
+            axes = Constant<value = int64[2] {{1, 2}}>()
+            columns = ReduceSum<keepdims=0>(image, axes)
+            bands = MatMul(columns, weights)
+        }}""",
+    )
 
 
 def colours(path: Path) -> Path:
     """Take photo uint8 [N,24,32,3] -> the mean red, green and blue of its upper half [N,3]."""
-    nodes = [
-        helper.make_node("Slice", ["photo", "zero", "half", "axis"], ["upper"]),
-        helper.make_node("Cast", ["upper"], ["values"], to=TensorProto.FLOAT),
-        helper.make_node("ReduceMean", ["values"], [HOSTILE], axes=[1, 2], keepdims=0),
-    ]
-    constants = {
-        "zero": np.array([0], np.int64),
-        "half": np.array([12], np.int64),
-        "axis": np.array([1], np.int64),
-    }
-    inputs = {"photo": (TensorProto.UINT8, ["N", 24, 32, 3])}
-    return _save(path, nodes, inputs, {HOSTILE: (TensorProto.FLOAT, ["N", 3])}, constants)
+    return _save(
+        path,
+        """(uint8[N,24,32,3] photo) => (float[N,3] HOSTILE) {
+            zero = Constant<value_ints=[0]>()
+            half = Constant<value_ints=[12]>()
+            axis = Constant<value_ints=[1]>()
+            upper = Slice(photo, zero, half, axis)
+            values = Cast<to=1>(upper)
+            HOSTILE = ReduceMean<axes=[1, 2], keepdims=0>(values)
+        }""",
+    )
 
 
 def sums(path: Path) -> Path:
     """Take a float32 [N,2] and b int64 [N,2] -> their sum in float64, and b as it came."""
-    nodes = [
-        helper.make_node("Cast", ["a"], ["wide_a"], to=TensorProto.DOUBLE),
-        helper.make_node("Cast", ["b"], ["wide_b"], to=TensorProto.DOUBLE),
-        helper.make_node("Add", ["wide_a", "wide_b"], ["sum"]),
-        helper.make_node("Identity", ["b"], ["same"]),
-    ]
-    inputs = {"a": (TensorProto.FLOAT, ["N", 2]), "b": (TensorProto.INT64, ["N", 2])}
-    outputs = {"sum": (TensorProto.DOUBLE, ["N", 2]), "same": (TensorProto.INT64, ["N", 2])}
-    return _save(path, nodes, inputs, outputs, {})
-
-
-def _save(
-    path: Path,
-    nodes: list[onnx.NodeProto],
-    inputs: dict[str, tuple[int, list[str | int]]],
-    outputs: dict[str, tuple[int, list[str | int]]],
-    constants: dict[str, np.ndarray],
-) -> Path:
-    graph = helper.make_graph(
-        nodes,
-        path.stem,
-        [helper.make_tensor_value_info(name, *spec) for name, spec in inputs.items()],
-        [helper.make_tensor_value_info(name, *spec) for name, spec in outputs.items()],
-        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    return _save(
+        path,
+        """(float[N,2] a, int64[N,2] b) => (double[N,2] sum, int64[N,2] same) {
+            wide_a = Cast<to=11>(a)
+            wide_b = Cast<to=11>(b)
+            sum = Add(wide_a, wide_b)
+            same = Identity(b)
+        }""",
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8)
+
+
+def _save(path: Path, graph: str) -> Path:
+    head = '<ir_version: 8, opset_import: ["" : 17]>'
+    model = onnx.parser.parse_model(f"{head} {path.stem} {graph}")
+    if model.graph.output[0].name == "HOSTILE":
+        model.graph.output[0].name = model.graph.node[-1].output[0] = HOSTILE
     onnx.checker.check_model(model)
     onnx.save(model, path)
     return path

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from urllib.parse import urlsplit
 
 import deploykit as dk
 from tests.support.onnx_zoo import linear, save
+from tests.support.serving.faults import until
 
 WAIT_S = 60  # against hanging
 
@@ -48,10 +47,7 @@ class Client:
         )
 
     def until(self, reached: Callable[[], Any]) -> None:
-        end_s = time.monotonic() + WAIT_S
-        while not reached():
-            assert time.monotonic() < end_s
-            threading.Event().wait(0.01)
+        until(reached)
 
 
 @contextmanager
@@ -67,7 +63,7 @@ def form(name: str, data: bytes) -> tuple[bytes, str]:
     return body, "multipart/form-data; boundary=XX"
 
 
-STAGES = '''
+STAGES = """
 import threading
 from deploykit import BadInput
 
@@ -78,7 +74,6 @@ DONE = []
 
 
 def asked(text: str) -> list[str]:
-    """What to do, word by word."""
     if text == "free":
         GATE.set()
     return text.split()
@@ -119,7 +114,7 @@ def answer(brief: int, asked: list[str]) -> object:
     return {"done": asked}
 
 
-'''
+"""
 ECHO = """
 import numpy as np
 linear = {"model": "linear.onnx", "x": "row"}

@@ -2,14 +2,11 @@
 
 Everything but the opening of the file is the real command: options, logs, signals, exit codes. The
 engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, says what goes wrong.
-No call returns while there is a file `hold` in the working folder.
-It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is its largest batch,
-FAULT_WIDTH its numbers in a row; closing it takes FAULT_CLOSE_S. With
-FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
-that die are replaced FAULT_DELAY_S later, and killed after FAULT_MISSED reports that they miss.
-FAULT_ECHO_S is for how long a SIGTERM counts as one with the next. FAULT_SHARE_BYTES is what a
-worker and the process of the engines share above the largest body; one that is not connected asks
-again after FAULT_CONNECT_S.
+No call returns while there is a file `hold` in the working folder; at its end it writes to `ran`
+how many rows it answered whose first value is 100 or more, which a warm-up has not. It takes
+FAULT_LATENCY_S for a call; FAULT_ROWS is its largest batch, FAULT_WIDTH its numbers in a row;
+closing it takes FAULT_CLOSE_S. With FAULT_OPENS only so many workers can open the model: they count
+themselves in the folder. SETTINGS are the server's own limits.
 """
 
 from __future__ import annotations
@@ -20,27 +17,39 @@ from pathlib import Path
 
 import numpy as np
 
-from deploykit.cli.main import script
+from deploykit.cli.main import main
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.engines.cuda.errors import DeviceLost
-from deploykit.serving import processes as serve_processes
-from deploykit.serving import serve
+from deploykit.serving import processes, serve, server
 from deploykit.serving.workers import group, parent, signals
-from deploykit.serving.workers import parent as hub
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
 HOLD = Path("hold")
-WIDTH = int(os.environ.get("FAULT_WIDTH", "4"))
+SETTINGS = {
+    "FAULT_CONNECT_S": (group, "CONNECT_S"),
+    "FAULT_DELAY_S": (parent, "DELAY_S"),
+    "FAULT_ECHO_S": (signals, "ECHO_S"),
+    "FAULT_EVERY_US": (parent, "EVERY_US"),
+    "FAULT_LINGER_S": (server, "LINGER_S"),
+    "FAULT_MISSED": (parent, "MOST_MISSED"),
+    "FAULT_SOON_S": (server, "SOON_S"),
+}
+
+
+def setting(name: str) -> float:
+    return float(os.environ.get(name, "0"))
 
 
 class Faulty(FakeEngine):
     """A FakeEngine with accidents."""
 
     lost = False
+    ran = 0
 
     def close(self):
-        time.sleep(float(os.environ.get("FAULT_CLOSE_S", "0")))
+        time.sleep(setting("FAULT_CLOSE_S"))
+        Path("ran").write_text(str(self.ran))
         super().close()
 
     def __call__(self, feeds):
@@ -57,6 +66,7 @@ class Faulty(FakeEngine):
         while HOLD.exists():
             time.sleep(0.001)
         y = super().__call__(feeds)["y"]
+        self.ran += int((feeds["x"][:, 0] >= 100).sum())
         if SHAPE in asked:
             y = np.repeat(y, 2, axis=1)
         if DTYPE in asked:
@@ -64,33 +74,29 @@ class Faulty(FakeEngine):
         return {"y": y[:-1] if FEWER in asked else y}
 
 
-def open_proven(_file, *_, instances=1, **_more):
+def open_engines(_file, options, _shared=None):
     """As the real one: engines of a file that was checked."""
     if "FAULT_OPENS" in os.environ:
         Path(f"opened.{os.getpid()}").touch()
-        if len(list(Path().glob("opened.*"))) > int(os.environ["FAULT_OPENS"]):
+        if len(list(Path().glob("opened.*"))) > setting("FAULT_OPENS"):
             raise BadInput("m.onnx: cannot be opened once more")
     if "FAULT_LOAD" in os.environ:
         raise OutOfMemory("cuda:0: out of memory: 9.0 GiB needed, 1.0 GiB free of 2.0 GiB")
     return [
         Faulty(
-            width=WIDTH,
-            latency_s=float(os.environ.get("FAULT_LATENCY_S", "0")),
-            per_row_s=float(os.environ.get("FAULT_PER_ROW_S", "0")),
-            max_batch=int(os.environ.get("FAULT_ROWS", "0")) or None,
+            width=int(setting("FAULT_WIDTH")) or 4,
+            latency_s=setting("FAULT_LATENCY_S"),
+            max_batch=int(setting("FAULT_ROWS")) or None,
         )
-        for _ in range(instances)
+        for _ in range(options.instances)
     ]
 
 
 if __name__ == "__main__":
     serve.check_readable = lambda file: file
-    serve_processes._why_shared = lambda *_: ""
-    hub.MOST_MISSED = int(os.environ.get("FAULT_MISSED", hub.MOST_MISSED))
-    hub.EVERY_US = int(os.environ.get("FAULT_EVERY_US", hub.EVERY_US))
-    parent.SHARE_BYTES = int(os.environ.get("FAULT_SHARE_BYTES", parent.SHARE_BYTES))
-    signals.ECHO_S = float(os.environ.get("FAULT_ECHO_S", signals.ECHO_S))
-    group.CONNECT_S = float(os.environ.get("FAULT_CONNECT_S", group.CONNECT_S))
-    parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
-    serve.open_engines = lambda file, options, _: open_proven(file, instances=options.instances)
-    script()
+    serve.open_engines = open_engines
+    processes._why_shared = lambda *_: ""
+    for name, (module, constant) in SETTINGS.items():
+        if name in os.environ:
+            setattr(module, constant, type(getattr(module, constant))(os.environ[name]))
+    main()

@@ -12,19 +12,12 @@ from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
-
-
-class Clock:
-    """Each batch of a TimedEngine moves it on."""
-
-    def __init__(self) -> None:
-        self.us = 0
-
-    def __call__(self) -> int:
-        return self.us
+from tests.support.serving.loops import Clock
 
 
 class TimedEngine(FakeEngine):
+    """Each batch moves its clock on."""
+
     def __init__(self, clock: Clock, us: int, row_us: int, **options: Any) -> None:
         super().__init__(**options)
         self.clock, self.us, self.row_us = clock, us, row_us
@@ -51,9 +44,11 @@ class Lengths(FakeEngine):
         return super().__call__(feeds)
 
 
-def warmed(engine: FakeEngine, **options: Any) -> ServedModel:
+def warmed(engine: FakeEngine | list[FakeEngine], **options: Any) -> ServedModel:
     """By a clock that stands still: how many sizes run depends on their time."""
     repository = ModelRepository({"m": engine}, ServeOptions(**options), clock_us=Clock())
-    repository.warm_up()
-    repository.close()
+    try:
+        repository.warm_up()
+    finally:
+        repository.close()
     return repository.find("m")

@@ -1,13 +1,11 @@
 """Inputs for the zoo, made from what is on the machine: nothing is downloaded.
 
-Out: arrays whose axis 0 is the samples. Photographs are crops of the two that come with
-scikit-learn; without scikit-learn or Pillow they are smooth noise, coarse stronger than fine.
+Arrays whose axis 0 is the samples. Photographs are crops of the two that scikit-learn brings.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +29,7 @@ def photos(count: int, seed: int, side: int = 224) -> np.ndarray:
     images = np.empty((count, side, side, 3), np.float32)
     sources = _photographs()
     for at in range(count):
-        source = sources[at % len(sources)] if sources else _clouds(random, 2 * side)
-        crop = _crop(source, random, side)
+        crop = _crop(sources[at % len(sources)], random, side)
         gain, lift = random.uniform(0.5, 1.3, 3), random.uniform(-0.15, 0.15, 3)
         images[at] = np.clip(crop * gain + lift, 0, 1)
     return np.ascontiguousarray(((images - IMAGENET_MEAN) / IMAGENET_STD).transpose(0, 3, 1, 2))
@@ -40,9 +37,7 @@ def photos(count: int, seed: int, side: int = 224) -> np.ndarray:
 
 @functools.cache
 def _photographs() -> tuple[np.ndarray, ...]:
-    """scikit-learn's two photographs, float32 (427, 640, 3) in 0..1; none without its reader."""
-    if importlib.util.find_spec("sklearn") is None or importlib.util.find_spec("PIL") is None:
-        return ()
+    """scikit-learn's two photographs, float32 (427, 640, 3) in 0..1."""
     from sklearn.datasets import load_sample_images
 
     return tuple(image.astype(np.float32) / 255 for image in load_sample_images().images)
@@ -56,20 +51,6 @@ def _crop(source: np.ndarray, random: np.random.Generator, side: int) -> np.ndar
     at = np.arange(side) * size // side
     crop = source[top + at][:, left + at]
     return np.asarray(crop[:, ::-1] if random.random() < 0.5 else crop)
-
-
-def _clouds(random: np.random.Generator, side: int) -> np.ndarray:
-    """Noise float32 (side, side, 3) in 0..1: six octaves, each half as strong as the last."""
-    total = np.zeros((side, side, 3))
-    for octave in range(6):
-        cells = 2 ** (octave + 1)
-        grid = random.standard_normal((cells + 1, cells + 1, 3)) * 0.5**octave
-        place = np.linspace(0, cells - 1e-6, side)
-        whole, part = place.astype(int), (place % 1)[:, None, None]
-        rows = grid[whole] * (1 - part) + grid[whole + 1] * part
-        part = (place % 1)[None, :, None]
-        total += rows[:, whole] * (1 - part) + rows[:, whole + 1] * part
-    return np.asarray(1 / (1 + np.exp(-2 * total)), np.float32)
 
 
 def word_ids(count: int, seed: int, steps: int, words: int) -> np.ndarray:

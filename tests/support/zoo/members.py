@@ -4,8 +4,7 @@
     python -m tests.support.zoo.members resnet18 FOLDER --samples 256  writes files, prints JSON
 
 Weights are random with sane statistics, or trained in seconds on scikit-learn's digits; nothing is
-downloaded, and nothing made here belongs into git. A member that needs a package which is not
-installed says so in `missing`.
+downloaded.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deploykit.core.files import import_object
 from deploykit.engines.data.samples import LABELS, write_npz
 from tests.support.zoo import data, models, weights
 from tests.support.zoo.data import Labelled
@@ -61,8 +61,8 @@ class Member:
 
     def build(self) -> nn.Module:
         """The module with its weights, in eval mode: the same ones each time."""
-        from deploykit.core.files import import_object
-
+        if "torchvision" in self.needs:
+            models.register_torchvision()
         create = import_object(self.arch)
         assert callable(create)
         module = weights.seeded(create)
@@ -121,9 +121,9 @@ def _ids(count: int, seed: int) -> Arrays:
     return {"ids": data.word_ids(count, seed, STEPS, models.WORDS)}
 
 
-def _ids_and_mask(count: int, seed: int) -> Arrays:
-    mask = data.lengths_mask(count, seed, STEPS)
-    return {**_ids(count, seed), "mask": mask.astype(np.int64)}
+def _ids_and_mask(count: int, seed: int, names: tuple[str, str] = ("ids", "mask")) -> Arrays:
+    mask = data.lengths_mask(count, seed, STEPS).astype(np.int64)
+    return dict(zip(names, (_ids(count, seed)["ids"], mask), strict=True))
 
 
 def _signals(count: int, seed: int) -> Arrays:
@@ -144,41 +144,39 @@ def _digits_input(x: np.ndarray, scale: float, flat: bool) -> np.ndarray:
 
 
 def _labelled_digits(scale: float, flat: bool) -> tuple[Labelled, Labelled]:
-    _, calibration, test = data.digits()
-    first, second = (
-        Labelled(_digits_input(part.x, scale, flat), part.labels) for part in (calibration, test)
+    _, calibration, test = (
+        Labelled(_digits_input(part.x, scale, flat), part.labels) for part in data.digits()
     )
-    return first, second
+    return calibration, test
 
 
 def _mnist(count: int, seed: int) -> Arrays:
-    return {"image": _mnist_splits().calibration.inputs["image"][:count]}
+    return {"image": _mnist_splits()[1].x[:count]}
 
 
-def _mnist_splits() -> Any:
+def _mnist_splits() -> tuple[Labelled, Labelled, Labelled]:
     from deploykit.core.recipe import load_recipe
 
-    return load_recipe("mnist-cnn").data(None)
+    splits: Any = load_recipe("mnist-cnn").data(None)
+    train, calibration, test = (
+        Labelled(part.inputs["image"], part.labels)
+        for part in (splits.train, splits.calibration, splits.test)
+    )
+    return train, calibration, test
 
 
 def _labelled_mnist() -> tuple[Labelled, Labelled]:
-    splits = _mnist_splits()
-    first, second = (
-        Labelled(part.inputs["image"], part.labels) for part in (splits.calibration, splits.test)
-    )
-    return first, second
+    return _mnist_splits()[1:]
 
 
 def _train_mnist(module: nn.Module, _: object) -> None:
-    part = _mnist_splits().train
-    weights.fit(module, Labelled(part.inputs["image"], part.labels), epochs=8, rate=3e-3)
+    weights.fit(module, _mnist_splits()[0], epochs=8, rate=3e-3)
 
 
 def _train_overflow(module: nn.Module, _: object) -> None:
     part = data.digits()[0]
-    weights.fit(
-        module, Labelled(_digits_input(part.x, 255, True), part.labels), epochs=40, rate=5e-3
-    )
+    scaled = Labelled(_digits_input(part.x, 255, True), part.labels)
+    weights.fit(module, scaled, epochs=40, rate=5e-3)
 
 
 def _train_bad_int8(module: nn.Module, _: object) -> None:
@@ -195,7 +193,7 @@ def _tune(
     count: int = 32,
 ) -> None:
     """Run `steps` and then give the logits a spread; `head` "" is a model without logits."""
-    inputs = weights.feed(list(sample(count, SEED_TUNE).values()))
+    inputs = [torch.from_numpy(array) for array in sample(count, SEED_TUNE).values()]
     for step in steps:
         step(module, inputs)
     if head:
@@ -206,24 +204,15 @@ def _fan_in(module: nn.Module, _: object) -> None:
     weights.fan_in(module)
 
 
-@dataclass(frozen=True)
-class _Vision:
-    """A classifier of torchvision: its head, and what its weights need."""
-
-    head: str
-    steps: tuple[Callable[..., object], ...] = (weights.batch_norms,)
-    large: bool = True
-    count: int = 32
-
-
-_VISION = {
-    "resnet18": _Vision("fc", large=False),
-    "vgg16": _Vision("classifier.6", (weights.unit_channels,), count=12),
-    "mobilenet_v3_small": _Vision("classifier.3"),
-    "efficientnet_b0": _Vision("classifier.1"),
-    "convnext_tiny": _Vision("classifier.2", (_fan_in,), count=16),
-    "vit_b_16": _Vision("heads.head", (_fan_in,), count=16),
-    "swin_t": _Vision("head", (_fan_in,), count=16),
+# torchvision's classifiers: their heads, what their weights need, and samples to set them by
+_VISION: dict[str, tuple[str, Callable[..., object], int]] = {
+    "resnet18": ("fc", weights.batch_norms, 32),
+    "vgg16": ("classifier.6", _fan_in, 12),
+    "mobilenet_v3_small": ("classifier.3", weights.batch_norms, 32),
+    "efficientnet_b0": ("classifier.1", weights.batch_norms, 32),
+    "convnext_tiny": ("classifier.2", _fan_in, 16),
+    "vit_b_16": ("heads.head", _fan_in, 16),
+    "swin_t": ("head", _fan_in, 16),
 }
 
 _MEMBERS = (
@@ -248,22 +237,20 @@ _MEMBERS = (
     *(
         Member(
             name.replace("_", "-"),
-            _own(name),
+            f"torchvision.models:{name}",
             ("image:float32[N,3,224,224]",),
             _photos,
-            partial(_tune, head=vision.head, steps=vision.steps, count=vision.count),
-            needs=("torchvision", "PIL"),
-            large=vision.large,
+            partial(_tune, head=head, steps=(step,), count=count),
+            needs=("torchvision", "PIL", "sklearn"),
+            large=name != "resnet18",
         )
-        for name, vision in _VISION.items()
+        for name, (head, step, count) in _VISION.items()
     ),
     Member(
         "bert-tiny",
         _own("bert_tiny"),
         ("input_ids:int64[N,T]", "attention_mask:int64[N,T]"),
-        lambda count, seed: dict(
-            zip(("input_ids", "attention_mask"), _ids_and_mask(count, seed).values(), strict=True)
-        ),
+        partial(_ids_and_mask, names=("input_ids", "attention_mask")),
         partial(_tune, head="", steps=(_fan_in,)),
         needs=("transformers",),
     ),
@@ -273,6 +260,7 @@ _MEMBERS = (
         ("image:float32[N,3,64,64]",),
         partial(_photos, side=64),
         partial(_tune, head="", steps=(weights.batch_norms,)),
+        needs=("PIL", "sklearn"),
     ),
     Member(
         "masked-ids",

@@ -2,9 +2,8 @@
 
     python -m tests.support.zoo.nvidia MODEL.onnx      prints {"accepted": ..., "why": ..., ...}
 
-In: an ONNX file whose dynamic axes are the batch (axis 0) and, in sequences, the steps. Out:
-whether it parses and builds as a strongly typed network for batches of 1, 4 and 8. Importing this
-needs `tensorrt`.
+The dynamic axes are the batch (axis 0) and, in sequences, the steps: it builds a strongly typed
+network for batches of 1, 4 and 8.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _NO_DRIVER = "cudaError 35"  # follows every other error where there is no GPU
 class Verdict:
     accepted: bool
     why: str  # the first error; empty if accepted
-    layers: int
-    build_s: float
-    plan_bytes: int
-    library: str  # what wrote the plan; the bindings of one can stand before the other
+    layers: int = 0
+    build_s: float = 0.0
+    plan_bytes: int = 0
+    library: str = ""  # what wrote the plan; the bindings of one can stand before the other
 
 
 class _Log(trt.ILogger):  # type: ignore[misc]
@@ -54,26 +53,21 @@ def verdict(path: Path) -> Verdict:
     parser = trt.OnnxParser(network, _LOG)
     if not parser.parse_from_file(str(path)):
         first = parser.get_error(0)
-        why = f"{first.node_operator()} '{first.node_name()}': {first.desc()}"
-        return Verdict(False, why, 0, 0.0, 0, "")
-    config = builder.create_builder_config()
-    profile = builder.create_optimization_profile()
+        return Verdict(False, f"{first.node_operator()} '{first.node_name()}': {first.desc()}")
+    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
     for number in range(network.num_inputs):
         given = network.get_input(number)
-        shapes = [
-            [
-                size if size >= 0 else (BATCHES if axis == 0 else OTHERS)[at]
-                for axis, size in enumerate(given.shape)
-            ]
-            for at in range(3)
+        sizes = [
+            [size] * 3 if size >= 0 else (OTHERS if axis else BATCHES)
+            for axis, size in enumerate(given.shape)
         ]
-        profile.set_shape(given.name, *shapes)
+        profile.set_shape(given.name, *zip(*sizes, strict=True))
     config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
     taken = time.perf_counter() - started
     if plan is None:
         why = next(iter(_LOG.errors), "no plan, and no error in the log")
-        return Verdict(False, why, network.num_layers, taken, 0, "")
+        return Verdict(False, why, network.num_layers, taken)
     content = memoryview(plan)
     library = "TensorRT for RTX" if bytes(content[:4]) == b"vtrt" else "TensorRT"
     return Verdict(True, "", network.num_layers, taken, content.nbytes, library)

@@ -1,15 +1,14 @@
 """Give a module of the zoo weights with the statistics of a trained one.
 
-In: a module with its library's first weights, and inputs. The module is changed in place and left
-in eval mode. Random weights as the libraries leave them are no test of a precision: deep networks
-answer nearly the same to every input, some answer 0, and batch norms have seen no data.
+Random weights as the libraries leave them are no test of a precision: deep networks answer nearly
+the same to every input, some answer 0, and batch norms have seen no data. The module is changed in
+place and left in eval mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,10 +23,6 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build().eval()
-
-
-def feed(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    return [torch.from_numpy(array) for array in arrays]
 
 
 def fan_in(module: nn.Module, seed: int = 0) -> None:
@@ -56,37 +51,8 @@ def batch_norms(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     module.eval()
 
 
-def unit_channels(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Scale and shift each Conv and Linear so that each channel has mean 0 and variance 1.
-
-    What a batch norm folded into the layer before it looks like; for networks without any. Layer
-    by layer in one pass: a layer sees the outputs of those that are done.
-    """
-
-    def normalise(layer: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
-        assert isinstance(layer, (nn.Conv2d, nn.Linear))
-        assert layer.bias is not None
-        axes = (0, 2, 3) if isinstance(layer, nn.Conv2d) else (0,)
-        mean, gain = output.mean(axes), 1 / output.std(axes).clamp(min=1e-3)
-        layer.weight.mul_(gain.reshape(-1, *[1] * (layer.weight.ndim - 1)))
-        layer.bias.copy_((layer.bias - mean) * gain)
-        shape = (1, -1, 1, 1) if isinstance(layer, nn.Conv2d) else (1, -1)
-        return (output - mean.reshape(shape)) * gain.reshape(shape)
-
-    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
-    hooks = [layer.register_forward_hook(normalise) for layer in layers]
-    with torch.no_grad():
-        module(*inputs)
-    for hook in hooks:
-        hook.remove()
-
-
-def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) -> float:
-    """Make the logits differ between inputs: no class is ahead of the others for all of them.
-
-    `head`: the last Linear's name. Returns how much the features before it differ between inputs,
-    as a share of their size: near 0 the network has forgotten its input.
-    """
+def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) -> None:
+    """Make the logits of the last Linear, `head`, differ between inputs: no class is ahead."""
     layer = module.get_submodule(head)
     assert isinstance(layer, nn.Linear)
     seen: list[torch.Tensor] = []
@@ -94,22 +60,15 @@ def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) 
     with torch.no_grad():
         module(*inputs)
         hook.remove()
-        features = seen[0]
         layer.weight.normal_(generator=torch.Generator().manual_seed(1))
-        logits = F.linear(features, layer.weight)
-        layer.weight.mul_(LOGIT_SPREAD / logits.std(0).mean())
-        layer.bias.copy_(-F.linear(features, layer.weight).mean(0))
-    return float(features.std(0).norm() / features.norm() * len(features) ** 0.5)
+        layer.weight.mul_(LOGIT_SPREAD / F.linear(seen[0], layer.weight).std(0).mean())
+        layer.bias.copy_(-F.linear(seen[0], layer.weight).mean(0))
 
 
 def fit(module: nn.Module, data: Labelled, *, epochs: int, rate: float, noise: float = 0.0) -> None:
-    """Train a small classifier on the CPU; `noise`: the deviation of what is added to its inputs.
-
-    The same data and arguments give the same weights. On one thread: several only wait for each
-    other on layers this small.
-    """
+    """Train a small classifier on the CPU; `noise`: the deviation of what its inputs get added."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several would wait for each other on layers this small
     x, labels = torch.from_numpy(data.x), torch.from_numpy(data.labels)
     random = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(module.parameters(), lr=rate)

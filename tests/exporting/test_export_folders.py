@@ -1,0 +1,598 @@
+"""`dk.export` of Hugging Face folders, compared with their own library, and of Lightning files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.installed import needs
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+needs("onnxscript", "onnxruntime", "transformers", "tokenizers", "PIL")
+
+from PIL import Image  # noqa: E402
+
+import deploykit as dk  # noqa: E402
+from deploykit.core.errors import BadInput  # noqa: E402
+from deploykit.core.evidence import SourceRecord  # noqa: E402
+from deploykit.core.extras import installed  # noqa: E402
+from deploykit.core.files import sha256  # noqa: E402
+from deploykit.core.task import CLASSIFY, SEGMENT, TEXT_CLASSIFY, TaskOutputs, TextInput  # noqa: E402
+from deploykit.core.tensors import parse_spec  # noqa: E402
+from deploykit.engines.tasks.images import place  # noqa: E402
+from deploykit.engines.torch.files import with_torchvision  # noqa: E402
+from deploykit.engines.torch.folder import load_folder  # noqa: E402
+from deploykit.engines.torch.loaded import load_live  # noqa: E402
+from deploykit.exporting.heads.head import own_module  # noqa: E402
+from deploykit.exporting.library import check_answers, check_pixels, preset_of_folder  # noqa: E402
+from deploykit.exporting.load import ExportSource  # noqa: E402
+from deploykit.exporting.task import read_options, with_task  # noqa: E402
+from tests.support.bert import save_tiny_bert  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film"]
+LABELS = ("negative", "neutral", "positive")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tokenizers
+
+    from tests.support.bert import save_tiny_bert
+
+    torch.manual_seed(0)
+    folder = save_tiny_bert(
+        tmp_path_factory.mktemp("text") / "bert",
+        id2label=dict(enumerate(LABELS)),
+        label2id={label: number for number, label in enumerate(LABELS)},
+    )
+    words = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 20}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(bert: Path) -> Any:
+    return dk.export(bert, task="text-classify")
+
+
+def changed(bert: Path, folder: Path, config: dict[str, Any] | None = None, **files: Any) -> Path:
+    """A copy of the model with other files, None for none, and other keys in its config.json."""
+    shutil.copytree(bert, folder)
+    if config is not None:
+        files["config"] = json.dumps(json.loads((bert / "config.json").read_text()) | config)
+    for name, text in files.items():
+        path = folder / f"{name}.json"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+    return folder
+
+
+def bert_of(kind: str, folder: Path, bert: Path) -> Path:
+    from tests.support.bert import save_tiny_bert
+
+    save_tiny_bert(folder, kind)
+    shutil.copy(bert / "tokenizer.json", folder)
+    return folder
+
+
+def test_a_folders_own_labels_tokenizer_and_length_are_taken(made: Any, bert: Path) -> None:
+    assert made.path == bert.parent / "bert.onnx"
+    specs = ["input_ids:int64[N,T]", "attention_mask:int64[N,T]"]
+    assert [str(spec) for spec in made.manifest.inputs] == specs
+    source, task = made.manifest.evidence.source, made.manifest.task
+    named = "transformers.BertForSequenceClassification"
+    assert (source.kind, source.model_class) == ("Hugging Face", named)
+    copied = made.path.with_name("bert.onnx.tokenizer.json")
+    assert (task.labels, task.outputs) == (LABELS, TaskOutputs(scores="scores"))
+    assert task.text == TextInput(
+        ids="input_ids",
+        tokenizer=copied.name,
+        sha256=sha256(bert / "tokenizer.json"),
+        max_length=20,
+        mask="attention_mask",
+    )
+    assert copied.read_bytes() == (bert / "tokenizer.json").read_bytes()
+
+
+def test_the_scores_are_those_of_the_model_in_transformers(made: Any, bert: Path) -> None:
+    import transformers
+
+    ids = np.array([[2, 4, 6, 3], [2, 5, 3, 0]], np.int64)
+    mask = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.int64)
+    model = transformers.BertForSequenceClassification.from_pretrained(bert).eval()
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).logits
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"input_ids": ids, "attention_mask": mask})["scores"]
+    np.testing.assert_allclose(found, logits.softmax(1).numpy(), atol=2e-6)
+
+
+def test_the_tokenizer_goes_along_with_what_is_made_of_the_model(made: Any, tmp_path: Path) -> None:
+    kept = made.manifest.task
+    for result in (
+        dk.quantize(made.path, "fp16", out=tmp_path / "h.onnx"),
+        dk.build(made.path, "cpu", out=tmp_path / "b.onnx"),
+    ):
+        found = dk.inspect(result.path).manifest.task
+        assert found == kept.named_after(result.path.name)
+        assert sha256(result.path.with_name(found.text.tokenizer)) == kept.text.sha256
+    for file in made.path.parent.glob("bert.onnx*"):
+        shutil.copyfile(file, tmp_path / file.name)
+    other = tmp_path / "bert.onnx.tokenizer.json"
+    other.write_text(other.read_text() + " ")
+    with pytest.raises(dk.BadInput, match=r"bert\.onnx\.tokenizer\.json: is not the file that"):
+        dk.quantize(tmp_path / "bert.onnx", "fp16", out=tmp_path / "n.onnx")
+    assert not (tmp_path / "n.onnx").exists()
+
+
+def test_transformers_shows_no_progress_of_its_own(
+    bert: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    load_folder(bert, None, ())
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers.utils.logging.is_progress_bar_enabled()  # the caller's own loads show one
+
+
+VOCABULARY = {"type": "WordLevel", "vocab": {"new": 32, "[UNK]": 1}, "unk_token": "[UNK]"}
+MORE_TOKENS = json.dumps({"version": "1.0", "model": VOCABULARY})
+WHAT_IT_IS = "what the model is or what its inputs are"
+NO_CLASS: dict[str, Any] = {"architectures": None}
+OWN_CODE = {
+    "architectures": ["Mine"],
+    "auto_map": {"AutoModel": "modeling_mine.Mine", "AutoConfig": "modeling_mine.Config"},
+}
+TEXT, EMBED = {"task": "text-classify"}, {"task": "embed"}
+PLACES = ["input_ids:int64[N,T]", "position_ids:int64[N,T]"]
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {  # a class, or what is changed in the folder
+    "no architecture": ({"config": NO_CLASS}, {}, f"{WHAT_IT_IS}.*`arch`.*`inputs`"),
+    "an unknown one": ({"config": OWN_CODE}, {}, "has no model 'Mine'"),
+    "no tokenizer": (
+        {"tokenizer": None},
+        TEXT,
+        "needs the model's tokenizer; .*tokenizer.json: no such file",
+    ),
+    "no tokens": ({"tokenizer": "{}"}, TEXT, "tokenizer.json: is not a tokenizer.json"),
+    "no JSON": ({"tokenizer": "{"}, TEXT, "tokenizer.json: is not valid JSON"),
+    "another kind": (
+        {"tokenizer": '{"model": {"type": "Foo"}}'},
+        TEXT,
+        "tokenizer.json: is not a tokenizer: ",
+    ),
+    "more tokens than the model": (
+        {"tokenizer": MORE_TOKENS},
+        TEXT,
+        "has token 32, the model's tokens are 0 to 31",
+    ),
+    "too long": ({}, TEXT | {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
+    "labels": ({}, TEXT | {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
+    "an image": (
+        {},
+        {"task": "classify"},
+        "is for one image; the model takes input_ids.*for a text: `task` embed or text-classify",
+    ),
+    "a regression": (
+        {"config": {"problem_type": "regression"}},
+        TEXT,
+        "the outputs are numbers, not classes",
+    ),
+    "a second input": ({}, TEXT | {"inputs": PLACES}, "nothing fills position_ids"),
+    "pooled scores": ({}, TEXT | {"pooling": "mean"}, "`pooling` does not go with `task` text"),
+    "scores as a vector": (
+        {},
+        EMBED,
+        "does not fit transformers' BertForSequenceClassification: its outputs are logits",
+    ),
+    "unknown pooling": ("BertModel", EMBED | {"pooling": "max"}, "`pooling` max: unknown"),
+    "sentences that follow": (
+        "BertForNextSentencePrediction",
+        TEXT,
+        "does not fit transformers' BertForNextSentencePrediction",
+    ),
+    **{
+        f"two heads, {given}": (
+            "BertForPreTraining",
+            given,
+            "does not fit transformers' BertForPreTraining: .*seq_relationship_logits",
+        )
+        for given in (TEXT, EMBED, EMBED | {"pooling": "mean"})
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_folder_lacks_or_does_not_fit_is_refused_by_name(
+    bert: Path, tmp_path: Path, case: str
+) -> None:
+    other, given, reason = REFUSED[case]
+    if isinstance(other, str):
+        folder = bert_of(other, tmp_path / "m", bert)
+    else:
+        folder = changed(bert, tmp_path / "m", **other)
+    (folder / "modeling_mine.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(dk.BadInput) as caught:
+        dk.export(folder, out=tmp_path / "x.onnx", **given)
+    assert re.search(reason, f"{caught.value.message} {caught.value.hint}")
+    assert not (tmp_path / "x.onnx").exists()
+
+
+def test_missing_weights_are_refused_not_replaced_by_random_ones(
+    bert: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = changed(bert, tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    del weights["classifier.bias"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(dk.BadInput, match=r"missing classifier\.bias"):
+        dk.export(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(dk.BadInput, match=r"no model\.safetensors"):
+        dk.export(folder)
+    with pytest.raises(dk.BadInput, match=r"a folder without config\.json"):
+        dk.export(tmp_path, out=tmp_path / "m.onnx")
+
+
+def test_several_labels_at_once_have_probabilities_of_their_own(bert: Path, tmp_path: Path) -> None:
+    folder = changed(bert, tmp_path / "bert", {"problem_type": "multi_label_classification"})
+    made = dk.export(folder, out=tmp_path / "x.onnx", task="text-classify", max_length=8)
+    ids = np.array([[2, 4, 6, 3]], np.int64)
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"input_ids": ids, "attention_mask": np.ones_like(ids)})["scores"]
+    assert made.manifest.task.text.max_length == 8
+    assert abs(found.sum() - 1) > 1e-2  # no softmax
+
+
+# --- embeddings ---
+
+
+@pytest.fixture(scope="module")
+def sentences(bert: Path) -> Path:
+    """As sentence-transformers writes a folder: the encoder, its tokenizer, and how it pools."""
+    torch.manual_seed(1)
+    folder = bert_of("BertModel", bert.parent / "sentences", bert)
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    named = [{"path": path, "type": f"sentence_transformers.models.{n}"} for path, n in parts]
+    (folder / "modules.json").write_text(json.dumps(named))
+    (folder / "1_Pooling").mkdir()
+    modes = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(modes))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 12}')
+    return folder
+
+
+@pytest.mark.parametrize("pooling", [None, "cls"])
+def test_an_embedding_is_pooled_as_its_folder_or_the_user_says(
+    sentences: Path, pooling: str | None, tmp_path: Path
+) -> None:
+    import transformers
+
+    made = dk.export(sentences, out=tmp_path / "e.onnx", task="embed", pooling=pooling)
+    compares = installed("sentence_transformers") or pooling is not None
+    assert any("not compared with sentence-transformers" in n for n in made.notes) is not compares
+    assert made.manifest.task.text.max_length == 12
+    ids = np.array([[2, 4, 5, 0], [2, 5, 5, 6]])
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])
+    model = transformers.BertModel.from_pretrained(sentences).eval()
+    with torch.inference_mode():
+        tokens = model(torch.from_numpy(ids), torch.from_numpy(mask)).last_hidden_state.numpy()
+    means = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+    wanted = tokens[:, 0] if pooling else means
+    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    with dk.load(made.path, "cpu") as engine:
+        given = {spec.name: feeds[spec.name] for spec in engine.inputs}
+        np.testing.assert_allclose(engine(given)["embedding"], wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "reason"),
+    [
+        ("modules.json", [{"path": "2_Dense", "type": "models.Dense"}], "2_Dense is not offered"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_max_tokens": True},
+            "1_Pooling is not offered: pooling_mode_max_tokens",
+        ),
+    ],
+)
+def test_what_a_folder_asks_beyond_that_is_refused(
+    sentences: Path, part: str, content: Any, reason: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(sentences, tmp_path / "s")
+    (folder / part).write_text(json.dumps(content))
+    with pytest.raises(dk.BadInput, match=reason) as caught:
+        dk.export(folder, out=tmp_path / "e.onnx", task="embed")
+    assert "`pooling`: mean or cls" in str(caught.value.hint)
+
+
+# --- other folders ---
+
+SPEECH: dict[str, Any] = {
+    "d_model": 8,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 8 for side in ("encoder", "decoder")},
+    "vocab_size": 32,
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+HEARS = {**SPEECH, "num_mel_bins": 16, "max_source_positions": 50, "max_target_positions": 20}
+ONE = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "intermediate_size": 8}
+CONFORMER = {"vocab_size": 9, "feature_projection_input_dim": 40, "conv_depthwise_kernel_size": 3}
+DECODER = "decoder_input_ids:int64[N,U]"
+NOT_TEXT: dict[str, tuple[dict[str, Any], str]] = {
+    "WhisperForConditionalGeneration": (HEARS, f"input_features:float32[N,16,100] {DECODER}"),
+    "ASTForAudioClassification": (
+        {**ONE, "num_mel_bins": 32, "max_length": 64},
+        "input_values:float32[N,64,32]",
+    ),
+    "Wav2Vec2BertModel": ({**ONE, **CONFORMER}, "input_features:float32[N,T,40]"),
+    "Speech2TextForConditionalGeneration": (
+        {**SPEECH, "input_feat_per_channel": 20, "conv_channels": 8},
+        f"input_features:float32[N,T,20] {DECODER}",
+    ),
+    "BartForConditionalGeneration": (
+        SPEECH,
+        f"input_ids:int64[N,T] attention_mask:int64[N,T] {DECODER}",
+    ),
+    "ViTForImageClassification": (
+        {**ONE, "image_size": 16, "patch_size": 8},
+        "pixel_values:float32[N,3,16,16]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TEXT)
+def test_the_inputs_of_a_folder_are_those_of_its_model(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    settings, specs = NOT_TEXT[name]
+    kind = with_torchvision(lambda: getattr(transformers, name))
+    kind(kind.config_class(**settings)).save_pretrained(tmp_path)
+    assert " ".join(map(str, load_folder(tmp_path, None, ()).inputs)) == specs
+
+
+def test_a_live_model_of_images_has_its_own_configuration(tmp_path: Path) -> None:
+    import transformers
+
+    names = {0: "indoors", 1: "sunny", 2: "people"}
+    more = {"id2label": names, "problem_type": "multi_label_classification"}
+    config = transformers.ViTConfig(**ONE, image_size=8, patch_size=8, **more)
+    model = with_torchvision(lambda: transformers.ViTForImageClassification)(config).eval()
+    inputs, image = ["pixel_values:float32[N,3,8,8]"], np.full((1, 8, 8, 3), 255, np.uint8)
+    (tmp_path / "p.toml").write_text("mean = [0, 0, 0]\nstd = [1, 1, 1]\n")
+    how = {"inputs": inputs, "preprocess": str(tmp_path / "p.toml"), "task": "classify"}
+    made = dk.export(model, out=tmp_path / "v.onnx", **how)
+    with torch.inference_mode():
+        expected = model(torch.ones(1, 3, 8, 8)).logits.sigmoid().numpy()
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"pixel_values": image})["scores"]
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert made.manifest.task.labels == tuple(names.values())
+
+
+# --- Lightning ---
+
+NET = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, hidden, dropout=0.0):
+        super().__init__()
+        self.first = torch.nn.Linear(4, hidden)
+        self.last = torch.nn.Linear(hidden, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+"""
+
+
+def lightning(path: Path, **more: Any) -> dict[str, Any]:
+    """Write a checkpoint as Lightning does, with a loss that has weights of its own."""
+    (path.parent / "net.py").write_text(NET)
+    scope: dict[str, Any] = {}
+    exec(NET, scope)
+    weights = {f"model.{name}": value for name, value in scope["Net"](8).state_dict().items()}
+    document = {
+        "epoch": 3,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": {**weights, "loss.weight": torch.ones(2)},
+        "hyper_parameters": {"hidden": 8, "lr": 1e-3},
+        **more,
+    }
+    torch.save(document, path)
+    return {"model": path, "arch": f"{path.parent}/net.py:Net", "inputs": ["x:float32[N,4]"]}
+
+
+@pytest.mark.parametrize("own_dict", [False, True])
+def test_a_lightning_checkpoint_is_built_with_its_hyper_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_dict: bool
+) -> None:
+    """Lightning's own class of dict is read without Lightning."""
+    name = "lightning.fabric.utilities.data"
+    module = ModuleType(name)
+    kind = type("AttributeDict", (dict,), {"__module__": name})
+    module.AttributeDict = kind  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        for end in range(1, 5):
+            patch.setitem(sys.modules, ".".join(name.split(".")[:end]), module)
+        values = {"hyper_parameters": kind(hidden=8)} if own_dict else {}
+        given = lightning(tmp_path / "last.ckpt", **values)
+    made = dk.export(**given)
+    assert made.path == tmp_path / "last.onnx"
+    assert made.manifest.evidence.source.kind == "Lightning"
+    assert made.manifest.evidence.source.ran_pickle is False
+    notes = "\n".join(made.notes)
+    assert "hidden=8" in notes
+    assert "under 'model.'; not used: loss.weight" in notes
+
+
+@pytest.mark.parametrize(
+    ("more", "alone", "reason"),
+    [
+        ({}, True, WHAT_IT_IS),
+        ({"hyper_parameters": {"lr": 1.0}}, False, "needs the arguments hidden"),
+        ({"callbacks": {"mine": print}}, False, "would run Python code"),
+    ],
+)
+def test_a_lightning_checkpoint_that_lacks_something_or_runs_code_is_refused(
+    tmp_path: Path, more: dict[str, Any], alone: bool, reason: str
+) -> None:
+    given = lightning(tmp_path / "m.ckpt", **more)
+    with pytest.raises(dk.BadInput, match=reason):
+        dk.export(given["model"]) if alone else dk.export(**given)
+
+
+SIDE = 32
+BOTH, SHORTER = {"height": SIDE, "width": SIDE}, {"shortest_edge": SIDE}
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stretched": ("ViTImageProcessor", {"size": BOTH, "resample": 2}),
+    "not square": ("ViTImageProcessor", {"size": {"height": 48, "width": SIDE}}),
+    "nearest": ("ViTImageProcessor", {"size": BOTH, "resample": 0}),
+    "cropped": ("CLIPImageProcessor", {"size": {"shortest_edge": 40}, "crop_size": BOTH}),
+    "of a share": ("ConvNextImageProcessor", {"size": SHORTER, "crop_pct": 0.8}),
+    "BGR": ("MobileViTImageProcessor", {"size": {"shortest_edge": 36}, "crop_size": BOTH}),
+    "not normalised": ("ViTImageProcessor", {"size": BOTH, "do_normalize": False}),
+    "bytes": ("ViTImageProcessor", {"size": BOTH, "do_normalize": False, "do_rescale": False}),
+    "no crop": ("BeitImageProcessor", {"size": BOTH, "crop_size": {"height": 24, "width": 24}}),
+}
+
+
+def processor_in(folder: Path, name: str, **settings: Any) -> Any:
+    import transformers
+
+    kind = with_torchvision(lambda: getattr(transformers, name))
+    made = kind(**settings)
+    made.save_pretrained(folder)
+    return made
+
+
+def of_image() -> Any:
+    spec = f"pixel_values:float32[N,3,{SIDE},{SIDE}]"
+    return load_live(torch.nn.Flatten(), (parse_spec(spec),))
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_an_image_is_prepared_as_the_folder_of_transformers_says(case: str, tmp_path: Path) -> None:
+    name, settings = PROCESSORS[case]
+    processor = processor_in(tmp_path, name, **settings)
+    preset = preset_of_folder(tmp_path, of_image())
+    assert preset is not None
+    random = np.random.default_rng(1)
+    small = Image.fromarray(random.integers(0, 256, (6, 9, 3)).astype(np.uint8))
+    photo = small.resize((90, 60), Image.Resampling.BICUBIC)
+    theirs = np.asarray(processor(images=photo, return_tensors="pt")["pixel_values"][0])
+    rule = preset.preprocess
+    placed = place(photo, preset.image, "").pixels
+    ours = (placed * rule.scale - np.array(rule.mean)) / np.array(rule.std)
+    spread = np.ptp(theirs)
+    assert np.abs(ours.transpose(2, 0, 1) - theirs).mean() < spread / 255
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("YolosImageProcessor", {}),  # by the longer edge, and padded
+        ("ViTImageProcessor", {"size": BOTH, "resample": 1}),  # Lanczos
+        ("ViTImageProcessor", {"size": BOTH, "do_resize": False}),
+    ],
+)
+def test_a_processor_that_does_something_else_is_refused_by_its_name(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    processor_in(tmp_path, name, **settings)
+    with pytest.raises(BadInput, match=f"preprocessor_config.json: {name} prepares") as refused:
+        preset_of_folder(tmp_path, of_image())
+    assert "`preprocess`" in str(refused.value.hint)
+
+
+def test_torchvisions_own_transform_prepares_the_same_pixels() -> None:
+    needs("torchvision")
+    from deploykit.engines.torch.presets import preset_of
+
+    found = preset_of(torch.nn.Identity(), "squeezenet1_1")
+    assert found is not None
+    assert check_pixels(found) == ()
+    other = replace(found, image=replace(found.image, resize_to=300))
+    with pytest.raises(BadInput, match=r"SqueezeNet1_1_Weights.* prepares an image unlike"):
+        check_pixels(other)
+
+
+SEGFORMER: dict[str, Any] = {
+    "hidden_sizes": [8, 8, 8, 8],
+    "depths": [1, 1, 1, 1],
+    "num_attention_heads": [1, 1, 1, 1],
+    "decoder_hidden_size": 8,
+    "num_labels": 3,
+}
+SPOKEN = ["[PAD]", "[UNK]", "the", "dog", "quick"]
+
+
+def saved_for(folder: Path, kind: str, **more: Any) -> Path:
+    """Write a folder of transformers with all that its task needs."""
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == TEXT_CLASSIFY:
+        import tokenizers
+
+        save_tiny_bert(folder, **more)
+        words = {word: number for number, word in enumerate(SPOKEN)}
+        written = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+        written.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=written, pad_token="[PAD]", model_max_length=32
+        ).save_pretrained(folder)
+        return folder
+    name = "SemanticSegmentation" if kind == SEGMENT else "ImageClassification"
+    model = with_torchvision(lambda: getattr(transformers, f"SegformerFor{name}"))
+    model(transformers.SegformerConfig(**SEGFORMER, **more)).save_pretrained(folder)
+    processor_in(folder, "SegformerImageProcessor", size=BOTH)
+    return folder
+
+
+SEVERAL = {"problem_type": "multi_label_classification"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (SEGMENT, {}),
+        (CLASSIFY, {}),
+        (CLASSIFY, SEVERAL),
+        (TEXT_CLASSIFY, {}),
+        (TEXT_CLASSIFY, SEVERAL),
+    ],
+)
+def test_answers_are_those_of_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    folder = saved_for(tmp_path / "model", kind, **more)
+    loaded = load_folder(folder, None, ())
+    source = ExportSource("model", loaded, (), SourceRecord("Hugging Face", "", False), folder)
+    job = with_task(source, read_options(kind), None, {})
+    assert not [note for note in job.notes if "not compared" in note]
+    other = copy.deepcopy(own_module(loaded))
+    for weight in other.parameters():
+        torch.nn.init.normal_(weight)
+    with pytest.raises(BadInput, match=f"`task` {kind}: its answers are not those of transformers"):
+        check_answers(job.task, job.loaded, other, folder, pooled=False)
+    (note,) = check_answers(job.task, job.loaded, other, None, pooled=False)
+    assert "not compared with transformers' own answers: a live module has no folder" in note

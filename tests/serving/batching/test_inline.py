@@ -1,0 +1,513 @@
+"""Batches that run inline, on the event loop's thread that submitted them, and their races."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import queue
+import random
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import Overloaded
+from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.serving import server as http
+from deploykit.serving.batching import batcher as batching
+from deploykit.serving.batching.batcher import (
+    GATHER_US,
+    PAUSE_US,
+    SLOW_US,
+    Batcher,
+    deliver_inline,
+    monotonic_us,
+)
+from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
+from deploykit.serving.models.model import ServedModel
+from deploykit.serving.oip.request import Request
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
+from tests.support.fake_engine import FakeEngine
+from tests.support.serving.loops import (
+    KEY,
+    Answers,
+    Clock,
+    Loop,
+    Threads,
+    asleep,
+    inline,
+    row,
+    submit,
+)
+from tests.support.serving.running import WAIT_S, infer_json, running
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+@pytest.fixture
+def engine() -> Threads:
+    return Threads()
+
+
+@pytest.fixture
+def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
+    """Its clock stands still."""
+    with inline([engine], loop, Clock(), BatchPolicy(max_batch=4)) as batcher:
+        yield batcher
+
+
+def test_requests_read_in_one_loop_iteration_run_inline_as_one_batch(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    sent = [submit(batcher, row(i), 1, KEY, answers.done) for i in range(6)]
+    assert engine.batches == []
+    assert loop.turn() == 1
+    assert engine.batches == [4]
+    sent.append(submit(batcher, row(6), 1, KEY, answers.done))
+    assert [loop.turn(), loop.turn()] == [1, 0]
+    assert engine.batches == [4, 3]
+    assert answers.order == [0, 1, 2, 3, 4, 5, 6]
+    assert {*engine.threads, *answers.threads} == {threading.get_ident()}
+    for request in sent:
+        np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes", "batches", "here"),
+    [
+        (2, [1, 2], [3], [False]),
+        (2, [2], [2], [True]),
+        (4, [1] * 12, [4, 4, 4], [True] * 3),  # by their own rows, however many wait
+        (0, [0], [0], [False]),
+    ],
+    ids=str,
+)
+def test_a_batch_above_inline_max_rows_runs_on_the_engines_thread(
+    batcher: Batcher,
+    engine: Threads,
+    loop: Loop,
+    most: int,
+    sizes: list[int],
+    batches: list[int],
+    here: list[bool],
+) -> None:
+    came = threading.Semaphore(0)
+    batcher.inline_max_rows = most
+    for size in sizes:
+        submit(batcher, row(0, size), size, KEY, lambda _: came.release())
+    while loop.turn():
+        pass
+    for _ in sizes:
+        assert came.acquire(timeout=WAIT_S)
+    assert engine.batches == batches
+    assert [thread == threading.get_ident() for thread in engine.threads] == here
+
+
+def test_a_server_runs_small_batches_on_its_event_loop_thread(engine: Threads) -> None:
+    with running({"m": engine}) as served:
+        batcher = served.server.repository.find("m").batcher
+        for inline_max_rows in (0, math.inf):
+            asleep(batcher)
+            batcher.inline_max_rows = inline_max_rows
+            body = infer_json([1, 2, 3, 4], [1, 4])
+            assert served.ask("POST", "/v2/models/m/infer", body).status == 200
+        here = [thread == served.thread_id for thread in engine.threads[-2:]]
+        assert here == [False, True]
+
+
+def test_a_server_restores_the_garbage_collector_and_signal_handlers() -> None:
+    """While it serves, the collector skips the objects made before, and runs for few requests."""
+    seen: list[tuple[int, int]] = []
+
+    def ready(*_: object) -> None:
+        seen.append((gc.get_freeze_count(), gc.get_threshold()[0]))
+        server.stop()
+
+    def state() -> object:
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        return handlers, gc.get_threshold()
+
+    server, before = Server({"m": FakeEngine()}, ServeOptions(http_port=0)), state()
+    assert http.run(server, ready) == 0
+    ((frozen, young),) = seen
+    assert frozen > 1000
+    assert gc.get_freeze_count() == 0
+    assert young >= 128 * 10  # objects that the collector counts for each of 128 clients' requests
+    assert state() == before
+
+
+def test_the_loop_spins_for_spin_us_after_a_batch(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    with inline([engine], loop, clock, spin_us=100) as batcher:
+        submit(batcher, row(0), 1, KEY, answers.done)
+        loop.turn()
+        clock.us = 99
+        assert [loop.turn(), loop.turn()] == [1, 1]
+        submit(batcher, row(1), 1, KEY, answers.done)
+        assert loop.turn() == 2  # the last iteration of the spin, and the batch
+        assert answers.order == [0, 1]
+        clock.us += 100
+        assert [loop.turn(), loop.turn()] == [1, 0]
+
+
+def test_without_a_spare_core_the_loop_spins_only_while_requests_come_one_at_a_time(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    def spins_after(requests: int) -> bool:
+        for _ in range(requests):
+            submit(batcher, row(0), 1, KEY, answers.done)
+        while batcher.unanswered:
+            loop.turn()
+        clock.us += 1
+        again = loop.turn() == 1
+        clock.us += 100
+        while loop.turn():
+            pass
+        return again
+
+    clock = Clock()
+    with inline([engine], loop, clock, spin_us=100, spare_core=False) as batcher:
+        assert [spins_after(1) for _ in range(9)] == [False] * 6 + [True] * 3
+        assert not spins_after(2)
+        assert not spins_after(1)
+
+
+def test_after_a_batch_of_several_the_next_one_waits_while_more_requests_come(
+    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    for arrive, batches in [
+        (1, [1]),
+        (1, [1, 1]),  # one request at a time never waits
+        (2, [1, 1, 2]),
+        (1, [1, 1, 2]),
+        (1, [1, 1, 2]),
+        (0, [1, 1, 2, 2]),
+        (4, [1, 1, 2, 2, 4]),  # a full batch does not wait
+        (1, [1, 1, 2, 2, 4]),
+        (0, [1, 1, 2, 2, 4, 1]),
+    ]:
+        for _ in range(arrive):
+            submit(batcher, row(0), 1, KEY, answers.done)
+        loop.turn()
+        assert engine.batches == batches
+    assert loop.turn() == 0
+
+
+def test_requests_that_keep_coming_hold_up_a_batch_for_a_limited_time(
+    engine: Threads, loop: Loop, answers: Answers
+) -> None:
+    clock = Clock()
+    with inline([engine], loop, clock) as batcher:
+        for _ in range(2):
+            submit(batcher, row(0), 1, KEY, answers.done)
+        loop.turn()
+        for us in (0, GATHER_US - 1, GATHER_US):
+            clock.us = us
+            assert engine.batches == [2]
+            submit(batcher, row(0), 1, KEY, answers.done)
+            loop.turn()
+        assert engine.batches == [2, 3]
+
+
+# -- A slow batch keeps the event loop from running the next ones
+
+
+class Timed(Threads):
+    """Each run takes `us` of `clock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.us = clock, 100
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        self.clock.us += self.us
+        return super().__call__(feeds)
+
+    def runs_inline(self, batcher: Batcher, loop: Loop, us: int) -> bool:
+        """Whether the next batch, which takes `us`, runs on the loop's thread."""
+        answers, self.us = Answers(), us
+        asleep(batcher)
+        submit(batcher, row(0), 1, KEY, answers.done)
+        loop.turn()
+        answers.wait(1)
+        return self.threads[-1] == threading.get_ident()
+
+
+def test_a_batch_that_other_programs_held_up_is_not_slow(
+    monkeypatch: pytest.MonkeyPatch, loop: Loop
+) -> None:
+    clock, computed_ns = Clock(), iter(range(0, 10_000 * SLOW_US, 1000 * SLOW_US))
+    monkeypatch.setattr(batching, "thread_time_ns", lambda: next(computed_ns))
+    engine = Timed(clock)
+    with inline([engine], loop, clock) as batcher:
+        assert all(engine.runs_inline(batcher, loop, 100 * SLOW_US) for _ in range(3))
+
+
+def test_after_a_slow_batch_the_engines_thread_runs_the_next_ones_for_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch, loop: Loop
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(batching, "thread_time_ns", lambda: 1000 * clock.us)
+    engine = Timed(clock)
+    with inline([engine], loop, clock) as batcher:
+        for pause_us, us, runs_inline in [
+            (0, SLOW_US, True),
+            (0, SLOW_US + 1, True),
+            (0, 100, False),
+            (PAUSE_US, SLOW_US + 1, True),  # soon again: the pause is twice as long
+            (PAUSE_US, 100, False),
+            (PAUSE_US, 100, True),
+            (10 * PAUSE_US, SLOW_US + 1, True),
+            (PAUSE_US, 100, True),
+        ]:
+            clock.us += pause_us
+            assert engine.runs_inline(batcher, loop, us) is runs_inline
+
+
+# -- Random races between inline batches and those of the engines' threads
+
+WIDER = (("x", "FP32", (4,)), ("z", "FP32", (1,)))  # another key, of the same arrays
+
+
+class LoopThread:
+    """An event loop on a thread of its own. `soon` is for the other threads."""
+
+    def __init__(self) -> None:
+        self.failed: list[Exception] = []
+        self._todo = queue.SimpleQueue[Callable[[], object]]()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        self.soon = self._todo.put
+
+    def _run(self) -> None:
+        while (what := self._todo.get()) is not sys.exit:
+            try:
+                what()
+            except Exception as exc:  # noqa: BLE001 - the test asserts that there is none
+                self.failed.append(exc)
+
+    def call_soon(self, what: Callable[[], None]) -> None:
+        assert threading.current_thread() is self.thread
+        self.soon(what)
+
+    def deliver(self, requests: Sequence[Pending]) -> None:
+        self.soon(lambda: deliver_inline(requests))
+
+    def do(self, what: Callable[[], object]) -> None:
+        """Run it there and wait for it."""
+        done = threading.Event()
+        self.soon(lambda: (what(), done.set()))
+        assert done.wait(WAIT_S), "the event loop hangs"
+
+    def stop(self) -> None:
+        self.soon(sys.exit)
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+class Moody(FakeEngine):
+    """Fails at times; never called by two threads at once."""
+
+    def __init__(self, seed: float, lost_at: int) -> None:
+        super().__init__()
+        self._chance, self._lost_at, self._calls = random.Random(seed), lost_at, 0
+        self._within = threading.Lock()
+        self.calm = True  # until it was warmed up
+        self.overlapped = False
+
+    def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.overlapped |= not self._within.acquire(blocking=False)
+        try:
+            if not self.calm:
+                self._calls += 1
+                if self._calls == self._lost_at:
+                    raise DeviceLost("the GPU is lost")
+                luck = self._chance.random()
+                if luck < 0.05:
+                    raise ValueError("not today")
+                if luck < 0.3:
+                    threading.Event().wait(luck / 1000)
+            return super().__call__(feeds)
+        finally:
+            self._within.release()
+
+
+class Rude(Watcher):
+    def record_failure(self, *_: object) -> None:
+        raise RuntimeError("a watcher's own trouble")
+
+
+class Run:
+    """One served model under random requests, cancellations and replacements."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        self.loop = LoopThread()
+        self.answers: Counter[Pending] = Counter()
+        self.sent: list[Pending] = []
+        self.cancelled: set[Pending] = set()
+        self.engines: list[Moody] = []
+        options = ServeOptions(
+            max_batch=chance.choice([1, 4, 8]),
+            max_delay_us=chance.choice([0, 0, 0, 300]),
+            queue=chance.choice([4, 64]),
+        )
+        self.model = ServedModel(
+            "m", self.make(), options, self.loop.deliver, monotonic_us, self.loop.call_soon
+        )
+        self.model.watch(Rude())
+        self.start_failing()
+        self.switch_inline_max_rows()
+
+    def make(self) -> list[Moody]:
+        chance = self.chance
+        lost_at = chance.choice([0, 0, 0, 0, 20])
+        count = chance.choice([1, 1, 2, 3])
+        made = [Moody(chance.random(), 0 if n else lost_at) for n in range(count)]
+        self.engines += made
+        return made
+
+    def replace(self) -> None:
+        self.model.replace(self.make())
+        self.start_failing()
+
+    def start_failing(self) -> None:
+        """After the warm-up."""
+        for engine in self.engines:
+            engine.calm = False
+
+    def switch_inline_max_rows(self) -> None:
+        self.model.batcher.inline_max_rows = self.chance.choice([0, 2, math.inf, math.inf])
+
+    def done(self, request: Pending) -> None:
+        self.answers[request] += 1
+        if request.error is None and request.rows:
+            np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
+        luck = self.chance.random()
+        if luck < 0.1:
+            self.submit()  # a client that sends its next request at once
+        elif luck < 0.15:
+            raise ValueError("an answer that cannot be sent")
+
+    def submit(self) -> None:
+        chance = self.chance
+        rows = min(chance.choice([0, 1, 1, 1, 2, 3]), self.model.max_batch)
+        sent = Request(
+            feeds=row(chance.random(), rows),
+            rows=rows,
+            key=chance.choice([KEY, KEY, WIDER]),
+            outputs=(),
+            id=None,
+            timeout_us=chance.choice([None, None, 1, 200]),
+            priority=chance.choice([0, 1, 3]),
+        )
+        with contextlib.suppress(Overloaded):
+            self.sent.append(self.model.submit(sent, self.done))
+
+    def cancel(self) -> None:
+        if self.sent:
+            victim = self.chance.choice(self.sent[-5:])
+            if self.model.cancel(victim):
+                self.cancelled.add(victim)
+
+    def random_requests(self) -> None:
+        """What one iteration of the loop reads from its clients."""
+        chance = self.chance
+        for _ in range(chance.randrange(6)):
+            self.submit()
+        luck = chance.random()
+        if luck < 0.2:
+            self.cancel()
+        elif luck < 0.4:
+            self.model.expire()
+        elif luck < 0.5:
+            self.switch_inline_max_rows()
+
+    def check(self, *, drained: bool) -> None:
+        self.loop.do(lambda: None)  # what was delivered
+        self.loop.stop()
+        for sent in self.sent:
+            assert self.answers[sent] == (0 if sent in self.cancelled else 1), sent
+        assert all(batcher.ended for batcher in (self.model.batcher, *self.model._replaced))
+        assert not any(engine.overlapped for engine in self.engines)
+        assert self.model.waiting == self.model.unanswered == 0
+        if drained:
+            refused = [r for r in self.sent if "shutting down" in str(r.error)]
+            assert refused == []
+
+
+@pytest.fixture
+def frequent_thread_switches() -> Iterator[None]:
+    """Make the interpreter switch threads every 10 µs."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.usefixtures("frequent_thread_switches")
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(40))
+def test_every_accepted_request_is_answered_once_or_cancelled(
+    seed: int, eventually: Eventually
+) -> None:
+    run = Run(seed)
+    for _ in range(run.chance.randrange(3, 40)):
+        run.loop.soon(run.random_requests)
+        luck = run.chance.random()
+        if luck < 0.1:
+            run.replace()
+        elif luck < 0.3:
+            threading.Event().wait(luck / 1000)
+    drain = run.chance.random() < 0.7
+    if run.chance.random() < 0.5:  # else some are still to come
+        run.loop.do(lambda: None)
+        eventually(lambda: not run.model.unanswered)
+    assert run.model.close(drain=drain, timeout_s=WAIT_S) == 0
+    run.check(drained=drain)
+    assert run.loop.failed == []
+
+
+def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() -> None:
+    """The policy had a delay when the thread began to wait, and has none now."""
+
+    class Long(Threads):
+        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            if threading.current_thread() is thread:
+                threading.Event().wait(0.05)
+            return super().__call__(feeds)
+
+    clock, loop, answers, engine = Clock(), Loop(), Answers(), Long()
+    clock.us = 1_000_000  # stands still: a millisecond of delay is always left
+    slow = BatchPolicy(max_batch=4, max_delay_us=1000)
+    batcher = Batcher([engine], slow, clock_us=clock, call_soon=loop.call_soon)
+    asleep(batcher)
+
+    def run() -> None:
+        batcher.inline_max_rows = math.inf
+        submit(batcher, row(0), 1, KEY, answers.done)
+        with batcher._lock:
+            batcher._idle.pop().wake.release()
+        asleep(batcher)  # in waits of a millisecond, as the clock stands still
+        with batcher._lock:
+            batcher._queue.policy = BatchPolicy(max_batch=4)
+        loop.turn()
+        submit(batcher, row(1), 1, KEY, answers.done)
+        loop.turn()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "the batcher hangs"
+    answers.wait(2)
+    assert batcher.close(timeout_s=WAIT_S) == 0
+    assert sorted(answers.order) == [0, 1]

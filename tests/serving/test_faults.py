@@ -1,0 +1,259 @@
+"""Faults of the engine, of the process and of the machine (F1-F20), with the real command.
+
+F2 is in test_shutdown.py, F4 and F5 in models/test_reload.py and workers/test_workers.py, F7 in
+tests/core/test_files.py, F15 in http/test_http_faults.py, Ctrl-C in tests/cli/test_interrupt.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.onnx_zoo import linear, save
+from tests.support.runtimes.large_model import write_model
+from tests.support.serving.faults import (
+    BROKEN,
+    REAL,
+    REFUSED,
+    ROOT,
+    Clients,
+    Process,
+    binary,
+    leaves_nothing,
+    quiet_port,
+    refused,
+    request,
+    until,
+)
+from tests.support.serving.running import request as raw_request
+from tests.support.serving.running import running
+from tests.support.serving.serve_faulty import DTYPE, FEWER, HANG, LOST, MEMORY, POISON, SHAPE
+
+BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
+
+# -- The engine
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """For tests after which it serves as before."""
+    with Process(tmp_path_factory.mktemp("engine"), env={"FAULT_ROWS": "8"}) as found:
+        yield found
+
+
+def infer_all(server: Process, *values: float) -> list[tuple[int, object]]:
+    """One request per value: the first runs alone, the others as one batch."""
+    with ThreadPoolExecutor(len(values)) as pool:
+        server.hold()
+        first = pool.submit(server.infer, values[0])
+        until(server.in_engine)
+        others = [pool.submit(server.infer, value) for value in values[1:]]
+        until(lambda: server.gauge("deploykit_queue_depth") == len(others))
+        server.release()
+        return [each.result() for each in (first, *others)]
+
+
+def test_f8_out_of_memory_at_load_exits_with_3(tmp_path: Path) -> None:
+    code, errors = refused(tmp_path, env={"FAULT_LOAD": "1"})
+    assert code == 3
+    assert "9.0 GiB needed, 1.0 GiB free" in errors
+    assert "Traceback" not in errors
+
+
+def test_f8_out_of_memory_in_a_batch_gets_503_and_the_next_succeeds(server: Process) -> None:
+    status, headers, body = server.ask("POST", "/v2/models/m/infer", request(MEMORY))
+    assert (status, b"memory" in body) == (503, True)
+    assert headers["retry-after"].isdigit()
+    assert server.infer(3) == (200, [7.0])
+    assert server.status("/v2/health/ready") == 200
+
+
+def test_f9_a_lost_gpu_ends_the_process_with_exit_code_3(tmp_path: Path) -> None:
+    """A CUDA context does not recover: the supervisor has to restart the process."""
+    with Process(tmp_path, env={"FAULT_ROWS": "2"}) as server:
+        alone, *others = infer_all(server, 1, LOST, 2, 3, 4)
+        assert alone == (200, [3.0])
+        lost, *rest = [status for status, _ in others]  # which the server may read in any order
+        assert lost == 503
+        assert rest.count(503) >= 1  # in its batch, and in the queue
+        assert set(rest) <= {200, 503}
+        assert server.wait() == 3
+        assert any("the GPU is lost" in line for line in server.log_lines())
+        assert not any("Traceback" in line for line in server.log_lines())
+
+
+def test_f10_a_hung_engine_gets_504_is_not_ready_and_can_be_stopped(tmp_path: Path) -> None:
+    with Process(tmp_path, "--timeout-ms", "300") as server:
+        until(lambda: server.infer(1) == (200, [3.0]))
+        assert server.infer(HANG)[0] == 504
+        assert server.infer(1)[0] == 504  # it is queued behind the hung request
+        until(lambda: server.status("/v2/health/ready") == 503)
+        assert server.status("/v2/models/m/ready") == 503
+        assert server.status("/v2/health/live") == 200
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.wait() in (0, 1)
+
+
+@pytest.mark.parametrize("fault", [DTYPE, FEWER], ids=["dtype", "fewer rows"])
+def test_f19_an_output_of_wrong_type_or_rows_gets_500_for_its_request_only(
+    server: Process, fault: int
+) -> None:
+    values, lines = (1, 2, fault, 3, 4, 5), len(server.log_lines())
+    for value, (status, found) in zip(values, infer_all(server, *values), strict=True):
+        if value == fault:
+            assert (status, "the engine returned" in str(found)) == (500, True)
+        else:
+            assert (status, found) == (200, [2.0 * value + 1])
+    until(lambda: any("the engine returned" in line for line in server.log_lines()[lines:]))
+    assert server.status("/v2/health/ready") == 200
+
+
+def test_f19_an_output_of_another_shape_than_declared_is_answered_and_logged_once(
+    server: Process,
+) -> None:
+    lines = len(server.log_lines())
+    assert [server.infer(value)[0] for value in (SHAPE, 1, SHAPE)] == [200, 200, 200]
+    until(lambda: any("as declared" in line for line in server.log_lines()[lines:]))
+    assert sum("as declared" in line for line in server.log_lines()[lines:]) == 1
+
+
+def test_hundreds_of_failed_requests_leak_nothing(server: Process) -> None:
+    """File descriptors, threads and memory are as before, and the server still answers."""
+
+    def fail() -> None:
+        with Clients(server.port, 2) as clients:
+            for fault in (POISON, DTYPE, FEWER, MEMORY) * 50:
+                assert server.infer(fault)[0] in (500, 503)
+            assert set(clients.stop()) <= {200, 503}  # 503: in one batch with MEMORY
+
+    fail()  # one-time allocations
+    leaves_nothing(server, fail, 3 << 20)
+    assert server.infer(1) == (200, [3.0])
+    assert not any("Traceback" in line for line in server.log_lines())
+
+
+# -- The disk
+
+QUANTIZE = ("quantize", "m.onnx", "--to", "fp16", "-o", "out/m.onnx", "--force")
+BUILD = ("build", "m.onnx", "--profile", "cpu", "-o", "out/m.onnx", "--force")
+FULL = "mount -t tmpfs -o size={size} none out && cp before out/m.onnx && "
+KEPT = "cat out/m.onnx > after; ls -A out > left; exit $code"
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [(BUILD, "1m"), (QUANTIZE, "4m")],  # 4m: fits, but not the proof's copy too
+    ids=["build", "quantize-proof"],
+)
+def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(
+    tmp_path: Path, words: Sequence[str], size: str
+) -> None:
+    write_model(tmp_path / "m.onnx")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "before").write_bytes(b"what was there before")
+    alone, full = ["unshare", "--mount", "sh", "-c"], FULL.format(size=size)
+    if subprocess.run([*alone, full + "true"], cwd=tmp_path, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    script = f'{full} {{ "$@"; code=$?; {KEPT}; }}'
+    command = [*alone, script, "sh", *REAL, *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "error: out/m.onnx: no space left on the disk" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "after").read_bytes() == b"what was there before"
+    assert (tmp_path / "left").read_text().split() == ["m.onnx"]
+
+
+# -- The process and the machine
+
+
+def test_f1_a_killed_server_leaves_no_files_and_a_free_port(tmp_path: Path) -> None:
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    port = quiet_port()
+    env = {**BATCHED, "TMPDIR": str(scratch), "HOME": str(scratch)}
+    with Process(tmp_path, port=port, env=env) as server, Clients(port, 8) as clients:
+        until(lambda: len(clients.outcomes) > 8)
+        assert server.shared() == []
+        server.popen.kill()
+        server.wait()
+        counts = clients.stop()  # `Clients` checks each 200
+    assert counts.keys() <= {200, BROKEN, REFUSED}
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["stderr.txt", "tmp"]
+    with Process(tmp_path, port=port) as server:
+        assert server.infer(1) == (200, [3.0])
+
+
+def test_f14_a_jump_of_the_wall_clock_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, body = time.time, request(1)
+    with running() as server:
+        idle = server.connect()
+        days = set()
+        for shift_s in (0, 86_400, -86_400, 86_400):
+            monkeypatch.setattr(time, "time", lambda shift_s=shift_s: now_s() + shift_s)
+            server.pass_time(0.2)
+            for _ in range(20):
+                reply = server.ask("POST", "/v2/models/m/infer", body)
+                assert reply.status == 200
+            days.add(reply.headers["date"][:10])
+            text = server.ask("GET", "/metrics").body.decode()
+            numbers = [line.rpartition(" ")[2] for line in text.splitlines() if line[0] != "#"]
+            assert not [number for number in numbers if number.startswith("-")]
+        assert len(days) == 3  # the clock did move
+        assert idle.ask(raw_request("GET", "/v2/health/live")).status == 200
+
+
+def test_f18_the_server_runs_without_home_and_shared_memory(tmp_path: Path) -> None:
+    save(linear(), tmp_path / "m.onnx")
+    bare = ["env", "-u", "HOME"]
+    alone = ["unshare", "--mount", "sh", "-c", 'umount -l /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0:
+        bare = [*alone, *bare]
+    with Process(tmp_path, command=[*bare, *REAL], engine="m=m.onnx") as server:
+        assert server.infer(1)[0] == 200
+
+
+def test_f20_a_full_log_pipe_does_not_block_the_server(tmp_path: Path) -> None:
+    """Each failed row is a log line: far more than this pipe holds, and nobody reads it."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        with Process(tmp_path, stderr=write) as server:
+            for _ in range(300):
+                assert server.infer(POISON)[0] == 500
+            assert server.infer(1) == (200, [3.0])
+            server.popen.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_idle_connections_keep_no_request_or_answer(tmp_path: Path) -> None:
+    """The last request and its answer are freed although the connection stays open."""
+    width = 1 << 20
+    body, head = binary(1.0, width)
+    with Process(tmp_path, env={"FAULT_WIDTH": str(width)}) as server, ExitStack() as stack:
+        rss = 0
+        for number in range(24):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(head + body)
+            left = 4 * width  # at least: the head is a little more
+            while left > 0:
+                left -= len(client.recv(1 << 20))
+            if number == 3:  # warm-up of one-time allocations
+                rss = server.rss_bytes()
+        assert server.rss_bytes() - rss < 32 << 20  # it was 160
