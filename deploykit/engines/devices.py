@@ -161,12 +161,11 @@ class JetsonReader:
         meminfo = file_text(root / "proc/meminfo")
         found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", meminfo, re.MULTILINE)
         memory = {name: int(kib) * 1024 for name, kib in found}
-        hertz = {
-            name: next(
-                (n for each in clocks if (n := _number(each / name)) is not None and n >= 0), None
-            )
-            for name in ("cur_freq", "max_freq")
-        }
+
+        def hertz(file: str) -> int | None:
+            found = (_number(each / file) for each in clocks)
+            return next((n for n in found if n is not None and n >= 0), None)
+
         return GpuState(
             uuid="jetson-gpu.0",
             name=board_model(root) or "NVIDIA Jetson",
@@ -176,8 +175,8 @@ class JetsonReader:
             power_w=power,
             memory_used_bytes=memory.get("NvMapMemUsed"),
             memory_total_bytes=memory.get("MemTotal"),
-            clock_hz=hertz["cur_freq"],
-            clock_max_hz=hertz["max_freq"],
+            clock_hz=hertz("cur_freq"),
+            clock_max_hz=hertz("max_freq"),
             temperature_c=next((value for name, value in zones if name == "gpu"), None),
             throttled=self._throttled(),
             power_mode=power_mode(root),

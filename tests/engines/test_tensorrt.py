@@ -258,7 +258,8 @@ def test_opening_makes_the_context_of_the_optimum() -> None:
 @pytest.mark.parametrize(
     ("total", "memory", "says"),
     [
-        (10, {}, r"out of memory: .*needed.*free"),  # before it is loaded
+        # before it is loaded
+        (10, {"fail": {"deserialize_cuda_engine": "loaded"}}, "out of memory: .*needed.*free"),
         (5000, {"scratch": 50_000}, "needed"),
         (100_500, {"memory": MEMORY}, r"create_execution_context.*free of"),
     ],
@@ -345,10 +346,14 @@ def test_of_several_profiles_no_call_is_padded_out_of_its_own() -> None:
     many = {"x": [[1, 1], [8, 4], [8, 4]]}
     long = {"x": [[1, 5], [2, 9], [3, 9]]}
     ends = (tensor("x", "INPUT", [-1, -1]), tensor("y", "OUTPUT", [-1, 9]))
-    with Opened(ends, (many, long), graphs=(8,)) as found:
-        found.engine.prepare(joined=True)
+
+    def sums(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"y": feeds["x"].sum(1, keepdims=True)}
+
+    with Opened(ends, (many, long), graphs=(8,), computes=sums) as found:
+        found.engine.prepare([{"x": np.ones((8, 4), np.float32)}], joined=True)
         answer = found.engine({"x": np.ones((3, 9), np.float32)})["y"]
-        np.testing.assert_array_equal(answer, np.full((3, 9), 3, np.float32))
+        np.testing.assert_array_equal(answer, np.full((3, 9), 9, np.float32))
 
 
 def test_an_engine_of_fixed_shapes_has_no_batch_limit_and_one_graph() -> None:
