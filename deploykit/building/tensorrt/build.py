@@ -443,12 +443,15 @@ def build(
 
 
 def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> BuildResult:
+    facts: dict[str, str] = {}
     try:
         from deploykit.engines.cuda.driver import CudaDevice
+        from deploykit.engines.tensorrt.open import here as facts_of
 
         driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
+        facts = facts_of(driver).facts()
     except DeploykitError:  # without CUDA TensorRT itself reports what is missing
         if options.shapes.device:  # it would build for the first GPU
             raise
@@ -472,7 +475,7 @@ def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> B
     with atomic_write(out) as tmp:
         tmp.write_bytes(made.plan)
     return BuildResult(
-        made.built_on(),
+        {**made.built_on(), **facts},
         layers,
         (*made.notes, *notes),
         tuple(made.flags),
