@@ -376,7 +376,6 @@ class _Watch(Closing):
         return [(self._names[gpu.uuid], gpu) for gpu in self._seen if gpu.uuid in self._names]
 
     def _look(self) -> None:
-        """Take a reading."""
         raise NotImplementedError
 
     def _loop(self) -> None:
@@ -407,7 +406,6 @@ class GpuWatch(_Watch):
 
     @property
     def conditions(self) -> tuple[Conditions, ...]:
-        """Return the conditions of each GPU so far."""
         return tuple(map(conditions_of, self._states.values()))
 
     @property
@@ -462,7 +460,6 @@ class _Gpu:
     last: tuple[float, float] | None = None  # time in s, watts
 
     def add(self, state: GpuState, now_s: float) -> None:
-        """Add a reading."""
         if state.energy_j is not None:
             self.joules = state.energy_j - (self.first.energy_j or 0.0)
         elif state.power_w is not None:
@@ -533,7 +530,6 @@ class EnergyMeter(_Watch):
         return []
 
     def _name_sources(self) -> None:
-        """Fill `sources` and `why` for the GPUs."""
         if "cuda:0" not in self._names.values():
             self.why["cuda:0"] = (
                 "it is none of NVML's GPUs: a part of a GPU (MIG) has no meter of its own"

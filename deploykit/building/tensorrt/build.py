@@ -110,7 +110,6 @@ def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -
 
 
 def mib(size: int) -> str:
-    """Format bytes: 1048576 is "1 MiB"."""
     return f"{size / (1 << 20):,.0f} MiB"
 
 
@@ -326,7 +325,6 @@ class BuildProgress:
                     self.failure = exc
 
     def raise_failure(self) -> None:
-        """Raise a callback's exception."""
         if self.failure is not None:
             raise self.failure
 
@@ -587,7 +585,6 @@ class _Attempt:
     timings: dict[str, str] = field(default_factory=dict)
 
     def run(self, strong: bool) -> _Attempt:
-        """Build. Raises Refused with TensorRT's reasons."""
         with collect_log(self.nv) as lines:
             try:
                 self._run(strong, lines)
@@ -646,7 +643,6 @@ class _Attempt:
             self.notes.append(text)
 
     def _configure(self, config: trt.IBuilderConfig) -> None:
-        """Set the options and flags on `config`."""
         nv, shapes = self.nv, self.options.shapes
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
         if not shapes.tf32:

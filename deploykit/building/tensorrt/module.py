@@ -188,7 +188,6 @@ def module(*, rtx: bool = False) -> Any:
 
 
 def version(nv: Any) -> tuple[int, ...]:
-    """Return major and minor version of TensorRT."""
     return version_numbers(str(nv.__version__))[:2]
 
 

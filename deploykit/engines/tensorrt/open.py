@@ -68,7 +68,6 @@ def open_engine(
 
 
 def here(driver: CudaDevice) -> Here:
-    """Return the facts about this device that a plan depends on."""
     version, major = str(trt.__version__), tensorrt_cuda()
     return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
 
