@@ -529,21 +529,22 @@ def test_the_timing_cache_is_kept_and_given_back(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "driver", "note", "after"),
+    ("name", "refused", "driver", "note", "after"),
     [
-        ("t.cache", True, "starts with an empty one", b"timed"),
-        ("notes.txt", True, "the file stays as it is", b"what is in it"),
-        ("t.cache", False, "no NVIDIA driver", b"what is in it"),
-        ("m.onnx/t.cache", True, "timing cache was not written", None),
+        ("t.cache", "create", True, "starts with an empty one", b"timed"),
+        ("t.cache", "set", True, "starts with an empty one", b"timed"),
+        ("notes.txt", "create", True, "the file stays as it is", b"what is in it"),
+        ("t.cache", "create", False, "no NVIDIA driver", b"what is in it"),
+        ("m.onnx/t.cache", "", True, "timing cache was not written", None),
     ],
 )
 def test_a_timing_cache_that_cannot_be_used_is_noted_and_fails_no_build(
-    rig: Rig, name: str, driver: bool, note: str, after: bytes | None
+    rig: Rig, name: str, refused: str, driver: bool, note: str, after: bytes | None
 ) -> None:
     file = rig.out.parent / name
     if after:
         file.write_bytes(b"what is in it")
-    rig.use(cache_refused=True, cache_driver=driver)
+    rig.use(cache_refused=refused, cache_driver=driver)
     facts = rig.build(timing_cache=file)
     assert any(note in each for each in facts.notes)
     assert (file.read_bytes() if after else None) == after
