@@ -312,37 +312,32 @@ class Devices(Closing):
         return tuple(self._gpu(index, handle) for index, handle in handles if handle is not None)
 
     def _gpu(self, index: int, handle: Any) -> GpuState:
+        def ask(name: str, *args: Any, factor: float | None = None) -> Any:
+            value = self._ask(f"nvmlDeviceGet{name}", handle, *args)
+            return value if factor is None or value is None else value * factor
+
         nvml = self._nvml
-        busy = self._ask("nvmlDeviceGetUtilizationRates", handle)
-        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        busy, memory = ask("UtilizationRates"), ask("MemoryInfo")
+        reasons = ask("CurrentClocksEventReasons")
         if reasons is None:  # the name before driver 535
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        clock_mhz, memory_clock_mhz = (
-            self._ask("nvmlDeviceGetClockInfo", handle, kind)
-            for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
-        )
+            reasons = ask("CurrentClocksThrottleReasons")
         throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
         return GpuState(
-            uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
-            name=str(self._ask("nvmlDeviceGetName", handle) or "NVIDIA GPU"),
+            uuid=str(ask("UUID") or f"gpu-{index}"),
+            name=str(ask("Name") or "NVIDIA GPU"),
             index=index,
             source="nvml",
             utilization=None if busy is None else busy.gpu / 100,
-            power_w=_scale(self._ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
-            power_limit_w=_scale(self._ask("nvmlDeviceGetEnforcedPowerLimit", handle), 1e-3),
-            energy_j=_scale(self._ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            power_w=ask("PowerUsage", factor=1e-3),
+            power_limit_w=ask("EnforcedPowerLimit", factor=1e-3),
+            energy_j=ask("TotalEnergyConsumption", factor=1e-3),
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
-            clock_hz=None if clock_mhz is None else clock_mhz * 1_000_000,
-            memory_clock_hz=None if memory_clock_mhz is None else memory_clock_mhz * 1_000_000,
-            temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+            clock_hz=ask("ClockInfo", nvml.NVML_CLOCK_SM, factor=1_000_000),
+            memory_clock_hz=ask("ClockInfo", nvml.NVML_CLOCK_MEM, factor=1_000_000),
+            temperature_c=ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else throttled,
         )
-
-
-def _scale(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
