@@ -235,7 +235,7 @@ def a_plan(folder: Path) -> Path:
     ("make", "error", "words"),
     [
         (outside, BadInput, "outside the model's folder"),
-        (a_plan, BadInput, "expected an ONNX file, got a tensorrt file"),
+        (a_plan, BadInput, r"other\.onnx: is a truncated or damaged ONNX file"),
         (lambda folder: folder / "none.onnx", NotFound, r"none\.onnx"),
     ],
     ids=["weights elsewhere", "a plan", "missing"],

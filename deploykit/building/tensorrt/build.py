@@ -48,7 +48,6 @@ from deploykit.building.tensorrt.options import (
     note_dla,
     ranges,
 )
-from deploykit.core.artefact import sniff
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.evidence import Layer
@@ -536,9 +535,6 @@ def _build_plan(
     nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
 ) -> _Attempt:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
-    kind = sniff(model)
-    if kind != "onnx":
-        raise BadInput(f"{model}: expected an ONNX file, got a {kind} file")
     for location in external_files(model):
         check_data_file(model, location, str(model))
     check_options(options)
