@@ -432,7 +432,7 @@ def test_a_lost_device_is_found_whatever_tensorrt_gives_as_reason(call: str, lin
 
     def lose(text: str, owner: Any = None) -> None:
         if text:
-            found.cuda.lost = "IllegalAddress"
+            found.cuda.lose("IllegalAddress")
             report(line, owner)
 
     def use() -> None:
