@@ -187,6 +187,10 @@ def _load_program(path: Path) -> Any:
         return torch.export.load(handle)
 
 
+def dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 @contextmanager
 def module_errors(where: object) -> Iterator[None]:
     """Map errors as `core.errors.users_code` does, and add the line of the user's code.
