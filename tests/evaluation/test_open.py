@@ -99,14 +99,6 @@ def runs(path: Path, cuda: Any) -> int:
     return int(cuda.count["enqueue"] - before)
 
 
-def test_an_engine_verified_by_its_build_has_no_notes(machine: Machine, affine_onnx: Path) -> None:
-    machine()
-    made = dk.build(affine_onnx, "l4")
-    assert made.manifest.evidence.verified is True
-    assert made.parity is not None
-    assert opened(made.path) == []
-
-
 @pytest.fixture(params=["gpu", "tensorrt"])
 def elsewhere(
     request: pytest.FixtureRequest,
