@@ -78,7 +78,7 @@ _PUBLIC = {
     "Health": "deploykit.evaluation.doctor:Health",
     "ImageInput": "deploykit.core.task:ImageInput",
     "Inspection": "deploykit.evaluation.inspect:Inspection",
-    "LoadResult": "deploykit.reporting.load_result:LoadResult",
+    "LoadResult": "deploykit.reporting.points:LoadResult",
     "Made": "deploykit.evaluation.artefacts:Made",
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "ModelClient": "deploykit.serving.client:ModelClient",
@@ -153,7 +153,7 @@ if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, plan
     from deploykit.quantization.quantize import quantize
     from deploykit.reporting.compare import ReportComparison, compare_reports
-    from deploykit.reporting.load_result import LoadResult
+    from deploykit.reporting.points import LoadResult
     from deploykit.reporting.report import Report
     from deploykit.serving.client import ModelClient, client
     from deploykit.serving.running_server import RunningServer
