@@ -171,7 +171,6 @@ class CpuSearch(Record):
 
     @property
     def fastest_of_one(self) -> CpuSettings:
-        """Return the fastest of those with one session."""
         return next(each.settings for each in self.trials if each.settings.sessions == 1)
 
 
