@@ -18,19 +18,11 @@ def test_a_row_has_a_name_of_its_own_and_says_how_and_in_which_onnx_type_it_is_w
     assert {row.onnx_type for row in written} <= set(dir(onnx.TensorProto))
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "name"),
-    [
-        ((), "fp32"),
-        (("float32", "int64"), "fp32"),
-        (("float32", "float16"), "fp16"),
-        (("float32", "bfloat16"), "bf16"),
-        (("float16", "int8"), "int8"),
-        (("float32", "float8e4m3fn"), "fp8"),
-    ],
-)
-def test_a_graph_is_called_by_its_narrowest_type(dtypes: tuple[str, ...], name: str) -> None:
-    assert precision.narrowest(dtypes) == name
+def test_a_graph_is_called_by_its_narrowest_type() -> None:
+    names = {"": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8e4m3fn": "fp8"}
+    for dtype, name in names.items():
+        assert precision.narrowest(("float32", *filter(None, [dtype]))) == name
+    assert precision.narrowest(("float16", "int8")) == "int8"
 
 
 def test_a_graph_needs_a_target_that_offers_its_types_and_float32_alone_has_a_tighter_bound() -> (

@@ -128,6 +128,8 @@ def test_jetson_shares_its_memory_and_has_an_image_for_each_jetpack(
     profile = load_profile(name)
     assert profile.unified_memory
     assert profile.architecture == "aarch64"
+    cores = {"jetson-agx-orin-32gb": 2, "jetson-agx-orin-64gb": 2, "jetson-orin-nx-16gb": 2}
+    assert profile.dla_cores == (cores | {"jetson-orin-nx-8gb": 1}).get(name, 0)
     for mode in profile.power_modes:
         assert (mode.sms or 1) <= (profile.sm_count or 0)
         digits = "".join(letter for letter in mode.name.partition("W")[0] if letter.isdigit())
@@ -168,17 +170,13 @@ def test_a_server_has_an_image_for_each_cuda_major_that_drives_it(name: str) -> 
     assert set(load_profile(name).container_base) == expected
 
 
-def test_no_board_belongs_to_two_profiles() -> None:
+def test_no_board_belongs_to_two_profiles_and_a_cpu_leaves_the_figures_to_the_machine() -> None:
     boards = [board for name in NAMES for board in load_profile(name).boards]
     assert len(boards) == len(set(boards))
-
-
-def test_cpu_profile_leaves_the_figures_to_the_machine() -> None:
     profile = load_profile("cpu")
     assert (profile.runtime, profile.device) == ("onnxruntime", "cpu")
     assert profile.precisions == ("fp32", "fp16", "int8")
-    assert profile.memory_bytes is None
-    assert profile.peak_ops_per_s == {}
+    assert (profile.memory_bytes, profile.peak_ops_per_s) == (None, {})
 
 
 def test_power_mode_follows_an_at_sign_without_its_prefix_and_in_any_case() -> None:
@@ -433,13 +431,3 @@ def test_a_machine_is_recognised_by_its_board_or_gpu_whatever_is_installed(
     known, reason = recognise(replace(here, l4t=l4t or None))
     assert (known.name if known else None) == name
     assert why in reason
-
-
-def test_dla_cores_are_those_of_the_module() -> None:
-    cores = {name: load_profile(name).dla_cores for name in profile_names()}
-    assert {name: count for name, count in cores.items() if count} == {
-        "jetson-agx-orin-32gb": 2,
-        "jetson-agx-orin-64gb": 2,
-        "jetson-orin-nx-16gb": 2,
-        "jetson-orin-nx-8gb": 1,
-    }

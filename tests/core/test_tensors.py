@@ -72,13 +72,6 @@ def test_bad_dict_names_the_file_or_the_tensor(values: dict[str, object]) -> Non
         spec_from_dict(values, "m.json")
 
 
-@pytest.mark.parametrize(
-    ("shape", "batched"), [(("N", 3), True), (("T",), True), ((1, "N"), False), ((), False)]
-)
-def test_batched_means_axis_0_is_dynamic(shape: tuple[int | str, ...], batched: bool) -> None:
-    assert TensorSpec("x", "float32", shape).batched is batched
-
-
 SPEC = TensorSpec("x", "float32", ("N", 3))
 
 
@@ -100,7 +93,9 @@ def test_a_mismatch_names_both_sides(dtype: str, shape: tuple[int, ...], got: st
     assert without_axis == (shape == (3,))
 
 
-def test_concrete_takes_named_sizes_else_1() -> None:
+def test_a_spec_is_batched_by_a_dynamic_axis_0_and_concrete_by_named_sizes_else_1() -> None:
+    for shape, batched in ((("N", 3), True), (("T",), True), ((1, "N"), False), ((), False)):
+        assert TensorSpec("x", "float32", shape).batched is batched
     assert concrete(TensorSpec("x", "int64", ("N", 3, "T")), {"N": 8}) == (8, 3, 1)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.building.tensorrt.options import ranges
-from scripts.gpu import builds, leak, run, zoo
+from scripts.gpu import builds, leak, run
 from scripts.gpu.steps import PYTHON, ROOT, Result, Step, figures, run_step
 from scripts.nvidia import fetch
 from tests.support.campaign import only_in_a_campaign, rounds
@@ -130,27 +130,6 @@ def test_figures_are_those_that_prove_something() -> None:
     assert figures(json.dumps(document)) == {"error": 2e-4, "sqnr_db": 40.0, "accuracy": 0.9}
     assert figures("....\n3 passed, 1 failed in 2 s") == {"passed": 3, "failed": 1}
     assert figures("") == {}
-
-
-@pytest.mark.torch
-def test_every_precision_is_built_and_compared(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    found = list(zoo.steps(["lstm"], ["fp32", "int8"], tmp_path, ("", "")))
-    assert [each.title for each in found] == [
-        "lstm: make",
-        "lstm: export",
-        "lstm: build fp32",
-        "lstm: fp32: TensorRT against the CPU",
-        "lstm: fp32: ONNX Runtime CUDA against the CPU",
-        "lstm: quantize to int8",
-        "lstm: build int8",
-        "lstm: int8: TensorRT against the CPU",
-    ]
-    titles = {each.title for each in found}
-    assert {each.after for each in found} <= titles | {""}
-    build = next(each for each in found if each.title == "lstm: build fp32")
-    assert "T=1,24,64" in build.command
-    assert not any(each.skip for each in found)
 
 
 def planned(parts: Sequence[str], tmp_path: Path) -> list[Step]:
