@@ -44,7 +44,7 @@ _MODULES = {  # module -> its public names
     "planning.plan": "Planned plan",
     "quantization.quantize": "quantize",
     "reporting.compare": "ReportComparison compare_reports",
-    "reporting.load_result": "LoadResult",
+    "reporting.points": "LoadResult",
     "reporting.report": "Report",
     "serving.client": "ModelClient client",
     "serving.running_server": "RunningServer",
