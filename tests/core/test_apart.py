@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.benchmarking.processes import ProcessEngine
+from deploykit.benchmarking.timing import ProcessEngine
 from deploykit.core.errors import DeploykitError
 from deploykit.core.subprocesses import module_command, run_apart
 from tests.support.fake_engine import FakeEngine
