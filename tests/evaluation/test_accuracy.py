@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,7 +38,6 @@ LABELS = {  # what an engine answers, right, wrong and right -> labels that are 
     "text": (VALUES, np.array(["1", "1", "1"])),
     "bytes": (VALUES, np.array([b"1", b"1", b"1"])),
     "one-hot": (VALUES, np.eye(2)[ONES]),
-    "one-hot uint8": (VALUES, np.eye(2, dtype=np.uint8)[ONES]),
     "one-hot bool": (VALUES, np.eye(2, dtype=bool)[ONES]),
     "integers": (np.array([1, 0, 1]), ONES),
     "a column of integers": (np.array([[1], [0], [1]]), ONES * 1.0),
@@ -50,7 +48,7 @@ LABELS = {  # what an engine answers, right, wrong and right -> labels that are 
 
 
 @pytest.mark.parametrize(("values", "labels"), LABELS.values(), ids=LABELS)
-def test_a_row_scores_1_where_the_largest_value_is_the_label_in_any_form(
+def test_a_row_is_right_if_its_largest_value_is_the_label(
     values: np.ndarray, labels: np.ndarray
 ) -> None:
     np.testing.assert_array_equal(top1(values, labels, "d"), [1.0, 0.0, 1.0])
@@ -60,12 +58,10 @@ def test_a_row_scores_1_where_the_largest_value_is_the_label_in_any_form(
     ("values", "labels", "message"),
     [
         (VALUES, np.array([1.5, 0.0, 1.0]), r"labels are float64\[3\]"),
-        (VALUES, np.array([1.0, np.nan, 1.0]), "labels are float64"),
         (VALUES, np.array([[1, 1], [0, 1], [1, 0]]), r"labels are int64\[3, 2\]"),
         (VALUES, np.array([[0.3, 0.7], [1, 0], [0, 1]]), "labels are float64"),
         (VALUES, np.array([[0, 0, 1]] * 3), r"labels are int64\[3, 3\]"),
         (VALUES, np.array(["cat", "dog", "cat"]), "labels are names, such as 'cat'"),
-        (VALUES, np.array([b"cat", b"dog", b"cat"]), "labels are names"),
         (VALUES, np.array(["1", "0", "2"]), "2 classes"),
         (VALUES[:2], np.array([1, 0, 1]), "samples, classes"),
         (VALUES[:, :1], np.array([0, 0, 0]), "samples, classes"),
@@ -73,9 +69,7 @@ def test_a_row_scores_1_where_the_largest_value_is_the_label_in_any_form(
         (VALUES, np.array([1, 0, -1]), "2 classes"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(
-    values: np.ndarray, labels: np.ndarray, message: str
-) -> None:
+def test_what_has_no_score_is_refused(values: np.ndarray, labels: np.ndarray, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         top1(values, labels, "data.npz")
 
@@ -101,52 +95,38 @@ def scored(metric: Metric, values: np.ndarray, labels: np.ndarray) -> Scores:
     return scores
 
 
-def by_definition(logits: np.ndarray, labels: np.ndarray) -> list[float]:
-    """Each sample's mean log-likelihood, in plain Python."""
-    found = []
-    for rows, words in zip(logits.tolist(), labels.tolist(), strict=True):
-        terms = [
-            row[word] - math.log(math.fsum(map(math.exp, row)))
-            for row, word in zip(rows, words, strict=True)
-            if word != -100
-        ]
-        found.append(math.fsum(terms) / len(terms))
-    return found
-
-
-def test_log_likelihood_is_its_definition_and_leaves_ignored_labels_out(
+def test_perplexity_weighs_every_token_equally_but_those_that_are_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    random = np.random.default_rng(0)
-    logits = random.standard_normal((5, 7, 11)).astype(np.float32) * 3
-    labels = random.integers(0, 11, (5, 7))
-    labels[0, :3] = -100
-    labels[4, 1:] = -100
-    expected = by_definition(logits, labels)
-    for block in (10**6, 30):  # 30: two rows at once
+    random = np.random.default_rng(1)
+    logits = random.standard_normal((9, 6, 5)) * 2
+    worse = logits + random.standard_normal(logits.shape) * 0.5
+    labels = random.integers(0, 5, (9, 6))
+    labels[random.random(labels.shape) < 0.4] = -100
+
+    def perplexity(values: np.ndarray) -> float:
+        lse = np.log(np.exp(values).sum(-1))
+        chosen = np.take_along_axis(values, np.maximum(labels, 0)[..., None], -1)[..., 0]
+        return float(np.exp((lse - chosen)[labels != -100].mean()))
+
+    for block in (10**6, 12):  # 12: two rows at once
         monkeypatch.setattr("deploykit.evaluation.accuracy._BLOCK_METRICS", block)
-        np.testing.assert_allclose(log_likelihood({"y": logits}, labels), expected, rtol=1e-12)
+        drop = drop_of(scored(PERPLEXITY, logits, labels), scored(PERPLEXITY, worse, labels))
+        assert drop.reference.value == pytest.approx(perplexity(logits))
+        assert drop.candidate.value == pytest.approx(perplexity(worse))
+        assert drop.drop.value == pytest.approx(perplexity(worse) / perplexity(logits) - 1)
+        assert drop.drop.low < drop.drop.value < drop.drop.high
+        assert drop.unit == "%"
+
+
+def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precision() -> None:
     one = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], np.float32))
     found = log_likelihood({"y": one}, np.array([0, 2]))
     np.testing.assert_allclose(found, np.log([0.5, 0.8]), rtol=1e-6)
-    half = np.array([[60000.0, 59990.0, -60000.0]], np.float16)  # does not overflow
+    half = np.array([[60000.0, 59990.0, -60000.0]], np.float16)
     gap = float(half[0, 0]) - float(half[0, 1])
     found = log_likelihood({"y": half}, np.array([1]))
     assert found[0] == pytest.approx(-gap - math.log1p(math.exp(-gap)))
-
-
-def test_log_likelihood_of_a_large_vocabulary_takes_little_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("deploykit.evaluation.accuracy._BLOCK_METRICS", 4000)
-    logits = np.zeros((200, 1000), np.float16)
-    tracemalloc.start()
-    try:
-        log_likelihood({"y": logits}, np.zeros(200, np.int64))
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 200 * 1000 * 8 / 4  # a quarter of one copy in float64
 
 
 def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
@@ -164,6 +144,14 @@ def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
     )
 
 
+def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
+    logits = np.random.default_rng(0).standard_normal((4, 2, 4))
+    for count, label, why in ((4, -100, "no sample has a label"), (1, 0, "needs 2 values")):
+        scores = scored(PERPLEXITY, logits[:count], np.full((count, 2), label))
+        with pytest.raises(BadInput, match=why):
+            drop_of(scores, scores)
+
+
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [
@@ -177,31 +165,11 @@ def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
         (np.zeros((2, 4)), np.array([0, -1]), "labels run from -1 to 0"),
     ],
 )
-def test_what_has_no_perplexity_is_refused_naming_the_data(
+def test_what_has_no_perplexity_is_refused(
     logits: np.ndarray, labels: np.ndarray, message: str
 ) -> None:
     with pytest.raises(BadInput, match=f"^data.npz: perplexity: .*{message}"):
         scored(PERPLEXITY, logits, labels)
-
-
-def test_perplexity_weighs_every_token_equally() -> None:
-    random = np.random.default_rng(1)
-    logits = random.standard_normal((9, 6, 5)) * 2
-    worse = logits + random.standard_normal(logits.shape) * 0.5
-    labels = random.integers(0, 5, (9, 6))
-    labels[random.random(labels.shape) < 0.4] = -100
-    drop = drop_of(scored(PERPLEXITY, logits, labels), scored(PERPLEXITY, worse, labels))
-
-    def perplexity(values: np.ndarray) -> float:
-        lse = np.log(np.exp(values).sum(-1))
-        chosen = np.take_along_axis(values, np.maximum(labels, 0)[..., None], -1)[..., 0]
-        return float(np.exp((lse - chosen)[labels != -100].mean()))
-
-    assert drop.reference.value == pytest.approx(perplexity(logits))
-    assert drop.candidate.value == pytest.approx(perplexity(worse))
-    assert drop.drop.value == pytest.approx(perplexity(worse) / perplexity(logits) - 1)
-    assert drop.drop.low < drop.drop.value < drop.drop.high
-    assert drop.unit == "%"
 
 
 USERS = """
@@ -212,15 +180,11 @@ def closeness(outputs, labels):
     return 1 - np.abs(outputs["y"][:, 0] - labels)
 
 def right(outputs, labels): return outputs["y"].argmax(1) == labels
-def whole(outputs, labels): return float(closeness(outputs, labels).mean())
 def nan(outputs, labels): return closeness(outputs, labels) * np.nan
 def text(outputs, labels): return ["good"] * len(labels)
-def ragged(outputs, labels): return [[1], [1, 2]]
-def nothing(outputs, labels): pass
 def key(outputs, labels): return outputs["logits"]
 def leaves(outputs, labels): sys.exit(3)
 def writes(outputs, labels): labels[:] = 0
-def arguments(outputs): return outputs
 NUMBER = 3
 """
 
@@ -245,15 +209,11 @@ def test_a_users_metric_scores_in_its_own_unit_and_booleans_are_right_and_wrong(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("whole", r"returned float64\[\]"),
         ("nan", "NaN or infinity"),
         ("text", r"returned <U4\[2\]"),
-        ("ragged", "failed: ValueError"),
-        ("nothing", r"returned object\[\]"),
         ("key", "failed: KeyError: 'logits'"),
         ("leaves", "failed: SystemExit: 3"),
         ("writes", "failed: ValueError: assignment destination is read-only"),
-        ("arguments", "failed: TypeError"),
     ],
 )
 def test_an_error_in_a_users_metric_names_the_metric(users: str, name: str, message: str) -> None:
@@ -286,14 +246,11 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
         ("scores", (2, 3234, 91), [(2, 3, 320, 320)], None),
         ("output0", (2, 84, 8400), [(2, 3, 640, 640)], None),
         ("output0", (2, 3, 4), [(2, 3, 640, 640)], None),  # three boxes, not three channels
-        ("boxes", (2, 4), [(2, 3, 8, 8)], None),
         ("mask", (2, 5, 8, 8), [(2, 3, 8, 8)], 1),
         ("mask", (2, 1, 8, 8), [(2, 3, 8, 8)], None),
         ("mask", (2, 8, 8, 5), [(2, 8, 8, 3)], 3),
         ("mask", (2, 5, 4, 4), [(2, 3, 8, 8)], None),  # features, or classes of another size
-        ("mask", (2, 5, 8, 8), [(2, 3)], None),
         ("text_embeds", (2, 512), [(2, 7)], None),
-        ("pooler_output", (2, 128), [(2, 7)], None),
         ("last_hidden_state", (2, 7, 128), [(2, 7)], None),
         ("keypoints", (2, 34), [(2, 3, 8, 8)], None),
         ("y", (2, 2, 2, 2, 2), [(2, 2, 2, 2, 2)], None),

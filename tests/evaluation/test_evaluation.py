@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,37 +12,26 @@ import pytest
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.tensors import parse_spec
 from deploykit.engines.data.samples import Samples
-from deploykit.engines.engine import Arrays, check_feeds
+from deploykit.engines.engine import Arrays
 from deploykit.evaluation.accuracy import Metric, find_metric, top1
 from deploykit.evaluation.evaluation import evaluate
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import Function
 
 TOP1 = find_metric("top1")
 CLASSES = 10
 
 
-class Function(FakeEngine):
-    """Computes outputs from x float32[N,10]; `axis0` and `outputs` as a test wants."""
-
-    def __init__(
-        self,
-        compute: Callable[[np.ndarray], dict[str, np.ndarray]],
-        *outputs: str,
-        axis0: int | str = "N",
-    ) -> None:
-        super().__init__()
-        self.inputs = (parse_spec(f"x:float32[{axis0},{CLASSES}]"),)
-        self.outputs = tuple(map(parse_spec, outputs or (f"y:float32[N,{CLASSES}]",)))
-        self.compute = compute
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        check_feeds(self.inputs, feeds, "function")
-        self.batches.append(len(feeds["x"]))
-        return self.compute(feeds["x"])
+def function(
+    compute: Callable[[np.ndarray], dict[str, np.ndarray]], *outputs: str, axis0: int | str = "N"
+) -> Function:
+    """An engine of x float32[N,10]."""
+    specs = outputs or (f"y:float32[N,{CLASSES}]",)
+    return Function(lambda feeds: compute(feeds["x"]), f"x:float32[{axis0},{CLASSES}]", *specs)
 
 
-def identity() -> Function:
-    return Function(lambda x: {"y": x.copy()})
+def identity(sizes: list[int] | None = None) -> Function:
+    """It notes the sizes of its batches."""
+    return function(lambda x: (None if sizes is None else sizes.append(len(x))) or {"y": x.copy()})
 
 
 def flipping() -> Function:
@@ -54,21 +43,21 @@ def flipping() -> Function:
         y[marked, (x.argmax(1)[marked] + 1) % CLASSES] = 51.0
         return {"y": y}
 
-    return Function(compute)
+    return function(compute)
 
 
 def noisy(db: float) -> Function:
     """Adds to each value so that the ratio of signal to noise is `db`."""
     factor = np.float32(1 + 10 ** (-db / 20))
-    return Function(lambda x: {"y": x * factor})
+    return function(lambda x: {"y": x * factor})
 
 
 def nan() -> Function:
-    return Function(lambda x: {"y": x * np.float32(np.nan)})
+    return function(lambda x: {"y": x * np.float32(np.nan)})
 
 
 def integer(shift: int) -> Function:
-    return Function(lambda x: {"y": x.argmax(1) + (np.arange(len(x)) == 0) * shift}, "y:int64[N]")
+    return function(lambda x: {"y": x.argmax(1) + (np.arange(len(x)) == 0) * shift}, "y:int64[N]")
 
 
 def samples_of(n: int, marked: int = 0, labelled: bool = True) -> Samples:
@@ -81,9 +70,10 @@ def samples_of(n: int, marked: int = 0, labelled: bool = True) -> Samples:
 
 
 def test_each_engine_runs_once_per_batch_and_the_last_is_scored_against_its_own_labels() -> None:
-    a, b = identity(), identity()
-    found = evaluate(a, b, samples=samples_of(70), metric=TOP1, batch_size=32)
-    assert a.batches == b.batches == [32, 32, 6]
+    a, b = list[int](), list[int]()
+    data = samples_of(70)
+    found = evaluate(identity(a), identity(b), samples=data, metric=TOP1, batch_size=32)
+    assert a == b == [32, 32, 6]
     assert (found.samples, found.drop.reference.value) == (70, 1.0)
 
 
@@ -125,7 +115,7 @@ def test_too_few_samples_are_reported_with_the_number_needed() -> None:
 def test_the_number_of_samples_needed_follows_from_the_spread_of_scores() -> None:
     metric = Metric("level", "", lambda outputs, _: outputs["y"][:, 0].astype(np.float64))
     shift = np.where(np.arange(20) % 2, 0.5, -0.5).astype(np.float32)[:, None]
-    shaking = Function(lambda x: {"y": x + shift})
+    shaking = function(lambda x: {"y": x + shift})
     found = evaluate(identity(), shaking, samples=samples_of(20), metric=metric, max_drop=0.1)
     half = found.drop.drop.high
     assert half > 2.093024 * 0.5 * math.sqrt(20 / 19) / math.sqrt(20)  # t of 19
@@ -134,17 +124,6 @@ def test_the_number_of_samples_needed_follows_from_the_spread_of_scores() -> Non
         f"the upper end of the drop, {half:.4g}, is above 0.1; "
         f"20 samples cannot show it even without any drop, {needed} are needed"
     )
-
-
-def test_a_users_top_1_in_percent_needs_as_many_samples_as_ours() -> None:
-    def in_percent(outputs: Mapping[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-        return 100.0 * (outputs["y"].argmax(1) == labels)
-
-    for count in (8, 275, 276):
-        metric, data = Metric("mine", "", in_percent), samples_of(count)
-        found = evaluate(identity(), identity(), samples=data, metric=metric, max_drop=1.0)
-        assert found.passed is (count == 276)
-        assert found.passed or "without any drop, 276 are needed" in found.why
 
 
 @pytest.mark.parametrize("metric", [TOP1, None])
@@ -163,17 +142,16 @@ def test_nan_is_blamed_on_the_model_or_on_the_data_by_name(metric: Metric | None
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 @pytest.mark.parametrize("labelled", [True, False])
-def test_not_finite_where_the_reference_is_fails_whatever_the_labels_say(
-    odd: float, labelled: bool
-) -> None:
+def test_nan_where_the_reference_has_none_fails_anyway(odd: float, labelled: bool) -> None:
     def compute(x: np.ndarray) -> dict[str, np.ndarray]:
         y = x.copy()
         y[len(y) // 2, 0] = odd
         return {"y": y}
 
-    broken = Function(compute)
+    broken = function(compute)
     found = evaluate(identity(), broken, samples=samples_of(540, labelled=labelled), metric=TOP1)
     assert (found.passed, found.drop, found.sqnr_db) == (False, None, -math.inf)
+    json.dumps(found.to_dict(), allow_nan=False)
     assert found.describe() == "NaN or infinity"
     assert found.why.startswith("output 'y' at batch 32: NaN or infinity in one")
     assert not evaluate(identity(), broken, samples=None).passed
@@ -192,26 +170,18 @@ def test_a_users_metric_never_gets_non_finite_outputs() -> None:
 
 
 def test_outputs_that_are_all_zero_are_a_warning() -> None:
-    nothing = Function(lambda x: {"y": np.zeros_like(x)})
+    nothing = function(lambda x: {"y": np.zeros_like(x)})
     found = evaluate(nothing, nothing, samples=samples_of(40))
     assert (found.passed, found.agreement) == (True, None)
     assert "'y' is 0 everywhere" in found.why
     assert found.describe() == "outputs that are 0 everywhere"
 
 
-def test_perplexity_is_evaluated_by_its_relative_rise() -> None:
-    softer = Function(lambda x: {"y": x * np.float32(0.05)})
-    metric = find_metric("perplexity")
-    found = evaluate(identity(), softer, samples=samples_of(60), metric=metric)
-    assert not found.passed
-    assert found.describe().startswith("perplexity rise ")
-    assert found.why.endswith(" %, is above 1 %")
-
-
 def test_a_fixed_batch_runs_at_its_size_and_leaves_the_rest_out() -> None:
-    a, b = identity(), Function(lambda x: {"y": x.copy()}, axis0=4)
+    sizes: list[int] = []
+    a, b = identity(sizes), function(lambda x: {"y": x.copy()}, axis0=4)
     found = evaluate(a, b, samples=samples_of(14), metric=TOP1)
-    assert a.batches == b.batches == [4, 4, 4]
+    assert sizes == [4, 4, 4]
     assert found.samples == 12
     with pytest.raises(BadInput, match="3 samples do not fill the model's fixed batch of 4"):
         evaluate(a, b, samples=samples_of(3), metric=TOP1)
@@ -230,8 +200,8 @@ def test_without_labels_fifteen_decibels_are_the_bound(db: float, passed: bool) 
 
 def test_the_worst_output_decides() -> None:
     specs = (f"y:float32[N,{CLASSES}]", f"z:float32[N,{CLASSES}]")
-    a = Function(lambda x: {"y": x, "z": x}, *specs)
-    b = Function(lambda x: {"y": x, "z": x * np.float32(0.5)}, *specs)
+    a = function(lambda x: {"y": x, "z": x}, *specs)
+    b = function(lambda x: {"y": x, "z": x * np.float32(0.5)}, *specs)
     found = evaluate(a, b, samples=samples_of(8, labelled=False))
     assert not found.passed
     assert found.why.startswith("output 'z' at batch 8: SQNR 6.0 dB")
@@ -256,7 +226,7 @@ def test_agreement_of_sequences_is_the_share_of_equal_places() -> None:
         return {"y": y}
 
     data = Samples({"x": samples_of(8).inputs["x"].reshape(8, 2, 5)}, None, "d")
-    engines = [Function(each, "y:float32[N,2,5]") for each in (lambda x: {"y": x.copy()}, swap)]
+    engines = [function(each, "y:float32[N,2,5]") for each in (lambda x: {"y": x.copy()}, swap)]
     for engine in engines:
         engine.inputs = (parse_spec("x:float32[N,2,5]"),)
     assert evaluate(*engines, samples=data).agreement.value == 15 / 16
@@ -271,17 +241,17 @@ def test_integer_outputs_alone_are_gated_on_agreement(data: Samples | None) -> N
 
 
 def test_without_samples_random_inputs_of_several_batches_are_used() -> None:
-    a, b = identity(), noisy(30)
+    sizes: list[int] = []
+    a, b = identity(sizes), noisy(30)
     found = evaluate(a, b, samples=None)
-    assert a.batches[-4:] == b.batches == [1, 2, 7, 32]  # it showed first that these sizes run
+    assert sizes[-4:] == [1, 2, 7, 32]  # it showed first that these sizes run
     assert (found.passed, found.samples, found.agreement) == (True, None, None)
     assert found.describe() == "SQNR 30.0 dB on random inputs"
     equal = evaluate(identity(), identity(), samples=None)
     assert equal.describe() == "equal outputs on random inputs"
     b.max_batch = 4
-    b.batches.clear()
     evaluate(a, b, samples=None)
-    assert b.batches == [1, 2, 4]
+    assert sizes[-3:] == [1, 2, 4]
 
 
 def test_a_bound_that_bounds_nothing_is_refused_not_ignored() -> None:
@@ -290,22 +260,11 @@ def test_a_bound_that_bounds_nothing_is_refused_not_ignored() -> None:
             evaluate(identity(), identity(), samples=samples_of(8), max_drop=bound)
     with pytest.raises(BadInput, match="`max_drop` needs samples"):
         evaluate(identity(), identity(), samples=None, max_drop=0.01)
-    column = Function(lambda x: {"y": x[:, :1]}, "y:float32[N,1]")
+    column = function(lambda x: {"y": x[:, :1]}, "y:float32[N,1]")
     data = samples_of(8, labelled=False)
     assert evaluate(column, column, samples=data).passed
     with pytest.raises(BadInput, match="no output holds an answer"):
         evaluate(column, column, samples=data, max_drop=0.01)
-
-
-def test_an_evaluation_is_written_as_json_whole() -> None:
-    for found in (
-        evaluate(identity(), identity(), samples=samples_of(8), metric=TOP1),
-        evaluate(identity(), noisy(20), samples=None),
-        evaluate(identity(), nan(), samples=samples_of(8)),
-    ):
-        document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-        assert (document["passed"], document["why"]) == (found.passed, found.why)
-        assert document["parity"]["rows"]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +291,7 @@ def test_shares_that_find_nothing_do_not_fail_by_their_noise(
     def engine(each: tuple[float, ...]) -> Function:
         outputs = dict(zip("yz", each, strict=False))
         specs = [f"{name}:float32[N,4]" for name in outputs]
-        return Function(lambda x: {n: np.full_like(x, v) for n, v in outputs.items()}, *specs)
+        return function(lambda x: {n: np.full_like(x, v) for n, v in outputs.items()}, *specs)
 
     found = evaluate(engine(values), engine(of_candidate), samples=samples, shares=shares)
     assert found.passed is passes

@@ -12,13 +12,8 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.tensors import parse_spec
-from deploykit.engines.data.samples import Samples
 from deploykit.evaluation import feeds
 from deploykit.evaluation.feeds import (
-    MOST_BYTES,
-    MOST_SAMPLES,
-    axis_sizes,
-    batch_that_fits,
     first_rows,
     parity_sizes,
     random_inputs,
@@ -26,7 +21,7 @@ from deploykit.evaluation.feeds import (
 )
 from deploykit.graph.graph import Graph
 from tests.support.graphs.small import parse, write_text
-from tests.support.onnx_zoo import linear, save
+from tests.support.onnx_zoo import save
 
 RNG = np.random.default_rng(0)
 
@@ -41,21 +36,6 @@ def test_parity_sizes_cover_batches_lengths_and_image_sizes_within_limits() -> N
     assert [each["N"] for each in sizes] == [2, 7, 8]
 
 
-def test_batches_are_smaller_where_tensors_are_large() -> None:
-    assert batch_that_fits(Graph(linear()), {"N": 1}) == MOST_SAMPLES
-    large = Graph(parse("(float[N,T] x) => (float[N,T] y)", "y = Relu(x)"))
-    quarter = MOST_BYTES // 4 // 4  # float32 values of a quarter of the bound
-    assert batch_that_fits(large, {"N": 1, "T": quarter}) == 4
-    assert batch_that_fits(large, {"N": 1, "T": quarter * 100}) == 1
-
-
-def test_axis_sizes_come_from_the_samples() -> None:
-    specs = [parse_spec("ids:int64[N,T]"), parse_spec("x:float32[N,3]")]
-    inputs = {"ids": np.zeros((9, 5), np.int64), "x": np.zeros((9, 3), np.float32)}
-    assert axis_sizes(Samples(inputs, None, "here"), specs, 2) == {"N": 2, "T": 5}
-    assert axis_sizes(None, specs, 2) == {"N": 2}
-
-
 def wide(path: Path, side: int, weight: float = 0.0) -> Path:
     """A convolution to 64 channels, 67 MB for each row of 512 x 512, and the channels' maxima.
 
@@ -67,7 +47,7 @@ def wide(path: Path, side: int, weight: float = 0.0) -> Path:
 
 
 @pytest.mark.parametrize(("side", "rows"), [(16, 32), (256, 8), (512, 2), (4096, 2)])
-def test_no_more_rows_are_compared_at_once_than_fit_into_memory(
+def test_no_more_rows_are_compared_than_fit_into_memory(
     tmp_path: Path, side: int, rows: int
 ) -> None:
     model = wide(tmp_path / "m.onnx", side)
@@ -165,7 +145,7 @@ def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Pa
         assert any("at other sizes" in note for note in made.notes)
 
 
-def test_a_busy_machine_does_not_end_the_search_for_sizes(
+def test_a_busy_machine_searches_sizes_as_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = itertools.count(0.0, 3600.0)
@@ -218,7 +198,7 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
         ({"axis": {"N": 3}, "batch": 2}, "`batch` is the size of `axis` N: give one"),
     ],
 )
-def test_sizes_that_no_input_can_have_are_refused(
+def test_sizes_that_no_input_has_are_refused(
     tmp_path: Path, given: dict[str, object], reason: str
 ) -> None:
     path = write(tmp_path, "step")

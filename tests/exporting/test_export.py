@@ -274,14 +274,6 @@ def test_a_wrong_call_names_the_parameter(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_scripted_module_is_exported(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, and still what users have
-        scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()))
-    made = dk.export(scripted, torch.ones(2, 4), out=tmp_path / "m.onnx")
-    assert made.manifest.evidence.parity.passed
-
-
 class Windows(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Takes 4 steps or more, as a convolution without padding does."""
 

@@ -153,22 +153,6 @@ def test_a_server_that_takes_or_gives_typed_contents_is_loaded(typed: bool) -> N
     assert ("typed contents" in " ".join(result.notes)) == typed
 
 
-def test_large_requests_and_answers_pass_the_windows() -> None:
-    """Windows hold 64 KiB before the server opens them; frames hold 16 KiB."""
-    large = np.zeros((1, 120, 100, 100), np.float32)
-    about = metadata("UINT8", [1, 2 << 20])
-    sizes = []
-
-    def infer(request: bytes, _context: object) -> bytes:
-        sizes.append(len(request))
-        return answer(large)
-
-    with serving(infer, about=about) as url:
-        result = load(url, concurrency=2, **QUICK)
-    assert result.ok == result.sent > 0
-    assert min(sizes) > 2 << 20
-
-
 def test_statuses_are_counted_as_http_s_are() -> None:
     codes = ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "INTERNAL", "OK"]
     turns: list[str] = []

@@ -134,7 +134,6 @@ def test_two_processes_go_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 @only_in_a_campaign
 def test_torchrun_starts_the_command(tmp_path: Path) -> None:
-    """One process prints, and one writes."""
     pytest.importorskip("sklearn")
     words = ["train", ROOT / "examples/own_recipe.py", "-o", "m.pt", "--epochs", "2", "--json"]
     printed = torchrun("-m", "deploykit", *words, "--device", "cpu", cwd=tmp_path)
@@ -175,7 +174,6 @@ def pinned_fixture(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["auto", "cuda", "cuda:1"])
 def test_data_on_the_gpu_are_not_copied_again(name: str, pinned: list[Any]) -> None:
-    """A run's device has no index, or one, and its tensors always do."""
     made, device = Batches(SPLIT, META, 4, 0), choose_device(name)
     with FakeTensorMode():
         assert torch.empty(1, device=device).device.type == device.type == "cuda"

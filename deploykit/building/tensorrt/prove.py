@@ -11,7 +11,6 @@ from typing import Any
 
 from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
-from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import Options, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
@@ -29,7 +28,7 @@ from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import batching, golden, verify
-from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
+from deploykit.evaluation.artefacts import Made, carry_task, keep, reject
 from deploykit.evaluation.feeds import feeds_at_sizes
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import evaluate_engine
@@ -214,13 +213,6 @@ def build_engine(
         str(model), plans.build, model.path, out, options, on_progress=on_progress
     )
     return built
-
-
-def check_model(
-    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
-) -> BuildCheck:
-    """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
-    return plans.check(model.path, options_of(target, shapes, model), on_progress)
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:

@@ -126,7 +126,7 @@ class StreamSlot:
         self.copies_us = (0, 0)  # the last call's copies on the host, to and from pinned memory
         self.stream = self.event = self.scratch = 0
         self._rows: int | None = None
-        self._running: _Layout | None = None
+        self._running: _Layout  # since the first call
         self._buffers: dict[str, Buffer] = {}
         self._works: dict[tuple[Shape, ...] | None, Work] = {}
         self._layouts: dict[tuple[Shape, ...], _Layout] = {}
@@ -174,8 +174,6 @@ class StreamSlot:
 
     def finish(self) -> dict[str, np.ndarray] | DeploykitError:
         """Wait for the call in flight; return its outputs in new arrays, or its error."""
-        if self._running is None:
-            return DeploykitError(f"{self.driver.device}: no call is in flight")
         try:
             self.driver.use()  # the thread may differ from that of `start`
             self.driver.wait(self.event)

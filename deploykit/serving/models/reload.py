@@ -43,7 +43,6 @@ Announce = Callable[[str, int, str], None]  # model, level of the log, message
 
 
 def announce(_model: str, level: int, message: str) -> None:
-    """Log the result of loading a model's new file."""
     log.log(level, "%s", message)
 
 
@@ -101,7 +100,6 @@ class Reloader(Closing):
         return self._watches[name].error()
 
     def samples(self) -> list[Sample]:
-        """Return the counters of reloads, for Prometheus."""
         found = []
         for name, watch in self._watches.items():
             labels = {"model": name, "version": VERSION}

@@ -25,9 +25,8 @@ from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Lane, Result
 from deploykit.serving.models.pipelines import Receiver, over_budget
-from deploykit.serving.oip.request import Request, Signature
-from deploykit.serving.oip.response import Result as Output
-from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.request import Request, Signature, collect_results
+from deploykit.serving.oip.request import Result as Output
 from deploykit.serving.oip.tensors import make_slot
 
 ANSWER = "answer"  # the output of a request of the protocol
@@ -153,7 +152,6 @@ class TaskCall:
         _ItemInference(self.route, slot, (item, where), self.trace).begin()
 
     def take(self, slot: _Slot, answer: bytes) -> None:
-        """Store the answer of an item; reply after the last one."""
         self._slots.discard(slot)
         self._answers[slot.number] = answer
         self._left -= 1
@@ -212,8 +210,6 @@ class TaskCall:
 
 
 class _Slot:
-    """The place of one item's answer."""
-
     __slots__ = ("about", "call", "cancel", "leave", "number")
 
     def __init__(self, call: TaskCall, number: int, leave: Callable[[], None]) -> None:

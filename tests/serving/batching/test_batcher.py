@@ -197,44 +197,6 @@ def test_a_failing_request_fails_alone_and_says_nothing_of_the_server(
     assert len(engine.batches) == calls + 1
 
 
-WRONG_OUTPUTS: dict[str, tuple[np.ndarray | None, str]] = {
-    "more rows": (np.zeros((2, 4), np.float32), "[2, 4]"),
-    "a scalar": (np.float32(0), "[]"),
-    "another dtype": (np.zeros((1, 4), np.float64), "float64"),
-    "none": (None, "nothing"),
-}
-
-
-@pytest.mark.parametrize(("wrong", "reason"), WRONG_OUTPUTS.values(), ids=WRONG_OUTPUTS)
-def test_an_output_that_does_not_match_its_spec_is_an_error_that_says_how(
-    wrong: Any, reason: str
-) -> None:
-    class Wrong(GatedEngine):
-        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
-            return {} if wrong is None else {"y": np.asarray(wrong)}
-
-    with held(Wrong()) as case:
-        request = case.send(0)
-    assert isinstance(request.error, EngineFailed)
-    assert reason in request.error.message
-
-
-def test_missing_output_rows_are_never_taken_from_another_request() -> None:
-    class Short(GatedEngine):
-        """Returns one row less than it got, unless it got one only."""
-
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            outputs = super().__call__(feeds)
-            return {"y": outputs["y"][: max(1, len(feeds["x"]) - 1)]}
-
-    with held(Short()) as case:
-        case.enter()
-        two, one = case.send(0, 2), case.send(50)
-    assert isinstance(two.error, EngineFailed)
-    assert "2 rows were expected" in two.error.message
-    assert right(one)
-
-
 @pytest.mark.parametrize("how", ["drained", "refused", "retired"])
 def test_the_end_answers_all_requests(how: str) -> None:
     with held(policy=BatchPolicy(max_batch=2, max_delay_us=0)) as case:

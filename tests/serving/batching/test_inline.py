@@ -46,7 +46,7 @@ from tests.support.serving.loops import (
     row,
     submit,
 )
-from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
+from tests.support.serving.running import WAIT_S, infer_json, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -108,36 +108,6 @@ def test_a_batch_above_inline_max_rows_runs_on_the_engines_thread(
         assert came.acquire(timeout=WAIT_S)
     assert engine.batches == batches
     assert [thread == threading.get_ident() for thread in engine.threads] == here
-
-
-def test_the_loop_runs_a_second_engine_while_the_first_is_busy(
-    loop: Loop, answers: Answers
-) -> None:
-    slow, quick = GatedEngine(warm=True), Threads()
-    with inline([slow, quick], loop, Clock(), BatchPolicy(max_batch=4)) as batcher:
-        batcher._idle.sort(key=lambda worker: worker.engine is slow)  # the last is next
-        batcher.inline_max_rows = 0
-        submit(batcher, row(0), 1, KEY, answers.done)
-        loop.turn()
-        assert slow.entered.acquire(timeout=WAIT_S)
-        batcher.inline_max_rows = math.inf
-        submit(batcher, row(1), 1, KEY, answers.done)
-        loop.turn()
-        assert (answers.order, quick.threads) == ([1], [threading.get_ident()])
-        slow.gate.set()
-
-
-def test_idle_time_includes_waiting_for_the_loop(loop: Loop, answers: Answers) -> None:
-    clock, notes = Clock(), Watcher()
-    idle_us: list[int] = []
-    notes.record_run = lambda run: idle_us.append(run.idle_us)  # type: ignore[method-assign]
-    with inline([Threads()], loop, clock, watchers=[notes]) as batcher:
-        for begin_us in (100, 200):
-            clock.us = begin_us
-            submit(batcher, row(0), 1, KEY, answers.done)
-            clock.us += 7
-            loop.turn()
-    assert idle_us == [7, 7]
 
 
 def test_a_server_runs_small_batches_on_its_event_loop_thread(engine: Threads) -> None:

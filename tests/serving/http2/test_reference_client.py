@@ -137,15 +137,7 @@ class ReferenceClient(RuleBasedStateMachine):
     def open_window(self, more: int) -> None:
         if self.client.inbound_flow_control_window < 1 << 28:
             self.client.increment_flow_control_window(more)
-        self.exchange()
-
-    @rule()
-    def ping(self) -> None:
         self.client.ping(b"12345678")
-        self.exchange()
-
-    @rule()
-    def tick(self) -> None:
         self.wired.tick()
         self.exchange()
 

@@ -15,9 +15,15 @@ from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.engines.data.samples import random_feeds
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.request import Binary, InputData, Request, RequestedOutput, Signature
+from deploykit.serving.oip.request import (
+    Binary,
+    InputData,
+    Request,
+    RequestedOutput,
+    Signature,
+    classify,
+)
 from deploykit.serving.oip.request import signature as signature_of
-from deploykit.serving.oip.response import classify
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.shared_memory import Region
 from tests.support.serving.requests import (

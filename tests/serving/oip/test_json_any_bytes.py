@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
+from deploykit.core.tensors import TensorSpec, carrier
 from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import Request, RequestedOutput, Signature
 from deploykit.serving.oip.request import signature as signature_of
@@ -65,57 +65,6 @@ def survives(body: bytes, json_bytes: int | None, signature: Signature) -> Reque
         if spec.dtype == "string":
             assert all(type(text) is str for text in array.flat)
     return request
-
-
-NUMBERS = st.integers(-(2**64), 2**64) | st.floats(allow_nan=False, allow_infinity=False)
-SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=5)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4), max_leaves=12)
-SIZES = st.integers(-2, 9) | st.sampled_from([2**31, 2**62, 2**63, 2**64])
-NAMES = "binary_data_size binary_data binary_data_output classification shared_memory_region"
-NAMES += " shared_memory_offset shared_memory_byte_size timeout priority sequence_id triton_x"
-PARAMETERS = st.dictionaries(
-    st.sampled_from(NAMES.split()), SIZES | SCALARS | st.just("r"), max_size=3
-)
-INPUTS = st.fixed_dictionaries(
-    {
-        "name": st.sampled_from(["x", "a", "b"]) | SCALARS,
-        "datatype": st.sampled_from([*PROTOCOL_NAMES.values()]) | SCALARS,
-        "shape": st.lists(SIZES, max_size=4) | VALUES,
-    },
-    optional={"data": VALUES, "parameters": PARAMETERS | VALUES},
-)
-DOCUMENTS = st.fixed_dictionaries(
-    {"inputs": st.lists(INPUTS | VALUES, min_size=1, max_size=3) | VALUES},
-    optional={
-        "outputs": st.lists(
-            st.fixed_dictionaries(
-                {"name": st.sampled_from(["y", "p"]) | SCALARS}, optional={"parameters": PARAMETERS}
-            )
-            | VALUES,
-            max_size=3,
-        )
-        | VALUES,
-        "parameters": PARAMETERS | VALUES,
-        "id": SCALARS,
-    },
-)
-
-
-@SETTINGS
-@given(DOCUMENTS, st.sampled_from(DTYPES), st.binary(max_size=64), st.data())
-def test_nearly_valid_documents_are_decoded_or_refused(
-    document: dict, dtype: str, tail: bytes, draw: st.DataObject
-) -> None:
-    """A valid request with single parts replaced by parts of a random one."""
-    body, json_bytes = one(dtype, values(dtype, 2, 4))
-    good = json.loads(body[:json_bytes])
-    for place, other in ((good, document), (good["inputs"][0], draw.draw(INPUTS))):
-        for key, value in other.items():
-            if key != "inputs" and draw.draw(st.integers(0, 3)) == 0:
-                place[key] = value
-    head = json.dumps(good).encode()
-    ending = tail if draw.draw(st.booleans()) else body[json_bytes:]
-    survives(head + ending, len(head), model(dtype))
 
 
 @SETTINGS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,11 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip import response
+from deploykit.serving.oip import messages
+from deploykit.serving.oip import request as requests
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Head
-from deploykit.serving.transport.turns import DELIVERY_S
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     STREAM,
@@ -34,7 +33,7 @@ from tests.support.serving.grpc_cases import (
 )
 from tests.support.serving.loops import KEY
 from tests.support.serving.memory import Seen
-from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json
 
 WIDTH = 100_000  # float32: 400 kB a row
 SPECS = (parse_spec("y:float32[N,W]"),)
@@ -124,37 +123,6 @@ def test_the_bytes_of_a_disconnected_client_are_released_before_they_are_process
 # -- what one turn of the loop does
 
 
-def test_the_server_delivers_batches_in_turns_of_its_loop(
-    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
-    """Several batches end within one turn; an answer that fails does not affect the others."""
-    with running() as server:
-        finished, turns, seen = server.server._finished, [0], list[int]()
-        begin = finished._begin
-
-        def begun() -> None:
-            turns[0] += 1
-            begin()
-
-        monkeypatch.setattr(finished, "_begin", begun)
-        now_s = [0.0]
-        finished.clock_s = lambda: now_s[0]
-
-        def slow(_: Pending) -> None:
-            now_s[0] += DELIVERY_S * 0.6
-            seen.append(turns[0])
-            raise RuntimeError("in a test")
-
-        def deliver() -> None:  # all in one turn
-            for _ in range(3):
-                server.server._deliver_in_turns([pending(done=slow) for _ in range(3)])
-
-        server.server._loop.call_soon_threadsafe(deliver)
-        eventually(lambda: len(seen) == 9)
-        assert seen[:2] == [0, 0]
-        assert max(Counter(seen).values()) == 2
-
-
 # -- gRPC: what is slow to encode or to decode
 
 
@@ -196,17 +164,19 @@ def test_what_takes_long_to_encode_is_encoded_on_another_thread(
     """Twelve clients that asked for 5 of 2 million values stopped the loop for 1.2 s."""
     function, engine, message, part = SLOW[name]
     threads: list[int] = []
-    real = getattr(response, function)
+    module = requests if function == "classify" else messages
+    real = getattr(module, function)
 
     def seen(*args: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
         return real(*args, **options)
 
-    monkeypatch.setattr(response, function, seen)
+    monkeypatch.setattr(module, function, seen)
     with serving({"m": engine}) as server, unlimited_window(server.port) as client:
         answer = client.call(1, message)
         assert answer.status == 0
         assert part in answer.data
+        assert threads
         assert (server.see(threading.get_ident) in threads) is (name == "few classes")
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json
 import random
 import ssl
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -222,54 +219,6 @@ def test_clients_that_pipeline_and_do_not_read_cost_little(
         eventually(lambda: held_bytes(server) == 0 and not server.server._listener.connections)
 
 
-def test_requests_that_waited_for_a_reader_are_answered_in_order(eventually: Eventually) -> None:
-    pair = request("GET", PAGE) + request("GET", "/v2/health/live")
-    with running({"m": FakeEngine()}) as server:
-        raw = server.connect()
-        sender = threading.Thread(target=raw.send, args=(pair * 3000,), daemon=True)
-        sender.start()
-        eventually(lambda: held_bytes(server) > 0)
-        for _ in range(3000):
-            first, second = raw.reply(), raw.reply()
-            assert first.body == FILES[PAGE][1]
-            assert second.json == {"live": True}
-        sender.join(WAIT_S)
-        eventually(lambda: held_bytes(server) == 0)
-
-
-@pytest.mark.parametrize("padding", [0, 300 << 10])  # else it is decoded on another thread
-def test_tensors_in_shared_memory_count_like_received_ones(
-    eventually: Eventually, padding: int
-) -> None:
-    rows = 1 << 18  # 4 MiB
-    engine = GatedEngine()
-    key = Path(f"/dev/shm/test-held-{uuid4().hex}")
-    key.write_bytes(bytes(rows * 16))
-    region = {"shared_memory_region": "r", "shared_memory_byte_size": rows * 16}
-    item = {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": region}
-    body = json.dumps({"inputs": [item], "padding": "x" * padding}).encode()
-    asked = request("POST", PATH, body)
-    options = {"shared_memory": True, "max_batch": rows, "max_held_bytes": 10 << 20}
-    try:
-        with running({"m": engine}, **options) as server:
-            spec = json.dumps({"key": f"/{key.name}", "byte_size": rows * 16}).encode()
-            path = "/v2/systemsharedmemory/region/r/register"
-            assert server.ask("POST", path, spec).status == 200
-            engine.warm = True
-            raws = [server.connect() for _ in range(4)]
-            for count, raw in enumerate(raws[:2], 1):
-                raw.send(asked)
-                eventually(lambda count=count: held_bytes(server) >= count * rows * 16)
-            assert [raw.ask(asked).status for raw in raws[2:]] == [503, 503]
-            assert held_bytes(server) < 10 << 20
-            for raw in raws:
-                raw.close()
-            engine.gate.set()
-            eventually(lambda: held_bytes(server) == 0)
-    finally:
-        key.unlink()
-
-
 # -- Hostile clients: the server must not keep, or miscount, the bytes of their requests
 
 
@@ -279,28 +228,6 @@ INVALID_ARGUMENT, UNAVAILABLE = 3, 14
 
 def values() -> np.ndarray:
     return np.ones(WIDTH, np.float32)
-
-
-def test_a_refused_body_is_released_before_the_earlier_answer_is_sent(
-    eventually: Eventually,
-) -> None:
-    engine = GatedEngine(width=WIDTH)
-    with running({"m": engine}, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
-        engine.warm = True
-        raw = server.connect()
-        raw.send(raw_infer(values()))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        first = held_bytes(server)
-        raw.send(chunked(bytes(LIMIT // 4)) + b"\r\nno size\r\n")
-        eventually(lambda: raw_refused(server))
-        assert held_bytes(server) == first
-        engine.gate.set()
-        assert [raw.reply().status, raw.reply().status] == [200, 400]
-        eventually(lambda: held_bytes(server) == 0)
-
-
-def raw_refused(server: Running) -> bool:
-    return any(each.unanswered == 2 for each in server.server._listener.connections)
 
 
 BODY = values().tobytes()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
-import socket
 import ssl
 import subprocess
 from collections.abc import Callable
@@ -19,8 +16,6 @@ from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport import listener
-from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Acceptor, Port
 from deploykit.serving.transport.security import tls_context
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Raw, Running, infer_json, request, running
@@ -277,37 +272,6 @@ def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) ->
             Server({"m": FakeEngine()}, options)
         assert message in caught.value.message
         assert "\n" not in caught.value.message
-
-
-class Nobody(Port):
-    """A port without connections."""
-
-    def connect(self) -> asyncio.Protocol:
-        return asyncio.Protocol()
-
-
-def test_few_tls_handshakes_begin_in_one_turn_of_the_loop() -> None:
-    """1,000 clients that sent a recorded first message at once stopped the loop for 1.3 s."""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        acceptor = Acceptor(loop, socket.socket(), Nobody(100, 9.0, MemoryBudget(1, 1)), tls)
-        pairs = [socket.socketpair() for _ in range(30)]
-        tasks = [asyncio.create_task(acceptor._hello(server)) for server, _ in pairs]
-        await asyncio.sleep(0)
-        for _, client in pairs:
-            client.send(b"hello")
-        turns = [0]
-        while turns[-1] < len(pairs):
-            await asyncio.sleep(0)
-            turns.append(sum(task.done() for task in tasks))
-        for end in (acceptor._socket, *(end for pair in pairs for end in pair)):
-            end.close()
-        begun = [after - before for before, after in itertools.pairwise(turns)]
-        assert max(begun) == listener._HANDSHAKES
-
-    asyncio.run(main())
 
 
 # -- files that change

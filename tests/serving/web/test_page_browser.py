@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit import __version__
-from deploykit.engines.devices import Devices
 from deploykit.engines.engine import load
-from tests.support.runtimes.jetson_files import ORIN_NANO, write
 from tests.support.serving.actions import box, choose_model, choose_way, open_page, run, values
 from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab
 from tests.support.serving.page_models import HOSTILE, bands, colours, sums
@@ -58,27 +56,6 @@ def test_the_page_loads_without_errors_or_requests_to_other_hosts(
     assert page.text("#state") == "ready"
     assert page.text("#version") == __version__
     assert page.text("#models-rows").split()[::9] == ["bands", "colours", "sums"]
-
-
-def test_the_page_shows_power_clock_and_heat_of_a_jetson(
-    browser: Tab, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hot = {"type": "gpu-throttle-alert", "cur_state": 1}
-    cooling = {f"sys/class/thermal/cooling_device0/{name}": value for name, value in hot.items()}
-    made, root = Devices.__init__, write(tmp_path, {**ORIN_NANO, **cooling})
-    monkeypatch.setattr(Devices, "__init__", lambda self: made(self, root))
-    with load(files["sums"], "cpu") as engine, running({"sums": engine}) as server:
-        page = open_page(browser, server)
-        page.until("document.querySelector('#gpus dd')")
-        rows = page.ask(
-            "Object.fromEntries([...document.querySelectorAll('#gpus dt')]"
-            ".map((each) => [each.textContent, each.nextElementSibling.textContent]))"
-        )
-        assert page.text("#gpus p") == "NVIDIA Jetson Orin Nano Developer Kit"
-        assert page.problems == []
-    expected = {"Busy": "37 %", "Power": "5.5 W", "VDD_IN": "5.5 W", "Clock": "625 MHz"}
-    expected |= {"Power mode": "not known", "Temperature": "42 °C", "Throttled": "sw thermal"}
-    assert rows.items() >= {**expected, "Hottest zone": "cpu, 48 °C"}.items()
 
 
 def test_the_page_shows_the_metrics_of_a_model(browser: Tab, files: dict[str, Path]) -> None:
@@ -196,36 +173,6 @@ def test_a_drawing_by_pointer_reaches_the_model(page: Tab) -> None:
     assert found[0] == found[1] == found[5] == found[6] == 0
     assert page.text(".top li span") == "3"
     assert page.problems == []
-
-
-def test_the_page_can_be_used_by_keyboard_alone(page: Tab) -> None:
-    """From the top of the page to the pad, where a line is drawn, then to Run."""
-    focused = "document.activeElement"
-
-    def tab_to(condition: str) -> None:
-        for _ in range(40):
-            if page.ask(f"Boolean({condition})"):
-                return
-            page.key("Tab")
-        raise AssertionError(f"Tab does not lead to {condition}")
-
-    page.ask("document.body.focus()")
-    tab_to(f"{focused}.name === 'kind'")
-    page.key("ArrowRight")
-    page.until("document.querySelector('#panel input[type=file]')")
-    page.key("ArrowLeft")
-    tab_to(f"{focused}.className === 'pad'")
-    for _ in range(11):
-        page.key("ArrowLeft")
-    for _ in range(8):
-        page.key("ArrowDown", shift=True)
-    announced = page.text("#panel [aria-live]")
-    assert announced == "row 23, column 4, drawn"
-    tab_to(f"{focused}.id === 'run'")
-    page.key("Enter")
-    page.until("document.querySelector('#answer .top')")
-    assert page.text(".top li span") == "0"
-    assert page.ask(f"{focused}.id === 'run' || {focused} === document.body")
 
 
 def test_an_image_is_scaled_to_the_models_input_size(page: Tab, tmp_path: Path) -> None:

@@ -463,7 +463,7 @@ def test_large_weights_are_in_memory_once(tmp_path: Path) -> None:
     assert ours(tmp_path) == set()
 
 
-@both
+@pytest.mark.parametrize("count", ["1", "2", "shared:2"])
 def test_a_wrong_file_is_reported_once_and_the_next_right_one_is_in_use_everywhere(
     tmp_path: Path, count: str
 ) -> None:
