@@ -267,7 +267,6 @@ def test_the_page_on_profiles_names_every_key() -> None:
     assert documented == {each.name for each in fields(profile.Profile)} - given
 
 
-ORIN = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, "580", "9.0")
 H200 = Gpu("NVIDIA H200", 1, "580", "9.0")
 L4 = Gpu("NVIDIA L4", 1, "580", "8.9")
@@ -281,23 +280,6 @@ def be(monkeypatch: pytest.MonkeyPatch, here: Machine) -> None:
     """Be a machine with TensorRT."""
     monkeypatch.setattr(profile, "installed", lambda _name: True)
     monkeypatch.setattr(profile, "this_machine", lambda: here)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "boards", "names"),
-    [
-        ([ORIN], ("nvidia,p3767-0005", "nvidia,tegra234"), ["jetson-orin-nano-8gb"]),
-        ([], ("nvidia,p3767-0005", "nvidia,tegra234"), ["jetson-orin-nano-8gb"]),
-        ([ORIN], ("acme,orin-carrier",), []),  # not by the name of its GPU
-        ([L4, H200], (), ["h200", "l4"]),  # any of several may be the target
-        ([], (), []),
-    ],
-)
-def test_a_profile_fits_a_board_or_a_gpu(
-    gpus: list[Gpu], boards: tuple[str, ...], names: list[str]
-) -> None:
-    here = machine(*gpus, boards=boards)
-    assert [name for name in profile_names() if fits(load_profile(name), here)] == names
 
 
 def test_auto_chooses_the_matching_profile(monkeypatch: pytest.MonkeyPatch) -> None:
