@@ -485,6 +485,16 @@ VIEW = node("Reshape", "a", "shape", "view")
             4,
         ),
         ([*chain("x", "a"), VIEW, *chain("x", "b", "c", "y")], {"view": HALVES, "y": ROW}, 4),
+        (
+            [
+                *chain("x", "a"),
+                VIEW,
+                node("Reshape", "a", "shape", "v"),
+                node("Add", "view", "v", "y"),
+            ],
+            {"y": HALVES},
+            3,
+        ),
         ([node("MatMul", "x", "w", "y")], {"y": ROW}, 2),
     ],
     ids=[
@@ -492,6 +502,7 @@ VIEW = node("Reshape", "a", "shape", "view")
         "a branch lives until it is read",
         "a view shares memory and keeps its source alive",
         "an output that is a view keeps its source to the end",
+        "two views are no memory of their own",
         "weights are no activations",
     ],
 )
