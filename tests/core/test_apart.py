@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from deploykit.benchmarking.timing import ProcessEngine
-from deploykit.core.errors import DeploykitError
 from deploykit.core.subprocesses import module_command, run_apart
 from tests.support.fake_engine import FakeEngine
 
@@ -49,14 +48,6 @@ def test_a_signal_does_not_end_what_was_just_started(
     with ProcessEngine(FakeEngine) as engine:
         assert engine({"x": np.ones((2, 4), np.float32)})["y"].shape == (2, 4)
     assert capfd.readouterr().err == ""
-
-
-def test_a_process_that_is_killed_before_it_gets_its_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_start(tmp_path, monkeypatch, "import os\nos.kill(os.getpid(), 9)\n")
-    with pytest.raises(DeploykitError, match="loading it: the system ended it"):
-        run_apart("loading it", say_done)
 
 
 def test_a_second_interrupt_does_not_break_off_the_clean_up_after_the_first(
