@@ -246,18 +246,12 @@ def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
         if data is None:
             raise BadInput("raw_input_contents has fewer entries than there are inputs")
     else:
-        data = typed_values(item.name, item.datatype, contents)
-    return InputData(item.name, item.datatype, list(item.shape), data)
-
-
-def typed_values(name: str, datatype: str, contents: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return the values of gRPC's typed contents, given each field's. Raises BadInput."""
-    right = CONTENTS.get(datatype, "")
-    for key, values in contents.items():
-        if key != right and len(values):
+        right = CONTENTS.get(item.datatype, "")
+        for key in contents.keys() - {right}:
             of = f"belongs in {right}" if right else "has no typed contents, use raw contents"
-            raise BadInput(f"input {quote(name)}: {quote(datatype)} {of}, got {key}")
-    return list(contents.get(right, ()))
+            raise BadInput(f"{where}: {quote(item.datatype)} {of}, got {key}")
+        data = list(contents.get(right, ()))
+    return InputData(item.name, item.datatype, list(item.shape), data)
 
 
 def _parameters(message: Any) -> dict[str, Any]:
