@@ -25,7 +25,7 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.web import examples as guide
-from deploykit.serving.web.examples import Address
+from deploykit.serving.web.page import Address
 from tests.support.fake_engine import FakeEngine, Function
 from tests.support.graphs.batch_graphs import (
     BATCHED,
