@@ -101,7 +101,6 @@ def write(folder: Path, contents: Contents) -> None:
 
 
 def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[str, str]:
-    """Return the values of the templates' @KEY@ placeholders."""
     profile, digest = contents.profile, contents.manifest.sha256
     on_gpu, memory_bytes = profile.device == "cuda", profile.memory_bytes
     plain_name = re.sub(r"[^a-z0-9]+", "-", contents.name.lower()).strip("-") or "model"

@@ -253,20 +253,16 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def _check_names(bundle: Bundle, path: Path) -> None:
-    """Raise BadInput for a name that leaves the folder, or that another system would not allow."""
+    """Raise BadInput for a name that leaves the folder."""
     if not SERVED_NAME.fullmatch(bundle.name):
         raise BadInput(f"{path}: its name {quote(bundle.name)} cannot be that of a model")
     if bundle.model and bundle.model not in bundle.files:
         raise BadInput(f"{path}: names {quote(bundle.model)}, which is not a file of this bundle")
-    seen: dict[str, str] = {}
-    for name in [*bundle.files, BUNDLE_FILE, SUMS_FILE]:
+    for name in bundle.files:
         parts = PurePosixPath(name).parts
         plain = name and name.isprintable() and "\\" not in name and name == "/".join(parts)
         if not plain or ".." in parts or name.startswith("/"):
             raise BadInput(f"{path}: names a file outside the bundle: {quote(name)}")
-        other = seen.setdefault(name.casefold(), name)
-        if other != name:
-            raise BadInput(f"{path}: '{name}' and '{other}' differ only in case")
 
 
 @contextlib.contextmanager

@@ -59,8 +59,6 @@ def open_replica(
 
 
 class Replica:
-    """A deployment that holds one engine with its batcher."""
-
     def __init__(self, open_service: Callable[[], HostedApp]) -> None:
         self._service = open_service()
 

@@ -224,7 +224,6 @@ class EngineCache:
         return folder / record.engine
 
     def empty(self, slot: str) -> None:
-        """Replace the slot's old folder by an empty one for a build into `slot`."""
         with write_errors(self.folder):
             for path in list(self.folder.iterdir()):
                 if path.name.startswith(f"{slot[0]}-"):
@@ -232,7 +231,6 @@ class EngineCache:
             (self.folder / slot).mkdir()
 
     def drop(self, slot: str) -> None:
-        """Remove a slot, ignoring errors."""
         shutil.rmtree(self.folder / slot, ignore_errors=True)
 
     def seal(self, slot: str, engine: str, key: EngineKey) -> None:

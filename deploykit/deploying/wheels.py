@@ -169,7 +169,6 @@ class Locked:
     sha256: tuple[str, ...]
 
     def is_for(self, python: str) -> bool:
-        """Return whether Python MAJOR.MINOR installs it."""
         for part in filter(None, self.marker.split(" and ")):
             match = _MARKER.fullmatch(part)
             if match is None:
@@ -182,7 +181,6 @@ class Locked:
 
 
 def own_wheel(folder: Path) -> Path:
-    """Write deploykit's wheel into `folder`."""
     name, info = f"deploykit-{__version__}", f"deploykit-{__version__}.dist-info"
     members = dict(sorted(_members(info)))
     members[f"{info}/WHEEL"] = _WHEEL.encode()
@@ -201,7 +199,6 @@ def own_wheel(folder: Path) -> Path:
 
 
 def _members(info: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of the wheel except WHEEL and RECORD."""
     data = {f"deploykit/_data/{name}": paths.folder(name) for name in _DATA}
     for place, folder in {"deploykit": _PACKAGE, **data}.items():
         for path in folder.rglob("*"):

@@ -184,7 +184,6 @@ def read_body(body: bytes, json_bytes: int | None) -> tuple[Outputs, int]:
 
 
 def _count(value: Any) -> int:
-    """Return the number of values in JSON, which may be nested."""
     return sum(map(_count, value)) if isinstance(value, list) else 1
 
 
@@ -198,7 +197,6 @@ def _size_of(datatype: Any, shape: Any, *, in_bytes: bool) -> int | None:
 
 
 def _compare(expected: Mapping[str, np.ndarray], outputs: Outputs, max_error: float) -> None:
-    """Raise WrongAnswerError if outputs differ from the expected ones."""
     by_name = {output.name: output for output in outputs}
     for name, right in expected.items():
         if name not in by_name:

@@ -243,7 +243,6 @@ class Client:
         return False
 
     def _note_busy(self, now: float) -> None:
-        """At the end of the measured time, record the used share of a core."""
         cpu_s, begun_s = self._measured_from or (0.0, now)
         if now > begun_s and not self.record.busy:
             self.record.busy = (time.thread_time() - cpu_s) / (now - begun_s)
@@ -314,7 +313,6 @@ class Client:
             record.behind_s += max(0.0, answers * (lag_s - _WAKING_S) + own_s)
 
     def _send_due(self, now: float) -> float:
-        """Start every request of the open loop that is due."""
         due_s, lags_s = self._due_s, self.record.send_lags_s
         for _ in range(bisect_right(due_s, now, self._next_due) - self._next_due):
             start_s = due_s[self._next_due]
@@ -333,7 +331,6 @@ class Client:
         return now
 
     def _free(self, connection: _Connection) -> None:
-        """Send the next request on this connection, if there is one."""
         if self._waiting:
             self._send(connection, self._waiting.popleft())
             return
@@ -385,7 +382,6 @@ class Client:
             self._write(connection, left)
 
     def _handshake(self, connection: _Connection) -> bool:
-        """Go on with TLS's handshake; return whether it is done."""
         try:
             if not connection.secure:
                 connection.socket = self.plan.server.secure(connection.socket, handshake=False)

@@ -77,7 +77,6 @@ def header_block(method: str, more: Mapping[str, str], token: str | None = None)
 
 
 def call_of(message: bytes) -> bytes:
-    """Return a message in gRPC's framing."""
     return struct.pack(">BI", 0, len(message)) + message
 
 
@@ -175,7 +174,6 @@ class Grpc(Wire):
         return None
 
     def _on_part(self, kind: int, flags: int, stream: int, payload: bytes) -> int | None:
-        """Take a part of an answer, unless it belongs to an earlier call."""
         if kind == _DATA:
             self._taken += len(payload)
             if self._taken > _MOST // 2:
@@ -293,7 +291,6 @@ def _typed(output: Message, count: int) -> list[Any]:
 
 
 def question(method: str, model: str) -> bytes:
-    """Return a call of `method`, about a model or not."""
     request = MESSAGES[f"{method}Request"](**({"name": model} if model else {}))
     return call_of(request.SerializeToString())
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -50,7 +49,6 @@ class Wire:
         self.keep, self.unread = True, False
 
     def request(self, number: int) -> bytes:
-        """Return the bytes of that request."""
         self._request = number
         return self._requests[number]
 
@@ -69,7 +67,6 @@ class _Head(NamedTuple):
     chunked: bool
     keep: bool  # the connection stays open
     json_bytes: int | None
-    coding: bytes  # of the body
     location: bytes  # where it redirects to
 
 
@@ -132,7 +129,7 @@ class Http1(Wire):
         """Return the answer's status; bytes of `data` after `end` belong to no request."""
         self.buffer.clear()
         self.keep = head.keep and len(data) == end
-        self.body = body = _decompress(body, head.coding) if head.coding else body
+        self.body = body
         if head.status != 200:
             text = one_line(head.location.decode("utf-8", "replace"))
             text = f"redirects to {text}" if 300 <= head.status < 400 and text else error_text(body)
@@ -145,8 +142,7 @@ class Http1(Wire):
         self.error = check.problem(body, self._request, read)
         if self.error is not None:
             return WRONG
-        as_sent = not (head.chunked or head.coding or check.expected)
-        if self.keep and head.json_bytes is not None and as_sent:
+        if self.keep and head.json_bytes is not None and not (head.chunked or check.expected):
             check.usual = data[: end - len(body) + head.json_bytes], end
         return 200
 
@@ -171,27 +167,15 @@ class Http1(Wire):
         chunked = bool(coding)
         if chunked:
             length = None
-        encoding = fields.get(b"content-encoding", b"").lower().replace(b"identity", b"")
+        encoding = fields.get(b"content-encoding", b"").lower()
+        if encoding not in (b"", b"identity"):
+            raise NotHttpError(f"is encoded as {encoding[:20]!r}, which was not asked for")
         location = fields.get(b"location", b"")
-        parsed = _Head(status, length, chunked, keep, json_bytes, encoding, location)
+        parsed = _Head(status, length, chunked, keep, json_bytes, location)
         if len(cls._heads) >= MOST_HEADS:  # heads may hold a time or a number
             cls._heads.clear()
         cls._heads[head] = parsed
         return parsed
-
-
-def _decompress(body: bytes, coding: bytes) -> bytes:
-    """Return the body of an answer that a server compressed unasked."""
-    if coding not in (b"gzip", b"x-gzip", b"deflate"):
-        raise NotHttpError(f"is encoded as {coding[:20]!r}, which was not asked for")
-    try:
-        stream = zlib.decompressobj(wbits=47)  # gzip or zlib, as its head says
-        body = stream.decompress(body, MOST_BYTES)
-    except zlib.error as exc:
-        raise NotHttpError("is damaged: it cannot be decompressed") from exc
-    if not stream.eof:
-        raise NotHttpError(TOO_LONG if len(body) == MOST_BYTES else "is damaged: it ends too early")
-    return body
 
 
 def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:

@@ -64,7 +64,6 @@ class RunRecord:
 
     @classmethod
     def join(cls, records: Sequence[RunRecord]) -> RunRecord:
-        """Merge the records of several processes; `busy` is the busiest one's."""
         whole = cls(
             behind_s=sum(each.behind_s for each in records),
             busy=max(each.busy for each in records),

@@ -197,7 +197,6 @@ class Server:
         return BadInput(f"{self.url}: {why}", hint=_CURES.get(status))
 
     def no_tls(self, exc: OSError) -> BadInput:
-        """Return the error for a connection on which TLS fails."""
         reason = tls_reason(exc)
         hint = "the server may want a certificate that it trusts: `cert_file` and `key_file`"
         if isinstance(exc, ssl.SSLCertVerificationError):

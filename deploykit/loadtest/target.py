@@ -285,7 +285,6 @@ def probe(remote: RemoteModel, requests: Requests) -> Requests:
 def _read_bodies(
     text: Sequence[str], data: Path | None, expect: Path | None
 ) -> tuple[list[Body], list[Any]]:
-    """Return sentences and files to send, and the answers to expect, if known."""
     if expect is not None:
         lines = read_answers(expect)[:MOST_BODIES]
         return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
@@ -307,7 +306,6 @@ def _read_body(file: Path) -> Body:
 
 
 def _describe(bodies: Sequence[Body]) -> str:
-    """Describe types, sizes and names for the report."""
     sizes = sorted(len(body.data) for body in bodies)
     span = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if sizes[-1] > sizes[0] else "")
     names = ", ".join(body.name for body in bodies[:_NAMED])
@@ -318,7 +316,6 @@ def _describe(bodies: Sequence[Body]) -> str:
 
 
 def _body_request(remote: RemoteModel, body: Body) -> bytes:
-    """Return a request to /predict; over gRPC one with a BYTES element."""
     if not remote.server.grpc:
         return remote.post("predict", {"Content-Type": body.type}, body.data)
     name = remote.inputs[0].name if remote.pipeline else remote.about["takes"]

@@ -254,7 +254,6 @@ class _Connecting:
         return entry
 
     def _order(self) -> list[str]:
-        """Return the stages in dependency order. Raises BadInput for a cycle."""
         before = {
             name: [source.stage for source in sources.values() if source.stage in self.stages]
             for name, sources in self.sources.items()

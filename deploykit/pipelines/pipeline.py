@@ -45,7 +45,6 @@ class OpenPipeline(Closing, Shown):
 
     @property
     def device(self) -> str:
-        """Names of its models' devices."""
         return " and ".join(sorted({each.device for each in self.engines.values()})) or "cpu"
 
     def __call__(self, value: Any) -> Any:
@@ -172,7 +171,6 @@ def predict_files(
 
 
 def _answer(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
-    """Return the answers as JSON values. Raises BadInput naming the file."""
     graph, inputs = opened.graph, list[Any]()
     for file in files:
         try:

@@ -152,7 +152,6 @@ class Ports:
 
     @staticmethod
     def of(engine: Engine) -> Ports:
-        """Return the ports of an opened model, with the task of its manifest."""
         file, steps = engine.source, None
         if file is not None and file.manifest is not None and file.manifest.task is not None:
             steps = TaskSteps(file.manifest.task, engine.inputs, engine.outputs, file.path.parent)
@@ -183,7 +182,6 @@ class Ports:
         return ModelCalls(calls, [state for _, state in pairs])
 
     def _read_item(self, item: Mapping[str, Any], _max_rows: int) -> tuple[Arrays, Any]:
-        """Return one row for an image (pixels or a file's bytes) or for a text."""
         assert self.task is not None
         (value,), image = item.values(), self.task.task.image
         if not isinstance(value, np.ndarray) or image is None:
@@ -212,7 +210,6 @@ class Ports:
         return feeds, alone.pop()
 
     def collect(self, prepared: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
-        """Return the model's result for each item, from the outputs of each call."""
         parts: list[list[Arrays]] = [[] for _ in prepared.states]
         for call, found in zip(prepared.calls, outputs, strict=True):
             for item, start, stop in call.pieces:
@@ -378,7 +375,6 @@ class WiredStage:
             return self.ports.prepare([item for v in values for item in self.items(v)], max_rows)
 
     def collect(self, calls: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
-        """Return a model's result for each item."""
         assert self.ports is not None
         with named(self.name):
             return self.ports.collect(calls, outputs)

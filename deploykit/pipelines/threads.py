@@ -70,7 +70,6 @@ class _Share:
     turns: list[tuple[float, int, int, _Share]] = field(default_factory=list)  # a heap
 
     def part(self, key: Hashable) -> _Share:
-        """Return the part with one more job that waits."""
         part = self.parts.setdefault(key, _Share(key))
         if not (part.waiting or part.running):  # while it was idle it saved no time
             part.spent_s = max(part.spent_s, self.now_s)
@@ -98,7 +97,6 @@ class _Share:
         return part
 
     def end(self, part: _Share, took_s: float) -> None:
-        """Count a job of `part` that has ended."""
         part.running -= 1
         part.spent_s += took_s
         self.now_s += took_s / self.active
@@ -120,7 +118,6 @@ class FairQueue:
 
     @property
     def waiting(self) -> int:
-        """Return the number of jobs that have not begun."""
         return self._all.waiting
 
     def add(self, job: Job, peer: Peer) -> None:
@@ -205,7 +202,6 @@ class FairThreads(Closing):
 
     @property
     def waiting(self) -> int:
-        """Return the number of jobs without a thread."""
         return self._queue.waiting
 
     def hanging(self, limit_s: float) -> bool:

@@ -45,7 +45,6 @@ def countdown(timeout_s: float | None) -> Callable[[], float | None]:
 
 
 def mark_expired(requests: Sequence[Pending], now_us: int) -> None:
-    """Mark requests past their deadline as finished."""
     for request in requests:
         request.finished = True
         waited_ms = (now_us - request.arrived_us) / 1e3
@@ -164,7 +163,6 @@ class Batcher(Closing):
 
     @property
     def engines(self) -> int:
-        """Return how many engines run in this process."""
         return len(self._workers)
 
     @property
@@ -331,7 +329,6 @@ class Batcher(Closing):
     def _finish(
         self, requests: Sequence[Pending], now_us: int, deliver: Deliver | None = None
     ) -> None:
-        """Deliver requests that are marked as finished."""
         for request in requests:
             if request.error is None:
                 continue
@@ -411,7 +408,6 @@ class Batcher(Closing):
                 self._call_soon(self._spin)
 
     def _spin(self) -> None:
-        """Keep the loop awake until a request comes or the time is over."""
         self._spinning = not self._scheduled and self._clock_us() < self._spin_until_us
         if self._spinning:
             self._call_soon(self._spin)

@@ -158,7 +158,6 @@ class RequestQueue:
 
     @property
     def added_rows(self) -> int:
-        """Return the rows ever added."""
         return self._removed_rows + self.rows
 
     def add(self, request: Pending) -> bool | None:
@@ -263,7 +262,6 @@ class RequestQueue:
         return min(first_us + self.policy.max_delay_us, self._soonest_us)
 
     def _count_removed(self, group: _Group, requests: list[Pending]) -> None:
-        """Update the counts after `requests` were removed from `group`."""
         if self.count > self.most:
             self.most = self.count
         rows = sum([request.rows for request in requests]) if group.requests else group.rows

@@ -123,7 +123,6 @@ class Steering:
         )
 
     def time_us(self, rows: float) -> float:
-        """Return the 95th percentile of the time of a batch of `rows` rows."""
         return self._mean_us(rows) * self._pace * self._spread
 
     def _mean_us(self, rows: float) -> float:
@@ -136,7 +135,6 @@ class Steering:
         return below.us + share * (above.us - below.us)
 
     def _largest(self, limit_us: float) -> int:
-        """Return the most rows whose batch takes `limit_us` or less; at least 1."""
         sizes = range(1, self._base.max_batch + 1)
         return max(1, bisect_right(sizes, limit_us, key=self.time_us))
 

@@ -39,7 +39,6 @@ class InUse(NamedTuple):
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return the file's name and SHA-256."""
         file = self.file or {"name": "", "sha256": ""}
         return {"file": file["name"], "sha256": file["sha256"]}
 
@@ -53,7 +52,6 @@ class InUse(NamedTuple):
 def metadata(
     name: str, engine: Engine, signature: Signature, parameters: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the protocol's model metadata."""
     return {
         "name": name,
         "versions": [VERSION],
@@ -67,7 +65,6 @@ def metadata(
 def config(
     name: str, engines: Sequence[Engine], signature: Signature, policy: BatchPolicy
 ) -> dict[str, Any]:
-    """Return Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
     platform, backend = _platform(engines[0])
     kind, _, number = engines[0].device.partition(":")
     group: dict[str, Any] = {"name": f"{name}_0", "count": len(engines), "kind": "KIND_CPU"}

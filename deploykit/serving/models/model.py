@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
 from deploykit.core.machine import usable_cores
+from deploykit.core.task import Task
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
+from deploykit.engines.tasks.engine import TaskSteps
 from deploykit.pipelines.threads import FairGate
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models import description
-from deploykit.serving.models.task import ModelTask
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
@@ -38,7 +39,6 @@ def why_not_batched(engine: Engine) -> str:
 
 
 def largest_batch(engine: Engine, max_batch: int) -> int:
-    """Return the rows per batch of a model that is batched."""
     return min(max_batch, engine.max_batch or max_batch)
 
 
@@ -61,6 +61,55 @@ log = logging.getLogger(__name__)
 SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
 _LEAST_ITEMS, _MOST_ITEMS, _ITEMS_US = 64, 512, 200_000
 _ALONE = "requests are served one at a time: {}"
+
+
+class ModelTask:
+    """The task that a file's manifest declares; empty without a manifest.
+
+    Raises BadInput for a task that does not fit the model. If a package for the task is missing,
+    the model is served all the same, for clients that send tensors.
+    """
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        manifest = engine.source.manifest if engine.source else None
+        self.task: Task | None = manifest.task if manifest else None
+        self.note = ""
+        self.ready = False  # whether the model takes images or sentences
+        self._steps: TaskSteps | None = None
+        self._why: DeploykitError = Unsupported(
+            f"model '{name}' has no task, so it takes only tensors: POST /v2/models/{name}/infer",
+            hint="export it with `task`, so that it takes images or sentences",
+        )
+        if self.task is None or engine.source is None:
+            return
+        try:
+            folder = engine.source.path.parent
+            self._steps = TaskSteps(self.task, engine.inputs, engine.outputs, folder)
+            self.ready = True
+        except MissingExtra as exc:
+            self._why = exc
+            self.note = f"takes only tensors: {exc.message}; {exc.hint}"
+            log.warning("model '%s': %s", name, self.note)
+
+    @property
+    def steps(self) -> TaskSteps:
+        """Return the steps. Raises Unsupported or MissingExtra if there are none."""
+        if self._steps is None:
+            raise self._why
+        return self._steps
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Return the task as strings, for the model's metadata."""
+        if self.task is None or self._steps is None:
+            return {}
+        return {"task": self.task.kind, "takes": "text" if self.task.image is None else "image"}
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """Return the parameters with the number of labels, for the dashboard."""
+        found = self.parameters
+        return {**found, "labels": len(self.task.labels)} if found and self.task else None
 
 
 class ServedModel:
@@ -186,7 +235,6 @@ class ServedModel:
 
     @property
     def device(self) -> str:
-        """Return the device's name, such as "cpu" or "cuda:0"."""
         return self.engines[0].device
 
     @property
@@ -274,11 +322,9 @@ class ServedModel:
 
     @property
     def unanswered(self) -> int:
-        """Return the number of requests accepted and not yet delivered."""
         return sum(batcher.unanswered for batcher in (self.batcher, *self._replaced))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let `watcher` receive the events of the model's requests too."""
         self._watchers.append(watcher)
 
     # -- description ---------------------------------------------------------------------------
@@ -330,7 +376,6 @@ class ServedModel:
     # -- set-up ---------------------------------------------------------------------------------
 
     def _set_batch(self) -> None:
-        """Set the attributes that follow from `not_batched`."""
         engine, options = self.engines[0], self._options
         self.max_batch = 0 if self.not_batched else largest_batch(engine, options.max_batch)
         self.signature: Signature = signature(

@@ -83,7 +83,6 @@ class Receiver(Protocol):
 
 
 def over_budget() -> Overloaded:
-    """Return the error for a request or an answer above the memory budget."""
     return Overloaded("the server holds too many bytes of requests and answers already")
 
 
@@ -221,7 +220,6 @@ class ServedPipeline(Closing):
             stage.threads.close()
 
     def why_not_ready(self) -> str | None:
-        """Return the reason in one sentence; None if no stage hangs."""
         for stage in self.stages.values():
             if stage.threads.hanging(2 * self.options.timeout_ms / 1000):
                 return f"pipeline '{self.name}': stage '{stage.name}' does not return"
@@ -302,11 +300,9 @@ class ServedPipeline(Closing):
         return array
 
     def metadata(self) -> dict[str, Any]:
-        """Return the protocol's model metadata."""
         return dict(self._about)
 
     def config(self) -> dict[str, Any]:
-        """Return Triton's ModelConfig."""
         return describe_pipeline(self._about)
 
     def statistics(self) -> dict[str, Any]:
@@ -577,7 +573,6 @@ class PipelineRun:
         self._fail(error, stage)
 
     def _fail(self, error: BaseException, stage: PipelineStage) -> None:
-        """End the run with an error of this stage."""
         failed = stage_error(error, stage.name)
         if isinstance(failed, StageFailed):
             debug = logging.getLogger().isEnabledFor(logging.DEBUG)

@@ -124,16 +124,13 @@ class ModelRepository:
 
     @property
     def served(self) -> dict[str, Served]:
-        """Return pipelines and models by name."""
         return {**self.pipelines, **self.models}
 
     def find_any(self, name: str, version: str = VERSION) -> Served:
-        """Return a model or a pipeline. Raises NotFound."""
         pipeline = self.pipelines.get(name) if version == VERSION else None
         return pipeline or self.find(name, version)
 
     def expire(self) -> None:
-        """Answer requests past their deadline; called periodically."""
         for model in self.models.values():
             model.expire()
 
@@ -207,6 +204,5 @@ class ModelRepository:
         self._samples.append(samples)
 
     def samples(self) -> list[Sample]:
-        """Return the current values for /metrics."""
         collect = [*(model.samples for model in self.models.values()), *self._samples]
         return [sample for each in collect for sample in each()]

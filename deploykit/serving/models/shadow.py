@@ -116,7 +116,6 @@ class Shadow(Watcher, Closing):
             self._changed.notify_all()
 
     def samples(self) -> list[Sample]:
-        """Return the counters for Prometheus."""
         labels = {"model": self._name, "version": VERSION}
         with self._changed:
             values = {

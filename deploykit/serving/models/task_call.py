@@ -152,7 +152,6 @@ class TaskCall:
         _ItemInference(self.route, slot, (item, where), self.trace).begin()
 
     def take(self, slot: _Slot, answer: bytes) -> None:
-        """Store the answer of an item; reply after the last one."""
         self._slots.discard(slot)
         self._answers[slot.number] = answer
         self._left -= 1
@@ -211,8 +210,6 @@ class TaskCall:
 
 
 class _Slot:
-    """The place of one item's answer."""
-
     __slots__ = ("about", "call", "cancel", "leave", "number")
 
     def __init__(self, call: TaskCall, number: int, leave: Callable[[], None]) -> None:

@@ -24,8 +24,7 @@ from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
 from deploykit.serving.batching.queue import LEVELS, BatchPolicy, Pending
 from deploykit.serving.models.description import InUse
-from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.task import ModelTask
+from deploykit.serving.models.model import ModelTask, ServedModel
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
 from deploykit.serving.workers import blocks as exchange
@@ -153,7 +152,6 @@ class _Connection(RecordConnection):
                 request.rows,
                 min(request.decode_us, 0xFFFFFFFF),
                 at,
-                layout.size,
                 request.arrived_us,
                 request.deadline_us,
                 request.give_up_us,
@@ -179,7 +177,7 @@ class _Connection(RecordConnection):
             self.transport.close()
 
     def take(self, record: Record, more: bytes) -> None:
-        kind, number, at, size = record[0], record[3], record[6], record[7]
+        kind, number, at = record[0], record[3], record[6]
         batcher, request, block, block_bytes = self._open.pop(number)
         self.arena.give(block, block_bytes)
         batcher.numbers.pop(request, None)
@@ -188,7 +186,7 @@ class _Connection(RecordConnection):
             return
         request.finished = True
         if kind == exchange.DONE:
-            layout = batcher.outputs.parse(more, size)
+            layout = batcher.outputs.parse(more)
             request.outputs = batcher.outputs.read(self.memory, at, layout, copy=True)
         else:
             request.error = pickle.loads(more)  # noqa: S301 - our own process wrote it

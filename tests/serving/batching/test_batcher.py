@@ -18,7 +18,7 @@ from deploykit.serving.batching.runner import EngineFailed, stack
 from deploykit.serving.batching.slo import Steering
 from tests.support.serving.loops import KEY, Answers, Clock, asleep, submit
 from tests.support.serving.overlapping import OverlappingEngine
-from tests.support.serving.running import WAIT_S, GatedEngine, free_axis
+from tests.support.serving.running import WAIT_S, GatedEngine
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -106,17 +106,6 @@ def test_received_bytes_that_begin_anywhere_reach_an_engine_aligned() -> None:
         assert x.tobytes() == received[1 : 1 + 16 * count]
 
 
-def test_requests_of_different_shapes_do_not_break_up_a_batch() -> None:
-    engine = GatedEngine()
-    engine.inputs, engine.outputs = free_axis().inputs, free_axis().outputs
-    with held(engine) as case:
-        case.enter()
-        for width in (2, 2, 3, 2):
-            feeds = {"x": np.ones((1, width), np.float32)}
-            submit(case.batcher, feeds, 1, (("x", "FP32", (width,)),), case.answers.done)
-    assert engine.batches == [1, 3, 1]
-
-
 def test_a_cancelled_or_expired_request_never_reaches_the_engine() -> None:
     with held() as case:
         case.enter()
@@ -131,29 +120,6 @@ def test_a_cancelled_or_expired_request_never_reaches_the_engine() -> None:
     assert isinstance(late.error, Expired)
     assert isinstance(unseen.error, Expired)
     assert case.engines[0].fed == [-1, 9]
-
-
-def test_a_hung_engine_is_counted_and_does_not_stop_the_other_engine() -> None:
-    with held(GatedEngine(), GatedEngine(), hung_us=2000) as case:
-        stuck = case.enter(0, give_up_us=1000)
-        (hung,) = [engine for engine in case.engines if engine.fed]
-        other = case.engines[1 - case.engines.index(hung)]
-        other.gate.set()
-        case.clock.us = 1999
-        assert case.batcher.hung == 0
-        case.clock.us = 2000
-        case.batcher.expire()
-        assert isinstance(stuck.error, Expired)
-        assert case.batcher.hung == 1
-        for n in range(1, 4):
-            case.send(n)
-            case.answers.wait(1)
-        case.answers.wait(1)
-        hung.gate.set()
-        case.batcher.close()
-        assert case.batcher.hung == 0
-    assert case.answers.order == [0, 1, 2, 3]  # answered once, although it returns late
-    assert hung.fed == [0]
 
 
 class Failing(GatedEngine):
@@ -195,44 +161,6 @@ def test_a_failing_request_fails_alone_and_says_nothing_of_the_server(
     alone = calls > 2
     assert (right(good), right(last)) == (alone, alone)
     assert len(engine.batches) == calls + 1
-
-
-WRONG_OUTPUTS: dict[str, tuple[np.ndarray | None, str]] = {
-    "more rows": (np.zeros((2, 4), np.float32), "[2, 4]"),
-    "a scalar": (np.float32(0), "[]"),
-    "another dtype": (np.zeros((1, 4), np.float64), "float64"),
-    "none": (None, "nothing"),
-}
-
-
-@pytest.mark.parametrize(("wrong", "reason"), WRONG_OUTPUTS.values(), ids=WRONG_OUTPUTS)
-def test_an_output_that_does_not_match_its_spec_is_an_error_that_says_how(
-    wrong: Any, reason: str
-) -> None:
-    class Wrong(GatedEngine):
-        def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
-            return {} if wrong is None else {"y": np.asarray(wrong)}
-
-    with held(Wrong()) as case:
-        request = case.send(0)
-    assert isinstance(request.error, EngineFailed)
-    assert reason in request.error.message
-
-
-def test_missing_output_rows_are_never_taken_from_another_request() -> None:
-    class Short(GatedEngine):
-        """Returns one row less than it got, unless it got one only."""
-
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            outputs = super().__call__(feeds)
-            return {"y": outputs["y"][: max(1, len(feeds["x"]) - 1)]}
-
-    with held(Short()) as case:
-        case.enter()
-        two, one = case.send(0, 2), case.send(50)
-    assert isinstance(two.error, EngineFailed)
-    assert "2 rows were expected" in two.error.message
-    assert right(one)
 
 
 @pytest.mark.parametrize("how", ["drained", "refused", "retired"])

@@ -158,15 +158,6 @@ def test_expired_requests_are_taken_from_any_position() -> None:
     assert drained(queue) == [[6]]
 
 
-def test_a_removed_request_is_never_taken() -> None:
-    first, second = pending(0), pending(1)
-    queue = filled(BatchPolicy(8), first, second)
-    assert queue.remove(first)
-    assert not queue.remove(first)
-    assert not queue.remove(pending(2, key=B))
-    assert drained(queue) == [[1]]
-
-
 @pytest.mark.parametrize(
     ("waiting", "rows", "fits"),
     [([], 9, True), ([1], 3, True), ([1], 4, False), ([1] * 4, 1, False)],
@@ -217,7 +208,3 @@ def test_a_batch_is_due_when_full_or_when_its_delay_has_passed(
 ) -> None:
     requests = [pending(0, rows=rows, us=us) for rows, us in queue]
     assert due(requests, BatchPolicy(8, max_delay_us), now_us) == take
-
-
-def test_a_model_without_batching_runs_one_request_at_a_time() -> None:
-    assert due([pending(0), pending(1)], BatchPolicy(0), 0) == 1

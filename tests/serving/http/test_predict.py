@@ -452,7 +452,7 @@ def test_without_its_package_a_model_still_takes_tensors(
     def absent(*_: object) -> None:
         raise missing("tokenizers")
 
-    monkeypatch.setattr("deploykit.serving.models.task.TaskSteps", absent)
+    monkeypatch.setattr("deploykit.serving.models.model.TaskSteps", absent)
     with running({"m": opened["text-classify"]}) as server:
         status, found = post(server, "m", b"good", "text/plain")
         assert (status, "tokenizers is not installed" in found["error"]) == (501, True)

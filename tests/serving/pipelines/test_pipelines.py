@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
 import json
 import logging
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +22,10 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+import deploykit as dk
 from tests.support.installed import needs
-from tests.support.runtimes.tiles import page, png, write_pipeline
+from tests.support.onnx_zoo import linear, save
+from tests.support.runtimes.tiles import STEPS, mean_model, page, png, write_pipeline
 from tests.support.serving.pipelines import (
     WAIT_S,
     Client,
@@ -26,6 +33,7 @@ from tests.support.serving.pipelines import (
     outcomes,
     served,
     serving_words,
+    write_words,
 )
 
 needs("PIL", "onnxruntime", "grpc", "tritonclient")
@@ -33,10 +41,11 @@ needs("PIL", "onnxruntime", "grpc", "tritonclient")
 import grpc  # noqa: E402
 import tritonclient.grpc as triton  # noqa: E402
 
-from deploykit.core.json_value import MOST_JSON_VALUES  # noqa: E402
-from deploykit.engines.oip.protobuf import MESSAGES  # noqa: E402
+from deploykit.core.json_value import MOST_JSON_BYTES, MOST_JSON_VALUES, ONE_JSON  # noqa: E402
+from deploykit.pipelines.connect import connect_engines  # noqa: E402
+from deploykit.pipelines.file import read_pipeline  # noqa: E402
+from deploykit.serving.models.pipelines import _json_parts  # noqa: E402
 
-INFER = "/inference.GRPCInferenceService/ModelInfer"
 IN_FLIGHT = "deploykit_pipeline_in_flight"
 STAGE_IN_FLIGHT = "deploykit_pipeline_stage_in_flight"
 
@@ -108,21 +117,6 @@ def test_an_image_is_answered_in_every_form(tiles: Client) -> None:
         assert json.loads(ask(tiles, "tiles", "page", image)) == ["red", "blue"]
 
 
-def test_the_image_may_be_in_typed_contents_large_ones_too(tiles: Client) -> None:
-    noise = np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)
-    noise[:8, :8] = (255, 0, 0)
-    noise[8:] = noise[:, 8:] = 255
-    with grpc.insecure_channel(tiles.grpc) as channel:
-        call = channel.unary_unary(INFER, None, MESSAGES["ModelInferResponse"].FromString)
-        for image in (png(page("green")), png(noise) + bytes(300 << 10)):
-            message = MESSAGES["ModelInferRequest"](model_name="tiles", id="seven")
-            item = message.inputs.add(name="page", datatype="BYTES", shape=[1])
-            item.contents.bytes_contents.append(image)
-            reply = call(message.SerializeToString(), timeout=WAIT_S)
-            assert reply.id == "seven"
-            assert json.loads(reply.raw_output_contents[0][4:]) in (["green"], ["red"])
-
-
 def test_no_crop_is_an_empty_answer_and_200_crops_are_7_batches(tiles: Client) -> None:
     assert tiles.predict("tiles", png(page(""))) == (200, [])
     label = {"model": "tiles.colours"}
@@ -134,14 +128,6 @@ def test_no_crop_is_an_empty_answer_and_200_crops_are_7_batches(tiles: Client) -
     _, text = tiles.ask("/metrics")
     stages = set(re.findall(r'deploykit_pipeline_stage_seconds_count\{.*stage="(\w+)"', text))
     assert stages == {"page", "crops", "colours", "answer"}
-
-
-def test_many_clients_get_their_own_answers(tiles: Client) -> None:
-    names = ["red", "green", "blue"]
-    pages = [[names[(n * k) % 3] for k in range(n % 7)] for n in range(40)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda each: tiles.predict("tiles", png(page(*each))), pages))
-    assert found == [(200, each) for each in pages]
 
 
 def test_a_pipeline_is_described_as_models_are(tiles: Client) -> None:
@@ -288,13 +274,6 @@ def test_an_error_names_its_stage_and_nothing_else(
     assert words.predict("words", b"again") == (200, {"done": ["again"]})
 
 
-def test_json_has_the_limit_that_it_has_over_http(words: Client) -> None:
-    body = json.dumps({"row": [1] * MOST_JSON_VALUES, "id": "a"})
-    code, message = refused(words, "echo", "request", body)
-    assert code == "RESOURCE_EXHAUSTED"
-    assert message.startswith(f"stage 'request': the JSON has more than {MOST_JSON_VALUES} values")
-
-
 def test_messages_of_a_stream_are_answered_in_their_order(tiles: Client) -> None:
     found: list[Any] = []
     done = threading.Event()
@@ -360,32 +339,6 @@ def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(brief: C
     assert outcomes(brief, "brief", "success") == outcomes(brief, "answer", "success") == 1
     # and the time of a stage ends with it
     brief.until(lambda: brief.predict("words", b"late") == (200, {"done": ["late"]}))
-
-
-def test_a_request_that_hangs_is_answered_in_time(tmp_path: Path) -> None:
-    def hangs_in_slow() -> bool:  # on a busy machine its time may be over before that
-        status, error = words.predict("words", b"wait")
-        assert status == 504
-        assert "not ended within the request's time limit of 200 ms" in error["error"]
-        return "stage 'slow': " in error["error"]
-
-    with serving_words(tmp_path, timeout_ms=200) as words:
-        words.until(lambda: hangs_in_slow() and words.metric(STAGE_IN_FLIGHT, stage="slow"))
-        assert words.metric(IN_FLIGHT, pipeline="words") == 0
-
-
-def test_stages_that_are_slow_together_are_answered_in_time(tmp_path: Path) -> None:
-    """None of them takes as long as a request may."""
-    path, slow = tmp_path / "steps.py", "def {1}({0}: str) -> str: time.sleep(0.1); return {0}\n"
-    steps = ["text a", "a b", "b c", "c d"]
-    path.write_text("import time\n" + "".join(slow.format(*names.split()) for names in steps))
-    with served(path, timeout_ms=300) as client:
-        status, error = client.predict("steps", b"x")
-        assert status == 504
-        assert "not ended within the request's time limit of 300 ms" in error["error"]
-        name = "deploykit_pipeline_stage_requests_total"
-        assert client.metric(name, stage="d", outcome="success") == 0
-        client.until(lambda: client.metric(STAGE_IN_FLIGHT) == 0)
 
 
 def test_a_request_may_have_a_timeout_of_its_own(words: Client, kit: ModuleType) -> None:
@@ -464,3 +417,236 @@ def test_functions_alone_are_served(tmp_path: Path, workers: int | str) -> None:
         assert client.ask("/v2/health/ready")[0] == 200
         (stats,) = client.ask("/v2/models/stats")[1]["model_stats"]
         assert stats["name"] == "louder"
+
+
+# -- JSON: its limit at every door, its memory in the budget, one parser at a time
+
+
+ROW = json.dumps({"row": [1, 2, 3, 4], "id": "a"}).encode()
+LARGE = b'{"row":[' + b"1," * MOST_JSON_VALUES + b"1]}"
+LARGE_FORM, FORM_TYPE = form("request", LARGE)
+LIMIT_MESSAGE = f"the JSON has more than {MOST_JSON_VALUES} values"
+WAITING = """
+import threading
+GATE = threading.Event()
+def count(request: list) -> int:
+    if request == ["wait"]:
+        GATE.wait(20)
+    if request == ["open"]:
+        GATE.set()
+    return len(request)
+"""
+
+
+def test_json_above_the_limit_is_refused_with_the_other_formats(words: Client) -> None:
+    for body, kind in ((LARGE, ""), (LARGE_FORM, FORM_TYPE)):
+        for sent, coding in ((body, "identity"), (gzip.compress(body), "gzip")):
+            headers = {"Content_Type": kind, "Content_Encoding": coding}
+            status, answer = words.predict("echo", sent, **headers)
+            assert status == 413
+            assert answer["error"].startswith(f"stage 'request': {LIMIT_MESSAGE}")
+            assert all(each in answer["error"] for each in ("str", "numpy.ndarray", ".npy"))
+    code, message = refused(words, "echo", "request", LARGE)
+    assert (code, message) == ("RESOURCE_EXHAUSTED", answer["error"])
+    # a long document of few values, too: a parser holds the interpreter's lock for each byte
+    gzipped = gzip.compress(b'["' + b"a" * MOST_JSON_BYTES + b'"]', 1)
+    headers = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
+    status, answer = words.predict("echo", gzipped, **headers)
+    assert (status, "the JSON is longer than 24 MiB" in answer["error"]) == (413, True)
+
+
+def test_a_text_has_the_limit_as_json_only(words: Client) -> None:
+    text = b'"' + b"," * (MOST_JSON_VALUES + 1) + b'"'
+    status, answer = words.predict("words", text, Content_Type="application/json")
+    assert (status, LIMIT_MESSAGE in answer["error"]) == (413, True)
+    assert words.predict("words", text) == (200, {"done": [text.decode()]})
+
+
+def test_the_values_of_json_count_in_the_memory_budget(tmp_path: Path) -> None:
+    path = tmp_path / "held.py"
+    path.write_text(WAITING)
+    lists = b"[" + b"[]," * 10_000 + b"1]"  # 30 kB, and 20 times as much in memory
+    with served(path, max_held_bytes=500_000) as client:
+        assert client.predict("held", lists) == (200, "10001")  # it is alone
+        waiting = threading.Thread(target=client.predict, args=("held", b'["wait"]'))
+        waiting.start()
+        labels = {"pipeline": "held", "stage": "count"}
+        client.until(lambda: client.metric("deploykit_pipeline_stage_in_flight", **labels))
+        status, answer = client.predict("held", lists)
+        assert (status, "holds too many bytes" in answer["error"]) == (503, True)
+        assert client.predict("held", b'["open"]') == (200, "1")
+        waiting.join()
+        assert client.predict("held", lists) == (200, "10001")
+
+
+def test_one_large_json_is_parsed_at_a_time_and_small_ones_do_not_wait(tmp_path: Path) -> None:
+    blanks = b" " * 100_000
+    with serving_words(tmp_path, timeout_ms=500) as words:
+        with ONE_JSON:
+            for status, more in ((504, blanks), (200, b"")):
+                assert words.predict("echo", ROW + more)[0] == status
+                text = b'"a"' + more
+                assert words.predict("words", text, Content_Type="application/json")[0] == status
+            assert words.ask("/v2/health/live")[0] == 200
+        assert words.predict("echo", ROW + blanks)[0] == 200
+
+
+def test_numbers_of_many_digits_do_not_hold_up_other_threads(tmp_path: Path) -> None:
+    path = tmp_path / "count.py"
+    path.write_text("def count(request: list) -> int: return len(request)")
+    graph = connect_engines(read_pipeline(path), {})
+    body = b"[" + b",".join([b"9" * 4200] * 3000) + b"]"  # 0.2 s
+    with ThreadPoolExecutor() as pool:
+        reading, turns = pool.submit(graph.read, body), 0
+        while not reading.done():
+            threading.Event().wait(0.001)
+            turns += 1
+        assert len(reading.result()) == 3000
+    assert turns > 5  # 1 where the parser holds the interpreter's lock throughout
+
+
+def test_a_refused_input_is_freed_without_the_garbage_collector(words: Client) -> None:
+    count = 4321
+    gc.disable()
+    try:
+        assert words.predict("echo", json.dumps([0.5] * count).encode())[0] == 400
+        words.until(lambda: not any(type(x) is list and len(x) == count for x in gc.get_objects()))
+    finally:
+        gc.enable()
+
+
+LONG = 1 << 17
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [[0.5] * LONG, []],
+        [[1, 2]] * LONG,
+        {"a": ["x"] * LONG, "b": {"c": [], "d": None}},
+        {},
+        [[]],
+        "text",
+        np.linspace(0, 1, LONG, dtype=np.float16).reshape(-1, 2, 4)[::2],
+        np.where(np.arange(LONG) % 3, np.inf, np.nan)[None],
+        np.arange(LONG, dtype=">i4").reshape(2, -1),
+        [np.zeros((LONG, 1), bool), {"a": np.ones((1, LONG), np.uint8)}, np.arange(3), 1.5],
+    ],
+    ids=lambda each: str(each)[:12],
+)
+def test_a_long_answer_is_written_in_steps_and_is_one_document(
+    tmp_path: Path, answer: object
+) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("def a(x: dict) -> object: return x")
+    graph = connect_engines(read_pipeline(path), {})
+    parts = list(_json_parts(graph.answer_json(answer, keep_arrays=True)))
+    assert json.loads(b"".join(parts)) == graph.answer_json(answer)
+    assert max(map(len, parts)) < 3_000_000
+
+
+# -- What a server says of its pipelines: OpenAPI, examples, the dashboard; and dk.client
+
+
+SAY = "def said(data: bytes) -> bytes:\n    return data[::-1]\n"
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("described")
+    (folder / "say.py").write_text(SAY)
+    files = [write_pipeline(folder), *write_words(folder), folder / "say.py"]
+    with served(*files, grpc_port=0) as client:
+        yield client
+
+
+def test_the_page_has_programs_for_a_pipeline(described: Client, tmp_path: Path) -> None:
+    _, text = described.ask("/docs")
+    assert "pipeline: crops → colours → answer" in text
+    assert f"curl http://{described.place}/v2/models/tiles/predict -F page=@photo.jpg" in text
+    program = text[text.rindex("<code>", 0, text.index("tritonclient.grpc")) + 6 :]
+    program = program[: program.index("</code>")].replace("&#x27;", "'").replace("&quot;", '"')
+    (tmp_path / "photo.jpg").write_bytes(png(page("red")))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert '["red"]' in ran.stdout
+
+
+def test_the_dashboard_gets_a_pipeline_as_it_gets_models(described: Client) -> None:
+    assert described.predict("tiles", png(page("red"))) == (200, ["red"])
+    _, status = described.ask("/status")
+    found = {each["name"]: each for each in status["models"]}
+    assert next(iter(found)) == "tiles"  # which the page opens with
+    tiles, model = found["tiles"], found["tiles.colours"]
+    assert model.keys() <= tiles.keys()
+    assert tiles["task"] == {
+        "stages": "crops, colours, answer", "takes": "image", "gives": "list[str]"
+    }  # fmt: skip
+    assert tiles["outcomes"]["success"] >= 1
+    assert sum(tiles["request"]["counts"]) == tiles["outcomes"]["success"]
+    assert list(tiles["stages_us"]) == ["crops", "colours", "answer", "page"]
+    assert 0 < sum(tiles["stages_us"].values()) <= tiles["request"]["us"]
+
+
+def test_the_python_client_asks_a_pipeline_item_by_item(described: Client, tmp_path: Path) -> None:
+    path = tmp_path / "page.png"
+    path.write_bytes(png(page("blue")))
+    with dk.client(f"http://{described.place}") as client:
+        assert client.predict([path, png(page("red"))], "tiles") == [["blue"], ["red"]]
+        assert client.predict("two words", "words") == {"done": ["two", "words"]}
+        assert client.predict(b"abc", "say") == b"cba"
+        found = client.predict(json.dumps({"row": [1, 2, 3, 4], "id": "a"}), "echo")
+        assert found["id"] == "a"
+        with pytest.raises(dk.DeploykitError, match="stage 'slow' failed: ValueError"):
+            client.predict("raise", "words")
+
+
+# -- The models of a served pipeline: shared and reloaded; and its end
+
+
+def test_a_hung_stage_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+    path = tmp_path / "hang.py"
+    path.write_text(
+        "import threading\nlinear = 'linear.onnx'\n"
+        "def x(n: int) -> __import__('numpy').ndarray: threading.Event().wait()\n"
+    )
+    save(linear(), tmp_path / "linear.onnx")
+    with served(path, timeout_ms=50) as client:
+        assert client.predict("hang", b"1")[0] == 504
+        assert client.predict("hang", b"1")[0] == 504
+        client.until(lambda: client.ask("/v2/models/hang/ready")[0] == 503)
+        _, error = client.ask("/v2/models/hang/ready")
+        assert "stage 'x' does not return" in error["error"]
+
+
+def test_the_model_of_a_pipeline_is_reloaded(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path)
+    with served(path) as client:
+        body = png(page("red", "blue"))
+        assert client.predict("tiles", body) == (200, ["red", "blue"])
+        negative = mean_model()
+        negative.graph.node[0].output[0] = "positive"
+        node = type(negative.graph.node[0])(
+            op_type="Neg", name="neg", input=["positive"], output=["mean"]
+        )
+        negative.graph.node.insert(1, node)
+        save(negative, tmp_path / "new.onnx")
+        shutil.move(tmp_path / "new.onnx", tmp_path / "mean.onnx")
+        client.until(lambda: client.predict("tiles", body)[1] == ["green", "red"])
+
+
+def test_a_model_that_is_served_already_is_shared(tmp_path: Path) -> None:
+    one, two = write_pipeline(tmp_path), write_pipeline(tmp_path, STEPS, "more.py")
+    pipelines = {"one": one, "two": two}
+    with dk.serve(
+        {"mean": tmp_path / "mean.onnx"}, pipelines=pipelines, grpc_port=None, device="cpu"
+    ) as server:
+        assert server.models == ("mean", "one", "two")
+        client = Client(server.url)
+        for name in pipelines:
+            assert client.predict(name, png(page("blue"))) == (200, ["blue"])
+        assert client.metric("nv_inference_count", model="mean") == 2
+    with pytest.raises(dk.BadInput, match="'one' is that of a model and of a pipeline"):
+        dk.serve({"one": tmp_path / "mean.onnx"}, pipelines={"one": two})

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx.numpy_helper
+import onnx.parser
 import psutil
 import yaml
-from onnx import helper, numpy_helper
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.files import sha256
@@ -88,36 +88,28 @@ def two_nodes(cpus: int = 2) -> Iterator[TwoNodes]:
 
 def gather_model() -> onnx.ModelProto:
     """Rows of a table of 4 by their number: ids int64[N,2] -> y float32[N,2,3]."""
-    info = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("Gather", ["W", "ids"], ["y"])],
-        "gather",
-        [info("ids", onnx.TensorProto.INT64, ("N", 2))],
-        [info("y", onnx.TensorProto.FLOAT, ("N", 2, 3))],
-        [numpy_helper.from_array(np.ones((4, 3), np.float32), "W")],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    text = "gather (int64[N,2] ids) => (float[N,2,3] y) { y = Gather (W, ids) }"
+    return parse(text, np.ones((4, 3), np.float32))
+
+
+def parse(text: str, weights: np.ndarray) -> onnx.ModelProto:
+    """A model in ONNX's own language; `weights` are its `W`."""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> {text}')
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "W"))
+    return model
 
 
 def slow_model() -> onnx.ModelProto:
     """A call takes about 0.1 s on one core, so that requests are running when a node is lost."""
+    text = """slow (float[1,64] x) => (float[1,64] y) {
+        s = ReduceSum <keepdims = 0> (x)
+        B = Add (W, s)
+        C = MatMul (W, B)
+        t = ReduceSum <keepdims = 0> (C)
+        y = Mul (x, t)
+    }"""
     weights = np.random.default_rng(0).standard_normal((1400, 1400)).astype(np.float32) / 40
-    nodes = [
-        helper.make_node("ReduceSum", ["x"], ["s"], keepdims=0),
-        helper.make_node("Add", ["W", "s"], ["B"]),
-        helper.make_node("MatMul", ["W", "B"], ["C"]),
-        helper.make_node("ReduceSum", ["C"], ["t"], keepdims=0),
-        helper.make_node("Mul", ["x", "t"], ["y"]),
-    ]
-    info = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "slow",
-        [info("x", onnx.TensorProto.FLOAT, SHAPE)],
-        [info("y", onnx.TensorProto.FLOAT, SHAPE)],
-        [numpy_helper.from_array(weights, "W")],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return parse(text, weights)
 
 
 def slow_bundle(folder: Path) -> Path:
