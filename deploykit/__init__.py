@@ -10,115 +10,53 @@ TYPE_CHECKING = False  # type checkers assume True; importing typing costs more 
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Answered",
-    "Artefact",
-    "BadInput",
-    "Bundled",
-    "Compared",
-    "DemoResult",
-    "DeploykitError",
-    "Engine",
-    "GateFailed",
-    "Health",
-    "ImageInput",
-    "Inspection",
-    "LoadResult",
-    "Made",
-    "MissingExtra",
-    "ModelClient",
-    "NotFound",
-    "OpenPipeline",
-    "Planned",
-    "Predicted",
-    "Profile",
-    "Recipe",
-    "Report",
-    "ReportComparison",
-    "RunningServer",
-    "Shapes",
-    "Split",
-    "Splits",
-    "TensorSpec",
-    "Unsupported",
-    "bench",
-    "build",
-    "bundle",
-    "class_splits",
-    "client",
-    "compare",
-    "compare_reports",
-    "demo",
-    "doctor",
-    "export",
-    "inspect",
-    "load",
-    "load_test",
-    "parse_spec",
-    "pipeline",
-    "plan",
-    "predict",
-    "predict_items",
-    "profile",
-    "quantize",
-    "serve",
-    "train",
-]
+__all__ = ["Answered", "Artefact", "BadInput", "Bundled", "Compared", "DemoResult"]
+__all__ += ["DeploykitError", "Engine", "GateFailed", "Health", "ImageInput", "Inspection"]
+__all__ += ["LoadResult", "Made", "MissingExtra", "ModelClient", "NotFound", "OpenPipeline"]
+__all__ += ["Planned", "Predicted", "Profile", "Recipe", "Report", "ReportComparison"]
+__all__ += ["RunningServer", "Shapes", "Split", "Splits", "TensorSpec", "Unsupported", "bench"]
+__all__ += ["build", "bundle", "class_splits", "client", "compare", "compare_reports", "demo"]
+__all__ += ["doctor", "export", "inspect", "load", "load_test", "parse_spec", "pipeline", "plan"]
+__all__ += ["predict", "predict_items", "profile", "quantize", "serve", "train"]
 
-_PUBLIC = {
-    "Answered": "deploykit.evaluation.predict:Answered",
-    "Artefact": "deploykit.core.artefact:Artefact",
-    "BadInput": "deploykit.core.errors:BadInput",
-    "Bundled": "deploykit.deploying.bundle:Bundled",
-    "Compared": "deploykit.evaluation.compare:Compared",
-    "DemoResult": "deploykit.demonstration:DemoResult",
-    "DeploykitError": "deploykit.core.errors:DeploykitError",
-    "Engine": "deploykit.engines.engine:Engine",
-    "GateFailed": "deploykit.core.errors:GateFailed",
-    "Health": "deploykit.evaluation.doctor:Health",
-    "ImageInput": "deploykit.core.task:ImageInput",
-    "Inspection": "deploykit.evaluation.inspect:Inspection",
-    "LoadResult": "deploykit.reporting.load_result:LoadResult",
-    "Made": "deploykit.evaluation.artefacts:Made",
-    "MissingExtra": "deploykit.core.errors:MissingExtra",
-    "ModelClient": "deploykit.serving.client:ModelClient",
-    "NotFound": "deploykit.core.errors:NotFound",
-    "OpenPipeline": "deploykit.pipelines.pipeline:OpenPipeline",
-    "Planned": "deploykit.planning.plan:Planned",
-    "Predicted": "deploykit.evaluation.predict:Predicted",
-    "Profile": "deploykit.core.profile:Profile",
-    "Recipe": "deploykit.core.recipe:Recipe",
-    "Report": "deploykit.reporting.report:Report",
-    "ReportComparison": "deploykit.reporting.compare:ReportComparison",
-    "RunningServer": "deploykit.serving.running_server:RunningServer",
-    "Shapes": "deploykit.building.builder:Shapes",
-    "Split": "deploykit.core.recipe:Split",
-    "Splits": "deploykit.core.recipe:Splits",
-    "TensorSpec": "deploykit.core.tensors:TensorSpec",
-    "Unsupported": "deploykit.core.errors:Unsupported",
-    "bench": "deploykit.benchmarking.bench:bench",
-    "build": "deploykit.building.build:build",
-    "bundle": "deploykit.deploying.bundle:bundle",
-    "class_splits": "deploykit.engines.data.folders:class_splits",
-    "client": "deploykit.serving.client:client",
-    "compare": "deploykit.evaluation.compare:compare",
-    "compare_reports": "deploykit.reporting.compare:compare_reports",
-    "demo": "deploykit.demonstration:demo",
-    "doctor": "deploykit.evaluation.doctor:doctor",
-    "export": "deploykit.exporting.export:export",
-    "inspect": "deploykit.evaluation.inspect:inspect",
-    "load": "deploykit.engines.engine:load",
-    "load_test": "deploykit.loadtest.load:load_test",
-    "parse_spec": "deploykit.core.tensors:parse_spec",
-    "pipeline": "deploykit.pipelines.pipeline:pipeline",
-    "plan": "deploykit.planning.plan:plan",
-    "predict": "deploykit.evaluation.predict:predict",
-    "predict_items": "deploykit.evaluation.predict:predict_items",
-    "profile": "deploykit.core.profile:load_profile",
-    "quantize": "deploykit.quantization.quantize:quantize",
-    "serve": "deploykit.serving.serve:serve",
-    "train": "deploykit.training.train:train",
+_MODULES = {  # module -> its public names
+    "benchmarking.bench": "bench",
+    "building.build": "build",
+    "building.builder": "Shapes",
+    "core.artefact": "Artefact",
+    "core.errors": "BadInput DeploykitError GateFailed MissingExtra NotFound Unsupported",
+    "core.profile": "Profile",
+    "core.recipe": "Recipe Split Splits",
+    "core.task": "ImageInput",
+    "core.tensors": "TensorSpec parse_spec",
+    "demonstration": "DemoResult demo",
+    "deploying.bundle": "Bundled bundle",
+    "engines.data.folders": "class_splits",
+    "engines.engine": "Engine load",
+    "evaluation.artefacts": "Made",
+    "evaluation.compare": "Compared compare",
+    "evaluation.doctor": "Health doctor",
+    "evaluation.inspect": "Inspection inspect",
+    "evaluation.predict": "Answered Predicted predict predict_items",
+    "exporting.export": "export",
+    "loadtest.load": "load_test",
+    "pipelines.pipeline": "OpenPipeline pipeline",
+    "planning.plan": "Planned plan",
+    "quantization.quantize": "quantize",
+    "reporting.compare": "ReportComparison compare_reports",
+    "reporting.points": "LoadResult",
+    "reporting.report": "Report",
+    "serving.client": "ModelClient client",
+    "serving.running_server": "RunningServer",
+    "serving.serve": "serve",
+    "training.train": "train",
 }
+_PUBLIC = {
+    name: f"deploykit.{module}:{name}"
+    for module, names in _MODULES.items()
+    for name in names.split()
+}
+_PUBLIC["profile"] = "deploykit.core.profile:load_profile"
 
 if TYPE_CHECKING:
     from deploykit.benchmarking.bench import bench
@@ -153,7 +91,7 @@ if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, plan
     from deploykit.quantization.quantize import quantize
     from deploykit.reporting.compare import ReportComparison, compare_reports
-    from deploykit.reporting.load_result import LoadResult
+    from deploykit.reporting.points import LoadResult
     from deploykit.reporting.report import Report
     from deploykit.serving.client import ModelClient, client
     from deploykit.serving.running_server import RunningServer

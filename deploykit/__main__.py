@@ -15,9 +15,9 @@ def main() -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `nohup`
         signal.signal(signal.SIGINT, _exit_interrupted)
-    from deploykit.cli.main import script
+    from deploykit.cli.main import main as run
 
-    script()
+    run()
 
 
 def _exit_interrupted(*_: object) -> None:

@@ -106,6 +106,6 @@ def add_rows() -> None:
 
 if __name__ == "__main__":
     add_rows()
-    from deploykit.cli.main import script
+    from deploykit.cli.main import main
 
-    script()
+    main()

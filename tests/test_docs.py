@@ -19,17 +19,16 @@ from deploykit.core.files import read_toml
 from deploykit.reporting.report import Report
 from scripts.class_tables import PAGES as TABLES
 from scripts.class_tables import SCHEMA, schema, written
-from tests.support.blocks import BEGIN, begun, blocks, commands, place, run, run_page
+from scripts.pages import BEGIN, begun, blocks, commands, place, run, run_page
+from scripts.shown_lines import ELSEWHERE, PAGES, README, SHOWN
 from tests.support.campaign import only_in_a_campaign
 from tests.support.cli.command import Run, one_process
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-PAGES = sorted((ROOT / "docs").glob("*.md"))
 LONG = {"howto-resnet", "howto-detector", "howto-bert"}  # they take minutes of CPU time
 RUNNABLE = [
     pytest.param(page, id=page.stem, marks=[only_in_a_campaign] if page.stem in LONG else [])
-    for page in [README, *PAGES]
+    for page in PAGES
     if blocks(page, "sh", "python")
 ]
 
@@ -86,6 +85,25 @@ def test_nvidias_parser_takes_what_the_readme_bundles(tmp_path: Path) -> None:
     assert bundled
 
 
+@pytest.mark.parametrize("line", SHOWN)
+def test_a_line_in_a_console_block_parses(line: str) -> None:
+    assert set(ELSEWHERE) <= {part for words in SHOWN.values() for part in words}
+    _, name, *words = SHOWN[line]
+    root = typer.main.get_command(app)
+    command = root.commands[name]  # type: ignore[attr-defined]
+    command.make_context(name, words, parent=typer.Context(root))
+
+
+@only_in_a_campaign
+@pytest.mark.torch
+def test_every_line_in_a_console_block_runs(tmp_path: Path) -> None:
+    for module in ("torch", "onnxscript", "safetensors", "PIL"):
+        pytest.importorskip(module)
+    command = [sys.executable, "-m", "scripts.shown_lines", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
 def test_the_readme_is_short_and_shows_every_command_and_the_line_from_training_to_serving() -> (
     None
 ):
@@ -134,10 +152,10 @@ def test_the_site_builds_as_the_makefile_does(tmp_path: Path) -> None:
     assert "WARNING" not in done.stderr
     assert "quantize" in (tmp_path / "api.html").read_text(encoding="utf-8")
     pages = {path.with_suffix("").name for path in tmp_path.glob("*.html")}
-    assert {page.stem for page in PAGES} <= pages
+    assert {page.stem for page in PAGES[1:]} <= pages
 
 
-@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_names_its_language(page: Path) -> None:
     fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert all(fences[::2]), "a fence without a language"
@@ -160,7 +178,7 @@ def test_the_page_on_reports_explains_every_key_at_the_top() -> None:
 
 
 def test_the_lines_to_install_with_are_the_same_everywhere_and_their_extras_exist() -> None:
-    text = {page.stem: page.read_text(encoding="utf-8") for page in [README, *PAGES]}
+    text = {page.stem: page.read_text(encoding="utf-8") for page in PAGES}
     line = re.compile(r"^\$ pip install '\.\[([\w,-]+)\]'", re.MULTILINE)
     four = line.findall(text["README"])
     assert ["tensorrt" in each for each in four] == [True, False, False, False]

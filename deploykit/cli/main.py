@@ -84,17 +84,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with a documented code; restore the signal handlers."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        script()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def script() -> NoReturn:
-    """Run `main` in a process that ends afterwards: SIGTERM stays ignored."""
+    """Run the command line and exit with a documented code; SIGTERM and SIGINT stay handled."""
     output.open_streams()
     if "_DEPLOYKIT_COMPLETE" in os.environ:
         app(prog_name="deploykit")
@@ -165,10 +155,6 @@ def _exit_with(exc: Exception) -> NoReturn:
         exc = does_not_fit("", str(exc))
     if isinstance(exc, OSError):  # not a file of the user's: a full disk, TMPDIR
         exc = os_error(exc)
-    if str(exc).startswith("Symlink loop"):  # Path.resolve before Python 3.13
-        exc = BadInput(str(exc))
-    if isinstance(exc, UnicodeEncodeError) and exc.reason == "surrogates not allowed":
-        exc = BadInput(f"not UTF-8: {exc.object[:200]}", hint="rename the file or its folder")
     if isinstance(exc, DeploykitError):
         output.error(exc)
         _exit(exc.exit_code)

@@ -172,16 +172,6 @@ def check_writable(out: Path) -> None:
         raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
 
 
-def check_utf8(path: Path) -> Path:
-    """Raise BadInput for a path that is no UTF-8."""
-    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # from os.fsdecode
-        raise BadInput(
-            f"{path}: the path is not UTF-8, which the libraries that open models need",
-            hint="rename the file or its folder",
-        )
-    return path
-
-
 def make_folder(folder: Path) -> Path:
     """Create `folder` and its parents. Raises BadInput on failure."""
     try:
@@ -258,16 +248,11 @@ def check_readable(path: Path) -> Path:
 
 
 def open_readable(path: Path) -> BinaryIO:
-    """Open `path` to read it. Raises as `check_readable`, also if the file changes meanwhile."""
-    check_readable(path)
+    """Open `path` to read it. Raises as `check_readable`."""
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not wait on a FIFO
-        if stat.S_ISREG(os.fstat(number).st_mode):
-            return os.fdopen(number, "rb")
-        os.close(number)
+        return check_readable(path).open("rb")
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    raise BadInput(f"{path}: is not a regular file")
 
 
 def sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from deploykit.deploying.folder import Bundle
 from deploykit.deploying.slots import EngineKey
 from deploykit.engines.engine import check_device
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here
-from deploykit.evaluation.host import (
+from deploykit.evaluation.doctor import (
     first_jetpack,
     in_range,
     jetpack_fits,

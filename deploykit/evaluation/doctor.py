@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_command, install_hint, installed
+from deploykit.core.jetpack import JETPACKS, JetPack, find_jetpack, release_numbers
 from deploykit.core.json_value import Record
-from deploykit.core.machine import Gpu, Machine, this_machine
-from deploykit.core.profile import recognise
-from deploykit.core.runtime import ALL, Runtime
+from deploykit.core.machine import Gpu, Machine, file_text, this_machine
+from deploykit.core.profile import Profile, recognise
+from deploykit.core.runtime import ALL, RUNTIMES, Runtime
 from deploykit.engines.devices import GpuState, read_gpus
-from deploykit.evaluation.host import jetson_faults, profile_differences
+from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, version_numbers
 
 # command -> modules that it needs beyond the base
 NEEDS = {
@@ -106,3 +109,148 @@ def _check(command: str, needs: tuple[str, ...]) -> Check:
     missing = [name for name in needs if not installed(name)]
     why = f"{', '.join(missing)}: {install_hint(*missing)}" if missing else ""
     return Check(command, not missing, why)
+
+
+# What differs from the profile that describes this machine, one sentence each
+
+_OLDEST_TENSORRT = "10.3"  # deploykit runs no engines of older versions
+_DOCKER = re.compile(
+    r"^Package: docker(?:-ce|\.io)\n(?:.+\n)*?Version: (?:\d+:)?(\d{1,4})\.", re.MULTILINE
+)
+_DOCKER_RAW = 28  # the first Docker that writes to iptables' table raw
+_MEMORY_SHARE = 0.9  # of the profile's memory: another driver reports a few percent less
+
+
+def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
+    """Return a sentence for each version, driver, memory or power mode that differs."""
+    found = [*_tensorrt(profile, machine), *_memory(profile, machine)]
+    if profile.boards:
+        return (*_jetpack(profile, machine), *found, *_power_mode(profile, machine))
+    return (*found, *_driver(machine))
+
+
+def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
+    """Check that the release is known, is for the module, and has a TensorRT that runs there."""
+    if machine.l4t is None:
+        yield (
+            "the JetPack release is not known: /etc/nv_tegra_release cannot be read "
+            "(in a container, mount it)"
+        )
+        return
+    row = find_jetpack(machine.l4t)
+    if row is None:
+        yield f"L4T {machine.l4t} belongs to no JetPack release that deploykit knows"
+        return
+    what = f"JetPack {row.version} (L4T {machine.l4t})"
+    first = first_jetpack(profile)
+    cure = f": install JetPack {first.version} or later" if first else ""
+    if profile.compute_capability not in row.compute_capabilities:
+        yield f"{what} is not for {profile.summary}{cure}"
+    elif not in_range(profile, row.tensorrt):
+        needed = range_text(profile)
+        yield f"{what} brings TensorRT {row.tensorrt}, {profile.name} needs {needed}{cure}"
+
+
+def jetson_faults(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
+    """Yield known faults of this L4T, Docker or TensorRT on Jetsons, with what helps.
+
+    Sources: llama.cpp#23732, pytorch#185240; moby#49557; NVIDIA/TensorRT#4832.
+    """
+    release = release_numbers(machine.l4t or "0")
+    if (36, 4, 7) <= release < (37,):
+        yield (
+            f"L4T {machine.l4t}: allocating GPU memory can fail though memory is free, since the "
+            "fix of NvMap in 36.4.7: restart the board, keep memory free (fewer models, no "
+            "desktop), or use L4T 36.4.4"
+        )
+    installed = _DOCKER.search(file_text(root / "var/lib/dpkg/status"))
+    docker = int(installed[1]) if installed else 0
+    if (36,) <= release < (37,) and docker >= _DOCKER_RAW:
+        yield (
+            f"Docker {docker} needs iptables' table raw, which the kernel of JetPack 6 lacks: "
+            "containers with published ports do not start, and `docker build` has no network: use "
+            "--network host for both, or install Docker 27"
+        )
+    tensorrt = machine.packages.get("tensorrt", "")
+    if release_numbers(re.sub(r"[^\d.].*", "", tensorrt) or "0")[:3] == (10, 16, 2):
+        yield (
+            f"TensorRT {tensorrt} on an Orin refuses INT8 pairs with float16 scales (Could not "
+            "infer output types for dequantize): quantize without --other-nodes fp16"
+        )
+
+
+def first_jetpack(profile: Profile) -> JetPack | None:
+    """Return the first release for the module whose TensorRT runs there."""
+    return next((row for row in JETPACKS if jetpack_fits(profile, row)), None)
+
+
+def jetpack_fits(profile: Profile, row: JetPack) -> bool:
+    """Return whether the release is for the module and its TensorRT runs there."""
+    known = profile.compute_capability in row.compute_capabilities
+    return known and in_range(profile, row.tensorrt)
+
+
+def _tensorrt(profile: Profile, machine: Machine) -> Iterator[str]:
+    for name in RUNTIMES["tensorrt"].packages if profile.runtime == "tensorrt" else ():
+        version = machine.packages.get(name)
+        if version and not in_range(profile, version):
+            yield f"{name} {version} is installed, {profile.name} needs {range_text(profile)}"
+            return
+        if version and profile.boards and (11, 0) <= version_numbers(version)[:2] < (11, 4):
+            yield f"{name} {version} is installed, but TensorRT 11.0 to 11.3 run on no Jetson"
+            return
+
+
+def in_range(profile: Profile, version: str) -> bool:
+    """Return whether this TensorRT runs there; a version without a number is accepted."""
+    numbers = version_numbers(version)[:2]
+    low = max(version_numbers(_OLDEST_TENSORRT), version_numbers(profile.tensorrt_min or "0"))
+    return not numbers or low <= numbers <= version_numbers(profile.tensorrt_max or "999")
+
+
+def range_text(profile: Profile) -> str:
+    """Return the versions of TensorRT that run there: "10.3 or later"."""
+    low = max(_OLDEST_TENSORRT, profile.tensorrt_min or "0", key=release_numbers)
+    return f"{low} to {profile.tensorrt_max}" if profile.tensorrt_max else f"{low} or later"
+
+
+def _memory(profile: Profile, machine: Machine) -> Iterator[str]:
+    here = [gpu.memory_bytes for gpu in machine.gpus if gpu.name in profile.gpu_names]
+    here_bytes, expected = (here or [None])[0], profile.memory_bytes
+    if here_bytes and expected and here_bytes < _MEMORY_SHARE * expected:
+        yield (
+            f"the driver reports {here_bytes / 2**30:.1f} GiB of GPU memory, {profile.name} has "
+            f"{expected / 2**30:.1f}: a MIG slice, or another variant of the card"
+        )
+
+
+def _driver(machine: Machine) -> Iterator[str]:
+    """Check that the driver runs the wheels' CUDA major. A Jetson's driver is JetPack's."""
+    branches = [gpu.driver.partition(".")[0] for gpu in machine.gpus]
+    driver = min((int(each) for each in branches if each.isdecimal()), default=None)
+    for name, version in machine.packages.items():
+        suffix = re.search(r"-cu(1[0-9])$", name)
+        major = int(suffix[1]) if suffix else 0
+        if name == "nvidia-cuda-runtime":
+            major = (release_numbers(version) or (0,))[0]
+        needed = LEAST_DRIVERS.get(major)
+        if driver and needed and driver < needed:
+            yield (
+                f"driver {machine.gpus[0].driver} does not run CUDA {major}, which {name} "
+                f"{version} needs: install driver {needed} or later"
+            )
+            return
+
+
+def _power_mode(profile: Profile, machine: Machine) -> Iterator[str]:
+    known = [mode.name for mode in profile.power_modes]
+    if machine.power_mode is None:
+        yield (
+            "the power mode is not known: /var/lib/nvpmodel/status and /etc/nvpmodel.conf cannot "
+            "be read (in a container, mount them)"
+        )
+    elif known and machine.power_mode not in known:
+        yield (
+            f"power mode {machine.power_mode} is not one that {profile.name} knows "
+            f"({', '.join(known)}): its clocks and multiprocessors are not known"
+        )

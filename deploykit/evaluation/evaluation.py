@@ -61,7 +61,7 @@ def evaluate(
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        sizes: sizes of the random inputs' dynamic axes; others are those of `random_inputs`.
+        random: inputs where there are no samples; by default those of `comparison_feeds`.
         shares: outputs from 0 to 1. Where one is below 0.001 everywhere, as the map of a detector
             that finds nothing, its SQNR says nothing: others decide, and none but such fails.
 

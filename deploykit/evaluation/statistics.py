@@ -43,12 +43,7 @@ def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[floa
     the interval holds for blocks that depend on each other; fewer, at least two, have to be
     independent, as fresh processes are.
     """
-    rows = finite(rows_per_block, "rows per block")
-    seconds = finite(seconds_per_block, "seconds per block")
-    if rows.shape != seconds.shape or len(rows) < 2:
-        raise BadInput(f"a rate needs 2 blocks or more, got {len(rows)} and {len(seconds)}")
-    if (seconds <= 0).any() or (rows < 0).any():
-        raise BadInput("a block needs a length above 0 s and no negative number of rows")
+    rows, seconds = np.asarray(rows_per_block, float), np.asarray(seconds_per_block, float)
     rate = float(rows.sum() / seconds.sum())
     half = half_width_of_series((rows - rate * seconds) / seconds.mean())
     return Interval(rate, max(0.0, rate - half), rate + half)
@@ -60,8 +55,6 @@ def proportion(successes: float, n: int) -> Interval:
     Trials that each succeed by a share of their own may be given by the sum of these: the interval
     is then rather too large than too small, as no other values in 0..1 vary as much as 0 and 1.
     """
-    if n < 1 or not 0 <= successes <= n:
-        raise BadInput(f"{successes} of {n} is not a proportion")
     share = successes / n
     centre = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
@@ -109,9 +102,8 @@ def paired_drop(
     of two other values, such as 0 and 100, in their own unit. Any other scores: the paired t
     interval with the same addition, a loss and a gain of the whole range of the scores: a loss that
     is rare and large is missing from most small samples, and their spread says nothing of it.
-    Raises BadInput on scores that cannot be paired.
     """
-    reference, candidate = _pair_scores(reference_scores, candidate_scores, metric)
+    reference, candidate = (finite(s, metric) for s in (reference_scores, candidate_scores))
     n = len(reference)
     lost = int((candidate < reference).sum())
     gained = int((candidate > reference).sum())
@@ -149,13 +141,13 @@ def relative_rise(
     out. The rise is exp(mean difference) - 1, its interval the paired one carried through exp,
     which keeps its coverage. Samples are the clusters, as the tokens of one are not independent
     (Miller, "Adding Error Bars to Evals", arXiv:2411.00640); the weighted mean has the ratio
-    estimator's variance, as in `throughput`. Raises BadInput on scores that cannot be paired.
+    estimator's variance, as in `throughput`. Raises BadInput where no label counts.
     """
-    reference, candidate = _pair_scores(reference_scores, candidate_scores, metric)
-    tokens = finite(weights, f"{metric}: weights")
-    if tokens.shape != reference.shape or (tokens < 0).any() or not (tokens > 0).any():
-        raise BadInput(f"{metric}: no sample has a label that counts")
+    reference, candidate = (finite(s, metric) for s in (reference_scores, candidate_scores))
+    tokens = np.asarray(weights, np.float64)
     used = tokens > 0
+    if not used.any():
+        raise BadInput(f"{metric}: no sample has a label that counts")
     reference, candidate, tokens = reference[used], candidate[used], tokens[used]
     differences = reference - candidate
     n = len(differences)
@@ -197,10 +189,7 @@ def ratio(
     ratios hold together (Bonferroni: Dunn, JASA 56, 1961). `assumed`: a standard deviation of the
     logs that the rounds cannot show, and that comes on top.
     """
-    over, under = finite(a, "rates"), finite(b, "rates")
-    if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
-        raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
-    logs = np.log(over) - np.log(under)
+    logs = np.log(np.asarray(a, float)) - np.log(np.asarray(b, float))
     tail = _TAIL / tests
     half = math.hypot(half_width_of_series(logs, tail), assumed * t_quantile(_MANY, tail))
     mean = float(logs.mean())
@@ -244,18 +233,6 @@ def _t_table(freedom: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _share(mean: Interval) -> Interval:
     return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
-
-
-def _pair_scores(
-    reference_scores: Values, candidate_scores: Values, metric: str
-) -> tuple[np.ndarray, np.ndarray]:
-    reference = finite(reference_scores, f"{metric} of the reference")
-    candidate = finite(candidate_scores, f"{metric} of the candidate")
-    if len(candidate) != len(reference):
-        raise BadInput(
-            f"{metric}: {len(reference)} scores of the reference, {len(candidate)} of the candidate"
-        )
-    return reference, candidate
 
 
 def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> Interval:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
+from onnx import helper
 
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.evidence import (
     CalibrationRecord,
     Evaluation,
@@ -25,8 +27,9 @@ from deploykit.core.evidence import (
     SearchRecord,
 )
 from deploykit.core.files import sha256
-from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS
+from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS, WEIGHTS
 from deploykit.core.profile import Profile
+from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
@@ -43,16 +46,17 @@ from deploykit.evaluation.feeds import (
     given_sizes,
     rows_that_run,
 )
-from deploykit.evaluation.parity import DRAWS_NUMBERS, draws_numbers
+from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_numbers
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
+from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
-from deploykit.quantization.half_precision import lacking_in
-from deploykit.quantization.opset import needed_opset, with_opset
+from deploykit.quantization.half_precision import PAIR_OPSET, lacking_in
 
 if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Calibration
     from deploykit.quantization.scales import Scales
+
 
 DEFAULT_METRIC = "top1"
 _FEW_AGREE = 0.9
@@ -311,7 +315,7 @@ def evaluate_engines(
     if found.passed:
         return found
     feeds = feeds or job.feeds(reference, candidate)[0]
-    if draws_numbers(reference, max(feeds, key=_values)):
+    if draws_numbers(reference, max(feeds, key=lambda each: sum(a.size for a in each.values()))):
         return replace(found, why=f"{found.why}; {DRAWS_NUMBERS}")
     if converted is None or found.sqnr_db != -math.inf:
         return found
@@ -324,10 +328,6 @@ def evaluate_engines(
         first = first_divergence(job.source, round_halves(converted), [each], sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
     return found
-
-
-def _values(feeds: Feeds) -> int:
-    return sum(array.size for array in feeds.values())
 
 
 def share_outputs(graph: Graph) -> set[str]:
@@ -413,3 +413,98 @@ def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:
         text = f"{share} of the samples change their answer: measure on labelled data before you"
         notes.append(f"{text} rely on it")
     return notes
+
+
+# A stranger's file cannot be exported again, so it is raised to the opset that a precision needs.
+# Operators that mean the same in both opsets keep their nodes; others (ReduceMax, Split, Upsample)
+# are rewritten by onnx's version converter. Either result is compared with the model.
+
+_RAISED_BY_WRITERS = 13
+_MAX_ERROR = 1e-4  # the same arithmetic in other nodes
+
+
+def needed_opset(source: Graph, to: str, runtime: str, other_nodes: str) -> int:
+    """Return the least opset of a graph in `to` with these other nodes; `auto`: of any level."""
+    if to == "auto":
+        return BY_NAME["int8"].min_opset if RUNTIMES[runtime].on_cpu else PAIR_OPSET
+    least = BY_NAME[to].min_opset
+    paired = BY_NAME[to].writer in (PAIRS, WEIGHTS) and other_nodes != "fp32"
+    holds = any(node.op_type.endswith("uantizeLinear") for node in source.skeleton.graph.node)
+    return max(least, PAIR_OPSET) if paired or (BY_NAME[to].writer == CAST and holds) else least
+
+
+def with_opset(
+    model: Artefact,
+    source: Graph,
+    least: int,
+    samples: Samples | None,
+    sizes: Mapping[str, int],
+) -> tuple[Graph, tuple[str, ...]]:
+    """Return `source`, the graph of `model`, in opset `least` or newer, and a note if it changed.
+
+    From 13 on the writers themselves raise one whose operators mean the same in both. Raises
+    BadInput where the graph cannot be converted, or computes something else then.
+    """
+    now = opset(source.model)
+    if now >= least or not now:  # 0: none of ONNX's own operators
+        return source, ()
+    editor = Editor(source)
+    try:
+        raise_opset(editor.model, least)
+    except BadInput:
+        editor = _convert_opset(source, least)
+    else:
+        if now >= _RAISED_BY_WRITERS:
+            return source, ()
+    converted = editor.finish(list(editor.graph.node))
+    what = f"{model}: opset {now}, converted to {least}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = converted.save(Path(folder) / source.path.name, temporary=True).path
+        with load(model, "cpu") as reference:
+            feeds, _ = comparison_feeds(reference, reference, samples, None, sizes)
+            try:
+                with load(path, "cpu") as engine:
+                    parity = compare_engines(
+                        reference,
+                        engine,
+                        feeds[:4],
+                        max_error=_MAX_ERROR,
+                        names=(model.name, f"opset {least}"),
+                        random=samples is None,
+                    )
+                # NaN and infinity at the same places are the same answer
+                same = all(
+                    x.error <= _MAX_ERROR
+                    or (x.floating and x.places_match and x.max_abs <= _MAX_ERROR * (x.scale or 0))
+                    for x in parity.rows
+                )
+                why = "" if same else parity.why
+            except DeploykitError as exc:
+                why = exc.message.replace(f"{folder}/", "")
+    if why:
+        raise BadInput(
+            f"{what}, does not compute the same: {why}",
+            hint=f"export it again with opset {least}",
+        )
+    return converted, (f"{what}: {parity.why if parity.passed else 'equal, NaN included'}",)
+
+
+def _convert_opset(source: Graph, least: int) -> Editor:
+    """Let onnx rewrite the graph. Raises BadInput naming the operator that it cannot convert."""
+    editor = Editor(source)
+    try:  # its large weights are inputs here, of any size
+        converted = onnx.version_converter.convert_version(editor.model, least)
+    except (RuntimeError, ValueError, onnx.version_converter.ConvertError) as failure:
+        raise BadInput(
+            f"{source.path.name}: opset {opset(source.model)} cannot be converted to {least}, "
+            f"which this precision needs: {first_line(failure)}",
+            hint=f"export it again with opset {least}",
+        ) from failure
+    editor.model.CopyFrom(converted)
+    editor.graph = editor.model.graph
+    for tensor in converted.graph.initializer:  # the converter adds axes and sizes
+        if tensor.name not in editor.inputs:
+            editor.constants.setdefault(tensor.name, tensor)
+    version = helper.OP_SET_ID_VERSION_MAP[("ai.onnx", least)]
+    editor.model.ir_version = max(editor.model.ir_version, version)
+    return editor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,28 +16,31 @@ from statistics import median
 from typing import TypeAlias
 
 import numpy as np
+import onnx
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import CalibrationRecord
 from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples
-from deploykit.engines.engine import Arrays, Engine, load
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.feeds import axis_sizes
 from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
+from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
-from deploykit.quantization import dynamic, half_precision, qdq, weights
+from deploykit.graph.skeleton import read_names
+from deploykit.quantization import half_precision, qdq, weights
 from deploykit.quantization.calibrate import Calibration, calibrate
-from deploykit.quantization.smoothquant import smooth
+from deploykit.quantization.formats import transposed
+from deploykit.quantization.qdq_placement import quantizable_nodes
 
 # The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
 # A calibrator must gain a quarter of a decibel on the first few samples, or it is dropped.
 FEW, WORTH = 8, 0.06
 OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
-EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
 # the number of samples, the inputs, and the model's outputs
 Batches: TypeAlias = list[tuple[int, Arrays, list[np.ndarray]]]
@@ -75,7 +79,7 @@ def convert(
     if precision.writer == WEIGHTS:
         typed = weights.to_weight_only(source, to)
     elif precision.writer == DYNAMIC:
-        typed = dynamic.to_dynamic(source, keep_float32=keep_float32)
+        typed = weights.to_dynamic(source, keep_float32=keep_float32)
     elif calibration is None:
         raise BadInput(
             f"`to` {to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"
@@ -117,7 +121,7 @@ def choose_scales(
         if not (peaks and norms):
             return best
         graph, names = smooth(scales.graph, peaks)
-        if not names or not trials.computes_the_same(graph):
+        if not names:
             return best
         again = calibrate(graph, samples, batch_size=max(rows for rows, *_ in batches))
         record = scales.record and replace(scales.record, smoothed=names)
@@ -180,12 +184,6 @@ class _Trials:
             engine = open_as_written(graph.path)  # optimised, it would hold float32 weights, too
         with engine:
             return _noise(engine, batches)
-
-    def computes_the_same(self, graph: Graph) -> bool:
-        """Return whether a smoothed graph gives the model's outputs in float32."""
-        saved = graph.save(self.folder / "smoothed.onnx", temporary=True)
-        with load(saved.path, "cpu") as engine:
-            return bool(_noise(engine, self.batches).mean() <= EQUAL)
 
     def _sqnr_db(self, noise: Mapping[str, np.ndarray]) -> dict[str, float]:
         shares = {method: float(rows.mean()) for method, rows in noise.items()}
@@ -282,3 +280,82 @@ def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> floa
         signal, noise = float(np.sum(x**2)), float(np.sum((x - y) ** 2))
         total += noise / signal if signal > 0 else (math.inf if noise > 0 else 0.0)
     return total
+
+
+# SmoothQuant moves outliers of a LayerNorm's output into the weights of the MatMuls that read it.
+# A channel that is a hundred times larger than the others sets the one scale of its tensor, and the
+# others round to nothing. Dividing each channel by a factor, and multiplying the weights that it
+# meets by the same, computes the same but rounds better: G. Xiao et al., "SmoothQuant", ICML 2023.
+# Factors here are powers of two, so that float32 gives the same to the last bit.
+
+ALPHA = 0.5  # the paper's share of the difficulty that moves into the weights
+
+
+def smooth(
+    source: Graph, channel_peaks: Mapping[str, Sequence[float]]
+) -> tuple[Graph, tuple[str, ...]]:
+    """Return the float32 graph with smoothed LayerNorms, and the outputs of these.
+
+    `channel_peaks`: the largest magnitude in each channel of a LayerNorm's output; one that has
+    none there is left alone. `source` stays as it is.
+    """
+    editor = Editor(source)
+    fold(editor)
+    constants, readers = editor.constants, dict[str, list[onnx.NodeProto]]()
+    for place in quantizable_nodes(editor, ("Gemm", "MatMul")):
+        node = editor.graph.node[place]
+        turned = any(each.name == "transA" and each.i for each in node.attribute)
+        if len(constants[node.input[1]].dims) == 2 and not turned:
+            readers.setdefault(node.input[0], []).append(node)
+    reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
+    nodes, done = list[onnx.NodeProto](), list[str]()
+    for norm in editor.graph.node:
+        nodes.append(norm)
+        name = norm.output[0] if norm.output else ""
+        if (
+            norm.op_type != "LayerNormalization"
+            or name not in channel_peaks.keys() & readers.keys()
+            or any(each and each not in constants for each in norm.input[1:])
+        ):
+            continue
+        peaks = np.asarray(channel_peaks[name], np.float64)
+        factors = _factors(editor, readers[name], peaks)
+        if (factors == 1).all():
+            continue
+        done.append(name)
+        for node in readers[name]:
+            _multiply(editor, node, 1, factors[:, None] if _by_rows(node) else factors)
+        if reads[name] == len(readers[name]):  # nothing else reads it: no node is added
+            for place in range(1, len(norm.input)):
+                _multiply(editor, norm, place, 1 / factors)
+            continue
+        inverse = editor.store(f"{name}_smoothing", (1 / factors).astype(np.float32))
+        smoothed = editor.fresh(f"{name}_smoothed")
+        nodes.append(editor.node("Mul", [name, inverse], smoothed))
+        for node in readers[name]:
+            node.input[0] = smoothed
+    return editor.finish(nodes), tuple(done)
+
+
+def _factors(editor: Editor, readers: Sequence[onnx.NodeProto], peaks: np.ndarray) -> np.ndarray:
+    """Return each channel's divisor: sqrt(its peak / that of its weights), a power of two."""
+    weights = np.zeros_like(peaks)
+    for node in readers:
+        magnitudes = np.abs(editor.array(node.input[1]))
+        weights = np.maximum(weights, magnitudes.max(axis=1 if _by_rows(node) else 0))
+    known = (peaks > 0) & (weights > 0) & np.isfinite(peaks)
+    ratio = np.log2(np.where(known, peaks, 1)) * ALPHA
+    ratio -= np.log2(np.where(known, weights, 1)) * (1 - ALPHA)
+    return np.asarray(np.exp2(np.rint(ratio - np.median(ratio))))
+
+
+def _by_rows(node: onnx.NodeProto) -> bool:
+    """Return whether a weight is [inputs, outputs]; otherwise it is [outputs, inputs]."""
+    return node.op_type == "MatMul" or not transposed(node)
+
+
+def _multiply(editor: Editor, node: onnx.NodeProto, place: int, factors: np.ndarray) -> None:
+    name = node.input[place]
+    if name:
+        values = (editor.array(name) * factors).astype(np.float32)
+        node.input[place] = editor.store(f"{name}_smoothed", values)

@@ -38,9 +38,10 @@ from deploykit.evaluation.statistics import ratio
 from deploykit.graph import cost, storage
 from deploykit.graph.cost import Ceilings, NodeCost
 from deploykit.graph.graph import Graph
-from deploykit.quantization import dynamic, qdq
+from deploykit.quantization import qdq
 from deploykit.quantization.job import Job, evaluate_engines, open_both
 from deploykit.quantization.scales import Scales, noise_share
+from deploykit.quantization.weights import dynamic_nodes
 
 
 @dataclass(frozen=True)
@@ -446,7 +447,7 @@ class _Candidates:
             if precision.writer == PAIRS:
                 nodes = qdq.quantizable(source, self.runtime, precision.name)
             elif precision.writer == DYNAMIC:
-                nodes = dynamic.quantizable(source)
+                nodes = dynamic_nodes(source)
                 if not nodes:
                     continue
             levels.append(self._level(name, precision.bits, nodes))

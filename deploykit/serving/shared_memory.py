@@ -40,35 +40,38 @@ class Region:
 
 
 @dataclass(frozen=True)
-class _OpenRegion:
-    """A registered span of a shared-memory object; `file` is open until `close`."""
+class _OpenRegion(Region):
+    """A registered span of the object `key`, which is open as `file`."""
 
     key: str
-    offset: int
-    byte_size: int
     file: int
 
-    def read(self, name: str, at: int, into: np.ndarray) -> None:
+    def read(self, at: int, into: np.ndarray) -> None:
         left, at = into.data, self.offset + at
         while left:
             try:
                 count = os.preadv(self.file, [left], at)
             except OSError as exc:
-                raise BadInput(f"region '{name}': {os_reason(exc)}") from exc
+                raise _problem(f"region '{self.name}'", exc) from exc
             if count == 0:
-                raise _shrunk(name)
+                raise self._shrunk()
             left, at = left[count:], at + count
 
-    def write(self, name: str, at: int, data: memoryview) -> None:
+    def write(self, at: int, data: memoryview) -> None:
         left, at = data, self.offset + at
         if os.fstat(self.file).st_size < at + left.nbytes:  # writing would enlarge the file again
-            raise _shrunk(name)
+            raise self._shrunk()
         while left:
             try:
                 count = os.pwrite(self.file, left, at)
             except OSError as exc:  # /dev/shm is full, or the object is read-only for the server
-                raise _problem(f"region '{name}'", exc) from exc
+                raise _problem(f"region '{self.name}'", exc) from exc
             left, at = left[count:], at + count
+
+    def _shrunk(self) -> BadInput:
+        return BadInput(
+            f"region '{self.name}': its shared memory is smaller than when it was registered"
+        )
 
 
 class SharedMemory(Closing):
@@ -105,7 +108,7 @@ class SharedMemory(Closing):
             if end > most:
                 os.close(file)
                 raise BadInput(f"{where}: it would end at byte {end}, the object has {most}")
-            self._regions[region] = _OpenRegion(str(key), start, size, file)
+            self._regions[region] = _OpenRegion(region, start, size, str(key), file)
 
     def unregister(self, name: str | None = None) -> None:
         """Close one region, or all for None. As in Triton, an unknown name is ignored."""
@@ -134,7 +137,7 @@ class SharedMemory(Closing):
         with self._lock:
             found = self._find(region)
             copy = np.empty(region.byte_size, np.uint8)
-            found.read(region.name, region.offset, copy)
+            found.read(region.offset, copy)
         copy.flags.writeable = False
         return copy.data
 
@@ -146,7 +149,7 @@ class SharedMemory(Closing):
             if view.nbytes > region.byte_size:
                 sizes = f"{view.nbytes} bytes, the request reserved {region.byte_size}"
                 raise BadInput(f"region '{region.name}': the output has {sizes}")
-            found.write(region.name, region.offset, view)
+            found.write(region.offset, view)
 
     def close(self) -> None:
         self.unregister()
@@ -189,7 +192,3 @@ def _problem(what: str, exc: OSError, hint: str | None = None) -> BadInput | Ove
     if exc.errno in _FULL:  # not the client's fault
         return Overloaded(text, hint="try again later")
     return BadInput(text, hint=hint)
-
-
-def _shrunk(name: str) -> BadInput:
-    return BadInput(f"region '{name}': its shared memory is smaller than when it was registered")

@@ -451,7 +451,7 @@ def use_tf32(on: bool) -> Iterator[None]:
     """Let float32 products on the GPU use TF32, or not; the settings of the process come back.
 
     torch has two switches, and both are set, so that a library may read either. Where the newer
-    one (2.9) was set by itself, torch refuses to read the older one.
+    one was set by itself, torch refuses to read the older one.
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
@@ -459,9 +459,8 @@ def use_tf32(on: bool) -> Iterator[None]:
     for place in (matmul, cudnn):
         with contextlib.suppress(RuntimeError):
             previous.append((place, "allow_tf32", place.allow_tf32))
-    if hasattr(matmul, "fp32_precision"):
-        for place in (matmul, cudnn.conv, cudnn.rnn):
-            previous.append((place, "fp32_precision", place.fp32_precision))
+    for place in (matmul, cudnn.conv, cudnn.rnn):
+        previous.append((place, "fp32_precision", place.fp32_precision))
     values = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
     try:
         matmul.allow_tf32 = cudnn.allow_tf32 = on
@@ -701,7 +700,6 @@ class Run:
         return float(sum(waited) / max(sum(seconds), 1e-9))
 
     def _parts(self) -> dict[str, Any]:
-        """Return what has weights or numbers of its own, as torch saves them."""
         own = {"module": self.module, "optimiser": self.stepper.optimiser}
         return {**own, "schedule": self.stepper.schedule, "scaler": self.stepper.scaler}
 

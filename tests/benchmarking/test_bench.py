@@ -62,7 +62,6 @@ def timed(*engines: Path, **options: Any) -> Any:
 
 
 def run_bench(patch: pytest.MonkeyPatch, *words: object) -> int:
-    """The exit code of the command."""
     short = ("--seconds", "0.05", "--batches", "1")
     patch.setattr(sys, "argv", [str(word) for word in ("deploykit", "bench", *words, *short)])
     with pytest.raises(SystemExit) as ended:
@@ -329,7 +328,6 @@ def test_a_batch_axis_of_any_name_is_swept_with_the_sizes_asked_for(sequence: Pa
 
 
 def test_random_numbers_that_a_model_refuses_are_named_before_the_search(tmp_path: Path) -> None:
-    """Token types of two kinds: ONNX Runtime's own words did not say whose numbers these were."""
     nodes, table = (("Gather", ["table", "i"], "y"),), {"table": np.zeros((1, 2), np.float32)}
     case = Case("table", ("i:int64[N]",), ("y:float32[N,2]",), nodes, "", dict, table)
     with pytest.raises(dk.BadInput, match="out of data bounds") as caught:
@@ -488,7 +486,6 @@ def test_the_report_is_about_the_engines_that_were_given(wrong: Report, paths: l
 
 @alone
 def test_each_engine_has_its_own_accuracy(paths: list[Path]) -> None:
-    """A wrong engine's took the place of the baseline's: both are float32."""
     data = paths[0].with_name("data.npz")
     x = np.random.default_rng(2).standard_normal((64, 16)).astype(np.float32)
     np.savez(data, x=x, labels=(x @ WEIGHTS).argmax(axis=1))

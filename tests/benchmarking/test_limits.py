@@ -25,8 +25,6 @@ from tests.support.onnx_zoo import mnist_like, save
 
 
 def test_a_probe_that_finds_no_room_is_a_gap_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended the run, after its search, with the name of a file that nobody had asked for."""
-
     def full(**_: object) -> None:
         raise Unsupported("/tmp/deploykit-probe/chain.onnx: no space left on the disk")
 
@@ -48,8 +46,6 @@ def test_a_short_run_waits_for_no_probe(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Meter:
-    """One reading after the other."""
-
     def __init__(self, *joules: float) -> None:
         self.sources = {"cpu": "RAPL, 1 package"}
         self.why = {"cuda:0": "no meter"}

@@ -19,16 +19,12 @@ from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import (
     build,
     check,
-    element_types,
-    precision_flags,
 )
 from deploykit.building.tensorrt.options import AxisRange
-from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.errors import BadInput, Unsupported
 from deploykit.engines.tensorrt.log import logger, recorder
-from deploykit.quantization.calibrate import Range
 from tests.support.builders.nvidia_cases import ask, checked, needs, options
-from tests.support.graphs.data import calibration
-from tests.support.graphs.protos import to_half, to_pairs
+from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
@@ -67,19 +63,6 @@ def node(kind: str, inputs: str, output: str, name: str = "", **more: Any) -> on
     return helper.make_node(kind, inputs.split(), [output], name=name, **more)
 
 
-def parsed(path: Path) -> tuple[Any, Any, bool]:
-    """A builder, the network of a file and whether the parser took it, without our checks."""
-    nv = module.module()
-    builder = module.start(nv)
-    network = builder.create_network(1 << int(nv.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = nv.OnnxParser(network, module.logger(nv))
-    with module.collect_log(nv) as lines:
-        taken = parser.parse_from_file(str(path))
-    if not taken:
-        return builder, module.parser_reasons(parser, lines), False
-    return builder, network, True
-
-
 @pytest.mark.parametrize("graph", [linear, conv_relu, two_inputs, int64_ids, mnist_like])
 def test_a_good_file_is_accepted_and_nothing_is_written(
     graph: Callable[[], Model], tmp_path: Path
@@ -92,15 +75,6 @@ def test_a_good_file_is_accepted_and_nothing_is_written(
     assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
 
 
-@pytest.mark.parametrize("words", [("?", "?"), ("None", "None"), ("-1", "unknown")], ids=str)
-def test_axes_of_unknown_size_have_a_range_each(tmp_path: Path, words: tuple[str, str]) -> None:
-    """TensorRT takes axes of one name for axes of one size."""
-    nodes = [node("GlobalAveragePool", "x", "p", "pool"), node("Flatten", "p", "y", "flat")]
-    model = make(nodes, {"x": ("N", 3, *words)}, {"y": ("N", 3)}, {})
-    axes = {"x_2": AxisRange(48, 48, 48), "x_3": AxisRange(100, 192, 320)}
-    assert checked(model, tmp_path, axes=axes).accepted
-
-
 def test_a_named_axis_is_found_in_the_file(tmp_path: Path) -> None:
     model = make([node("Relu", "x", "y")], {"x": ("N", "T", 4)}, {"y": ("N", "T", 4)}, {})
     assert checked(model, tmp_path, axes={"T": AxisRange(2, 24, 32)}).accepted
@@ -110,50 +84,7 @@ def test_a_named_axis_is_found_in_the_file(tmp_path: Path) -> None:
         checked(linear(), tmp_path, axes={"T": AxisRange(2, 24, 32)})
 
 
-@pytest.mark.parametrize(
-    "given", [{"batch": AxisRange(0, 1, 2)}, {"hardware_compatible": "ampere-plus"}], ids=str
-)
-def test_an_empty_batch_and_options_of_the_builder_are_taken(
-    tmp_path: Path, given: dict[str, Any]
-) -> None:
-    found = checked(linear(), tmp_path, **given)
-    assert found.accepted, found.problems
-
-
 # types
-
-
-def _typed(kinds: list[int]) -> Model:
-    """Casts of x through each of `kinds` and back; int8 by a symmetric Q/DQ pair."""
-    nodes, last = [], "x"
-    for n, kind in enumerate(kinds):
-        if kind == INT8:
-            nodes.append(node("QuantizeLinear", f"{last} s z", f"q{n}", f"q{n}"))
-            nodes.append(node("DequantizeLinear", f"q{n} s z", f"b{n}", f"d{n}"))
-        else:
-            nodes.append(node("Cast", last, f"c{n}", f"c{n}", to=kind))
-            nodes.append(node("Cast", f"c{n}", f"b{n}", f"b{n}", to=TensorProto.FLOAT))
-        last = f"b{n}"
-    nodes.append(node("Relu", last, "y", "relu"))
-    return raw(nodes, {"s": np.array(0.1, np.float32), "z": np.array(0, np.int8)})
-
-
-@pytest.mark.parametrize(
-    ("kinds", "flags"),
-    [
-        ([], ()),
-        ([TensorProto.FLOAT16], ("FP16",)),
-        ([TensorProto.BFLOAT16], ("BF16",)),
-        ([INT8, TensorProto.FLOAT16], ("FP16", "INT8")),
-    ],
-    ids=["fp32", "fp16", "bf16", "int8 and fp16"],
-)
-def test_the_types_of_a_parsed_network_give_the_older_flags(
-    kinds: list[int], flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    _builder, network, taken = parsed(save(_typed(kinds), tmp_path / "m.onnx"))
-    assert taken
-    assert precision_flags(element_types(network)) == flags
 
 
 def _unary() -> list[str]:
@@ -193,36 +124,7 @@ def test_what_the_parser_takes_in_float32_it_takes_as_we_cast_it(
     assert [checked(half, tmp_path).accepted for half in halves] == [True, True]
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_a_transposed_convolution_in_int8_is_accepted_with_a_scale_per_output(
-    group: int, tmp_path: Path
-) -> None:
-    """Its 8 inputs and 4 outputs tell the axes apart: a scale for each of axis 0 is refused."""
-    weights = {"W": np.ones((8, 4 // group, 2, 2), np.float32)}
-    transposed = node("ConvTranspose", "x W", "y", strides=[2, 2], group=group)
-    model = make([transposed], {"x": ("N", 8, 4, 4)}, {"y": ("N", 4, 8, 8)}, weights)
-    int8 = to_pairs(model, calibration(dict.fromkeys("xy", Range(-1, 1))))
-    assert checked(int8, tmp_path).problems == ()
-    axes = [a for n in int8.graph.node for a in n.attribute if a.name == "axis"]
-    assert len(axes) == (group == 1)
-    for axis in axes:
-        axis.i = 0
-        (problem,) = checked(int8, tmp_path).problems
-        assert "scales is not equal to the number of output channels" in str(problem)
-
-
 # progress
-
-
-def test_progress_is_reported_and_never_falls(tmp_path: Path) -> None:
-    reported: list[tuple[str, float]] = []
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    check(path, options(), lambda text, share: reported.append((text, share)))
-    shares = [share for _, share in reported]
-    assert reported[0] == ("parsing", 0.0)
-    assert len(reported) > 10
-    assert shares == sorted(shares)
-    assert 0.5 < shares[-1] <= 1.0
 
 
 def test_ctrl_c_in_the_middle_of_a_build_ends_it(tmp_path: Path) -> None:
@@ -306,18 +208,6 @@ def test_types_that_disagree_are_bad_input(tmp_path: Path) -> None:
         checked(raw(nodes), tmp_path)
 
 
-def test_damaged_empty_and_missing_files_are_not_given_to_the_parser(tmp_path: Path) -> None:
-    path = tmp_path / "cut.onnx"
-    path.write_bytes(linear().SerializeToString()[:100])
-    with pytest.raises(BadInput, match=r"cut\.onnx: is a truncated or damaged ONNX file"):
-        check(path, options())
-    path.write_bytes(b"")
-    with pytest.raises(BadInput, match="the file is empty"):
-        check(path, options())
-    with pytest.raises(NotFound, match=r"none\.onnx"):
-        check(tmp_path / "none.onnx", options())
-
-
 def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="m.data")
@@ -325,9 +215,6 @@ def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) ->
     (tmp_path / "m.data").unlink()
     with pytest.raises(BadInput, match=r"m\.data"):
         check(path, options())
-    _builder, reasons, taken = parsed(path)  # the parser's own, if they go missing in between
-    assert not taken
-    assert f"cannot be read: {tmp_path / 'm.data'}" in reasons[0].text
 
 
 def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> None:

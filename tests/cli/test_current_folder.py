@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,33 +61,25 @@ class Folder:
     """
 
     def __init__(self, place: Path, names: Sequence[str] = HOSTILE) -> None:
-        self.path, programs = place / "downloads", place / "bin"
-        self._mark = place / "mark"
-        for folder in (self.path, programs):
-            folder.mkdir()
+        self.path, program, self._mark = place / "downloads", place / "deploykit", place / "mark"
+        self.path.mkdir()
         for name in names:
             code = f"open({str(self._mark)!r}, 'a').write({name!r} + ' ')\nraise ImportError\n"
             (self.path / f"{name}.py").write_text(code)
-        program = programs / "deploykit"
         program.write_text(PROGRAM.format(lines=COMMANDS))
         self.deploykit = [sys.executable, str(program)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process: dict[str, Any] = {"cwd": self.path, "env": environment}
 
     def ran(self) -> str:
         """The names of the modules that ran."""
         return self._mark.read_text() if self._mark.exists() else ""
 
-    def run(self, *words: str, start: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+    def run(self, *words: str, start: Sequence[str] = ()) -> tuple[int, str]:
         """Run a command in the folder; its exit code and what it printed."""
-        done = subprocess.run(
-            [*(start or self.deploykit), *words],
-            cwd=self.path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        command = [*(start or self.deploykit), *words]
+        out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, **self.process, **out, timeout=LIMIT_S, check=False)
         assert self.ran() == "", done.stdout
         return done.returncode, done.stdout
 
@@ -101,12 +94,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return made
 
 
-def test_neither_a_command_nor_pip_runs_a_file_of_the_current_folder(folder: Folder) -> None:
+def test_no_command_nor_pip_nor_boot_runs_a_file_of_the_current_folder(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(folder.process["env"], "PIP_NO_INDEX", "1")
     words = "bundle model.onnx --profile cpu --wheels -o wheels"
-    code, out = folder.run(*words.split(), PIP_NO_INDEX="1")
+    code, out = folder.run(*words.split())
     assert code == 3
     assert "pip could not download" in out
     assert "No matching distribution" in out
+    options = ("--cache", "cache", "--http-port=0", "--grpc-port=none")
+    command = [*folder.deploykit, "boot", "bundle", *options]
+    with subprocess.Popen(command, **folder.process, stdout=subprocess.PIPE) as device:
+        assert device.stdout is not None
+        line = device.stdout.readline()
+        device.terminate()
+    assert folder.ran() == ""
+    assert json.loads(line)["engine"]["source"] == "build"
 
 
 def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
@@ -125,20 +129,6 @@ def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
         model(folder.path / "new", 2).replace(folder.path / "model.onnx")
         until(lambda: folder.ran() or server.infer(1.0) == (200, [3.0]))
         assert folder.ran() == ""
-
-
-def test_boot_runs_no_file_of_the_current_folder(folder: Folder) -> None:
-    options = ("--cache", "cache", "--http-port=0", "--grpc-port=none")
-    words = [*folder.deploykit, "boot", "bundle", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        words, cwd=folder.path, env=environment, stdout=subprocess.PIPE
-    ) as device:
-        assert device.stdout is not None
-        line = device.stdout.readline()
-        device.terminate()
-    assert folder.ran() == ""
-    assert json.loads(line)["engine"]["source"] == "build"
 
 
 def test_python_m_deploykit_leaves_the_current_folder(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 
 from deploykit.core.files import read_toml
 from tests.support.onnx_zoo import mnist_like, save
-from tests.support.serving.faults import until
 
 LIMIT_S = 120.0
 BEFORE = b"what was there before"
@@ -39,7 +36,8 @@ def place(tmp_path: Path, data: Path) -> Path:
 
 MAPPED = "'onnxruntime_pybind11_state' in Path('/proc/self/maps').read_text()"  # it is at work
 INTERRUPTING = """
-import os, runpy, signal, sys, threading, time
+import json, os, runpy, signal, sys, threading, time
+from urllib.request import urlopen
 from pathlib import Path
 
 def interrupt():
@@ -52,38 +50,20 @@ runpy.run_module("deploykit", run_name="__main__", alter_sys=True)
 """
 
 
-def interrupted(
-    place: Path,
-    words: list[str],
-    when: str = "False",
-    working: Callable[[], bool] | None = None,
-) -> tuple[int, str]:
-    """Run a command that gets SIGINT at its work; its exit code and stderr.
+def interrupted(place: Path, words: list[str], when: str) -> tuple[int, str]:
+    """Run a command that sends itself SIGINT once `when` is true; its exit code and stderr.
 
-    It sends the signal to itself once the expression `when` is true: seen from here, it might have
-    ended meanwhile. Where it would work for minutes, it gets it from here, once `working()` is.
+    Seen from here, it might have ended meanwhile.
     """
     log = place / "stderr.txt"
-    program = INTERRUPTING.format(when=when)
+    command = [sys.executable, "-c", INTERRUPTING.format(when=when), *words]
     with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *words],
-            cwd=place,
-            stdout=subprocess.DEVNULL,
-            stderr=stream,
+        done = subprocess.run(
+            command, cwd=place, stdout=subprocess.DEVNULL, stderr=stream, timeout=LIMIT_S
         )
-        try:
-            if working is not None:
-                until(lambda: working() or process.poll() is not None, LIMIT_S)
-                assert process.poll() is None, log.read_text()
-                process.send_signal(signal.SIGINT)
-            code = process.wait(timeout=LIMIT_S)
-        finally:
-            process.kill()
-            process.wait()
-    said = log.read_text()
+    shown = log.read_text()
     log.unlink()
-    return code, said
+    return done.returncode, shown
 
 
 TRAINED = "'epoch ' in Path('stderr.txt').read_text()"
@@ -121,8 +101,8 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
         save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
     before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
     own = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
-    code, said = interrupted(place, line.replace("RECIPE", own).split(), when)
-    assert (code, "Traceback" in said) == (130, False), said
+    code, shown = interrupted(place, line.replace("RECIPE", own).split(), when)
+    assert (code, "Traceback" in shown) == (130, False), shown
     parts = place / "out.parts"  # those of `predict`, from which the same command goes on
     files = (
         path
@@ -133,28 +113,21 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
     assert not (place / "report").exists()
 
 
-def busy(url: str) -> bool:
-    """Whether the server has answered inference requests."""
-    with urllib.request.urlopen(f"{url}/v2/models/m/stats", timeout=LIMIT_S) as answer:
-        stats = json.loads(answer.read())["model_stats"][0]
-    return stats["inference_count"] > 100
-
-
 def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
     words = ["serve", "m=model.onnx", "--http-port=0", "--grpc-port=none"]
     command = [sys.executable, "-m", "deploykit", *words]
-    server = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE)
-    try:
-        assert server.stdout is not None
-        url = "http://" + json.loads(server.stdout.readline())["http"]
-        words = ["load", url, "--duration", "600"]
-        code, said = interrupted(place, words, working=lambda: busy(url))
-        assert (code, "Traceback" in said) == (130, False), said
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=LIMIT_S) == 130
-    finally:
-        server.kill()
-        server.communicate()
+    with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            url = "http://" + json.loads(server.stdout.readline())["http"]
+            stats = f"json.load(urlopen('{url}/v2/models/m/stats'))['model_stats'][0]"
+            busy = f"{stats}['inference_count'] > 100"
+            code, shown = interrupted(place, ["load", url, "--duration", "600"], busy)
+            assert (code, "Traceback" in shown) == (130, False), shown
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=LIMIT_S) == 130
+        finally:
+            server.kill()
 
 
 RUNNING = """
@@ -178,7 +151,7 @@ def run(_words):
     return 0
 
 main._run = run
-main.script()
+main.main()
 """
 
 

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,45 +21,51 @@ def write(path: Path, code: str) -> Path:
     return path
 
 
+POINT = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+value = 42
+
+
+@dataclass
+class Point:
+    x: int
+"""
+
+
 def test_a_module_or_a_file_and_a_name_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert import_object("json:dumps") is json.dumps
-    path = write(tmp_path / "mine.py", "value = 42")
+    path = write(tmp_path / "mine.py", POINT)
     monkeypatch.chdir(tmp_path)
     for reference in (f"{path}:value", "./mine.py:value", "mine.py:value"):
         assert import_object(reference) == 42
-
-
-def test_classes_of_a_file_can_be_pickled_and_are_dataclasses(tmp_path: Path) -> None:
-    code = (
-        "from __future__ import annotations\n"
-        "from dataclasses import dataclass\n"
-        "@dataclass\nclass Point:\n    x: int\n"
-    )
-    point = import_object(f"{write(tmp_path / 'point.py', code)}:Point")
-    assert callable(point)
+    point: Any = import_object(f"{path}:Point")
     assert pickle.loads(pickle.dumps(point(3))) == point(3)
 
 
-@pytest.mark.parametrize("reference", ["", "json", "json:", ":x", "json:dumps.x", "./m.pt:Net"])
-def test_other_forms_are_refused(reference: str) -> None:
-    with pytest.raises(BadInput, match=r"pkg\.mod:name or \./file\.py:name"):
-        import_object(reference)
+FORM = "is not of the form pkg.mod:name or ./file.py:name"
 
 
 @pytest.mark.parametrize(
     ("reference", "says", "hint"),
     [
+        *((reference, FORM, "") for reference in ("", "json", "json:", ":x", "json:dumps.x")),
+        ("./m.pt:Net", FORM, ""),
         ("no_such_module_here:x", "no module 'no_such_module_here'", "named by its path"),
         ("json.nothing:x", "no module 'json.nothing'", "named by its path"),
         ("json:Dumps", "json has no 'Dumps'", "did you mean dumps?"),
         ("./nothing.py:x", "no such file", ""),
     ],
 )
-def test_what_is_not_there_is_not_found(reference: str, says: str, hint: str) -> None:
-    with pytest.raises(NotFound) as caught:
+def test_what_is_not_there_or_of_another_form_is_refused(
+    reference: str, says: str, hint: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
         import_object(reference)
+    assert isinstance(caught.value, NotFound) == (says != FORM)
     assert says in caught.value.message
     assert hint in (caught.value.hint or "")
 
@@ -131,16 +138,9 @@ from deploykit.core.recipe import Recipe
 from deploykit.core.tensors import parse_spec
 
 RECIPE = Recipe(
-    build=lambda: "a module",
-    data=lambda path: None,
-    inputs=(parse_spec("x:float32[N,4]"),),
-    outputs=(parse_spec("y:float32[N,2]"),),
-    loss=lambda outputs, labels: 0.0,
-    metric=lambda outputs, labels: 1.0,
-    metric_name="top-1",
-    epochs=1,
-    batch_size=2,
-    learning_rate=0.1,
+    build=lambda: "a module", data=None, inputs=(parse_spec("x:float32[N,4]"),),
+    outputs=(parse_spec("y:float32[N,2]"),), loss=None, metric=None, metric_name="top-1",
+    epochs=1, batch_size=2, learning_rate=0.1,
 )
 OTHER = RECIPE
 NUMBER = 3

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,11 @@ from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupporte
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines import engine as runtimes
-from deploykit.engines.engine import Engine, FeedCheck, check_feeds, load
-from tests.support.fake_engine import FakeEngine
+from deploykit.engines.engine import FeedCheck, check_feeds, load
+from tests.support.installed import needs
+from tests.support.onnx_zoo import linear, save
+from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y
+from tests.support.serving.running import WAIT_S
 
 ROW = TensorSpec("a", "float32", ("N", 4))
 BARE = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
@@ -59,7 +66,7 @@ def test_a_wrong_option_is_refused(
     ],
     ids=["missing", "bare weights"],
 )
-def test_a_file_that_is_no_model_is_refused(
+def test_a_missing_file_and_bare_weights_are_refused(
     tmp_path: Path, content: bytes | None, error: type[Exception], says: str
 ) -> None:
     path = tmp_path / "m.file"
@@ -134,14 +141,6 @@ def test_a_repeated_shape_is_known_as_such_and_not_checked_again(
     assert len(looked) == 2
 
 
-def test_every_engine_has_all_that_the_protocol_declares() -> None:
-    declared = {name for name in vars(Engine) if not name.startswith("_")} - {"inputs", "outputs"}
-    engine = FakeEngine()
-    assert all(hasattr(engine, name) for name in declared)
-    assert (engine.limits, engine.notes, engine.steady) == ({}, (), False)
-    assert engine.last_copies_us == (0, 0)
-
-
 def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,3 +158,72 @@ def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
     assert caught.value.message.endswith(f": node 'a' (Attention): {why}")
     assert "Expand before the Attention" in (caught.value.hint or "")
     assert capfd.readouterr().err == ""
+
+
+# an engine that a program keeps: threads share it, and a forked process has to open its own
+
+
+TORCH = """
+import torch
+from deploykit.engines.torch.engine import TorchEngine
+from deploykit.engines.torch.loaded import Loaded
+class Half(torch.nn.Module):
+    def forward(self, x): return (torch.relu(x),)
+specs = [(dk.TensorSpec(name, "float32", ("N", 4)),) for name in "xy"]
+engine = TorchEngine(Loaded(Half(), *specs, "checkpoint"), "m", "cpu", 1)
+"""
+OPENVINO = """
+built = dk.build(sys.argv[1], profile="cpu-openvino", out=sys.argv[2])
+engine = dk.load(built.path)
+"""
+SERVER = """
+server = dk.serve(sys.argv[1], http_port=0, grpc_port=None)
+engine = lambda _: server.wait()
+"""
+OPENED = {
+    "onnxruntime": "engine = dk.load(sys.argv[1])",
+    "openvino": OPENVINO,
+    "torch": TORCH,
+    "server": SERVER,
+}
+FORK = """
+import os, signal, sys
+import numpy as np
+import deploykit as dk
+{opened}
+x = {{"x": np.ones((2, 4), np.float32)}}
+{first}
+if os.fork() == 0:
+    signal.alarm(20)
+    try:
+        engine(x)
+    except dk.Unsupported as exc:
+        print(exc.message, exc.hint, flush=True)
+    os._exit(0)
+os.wait()
+{first}
+{last}
+"""
+
+
+@pytest.mark.parametrize("kind", OPENED)
+@pytest.mark.skipif(sys.platform == "win32", reason="it cannot fork")
+def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path: Path, kind: str) -> None:
+    needs("onnxruntime" if kind == "server" else kind)
+    first, last = ("", "server.close()") if kind == "server" else ("engine(x)", "")
+    script = FORK.format(opened=OPENED[kind], first=first, last=last)
+    path = save(linear(), tmp_path / "m.onnx")
+    command = [sys.executable, "-c", script, path, tmp_path / "o.onnx"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S)
+    assert done.returncode == 0, done.stderr
+    words = "before this process was forked.*after the fork"
+    assert re.search("belongs to the process" if kind == "server" else words, done.stdout)
+
+
+def test_calls_of_several_threads_take_turns_on_a_gpu() -> None:
+    opened = Opened((X, Y), (PROFILE,), slots=1)
+    inputs = [np.full((1 + n % 4, 4), n, np.float32) for n in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda x: opened.engine({"x": x}), inputs)
+        for x, found in zip(inputs, answers, strict=True):
+            np.testing.assert_array_equal(found["y"], 2 * x + 1)

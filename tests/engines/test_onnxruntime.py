@@ -1,10 +1,14 @@
-"""What ONNX Runtime's engine adds to the promises of test_conformance.py; exact integer sums.
+"""What ONNX Runtime's engine adds to the promises of test_conformance.py.
 
 x86-64 without VNNI adds two products of uint8 and int8 in 16 bits: 2 * 255 * 127 does not fit.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,15 +24,13 @@ from deploykit.engines.engine import Engine, load
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from deploykit.building.onnxruntime import build  # noqa: E402
-from deploykit.engines.onnxruntime import file as sums  # noqa: E402
-from deploykit.engines.onnxruntime.engine import (  # noqa: E402
-    open_as_written,
-    open_engine,
-    session_options,
-)
+from deploykit.engines.onnxruntime import file as files  # noqa: E402
+from deploykit.engines.onnxruntime.engine import open_as_written, open_engine, session_options  # noqa: E402
+from deploykit.engines.onnxruntime.file import copies_folder, mapped_copy  # noqa: E402
 from tests.support.graphs.protos import calibrate, to_pairs  # noqa: E402
 from tests.support.graphs.small import node, value, write_graph, write_text  # noqa: E402
 from tests.support.onnx_zoo import mnist_like, save  # noqa: E402
+from tests.support.runtimes.large_model import write_model  # noqa: E402
 
 FLOAT = TensorProto.FLOAT
 ONE = {"w": np.ones(4, np.float32)}
@@ -201,7 +203,7 @@ def one_operator(name: str, folder: Path) -> Path:
 def test_the_largest_sum_is_exact(
     name: str, opened: Callable[[Path], Engine], tmp_path: Path
 ) -> None:
-    if name in ("MatMulInteger", "ConvInteger") and sums.cuts_sums(ort.__version__):
+    if name in ("MatMulInteger", "ConvInteger") and files.cuts_sums(ort.__version__):
         pytest.skip("this ONNX Runtime cuts sums on a CPU without VNNI: refused")
     with opened(one_operator(name, tmp_path)) as engine:
         values = engine({"x": np.full(engine.inputs[0].shape, 255, np.uint8)})["y"]
@@ -211,10 +213,10 @@ def test_the_largest_sum_is_exact(
 @pytest.fixture(params=[("avx2",), ("avx2", "avx512_vnni")], ids=" ".join)
 def features(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A CPU of which deploykit reads these; ONNX Runtime has the real one."""
-    if "avx512_vnni" in request.param and not sums.adds_exactly():
+    if "avx512_vnni" in request.param and not files.adds_exactly():
         pytest.skip("this CPU has no VNNI")
-    monkeypatch.setattr(sums, "cpu_features", lambda _: request.param)
-    monkeypatch.setattr(sums.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(files, "cpu_features", lambda _: request.param)
+    monkeypatch.setattr(files.platform, "machine", lambda: "x86_64")
     return tuple(request.param)
 
 
@@ -222,8 +224,8 @@ def test_only_a_cpu_without_vnni_stores_other_weights(features: tuple[str, ...])
     """With VNNI sums are exact without, and ONNX Runtime 1.32 takes up to twice the time."""
     cuts = "avx512_vnni" not in features
     options, loose = session_options(1), session_options(1, exact=False)
-    assert options.get_session_config_entry(sums.EXACT_INTEGERS) == str(int(cuts))
-    assert (sums.rounds_sums(options), sums.rounds_sums(loose)) == (False, cuts)
+    assert options.get_session_config_entry(files.EXACT_INTEGERS) == str(int(cuts))
+    assert (files.rounds_sums(options), files.rounds_sums(loose)) == (False, cuts)
 
 
 def test_a_built_file_keeps_the_weights_as_they_are(
@@ -281,11 +283,107 @@ def test_an_onnx_runtime_that_cuts_sums_is_refused_where_it_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ort, "__version__", version)
-    monkeypatch.setattr(sums, "cpu_features", lambda _: features)
-    monkeypatch.setattr(sums.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(files, "cpu_features", lambda _: features)
+    monkeypatch.setattr(files.platform, "machine", lambda: "x86_64")
     path = one_operator(name, tmp_path)
     if refused:
         with pytest.raises(Unsupported, match="cuts the sums of this model's INT8 products"):
             load(path)
     else:
         load(path).close()
+
+
+FEEDS = {"x": np.random.default_rng(1).normal(size=(2, 64, 9, 9)).astype(np.float32)}
+
+
+def mappings() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "int8", "external"])
+def test_mapped_weights_change_no_bit_of_an_answer(kind: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "large.onnx", kind, size=2048)
+    if kind == "external":
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="large.data")
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    with open_engine(path, "cpu", 1) as usual:
+        expected = usual(FEEDS)["y"]
+    for _ in range(2):  # written, then found
+        with open_engine(path, "cpu", 1, shared=folder) as engine:
+            assert str(folder) in mappings()
+            assert engine.notes == ()
+            np.testing.assert_array_equal(engine(FEEDS)["y"], expected)
+            assert (engine.path, engine.inputs, engine.outputs) == (
+                path,
+                usual.inputs,
+                usual.outputs,
+            )
+    assert str(folder) not in mappings()
+
+
+def test_what_is_small_or_cannot_be_copied_is_opened_as_usual(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "small.onnx", size=8)
+    with open_engine(path, "cpu", 1, shared=tmp_path) as engine:
+        engine(FEEDS)
+    assert [each.name for each in tmp_path.iterdir()] == ["small.onnx"]
+    path, folder = write_model(tmp_path / "large.onnx"), tmp_path / "absent"
+    with open_engine(path, "cpu", 1, shared=folder) as engine:
+        (note,) = engine.notes
+        assert "its weights are not shared: " in note
+        assert engine(FEEDS)["y"].shape == (2, 1024)
+
+
+def test_a_file_is_copied_once_and_the_copy_of_its_successor_replaces_it(tmp_path: Path) -> None:
+    path, written = tmp_path / "a.onnx", []
+
+    def write(copy: Path) -> None:
+        written.append(copy)
+        copy.write_bytes(path.read_bytes())
+
+    def fail(copy: Path) -> None:
+        copy.write_bytes(b"o")
+        raise OSError("no space left")
+
+    path.write_bytes(b"one")
+    with pytest.raises(OSError, match="no space"):
+        mapped_copy(path, tmp_path, fail)
+    (tmp_path / "new").mkdir()  # of a process that was killed
+    (tmp_path / "new" / "weights").touch()
+    first = mapped_copy(path, tmp_path, write)
+    assert [each.name for each in first.parent.iterdir()] == ["model.onnx"]
+    assert mapped_copy(path, tmp_path, write) == first
+    (tmp_path / "b").write_bytes(b"two")
+    (tmp_path / "b").rename(path)
+    second = mapped_copy(path, tmp_path, write)
+    assert (second.read_bytes(), len(written)) == (b"two", 2)
+    assert list(tmp_path.glob("*/model.onnx")) == [second]
+
+
+def test_the_folder_of_a_server_that_was_killed_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    with copies_folder() as running, copies_folder() as other:
+        assert running is not None
+        assert other is not None
+        killed = tmp_path / f"{files._PREFIX}killed"
+        shutil.copytree(other, killed)
+        for each in (running, killed):
+            os.utime(each, (0, 0))
+        with copies_folder() as third:
+            assert set(tmp_path.iterdir()) == {running, other, third}
+    files._remove_unused(tmp_path)  # as another process does whose lock is gone already
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_onnx_runtime_reports_its_use_to_nobody() -> None:
+    """It would do so from a thread of its own, which also makes forking a server unsafe."""
+    code = (
+        "import os; from deploykit.core.extras import require; require('onnxruntime'); "
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"

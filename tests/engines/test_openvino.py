@@ -274,17 +274,6 @@ def test_a_file_that_is_not_a_model_is_refused_silently(
     assert capfd.readouterr() == ("", "")
 
 
-def test_every_truncation_of_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
-    path, _ = product(tmp_path)
-    whole = path.read_bytes()
-    for size in (*range(2, 60, 7), len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        with pytest.raises((BadInput, Unsupported)) as raised:
-            open_engine(path)
-        assert "\n" not in raised.value.message
-        assert str(path) in raised.value.message
-
-
 @pytest.mark.parametrize(
     ("location", "size", "says"),
     [

@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[torch.nn.Module, str, str, str]] = {
     ),
     "one less": (
         TakesTwo(),
-        "x:float32[N,4]",
+        "x:int64[N,4]",
         "missing 1 required .*argument: 'mask'",
         "",
     ),

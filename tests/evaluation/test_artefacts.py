@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["built", "built8", "ort"])
-def test_no_kind_of_bundle_and_no_plan_takes_what_was_made_for_onnxruntime(
+def test_no_bundle_nor_plan_takes_what_onnxruntime_made(
     folder: Path, tmp_path: Path, name: str
 ) -> None:
     path = folder / f"{name}.onnx"
@@ -101,7 +101,7 @@ def test_no_kind_of_bundle_and_no_plan_takes_what_was_made_for_onnxruntime(
 
 
 @pytest.mark.parametrize(("name", "to"), [("float", "l4"), ("trt", "l4"), ("built8", "cpu")])
-def test_what_was_made_for_that_target_or_for_any_is_bundled(
+def test_what_was_made_for_that_target_is_bundled(
     folder: Path, tmp_path: Path, name: str, to: str
 ) -> None:
     assert dk.bundle(folder / f"{name}.onnx", to, out=tmp_path / "out").path.is_dir()
@@ -117,9 +117,7 @@ def test_the_cure_names_the_file_that_was_built(folder: Path, tmp_path: Path) ->
     assert caught.value.hint == "give float.onnx, which `build` read"
 
 
-def test_a_file_without_a_manifest_is_refused_by_its_operators(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_file_without_manifest_is_refused_by_its_operators(folder: Path, tmp_path: Path) -> None:
     stranger = shutil.copyfile(folder / "built.onnx", tmp_path / "stranger.onnx")
     with pytest.raises(dk.BadInput, match="only ONNX Runtime has this operator"):
         dk.bundle(stranger, "l4", out=tmp_path / "out")

@@ -45,9 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["weights.pt", "nested.pt"])
 @pytest.mark.parametrize("turned", [False, True])
-def test_bare_weights_are_compared_with_what_builds_them(
-    folder: Path, name: str, turned: bool
-) -> None:
+def test_weights_are_compared_with_what_builds_them(folder: Path, name: str, turned: bool) -> None:
     pair = (folder / name, folder / "m.onnx")[:: -1 if turned else 1]
     parity = dk.compare(*pair, arch=f"{folder}/net.py:Net").parity
     assert (parity.passed, parity.a, parity.b) == (True, *(path.name for path in pair))
@@ -82,9 +80,7 @@ def test_what_cannot_be_built_is_refused_with_the_reason(
         dk.compare(*(folder / name for name in pair), **{**options, **arch})
 
 
-def test_int8_is_compared_on_its_golden_samples_or_asks_for_real_inputs(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_int8_is_compared_on_golden_samples_or_needs_inputs(folder: Path, tmp_path: Path) -> None:
     """Of inputs of 100 times the usual size."""
     calib, model = tmp_path / "calib.npz", folder / "m.onnx"
     np.savez(calib, x=100 * np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32))

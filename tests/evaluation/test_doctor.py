@@ -13,8 +13,7 @@ from deploykit.cli import machine as hardware
 from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.devices import GpuState
-from deploykit.evaluation.doctor import Health, doctor
-from deploykit.evaluation.host import jetson_faults, profile_differences
+from deploykit.evaluation.doctor import Health, doctor, jetson_faults, profile_differences
 from tests.support.runtimes.jetson_files import ORIN_NANO, write
 
 RELEASE = "etc/nv_tegra_release"
@@ -126,7 +125,7 @@ def server(name: str, *, driver: str = "580.65.06", memory: int = 0, **packages:
         ("[N/A]", {"tensorrt_cu13": "11.4"}, ""),
     ],
 )
-def test_a_driver_too_old_for_the_cuda_wheels_is_a_warning(
+def test_a_driver_too_old_for_cuda_is_a_warning(
     driver: str, packages: dict[str, str], says: str
 ) -> None:
     found = profile_differences(load_profile("l4"), server("NVIDIA L4", driver=driver, **packages))
@@ -142,7 +141,7 @@ def test_a_driver_too_old_for_the_cuda_wheels_is_a_warning(
         ("l4", "NVIDIA L4", "8.6.1", "10.3 or later"),
     ],
 )
-def test_a_tensorrt_outside_the_profiles_range_is_a_warning(
+def test_another_tensorrt_than_asked_is_a_warning(
     name: str, gpu: str, version: str, needs: str
 ) -> None:
     found = profile_differences(load_profile(name), server(gpu, memory=1 << 50, tensorrt=version))
@@ -157,16 +156,14 @@ def test_a_slice_of_a_gpu_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("version", "runs"), [("10.3.0", True), ("11.3.0", False), ("11.4.1", True)]
 )
-def test_tensorrt_11_before_11_4_runs_on_no_jetson(
-    tmp_path: Path, version: str, runs: bool
-) -> None:
+def test_tensorrt_11_before_11_4_is_for_no_jetson(tmp_path: Path, version: str, runs: bool) -> None:
     """NVIDIA's page on the migration of JetPack to TensorRT 11."""
     here = replace(this_machine(write(tmp_path, BOARD)), packages={"tensorrt": version})
     found = profile_differences(load_profile("jetson-agx-orin-64gb"), here)
     assert any("run on no Jetson" in sentence for sentence in found) is not runs
 
 
-def test_a_gpu_that_only_nvml_lists_is_recognised(
+def test_a_gpu_that_only_nvml_lists_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container without the driver's utilities has NVML at most."""

@@ -20,14 +20,14 @@ from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.evaluation.divergence import Divergence, first_divergence, tensor_error
-from deploykit.evaluation.parity import add_float32_errors, compare_engines, in_other_batches
+from deploykit.evaluation.parity import add_float32_errors, compare_engines
 from deploykit.graph.graph import Graph
 from tests.support.fake_engine import FakeEngine, Function
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, simulate, specs, to_half, to_pairs
 from tests.support.graphs.qdq_graphs import stored, with_weight
 from tests.support.graphs.small import parse
-from tests.support.onnx_zoo import int64_ids, mnist_like, overflow, save, two_inputs
+from tests.support.onnx_zoo import mnist_like, overflow, save
 
 X, Z_AND_Y = "x:float32[N,4]", ("y:float32[N,4]", "z:float32[N,4]")
 NAN, INF = math.nan, math.inf
@@ -82,9 +82,7 @@ def test_figures_of_a_known_difference() -> None:
         ([0.0, 0.0], [0.0, 1e-20], 1.0),
     ],
 )
-def test_the_error_is_relative_to_the_scale_of_the_output(
-    a: list[float], b: list[float], error: float
-) -> None:
+def test_errors_are_relative_to_the_output(a: list[float], b: list[float], error: float) -> None:
     parity = compare(constant([a], "float64"), constant([b], "float64"))
     assert parity.worst.error == pytest.approx(error)
     assert (parity.passed, parity.warnings) == (False, ())
@@ -160,18 +158,6 @@ def test_the_bound_follows_what_float32_itself_gives_and_is_never_tightened() ->
     assert "float32 itself gives" in parity.why
 
 
-def test_another_batch_computes_row_by_row() -> None:
-    sizes = []
-
-    def run(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        sizes.append(len(feeds["x"]))
-        return {"y": feeds["x"] * 2}
-
-    feeds = {"x": np.arange(12, dtype=np.float32).reshape(3, 4)}
-    np.testing.assert_array_equal(in_other_batches(Function(run), feeds)["y"], feeds["x"] * 2)
-    assert sizes == [1, 1, 1]
-
-
 def test_feeds_of_one_batch_size_share_their_row() -> None:
     drifting = in_turn([[1.0, 0.0]], [[1.0, 0.25]], [[1.0, 0.0]])
     (row,) = compare(constant([[1.0, 0.0]], shape="[N,2]"), drifting, 2, 2, 2).rows
@@ -181,7 +167,7 @@ def test_feeds_of_one_batch_size_share_their_row() -> None:
     assert not compare(constant([[1.0, 1.0]], shape="[N,2]"), broken, 2, 2).passed
 
 
-def test_large_outputs_are_compared_in_parts_with_the_same_figures_in_little_memory(
+def test_large_outputs_are_compared_in_parts_in_little_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random = np.random.default_rng(0)
@@ -234,7 +220,7 @@ def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
     ],
     ids=["half", "three axes", "one column", "one axis", "image"],
 )
-def test_agreement_is_the_share_of_equal_argmax(
+def test_agreement_is_of_equal_argmax(
     values: object, other: object, expected: float | None
 ) -> None:
     shape = "[" + ",".join(f"A{n}" for n in range(np.ndim(values))) + "]"
@@ -324,9 +310,7 @@ def test_a_fixed_axis_may_meet_a_dynamic_one_and_outputs_any_order() -> None:
         ((X, *Z_AND_Y), "new has an output 'z', old has none"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_with_the_difference(
-    specs: tuple[str, ...], what: str
-) -> None:
+def test_what_cannot_be_compared_is_refused_with_why(specs: tuple[str, ...], what: str) -> None:
     def compared(*engines: FakeEngine, names: tuple[str, str]) -> None:
         with pytest.raises(BadInput, match=what):
             compare_engines(*engines, feeds_of(1), names=names)
@@ -368,11 +352,10 @@ def scaled(model: onnx.ModelProto, weight: str, factor: float) -> onnx.ModelProt
     ("weight", "node", "operator"),
     [("w1", "conv1", "Conv"), ("w2", "conv2", "Conv"), ("b3", "head", "Gemm")],
 )
-def test_the_node_whose_weight_was_changed_is_named(
+def test_the_node_that_was_changed_is_named(
     chunk: int, weight: str, node: str, operator: str
 ) -> None:
     found = diverge(mnist_like(), scaled(mnist_like(), weight, 1.5), chunk=chunk)
-    assert found is not None
     assert (found.node, found.operator, found.before) == (node, operator, 0.0)
     assert found.error > 0.01
     assert f"'{node}' ({operator}): error {found.error:.3g} is above 0.001" in found.text
@@ -387,7 +370,6 @@ def test_a_wrong_weight_is_found_through_half_precision(to: str) -> None:
     bound = {"fp16": 5e-3, "bf16": 4e-2}[to]  # some 4 units in the last place
     assert diverge(mnist_like(), half, bound) is None
     found = diverge(mnist_like(), wrong, bound)
-    assert found is not None
     assert (found.node, found.tensor, found.steepest.node) == ("conv2", "c2", "conv2")
     assert 0 < found.before < bound
 
@@ -402,7 +384,6 @@ def test_a_wrong_weight_is_found_through_int8(tmp_path: Path, runtime: str) -> N
     )
     assert diverge(mnist_like(), right, 0.1) is None
     found = diverge(mnist_like(), wrong, 0.1)
-    assert found is not None
     assert found.node == "conv2"
 
 
@@ -410,7 +391,6 @@ def test_the_node_that_overflows_is_named() -> None:
     half = simulate(to_half(overflow())[0])
     feeds = [{"x": np.full((2, 4), 10, np.float32)}]
     found = first_divergence(Graph(overflow()), Graph(half), feeds, 1e-2)
-    assert found is not None
     assert (found.node, found.error, found.batch) == ("scale_up", math.inf, 2)
     assert "'scale_up' (Mul): NaN or infinity in one of the two" in found.text
 
@@ -419,20 +399,7 @@ def test_the_batch_of_the_first_difference_is_reported() -> None:
     """A dimension baked in as 1: right for a batch of one, wrong for more."""
     baked = parse(ROWS, "first = Slice(x, zero, one) y = Add(x, first)", zero=[0], one=[1])
     found = diverge(parse(ROWS, "first = Identity(x) y = Add(x, first)"), baked)
-    assert found is not None
     assert (found.node, found.batch) == ("y", 3)  # 'first' itself has another shape
-
-
-def test_several_outputs_and_integers_are_compared() -> None:
-    other = two_inputs()
-    other.graph.node[1].input[1] = "a"
-    found = diverge(two_inputs(), other)
-    assert found is not None
-    assert found.node == "mul"
-    assert diverge(int64_ids(), int64_ids()) is None
-    found = diverge(int64_ids(), scaled(int64_ids(), "table", 2))
-    assert found is not None
-    assert found.node == "embed"
 
 
 def chain(*factors: float) -> onnx.ModelProto:
@@ -447,7 +414,6 @@ def chain(*factors: float) -> onnx.ModelProto:
 def test_an_error_that_builds_up_names_where_it_rose_most() -> None:
     a, b = Graph(chain(1, 1, 1, 1)), Graph(chain(1.01, 1.07, 1.09, 1.11))
     found = first_divergence(a, b, ONES, 0.1)
-    assert found is not None
     assert (found.node, found.batch, found.compared) == ("s", 5, 4)
     assert found.before == pytest.approx(0.09, abs=1e-6)
     assert found.steepest.node == "q"
@@ -464,7 +430,6 @@ def test_a_node_without_a_name_is_named_by_its_tensor_and_other_names_do_not_div
     for model in models:
         model.graph.node[0].name = ""
     found = first_divergence(*map(Graph, models), ONES, 0.1)
-    assert found is not None
     assert "differs is the Mul of 'p': error 1" in found.text
     other = chain(2)
     other.graph.node[0].output[0] = other.graph.output[0].name = "other"

@@ -33,7 +33,6 @@ from deploykit.evaluation.statistics import (
     throughput,
 )
 from tests.support import campaign
-from tests.support.campaign import only_in_a_campaign
 from tests.support.fake_engine import FakeEngine
 
 RUNS = 1000
@@ -93,16 +92,6 @@ def test_intervals_hold_where_blocks_depend_on_each_other(correlation: float) ->
     assert min(rate, ratios) >= 0.92 * 200
 
 
-def test_independent_blocks_pay_little_for_those_that_are_not() -> None:
-    random = np.random.default_rng(5)
-    widths = []
-    for _ in range(100):
-        rates = 500 + random.standard_normal(20)
-        found = throughput(rates, [1.0] * 20)
-        widths.append((found.high - found.low) / (2 * 2.093 * rates.std(ddof=1) / math.sqrt(20)))
-    assert 1.0 < np.median(widths) < 1.3
-
-
 @pytest.mark.parametrize(
     ("interval", "found"),
     [
@@ -141,19 +130,6 @@ def test_ratio_is_the_geometric_mean_of_the_rounds_and_turned_round_its_inverse(
     assert ends(ratio(a, b)) == pytest.approx((1 / back.value, 1 / back.high, 1 / back.low))
 
 
-@pytest.mark.parametrize("rows", [[5], [], [5, 6], [5, math.nan]], ids=str)
-def test_blocks_without_a_spread_or_a_sense_are_refused(rows: list[float]) -> None:
-    seconds = [1.0, 0.0] if rows == [5, 6] else [1.0] * len(rows)
-    for refused in (throughput, ratio):
-        with pytest.raises(BadInput):
-            refused(rows, seconds)
-    with pytest.raises(BadInput):
-        ratio([1.0, 2.0], [1.0])
-    for successes, n in ((0, 0), (3, 2), (-1, 2)):
-        with pytest.raises(BadInput, match="not a proportion"):
-            proportion(successes, n)
-
-
 def test_a_share_of_pixels_has_the_spread_of_its_samples_not_that_of_yes_and_no() -> None:
     """100 answers of a sample vary less than one: Wilson's interval is three times as wide."""
     random = np.random.default_rng(7)
@@ -161,7 +137,6 @@ def test_a_share_of_pixels_has_the_spread_of_its_samples_not_that_of_yes_and_no(
     for _ in range(500):
         trials = random.integers(50, 150, 60)
         found = pooled_share(random.binomial(trials, random.beta(16, 8, 60)), trials)
-        assert found is not None
         widths.append(found.high - found.low)
         covered += holds(found, 2 / 3)
     assert 0.92 < covered / 500 < 0.98
@@ -289,9 +264,7 @@ def perplexity(random: Random) -> bool:
         perplexity,
     ],
 )
-def test_an_interval_holds_the_truth_as_often_as_it_says(
-    experiment: Callable[[Random], bool],
-) -> None:
+def test_an_interval_holds_as_often_as_it_says(experiment: Callable[[Random], bool]) -> None:
     random = np.random.default_rng(24)
     assert COVERED[0] <= np.mean([experiment(random) for _ in range(RUNS)]) <= COVERED[1]
 
@@ -318,37 +291,6 @@ def test_drop_covers_losses_that_are_rare(n: int, noise: float) -> None:
     assert passed / RUNS <= 0.025
 
 
-@pytest.mark.parametrize(
-    ("reference", "candidate", "problem"),
-    [
-        ([1, 0], [1], "2 scores of the reference, 1 of the candidate"),
-        ([], [], "top-1 of the reference"),
-        ([1, 0.5], [1, math.nan], "top-1 of the candidate"),
-        ([1.5, 0.5, 3], [1, 0.5, 2, 2], "3 scores of the reference, 4 of the candidate"),
-    ],
-)
-def test_scores_that_cannot_be_paired_are_refused(
-    reference: list[float], candidate: list[float], problem: str
-) -> None:
-    with pytest.raises(BadInput, match=problem):
-        paired_drop(reference, candidate, "top-1")
-
-
-@pytest.mark.parametrize(
-    ("weights", "problem"),
-    [
-        ([0, 0, 0], "no sample has a label"),
-        ([1, 0, 0], "2 values"),
-        ([1, 1], "no sample"),
-        ([1, 1, math.nan], "weights"),
-        ([1, 1, -1], "no sample"),
-    ],
-)
-def test_weights_that_are_none_are_refused(weights: list[float], problem: str) -> None:
-    with pytest.raises(BadInput, match=problem):
-        relative_rise([-1, -2, -3.5], [-1.5, -2, -3], weights, "perplexity")
-
-
 @pytest.mark.parametrize("bound", [0.005, 0.01, 0.03, 0.2])
 def test_the_fewest_samples_are_the_fewest(bound: float) -> None:
     fewest = samples_to_show_no_drop(bound)
@@ -369,21 +311,11 @@ def test_the_fewest_samples_are_the_fewest(bound: float) -> None:
         (540, (0.0037, 0.0008, 0.0071), "", "drop 0.0037, 0.0008 to 0.0071, n = 540"),
     ],
 )
-def test_drop_describes_itself_in_its_unit(
+def test_drop_names_its_unit(
     n: int, drop: tuple[float, float, float], unit: str, text: str
 ) -> None:
     share = Interval(0.9, 0.8, 1.0)
     assert Drop("mine", n, share, share, Interval(*drop), 0, 0, unit).describe() == text
-
-
-def test_drop_as_json_is_whole() -> None:
-    document = json.loads(json.dumps(paired_drop([1, 1, 0], [1, 0, 0], "top-1").to_dict()))
-    method = "adjusted Wald for paired proportions"
-    wanted = {"metric": "top-1", "n": 3, "lost": 1, "gained": 0, "unit": "pp", "method": method}
-    assert wanted.items() <= document.items()
-    assert document["drop"]["value"] == pytest.approx(1 / 3)
-    assert document["reference"]["value"] == pytest.approx(2 / 3)
-    assert set(document["candidate"]) == {"value", "low", "high"}
 
 
 SPREAD = 0.3
@@ -411,14 +343,6 @@ def test_a_percentile_is_the_nearest_rank_a_latency_that_happened() -> None:
     assert equal.p99_ms == Interval(1.0, 1.0, 1.0)
     rounds = (np.random.default_rng(9).random(size) for size in (1, 30, 7, 200, 3))
     assert Latency.of(*rounds).samples == 241
-
-
-@pytest.mark.parametrize(
-    "samples", [[], [math.nan], [0.1, -math.inf], [math.inf], [[0.1]]], ids=str
-)
-def test_latencies_that_are_none_are_refused(samples: list[float]) -> None:
-    with pytest.raises(BadInput, match="finite numbers"):
-        Latency.of(samples)
 
 
 @pytest.mark.parametrize(("q", "fewest"), [(50, 6), (90, 36), (99, 368)])
@@ -452,18 +376,10 @@ def drifting(random: Random, rounds: int, size: int) -> list[np.ndarray]:
         (lambda random: calls(random, 5, 400), SPREAD, (50, 90, 99)),
         (lambda random: calls(random, 1, 1000), SPREAD, (50, 90, 99)),
         (lambda random: calls(random, 5, 2000, 0.9), SPREAD, (50, 90)),
-        pytest.param(
-            *(lambda random: calls(random, 1, 20_000, 0.9), SPREAD, (50, 90, 99)),
-            marks=only_in_a_campaign,
-        ),
-        pytest.param(
-            *(lambda random: calls(random, 5, 10_000, 0.99), SPREAD, (50, 90)),
-            marks=only_in_a_campaign,
-        ),
         (lambda random: uneven_rounds(random, 5, 2000), math.hypot(0.1, 0.01), (50, 90, 99)),
         (lambda random: drifting(random, 60, 100), math.hypot(0.02, 0.01), (50,)),
     ],
-    ids=["independent", "one series", "0.9", "0.9, one series", "0.99", "uneven", "drifting"],
+    ids=["independent", "one series", "0.9", "uneven", "drifting"],
 )
 def test_the_interval_of_a_percentile_holds_the_truth_as_often_as_it_says(
     rounds: Callable[[Random], list[np.ndarray]], spread: float, known: tuple[int, ...]
@@ -489,16 +405,11 @@ def test_calls_that_depend_on_each_other_are_too_few_for_what_independent_ones_s
         assert Latency.of(*calls(random, 5, size // 5, correlation)).needs[f"p{q}_ms"] > size
 
 
-def test_a_stall_of_many_calls_counts_as_one_event() -> None:
-    series = np.exp(0.05 * np.random.default_rng(5).standard_normal(2000))
-    for begin in (300, 1100):
-        series[begin : begin + 20] *= 3
-    assert Latency.of(series).p99_ms is None
-
-
 def test_latency_reports_what_the_samples_allow() -> None:
     few, some, many = Latency.of([0.002, 0.001, 0.003]), *map(Latency.of, map(uneven, (100, 4000)))
     assert (few.p50_ms, few.p90_ms, few.p99_ms, few.max_ms) == (None, None, None, 3.0)
+    with pytest.raises(BadInput, match="finite numbers"):
+        Latency.of([math.inf, math.inf])  # no call had an answer
     assert few.needs == {"p50_ms": 6, "p90_ms": 36, "p99_ms": 368}
     assert some.p90_ms is not None
     assert (some.p99_ms, some.needs) == (None, {"p99_ms": 368})
@@ -534,9 +445,6 @@ def test_every_call_is_counted_in_one_bin() -> None:
     assert CallHistogram.of([1.01e-6]).bins == (1,)  # the lower end of a bin belongs to it
     assert CallHistogram.of([1e-6, 1e-6]) == CallHistogram((0,), (2,))
     assert CallHistogram.of([0.0]).calls == 1  # a clock that did not move
-    for bad in ([], [-1.0], [math.nan], [math.inf]):
-        with pytest.raises(BadInput):
-            CallHistogram.of(bad)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.loadtest.result import apply_conditions, parse_conditions, summarise
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
-from deploykit.reporting.load_result import LoadResult
+from deploykit.reporting.points import LoadResult
 from deploykit.reporting.report import Report
 from deploykit.reporting.verdict import verdict
 

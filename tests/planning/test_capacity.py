@@ -142,7 +142,6 @@ def test_batches_between_two_that_are_given_lie_on_a_line() -> None:
 
 
 def test_the_largest_batch_is_the_one_that_carries_most() -> None:
-    """32 requests take longer than four times 8 of them."""
     service_s = {1: 0.001, 8: 0.004, 32: 0.04}
     assert capacity(1, 0.05, service_s).max_batch == 8
     assert capacity(1, 0.05, service_s | {32: 0.01}).max_batch == 32

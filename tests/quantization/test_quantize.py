@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 import deploykit as dk
-
-# a module that a test imports first would keep that test's counter
-import deploykit.quantization.quantize
-from deploykit.core import files
 from deploykit.core.artefact import Artefact
-from deploykit.graph import validate
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import share_outputs
-from deploykit.quantization.scales import FEW
-from tests.support.graphs.qdq_graphs import stored, with_weight
 from tests.support.graphs.small import parse
 from tests.support.onnx_zoo import mnist_like, overflow, save
 
@@ -82,9 +70,7 @@ def test_each_precision_is_in_the_file_and_the_outputs_stay_close(
 @pytest.mark.parametrize(
     ("to", "most_bytes"), [("int8-weight-only", 140_000), ("int4-weight-only", 80_000)]
 )
-def test_weight_only_precisions_shrink_the_file_and_need_no_data(
-    tmp_path: Path, to: str, most_bytes: int
-) -> None:
+def test_weight_only_precisions_need_no_data(tmp_path: Path, to: str, most_bytes: int) -> None:
     weights = np.random.default_rng(0).standard_normal((256, 512)) / 16
     large = parse("(float[N,256] x) => (float[N,512] y)", "y = MatMul(x, W)", W=weights)
     path = save(large, tmp_path / "large.onnx")
@@ -93,9 +79,7 @@ def test_weight_only_precisions_shrink_the_file_and_need_no_data(
     assert made.evaluation.sqnr_db > 15
 
 
-def test_an_accuracy_drop_is_measured_on_labelled_data(
-    model: Path, calib: Path, data: Path
-) -> None:
+def test_a_drop_is_measured_on_labelled_data(model: Path, calib: Path, data: Path) -> None:
     made = dk.quantize(model, "int8", calib=calib, data=data, max_drop=0.5)
     assert made.drop.n == 400
     assert made.evaluation.max_drop == 0.5
@@ -111,20 +95,6 @@ def test_an_accuracy_drop_is_measured_on_labelled_data(
     assert 0 < replayed.parity.worst.error <= replayed.parity.max_error < 0.2
 
 
-def test_without_labels_a_broken_output_is_refused(tmp_path: Path) -> None:
-    """One input is so much larger than the others that INT8 rounds these to nothing."""
-    weights = np.eye(4)[:, :, None, None] * [[[[0.0]]], *[[[[1.0]]]] * 3]
-    head = "(float[N,4,2,2] x) => (float[N,4,2,2] y)"
-    path = save(parse(head, "y = Conv(x, W)", W=weights), tmp_path / "model.onnx")
-    x = np.random.default_rng(0).standard_normal((64, 4, 2, 2)).astype(np.float32)
-    x[:, 0] *= 1e4
-    np.savez(tmp_path / "x.npz", x=x)
-    with pytest.raises(dk.GateFailed, match=r"SQNR .* is below 15 dB") as caught:
-        dk.quantize(path, "int8", calib=tmp_path / "x.npz")
-    assert caught.value.result.path.name == "model.int8.rejected.onnx"
-    assert caught.value.result.path.is_file()
-
-
 def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     """Without calibration nothing warns of the overflow; ONNX Runtime's CPU would hide it."""
     path, big = save(overflow(), tmp_path / "overflow.onnx"), tmp_path / "big.npz"
@@ -136,7 +106,7 @@ def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     assert any("kept in float32" in note and "scale_up" in note for note in kept.notes)
 
 
-def test_the_users_own_metric_and_perplexity_decide(
+def test_own_metrics_and_perplexity_decide(
     model: Path, calib: Path, data: Path, tmp_path: Path
 ) -> None:
     metric = tmp_path / "metric.py"
@@ -169,9 +139,7 @@ def test_auto_keeps_what_passes_and_logs_its_steps(
     assert any(where in note for note in made.notes)
 
 
-def test_auto_refuses_too_few_samples_before_the_search(
-    model: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_auto_refuses_too_few_samples_at_once(model: Path, calib: Path, tmp_path: Path) -> None:
     few = write(tmp_path / "few.npz", images(50, 2), model)
     with pytest.raises(dk.BadInput, match=r"50 samples cannot show .* 276 are needed"):
         dk.quantize(model, "auto", calib=calib, data=few, max_drop=0.01)
@@ -200,11 +168,29 @@ def test_auto_without_a_profile_tries_what_every_target_runs(model: Path, calib:
         assert any(announced in text for text in texts)
 
 
+def test_auto_keeps_only_the_node_in_float32_that_int8_ruins(tmp_path: Path) -> None:
+    """One input of `guilty` is 5000 times the others, and its weights small."""
+    random, width = np.random.default_rng(0), 128
+    weights = {f"w{n}": random.standard_normal((width, width)) / np.sqrt(width) for n in range(6)}
+    weights["boost"] = np.where(np.arange(width) == 5, 5e3, 1)
+    weights["w1"][5] /= 5e3
+    body = "a = MatMul(x, w0) b = Mul(a, boost) guilty = MatMul(b, w1) c = MatMul(guilty, w2) "
+    body += "d = MatMul(c, w3) e = MatMul(d, w4) y = MatMul(e, w5)"
+    model = parse(f"(float[N,{width}] x) => (float[N,{width}] y)", body, **weights)
+    np.savez(tmp_path / "c.npz", x=random.standard_normal((64, width)).astype(np.float32))
+    path = save(model, tmp_path / "m.onnx")
+    search = dk.quantize(path, "auto", calib=tmp_path / "c.npz", profile="t4").search
+    assert not search.steps[0].passed
+    assert (search.precision, search.float32_nodes) == ("int8+fp16", ("guilty",))
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"to": "fp8", "profile": "t4"}, "`profile` t4 does not run fp8"),
         ({"to": "fp12"}, "`to` 'fp12' is unknown"),
+        ({"to": "int8-dynamic", "runtime": "tensorrt"}, "runs only on onnxruntime, not on tensorr"),
+        ({"to": "int8-dynamic", "profile": "l4"}, "runs only on onnxruntime, not on tensorrt"),
         ({"to": "fp16", "other_nodes": "fp16"}, "`other_nodes` fp16"),
         ({"to": "int8", "other_nodes": "fp16", "runtime": "onnxruntime"}, "`other_nodes` fp16"),
         ({"to": "int8", "other_nodes": "fp64"}, "`other_nodes` 'fp64'"),
@@ -219,7 +205,7 @@ def test_auto_without_a_profile_tries_what_every_target_runs(model: Path, calib:
     ],
     ids=str,
 )
-def test_contradictory_options_are_refused(
+def test_wrong_options_are_refused(
     model: Path, calib: Path, options: dict[str, object], reason: str
 ) -> None:
     before = sorted(model.parent.iterdir())
@@ -230,25 +216,13 @@ def test_contradictory_options_are_refused(
 
 
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
-def test_a_model_that_no_half_precision_can_reach_is_refused(
+def test_a_model_without_halves_is_refused(
     to: str, model: Path, calib: Path, tmp_path: Path
 ) -> None:
     integers = dk.build(model, profile="cpu", precision="int8", calib=calib, max_drop=1.0).path
     with pytest.raises(dk.BadInput, match=r"no node of it would compute in b?float16"):
         dk.quantize(integers, to, out=tmp_path / "half.onnx")
     assert not (tmp_path / "half.onnx").exists()
-
-
-def test_compare_names_the_first_node_that_differs(model: Path, tmp_path: Path) -> None:
-    changed = with_weight(mnist_like(), "w2", stored(mnist_like())["w2"] * 1.1)
-    found = dk.compare(model, save(changed, tmp_path / "b.onnx"))
-    assert found.divergence.node == "conv2"
-    with pytest.raises(dk.GateFailed) as caught:
-        found.raise_if_over()
-    assert "'conv2'" in caught.value.hint
-    found = dk.compare(model, model)
-    assert found.divergence is None
-    found.raise_if_over()
 
 
 def test_low_argmax_agreement_is_a_warning(tmp_path: Path) -> None:
@@ -263,47 +237,10 @@ def test_low_argmax_agreement_is_a_warning(tmp_path: Path) -> None:
     assert any("change their answer" in note for note in made.notes)
 
 
-def test_quantizing_to_int8_reads_opens_and_hashes_each_file_once(
-    model: Path, calib: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = Counter[str]()
-
-    def count(owner: Any, function: str, name: str) -> None:
-        real = getattr(owner, function)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[name.format(args[0].name if "{" in name else "")] += 1
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, function, counted)
-
-    real = files.sha256
-    for module in list(sys.modules.values()):
-        ours = getattr(module, "__name__", "").startswith("deploykit")
-        if ours and vars(module).get("sha256") is real:
-            count(module, "sha256", "sha256 of {}")
-    count(validate, "parse_model", "parse")
-    count(onnxruntime, "InferenceSession", "session")
-    count(os, "fsync", "fsync")
-    write(calib, images(FEW))
-    made = dk.quantize(model, "int8", calib=calib)
-    assert made.manifest.sha256 == real(made.path)
-    # what was written is hashed on the way to the disk, but for the few golden samples
-    once = ("model.onnx", "calib.npz", f"{made.path.name}.golden.npz")
-    assert counts == {
-        "parse": 1,
-        "session": 4,  # to calibrate, to try the one set of ranges, and one for either graph
-        "fsync": 3,  # of the model, its golden samples and its manifest: of no trial
-        **{f"sha256 of {name}": 1 for name in once},
-    }
-
-
 # Gates: what a failed one leaves behind, and what it carries
 
 
-def test_a_build_that_fails_parity_is_kept_under_the_rejected_name(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_build_that_fails_parity_is_kept_as_rejected(model: Path, tmp_path: Path) -> None:
     """A float16 graph, computed in float32 by ONNX Runtime's CPU, is not equal to the last bit."""
     half, out = dk.quantize(model, "fp16").path, tmp_path / "built.onnx"
     out.write_bytes(b"the one before")
@@ -313,28 +250,6 @@ def test_a_build_that_fails_parity_is_kept_under_the_rejected_name(
     assert caught.value.result.path == tmp_path / "built.rejected.onnx"
     assert not Artefact(caught.value.result.path).manifest.evidence.parity.passed
     assert not list(tmp_path.glob(".*"))
-
-
-def test_the_gate_compares_the_upper_end_of_the_interval(model: Path, tmp_path: Path) -> None:
-    """No sample flips, so the drop is 0, but 20 samples cannot prove a drop under 1 %."""
-    with dk.load(model, "cpu") as engine:
-        logits = engine({"image": images(300)})["logits"]
-    first, second = np.sort(logits, 1)[:, ::-1][:, :2].T
-    clear = np.argsort(first - second)[-20:]  # rounding cannot flip these
-    data = write(tmp_path / "d.npz", images(300)[clear], model)
-    with pytest.raises(dk.GateFailed) as caught:
-        dk.quantize(model, "fp16", data=data, max_drop=0.01)
-    drop = caught.value.result.drop
-    assert (drop.drop.value, drop.lost, drop.gained) == (0.0, 0, 0)
-    assert drop.drop.high > 0.01
-    assert dk.quantize(model, "fp16", data=data, max_drop=0.5).drop.drop.high < 0.5
-
-
-def test_a_manifest_that_does_not_fit_its_file_is_refused(model: Path) -> None:
-    half = dk.quantize(model, "fp16").path
-    half.write_bytes(model.read_bytes())
-    with pytest.raises(dk.BadInput, match="SHA-256 differs"):
-        dk.inspect(half)
 
 
 def test_a_graph_whose_pairs_were_moved_passes_the_gate_only_with_labelled_data(
@@ -355,9 +270,7 @@ def test_a_graph_whose_pairs_were_moved_passes_the_gate_only_with_labelled_data(
     assert not (tmp_path / "g.onnx").exists()
 
 
-def test_a_build_in_int8_is_gated_on_the_file_that_it_writes(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_build_in_int8_is_gated_on_its_own_file(model: Path, data: Path, tmp_path: Path) -> None:
     options = {"precision": "int8", "calib": data, "data": data}
     made = dk.build(model, "cpu", out=tmp_path / "b.onnx", max_drop=0.5, **options)
     assert made.evaluation.parity.b == "b.onnx"
@@ -442,9 +355,7 @@ def test_a_classifier_that_ends_in_labels_is_gated_on_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", ["fp16", "int8", "int8-dynamic", "auto"])
-def test_an_output_that_is_no_tensor_is_described_and_refused_by_its_name(
-    tmp_path: Path, to: str
-) -> None:
+def test_an_output_that_is_no_tensor_is_refused_by_its_name(tmp_path: Path, to: str) -> None:
     head = "(float[N,8] x) => (float[N,8] y, seq(float[N,1]) parts)"
     model = parse(head, "y = Relu(x) parts = SplitToSequence<axis = 1>(y)")
     path = save(model, tmp_path / "m.onnx")

@@ -40,14 +40,13 @@ def findings(result: dk.ReportComparison) -> set[str]:
 
 
 def test_the_same_again_differs_in_1_of_20_and_5_percent_are_found_in_18(compare: Compare) -> None:
-    for slower, finding in ((1.0, ""), (1.0526, "slower")):
-        runs = [findings(compare(simulated(n), simulated(n + 1, slower))) for n in range(0, 40, 2)]
-        differing = sum(bool(each & {"faster", "slower"}) for each in runs)
-        if finding:
-            assert sum("slower" in each for each in runs) >= 18
-            assert not any("faster" in each for each in runs)
-        else:
-            assert differing <= 1
+    same, slow = (
+        [findings(compare(simulated(n), simulated(n + 1, slower))) for n in range(0, 40, 2)]
+        for slower in (1.0, 1.0526)
+    )
+    assert sum(bool(each & {"faster", "slower"}) for each in same) <= 1
+    assert sum("slower" in each for each in slow) >= 18
+    assert not any("faster" in each for each in slow)
 
 
 def test_a_difference_under_2_percent_is_practically_equal(compare: Compare) -> None:
@@ -114,14 +113,12 @@ def with_points(**changes: Any) -> Report:
     [
         (with_machine(cpu="Another CPU"), "cpu: An Example CPU against Another CPU"),
         (with_machine(gpus=[{"name": "L4", "driver": "580"}]), "gpus: none against name L4"),
-        (with_machine(memory_bytes=4 << 30), "memory: 8 GiB against 4 GiB"),
         (
             with_machine(packages={"deploykit": "0.1.0", "numpy": "2.4.0"}),
             "version of numpy: 2.3.0 against 2.4.0",
         ),
         (replace(B, quick=True), "length of the timing: full against quick"),
         (with_points(threads=1), "threads of model, batch 1: 2 against 1"),
-        (with_points(settings="spinning on"), "settings of model, batch 1: none against spinning"),
         (
             with_points(shapes={"x": (1, 128)}),
             "sizes of the inputs of model, batch 1: x 1 64 against x 1 128",
@@ -130,14 +127,9 @@ def with_points(**changes: Any) -> Report:
             with_points(marks=("another process took a core",)),
             "not valid for a comparison: model, batch 1: another process took a core",
         ),
-        (with_points(precision="int8"), "precision of model, batch 1: fp32 against"),
         (
             with_provenance(inputs={"from": "the data given", "sha256": "decaf"}),
             "inputs: from golden samples, sha256 c0ffee against from the data given, sha256 decaf",
-        ),
-        (
-            with_provenance(environment={"OMP_NUM_THREADS": "1"}),
-            "variables of numeric libraries: none against OMP_NUM_THREADS 1",
         ),
         (replace(B, throttled=("power cap",)), "not valid for a comparison: the GPU: power cap"),
         (replace(with_points(marks=("a",)), invalid=("stop",)), "not valid for a comparison: stop"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from tests.support.serving.running import WAIT_S, Running, running
+from tests.support.serving.faults import until
+from tests.support.serving.running import Running, running
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +20,9 @@ def server() -> Iterator[Running]:
 
 
 @pytest.fixture
-def eventually() -> Callable[[Callable[[], bool]], None]:
+def eventually() -> Callable[[Callable[[], object]], object]:
     """Wait until another thread or process has done something."""
-
-    def wait(reached: Callable[[], bool]) -> None:
-        pause = threading.Event()
-        for _ in range(WAIT_S * 200):
-            if reached():
-                return
-            pause.wait(0.005)
-        pytest.fail("it never happened")
-
-    return wait
+    return until
 
 
 @pytest.fixture

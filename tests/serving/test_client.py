@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import socket
 import subprocess
@@ -148,37 +147,12 @@ def test_nobody_there_and_nobody_answering() -> None:
             client.predict(LIGHT)
 
 
-def test_a_server_may_be_below_a_path_of_a_proxy(served: Running) -> None:
-    class Proxy(http.server.BaseHTTPRequestHandler):
-        def forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if not self.path.startswith("/models/v2/"):
-                self.send_error(404)
-                return
-            kind = {"Content_Type": self.headers.get("Content-Type", "")}
-            reply = served.ask(self.command, self.path.removeprefix("/models"), body, **kind)
-            self.send_response(reply.status)
-            self.send_header("Content-Length", str(len(reply.body)))
-            self.end_headers()
-            self.wfile.write(reply.body)
-
-        do_GET = do_POST = forward  # noqa: N815 - names of http.server
-
-        def log_message(self, *_: object) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            for path in ("/models", "/models/"):
-                address = f"http://127.0.0.1:{proxy.server_port}{path}"
-                assert health(address).ready
-                with dk.client(address) as client:
-                    assert client.predict(LIGHT, "classify")["label"] == "light"
-                proxy.socket.settimeout(1)
-        finally:
-            proxy.shutdown()
-            thread.join()
+def test_a_server_may_be_below_a_path_of_a_proxy(engine: Any) -> None:
+    with running({"m": engine}, root_path="/models") as server:
+        for path in ("/models", "/models/"):
+            assert health(url(server) + path).ready
+            with dk.client(url(server) + path) as client:
+                assert client.predict(LIGHT)["label"] == "light"
 
 
 def test_a_server_and_its_client_may_want_certificates(

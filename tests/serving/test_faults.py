@@ -1,45 +1,39 @@
 """Faults of the engine, of the process and of the machine (F1-F20), with the real command.
 
-F2 is in test_shutdown.py, F15 in http/test_http_faults.py; the batcher alone in batching/,
-Ctrl-C in tests/cli/test_interrupt.py, atomic writes in tests/core/test_files.py.
+F1 is in workers/test_workers.py, F2 in test_shutdown.py, F4 and F5 in models/test_reload.py, F7 in
+core/test_files.py, F15 in http/test_http_faults.py, Ctrl-C in cli/test_interrupt.py.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from onnx import numpy_helper
 
-from deploykit.core.artefact import Artefact
-from deploykit.engines.engine import load
 from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import (
-    BROKEN,
-    LIMIT_S,
     REAL,
-    REFUSED,
     ROOT,
     Clients,
     Process,
     binary,
     leaves_nothing,
-    quiet_port,
     refused,
     request,
     until,
 )
+from tests.support.serving.running import request as raw_request
+from tests.support.serving.running import running
 from tests.support.serving.serve_faulty import DTYPE, FEWER, HANG, LOST, MEMORY, POISON, SHAPE
 
 BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
@@ -153,159 +147,53 @@ FULL = "mount -t tmpfs -o size={size} none out && cp before out/m.onnx && "
 KEPT = "cat out/m.onnx > after; ls -A out > left; exit $code"
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a model of 5 MiB, and an older file."""
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [(BUILD, "1m"), (QUANTIZE, "4m")],  # 4m: fits, but not the proof's copy too
+    ids=["build", "quantize-proof"],
+)
+def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(
+    tmp_path: Path, words: Sequence[str], size: str
+) -> None:
     write_model(tmp_path / "m.onnx")
     (tmp_path / "out").mkdir()
     (tmp_path / "before").write_bytes(b"what was there before")
-    return tmp_path
-
-
-def start(place: Path, words: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "size"),
-    [(BUILD, "1m"), (QUANTIZE, "1m"), (QUANTIZE, "4m")],  # 4m: fits, but not the proof's copy too
-    ids=["build", "quantize", "quantize-proof"],
-)
-def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(
-    place: Path, words: Sequence[str], size: str
-) -> None:
     alone, full = ["unshare", "--mount", "sh", "-c"], FULL.format(size=size)
-    if subprocess.run([*alone, full + "true"], cwd=place, check=False).returncode:
+    if subprocess.run([*alone, full + "true"], cwd=tmp_path, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     script = f'{full} {{ "$@"; code=$?; {KEPT}; }}'
-    with start(place, [*alone, script, "sh", *REAL, *words]) as process:
-        _, stderr = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 3, stderr
-    assert "error: out/m.onnx: no space left on the disk" in stderr
-    assert "Traceback" not in stderr
-    assert (place / "after").read_bytes() == b"what was there before"
-    assert (place / "left").read_text().split() == ["m.onnx"]
-
-
-@pytest.mark.parametrize("written", ["*", "m.onnx"])
-def test_f7_a_build_killed_at_any_time_leaves_a_whole_file_or_none(
-    place: Path, written: str
-) -> None:
-    """Killed as soon as it has begun to write, or the file is there and its manifest may not be."""
-    whole = place / "out" / "m.onnx"
-    with start(place, [*REAL, *BUILD]) as process:
-        until(lambda: any(whole.parent.glob(written)) or process.poll() is not None)
-        process.kill()
-        process.communicate()
-    assert whole.exists() or written == "*"
-    if whole.exists():
-        load(whole, "cpu").close()
-        manifest = Artefact(whole).manifest  # raises when it describes another file
-        assert manifest is None or manifest.sha256 == hashlib.sha256(whole.read_bytes()).hexdigest()
-    with start(place, [*REAL, *BUILD]) as process:
-        process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0
-    assert Artefact(whole).manifest is not None
+    command = [*alone, script, "sh", *REAL, *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "error: out/m.onnx: no space left on the disk" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "after").read_bytes() == b"what was there before"
+    assert (tmp_path / "left").read_text().split() == ["m.onnx"]
 
 
 # -- The process and the machine
 
 
-def test_f1_a_killed_server_leaves_no_files_and_a_free_port(tmp_path: Path) -> None:
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
-    port = quiet_port()
-    env = {**BATCHED, "TMPDIR": str(scratch), "HOME": str(scratch)}
-    with Process(tmp_path, port=port, env=env) as server, Clients(port, 8) as clients:
-        until(lambda: len(clients.outcomes) > 8)
-        assert server.shared() == []
-        server.popen.kill()
-        server.wait()
-        counts = clients.stop()  # `Clients` checks each 200
-    assert counts.keys() <= {200, BROKEN, REFUSED}
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["stderr.txt", "tmp"]
-    with Process(tmp_path, port=port) as server:
-        assert server.infer(1) == (200, [3.0])
-
-
-def test_f4_a_damaged_or_deleted_model_file_does_not_end_the_server(tmp_path: Path) -> None:
-    """And F5: a new one is loaded without a failed request."""
-    path, noise = save(linear(), tmp_path / "m.onnx"), tmp_path / "noise"
-    noise.write_bytes(bytes(range(256)))
-    faults = (lambda: os.truncate(path, 0), lambda: noise.replace(path), path.unlink)
-    with Process(tmp_path, command=REAL, engine="m=m.onnx") as server:
-        before = server.infer(1, 2, 3)
-        assert before[0] == 200
-
-        def rejected() -> int:
-            return sum("the new file was rejected" in line for line in server.log_lines())
-
-        for count, damage in enumerate(faults, 1):
-            damage()
-            until(lambda count=count: server.infer(1, 2, 3) == before and rejected() == count)
-            assert server.gauge("deploykit_reload_failed") == 1
-            assert server.status("/v2/health/ready") == 200
-        model = linear()
-        (weights, *_) = model.graph.initializer
-        doubled = numpy_helper.from_array(2 * numpy_helper.to_array(weights), weights.name)
-        weights.CopyFrom(doubled)
-        save(model, tmp_path / "new.onnx").replace(path)
-        answers = [before]
-        until(lambda: answers.append(server.infer(1, 2, 3)) or answers[-1] != before)
-        assert {status for status, _ in answers} == {200}
-        assert server.infer(1, 2, 3) == answers[-1]
-        until(lambda: server.gauge("deploykit_reloads_total") == 1)
-
-
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <sys/stat.h>
-#include <time.h>
-
-static long shift(void) {  /* seconds: an hour on or back, while the file FAULT_CLOCK says so */
-    struct stat found;
-    const char *path = getenv("FAULT_CLOCK");
-    if (!path || stat(path, &found)) return 0;
-    return found.st_size == 1 ? 3600 : -3600;
-}
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int code = real(clock, now);
-    if (clock == CLOCK_REALTIME) now->tv_sec += shift();
-    return code;
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler to move the clock")
-def test_f14_a_jump_of_the_wall_clock_fails_no_request(tmp_path: Path) -> None:
-    source, library, jump = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "jump"
-    source.write_text(CLOCK)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    env = {**BATCHED, "LD_PRELOAD": str(library), "FAULT_CLOCK": str(jump)}
-    with Process(tmp_path, env=env) as server, Clients(server.port, 4) as clients:
-        idle = socket.create_connection(("127.0.0.1", server.port), LIMIT_S)
-        hours = {}
-        for content in (b"", b"+", b"--", b"+"):  # now, an hour on, an hour back, on again
-            if content:
-                jump.write_bytes(content)
-            done = len(clients.outcomes)
-            until(lambda done=done: len(clients.outcomes) > done + 20)
-            hours[content] = server.ask("GET", "/v2/health/live")[1]["date"]
-            text = server.ask("GET", "/metrics")[2].decode()
+def test_f14_a_jump_of_the_wall_clock_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, body = time.time, request(1)
+    with running() as server:
+        idle = server.connect()
+        days = set()
+        for shift_s in (0, 86_400, -86_400, 86_400):
+            monkeypatch.setattr(time, "time", lambda shift_s=shift_s: now_s() + shift_s)
+            server.pass_time(0.2)
+            for _ in range(20):
+                reply = server.ask("POST", "/v2/models/m/infer", body)
+                assert reply.status == 200
+            days.add(reply.headers["date"][:10])
+            text = server.ask("GET", "/metrics").body.decode()
             numbers = [line.rpartition(" ")[2] for line in text.splitlines() if line[0] != "#"]
             assert not [number for number in numbers if number.startswith("-")]
-        assert hours[b"+"] != hours[b"--"]  # the clock did move
-        assert set(clients.stop()) == {200}
-        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert idle.recv(12) == b"HTTP/1.1 200"
-        idle.close()
+        assert len(days) == 3  # the clock did move
+        assert idle.ask(raw_request("GET", "/v2/health/live")).status == 200
 
 
 def test_f18_the_server_runs_without_home_and_shared_memory(tmp_path: Path) -> None:

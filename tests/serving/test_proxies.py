@@ -19,7 +19,7 @@ import pytest
 
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
-from tests.support.blocks import blocks
+from scripts.pages import blocks
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.faults import quiet_port, until
 from tests.support.serving.running import WAIT_S, Running, infer_json

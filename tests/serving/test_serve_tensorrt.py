@@ -1,13 +1,10 @@
-"""Serving a TensorRT engine: shared weights, CUDA graphs, memory, a replaced file, SIGTERM.
+"""Serving a TensorRT engine: shared weights, CUDA graphs, memory, a replaced file.
 
 The GPU, CUDA and TensorRT are stand-ins, all above them is real; see `gpu_machine`.
 """
 
 from __future__ import annotations
 
-import shutil
-import signal
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +20,9 @@ from deploykit.core.files import sha256
 from deploykit.serving.models.reload import Reloader
 from deploykit.serving.options import ServeOptions
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
-from tests.support.serving.faults import Process, answer, request, until
+from tests.support.serving.faults import answer, request, until
 
 pytest.importorskip("onnxruntime")
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "serving" / "serve_tensorrt.py"
 WEIGHTS, CONTEXT = 1 << 20, 1 << 10
 
 
@@ -169,24 +165,3 @@ def test_an_engine_that_cannot_be_used_leaves_the_old_one_in_use(
         assert before in read(f"{server.url}/docs")
         assert machine.cuda.library_bytes == WEIGHTS
         machine.cuda.total_bytes = total
-
-
-def test_sigterm_while_the_gpu_is_busy_answers_what_was_accepted(
-    tmp_path: Path, affine_onnx: Path
-) -> None:
-    shutil.copyfile(affine_onnx, tmp_path / "m.onnx")
-    command, env = [sys.executable, str(SCRIPT)], {"GPU_TAKES_S": "0.1"}
-    options = "--max-batch", "2"
-    with Process(tmp_path, *options, command=command, engine="m=m.trt", env=env) as server:
-        server.hold()
-        with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(server.infer, float(n)) for n in range(8)]
-            until(lambda: server.gauge("deploykit_requests_in_flight") >= 4)
-            server.popen.send_signal(signal.SIGTERM)
-            server.release()
-            answers = [each.result() for each in asked]
-        right = [answers[n] == (200, [2.0 * n + 1]) for n in range(8)]
-        assert sum(right) >= 4
-        assert all(right[n] or answers[n][0] == 503 for n in range(8)), answers
-        assert server.wait() == 0
-        assert server.log_lines()[-1] == "held: {}"

@@ -94,7 +94,6 @@ def rows_of(device: str, precision: str, rates: list[float], spread: float = 0.0
 
 
 def a_result(rows: list[Any], **more: Any) -> Any:
-    """The part of a table that conclusions are drawn from."""
     known = {"batch": 150, "epochs": 1, "samples": 8, "recipe": "r", "crossovers": []}
     return SimpleNamespace(**{**known, "rows": rows, "augmentation": (), **more})
 
@@ -165,7 +164,6 @@ def test_the_report_gives_the_crossover_of_augmentation(
 
 
 def a_table(recipe: str = "cats-dogs", **changed: Any) -> devices.DeviceTable:
-    """Of a machine with a GPU; its figures are invented."""
     rows = [
         *rows_of("cpu", "float32", [200, 250, 300]),
         *rows_of("cpu", "bf16", [100, 150, 200]),

@@ -33,16 +33,6 @@ from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from deploykit.training.distributed import join_processes
-from tests.training.test_parallel import train_two_layers
-with join_processes("cpu") as group:
-    made = train_two_layers(json.loads(sys.argv[1]), group)
-    if group.first:
-        Path(sys.argv[2]).write_text(json.dumps(made))
-"""
 SPLIT = Split({"x": np.zeros((8, 3), np.float32)}, np.zeros(8, np.int64))
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -68,6 +58,13 @@ def train_two_layers(options: dict[str, Any], group: Processes) -> dict[str, Any
     }
 
 
+def train_here() -> None:
+    with join_processes("cpu") as group:
+        made = train_two_layers(json.loads(sys.argv[1]), group)
+        if group.first:
+            Path(sys.argv[2]).write_text(json.dumps(made))
+
+
 def torchrun(*words: object, cwd: Path = ROOT) -> str:
     """Start two processes on a free port; returns what they print."""
     done = subprocess.run(
@@ -90,7 +87,8 @@ def torchrun(*words: object, cwd: Path = ROOT) -> str:
 
 
 def train_in_two(folder: Path, **options: object) -> dict[str, Any]:
-    (folder / "run.py").write_text(PROGRAM)
+    program = "from tests.training.test_parallel import train_here; train_here()"
+    (folder / "run.py").write_text(program)
     torchrun(folder / "run.py", json.dumps(options), folder / "out.json")
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return found
@@ -134,7 +132,6 @@ def test_two_processes_go_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 @only_in_a_campaign
 def test_torchrun_starts_the_command(tmp_path: Path) -> None:
-    """One process prints, and one writes."""
     pytest.importorskip("sklearn")
     words = ["train", ROOT / "examples/own_recipe.py", "-o", "m.pt", "--epochs", "2", "--json"]
     printed = torchrun("-m", "deploykit", *words, "--device", "cpu", cwd=tmp_path)
@@ -175,7 +172,6 @@ def pinned_fixture(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["auto", "cuda", "cuda:1"])
 def test_data_on_the_gpu_are_not_copied_again(name: str, pinned: list[Any]) -> None:
-    """A run's device has no index, or one, and its tensors always do."""
     made, device = Batches(SPLIT, META, 4, 0), choose_device(name)
     with FakeTensorMode():
         assert torch.empty(1, device=device).device.type == device.type == "cuda"

@@ -12,12 +12,14 @@ import hashlib
 import math
 import re
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploykit.building.builder import BuildResult
 from deploykit.building.tensorrt.module import (
@@ -46,8 +48,6 @@ from deploykit.building.tensorrt.options import (
     note_dla,
     ranges,
 )
-from deploykit.building.tensorrt.progress import BuildProgress, interruptible, monitor
-from deploykit.core.artefact import sniff
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.evidence import Layer
@@ -56,11 +56,12 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import BuildMemory
 from deploykit.core.precision import ALL
+from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.engines.tensorrt.compatibility import load_plugins
 from deploykit.engines.tensorrt.inspector import read_layers
 from deploykit.engines.tensorrt.log import LogLines, logger
-from deploykit.engines.tensorrt.plugins import load_plugins
-from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.facts import external_files, onnx_files, read_facts
 from deploykit.graph.graph import Graph
 
@@ -108,7 +109,6 @@ def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -
 
 
 def mib(size: int) -> str:
-    """Format bytes: 1048576 is "1 MiB"."""
     return f"{size / (1 << 20):,.0f} MiB"
 
 
@@ -269,6 +269,125 @@ def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, 
     return digest, ()
 
 
+# TensorRT's phases nest, and each has a number of steps; the share reported never falls.
+
+_T = TypeVar("_T")
+_POLL_S = 0.05
+
+
+@dataclass
+class _Phase:
+    parent: str | None
+    steps: int
+    done: int = 0
+
+
+class BuildProgress:
+    """The open phases of one build; `failure`: a callback's exception.
+
+    TensorRT prints and drops an exception in a callback, so `raise_failure` raises it once the
+    build has ended.
+    """
+
+    def __init__(self, on_progress: Progress) -> None:
+        self.on_progress = on_progress
+        self.failure: BaseException | None = None
+        self.share = 0.0
+        self._phases: dict[str, _Phase] = {}
+        self._lock = threading.RLock()  # TensorRT calls its monitor from several threads
+
+    def start(self, name: str, parent: str | None, steps: int) -> None:
+        with self._lock:
+            self._phases[name] = _Phase(parent, max(1, steps))
+            self.report(name)
+
+    def step(self, name: str, number: int) -> bool:
+        """Step `number`, from 0, of phase `name` is done; False stops TensorRT."""
+        with self._lock:
+            if name in self._phases:
+                self._phases[name].done = number + 1
+                self.report(name)
+        return self.failure is None
+
+    def finish(self, name: str) -> None:
+        with self._lock:
+            self._phases.pop(name, None)
+
+    def report(self, phase: str) -> None:
+        """Call `on_progress` with the share of all open phases."""
+        with self._lock:
+            self.share = min(1.0, max(self.share, self._share(None)))
+            if self.failure is None:
+                try:
+                    self.on_progress(phase, self.share)
+                except BaseException as exc:  # noqa: BLE001 - raised after the build, which drops it
+                    self.failure = exc
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _share(self, parent: str | None) -> float:
+        """Share of the newest phase below `parent`; its current step counts in part."""
+        for name, phase in reversed(self._phases.items()):
+            if phase.parent == parent:
+                inner = self._share(name) if phase.done < phase.steps else 0.0
+                return min(1.0, (phase.done + inner) / phase.steps)
+        return 0.0
+
+
+def monitor(nv: Any, progress: BuildProgress) -> Any:
+    """An IProgressMonitor that updates `progress`; keep it alive until the build has ended."""
+    base: Any = nv.IProgressMonitor
+
+    class Monitor(base):  # type: ignore[misc]
+        phase_start, step_complete = progress.start, progress.step
+        phase_finish = progress.finish
+
+        def __init__(self) -> None:
+            base.__init__(self)
+
+    return Monitor()
+
+
+def interruptible(function: Callable[[Progress], _T], on_progress: Progress | None) -> _T:
+    """Return `function(on_progress)`, run in another thread so that Ctrl-C acts during its calls.
+
+    An interrupt, or another exception of a signal's handler, is raised once TensorRT has stopped,
+    which it does at its next step; a second one does not wait for that.
+    """
+    show, interrupted, last = on_progress or no_progress, threading.Event(), 0.0
+    found: Future[_T] = Future()
+
+    def report(phase: str, share: float) -> None:
+        nonlocal last
+        last = share
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        show(phase, share)
+
+    def run() -> None:
+        with INSIDE:
+            try:
+                found.set_result(function(report))
+            except BaseException as exc:  # noqa: BLE001 - raised in the thread that waits
+                found.set_exception(exc)
+
+    def wait_for_it() -> None:
+        while not found.done():
+            wait([found], _POLL_S)  # a signal that another thread got wakes no lock
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        wait_for_it()
+    except BaseException:
+        interrupted.set()
+        show("stopping at TensorRT's next step; Ctrl-C again ends it at once", last)
+        wait_for_it()
+        raise
+    return found.result()
+
+
 STRONG = "STRONGLY_TYPED"
 _WEAK_ALLOWED = ((10, 0), (10, 11))  # first and last TensorRT whose strong typing has gaps
 _NOT_PROVEN: Mapping[str, str] = {
@@ -321,12 +440,15 @@ def build(
 
 
 def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> BuildResult:
+    facts: dict[str, str] = {}
     try:
         from deploykit.engines.cuda.driver import CudaDevice
+        from deploykit.engines.tensorrt.open import here as facts_of
 
         driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
+        facts = facts_of(driver).facts()
     except DeploykitError:  # without CUDA TensorRT itself reports what is missing
         if options.shapes.device:  # it would build for the first GPU
             raise
@@ -350,7 +472,7 @@ def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> B
     with atomic_write(out) as tmp:
         tmp.write_bytes(made.plan)
     return BuildResult(
-        made.built_on(),
+        {**made.built_on(), **facts},
         layers,
         (*made.notes, *notes),
         tuple(made.flags),
@@ -413,9 +535,6 @@ def _build_plan(
     nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
 ) -> _Attempt:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
-    kind = sniff(model)
-    if kind != "onnx":
-        raise BadInput(f"{model}: expected an ONNX file, got a {kind} file")
     for location in external_files(model):
         check_data_file(model, location, str(model))
     check_options(options)
@@ -462,7 +581,6 @@ class _Attempt:
     timings: dict[str, str] = field(default_factory=dict)
 
     def run(self, strong: bool) -> _Attempt:
-        """Build. Raises Refused with TensorRT's reasons."""
         with collect_log(self.nv) as lines:
             try:
                 self._run(strong, lines)
@@ -521,7 +639,6 @@ class _Attempt:
             self.notes.append(text)
 
     def _configure(self, config: trt.IBuilderConfig) -> None:
-        """Set the options and flags on `config`."""
         nv, shapes = self.nv, self.options.shapes
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
         if not shapes.tf32:

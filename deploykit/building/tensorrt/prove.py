@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
-from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import Options, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
@@ -29,7 +28,7 @@ from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import batching, golden, verify
-from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
+from deploykit.evaluation.artefacts import Made, carry_task, keep, reject
 from deploykit.evaluation.feeds import feeds_at_sizes
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import evaluate_engine
@@ -96,7 +95,7 @@ def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manife
         made_from=tuple(dict.fromkeys((job.source.sha256, graph_file.sha256))),
         made_with=tool_versions("tensorrt", "onnx"),
         built_on={
-            **_built_on(built, shapes.device),
+            **built.built_on,
             "model": job.source.name,
             "precision": quantized.to if quantized else narrowest(graph.precision),
             **({"calib": calib.name} if calib else {}),
@@ -178,19 +177,6 @@ def _is_target(machine: Machine, target: Profile) -> bool:
     return unknown or fits(target, machine) or not (target.boards or target.gpu_names)
 
 
-def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
-    """Return the builder's facts, overridden by the CUDA driver's of that device."""
-    try:
-        from deploykit.engines.cuda.driver import CudaDevice
-
-        device = CudaDevice(number)
-    except DeploykitError:
-        return built.built_on
-    from deploykit.engines.tensorrt.open import here
-
-    return {**built.built_on, **here(device).facts()}
-
-
 def _count(layers: Sequence[Layer]) -> dict[str, int]:
     counts = Counter(layer.precision for layer in layers if layer.precision is not None)
     return dict(sorted(counts.items()))
@@ -214,13 +200,6 @@ def build_engine(
         str(model), plans.build, model.path, out, options, on_progress=on_progress
     )
     return built
-
-
-def check_model(
-    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
-) -> BuildCheck:
-    """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
-    return plans.check(model.path, options_of(target, shapes, model), on_progress)
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:

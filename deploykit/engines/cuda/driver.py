@@ -56,13 +56,14 @@ class CudaDevice:
     def describe(self) -> dict[str, Any]:
         """Return what CUDA says of the GPU, by the names that `Here` has for it."""
         name = self._of("cuDeviceGetName", _MOST_NAME, self._handle)
+        cuda_version = self._of("cuDriverGetVersion")  # 12060 for 12.6
         parts = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         return {
             "gpu": name.partition(b"\0")[0].decode(errors="replace").strip(),
             "compute_capability": ".".join(map(str, parts)),
             "sm_count": self._attribute("MULTIPROCESSOR_COUNT"),
             "driver": driver_version(),
-            "cuda": cuda_version(self._of("cuDriverGetVersion")),
+            "cuda": f"{cuda_version // 1000}.{cuda_version % 1000 // 10}",
         }
 
     def memory(self) -> tuple[int, int]:
@@ -178,11 +179,6 @@ def _call(device: str, call: str, *arguments: Any) -> tuple[Any, ...]:
         number, name = int(code), code.name
         text = (cuda.cuGetErrorString(code)[1] or b"").decode(errors="replace")
     raise cuda_error(device, call, f"cudaError{CODES[number]}" if number in CODES else name, text)
-
-
-def cuda_version(number: int) -> str:
-    """Return 12.6 for CUDA's 12060."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def driver_version(file: Path = _DRIVER_FILE) -> str:

@@ -126,7 +126,7 @@ class StreamSlot:
         self.copies_us = (0, 0)  # the last call's copies on the host, to and from pinned memory
         self.stream = self.event = self.scratch = 0
         self._rows: int | None = None
-        self._running: _Layout | None = None
+        self._running: _Layout  # since the first call
         self._buffers: dict[str, Buffer] = {}
         self._works: dict[tuple[Shape, ...] | None, Work] = {}
         self._layouts: dict[tuple[Shape, ...], _Layout] = {}
@@ -174,8 +174,6 @@ class StreamSlot:
 
     def finish(self) -> dict[str, np.ndarray] | DeploykitError:
         """Wait for the call in flight; return its outputs in new arrays, or its error."""
-        if self._running is None:
-            return DeploykitError(f"{self.driver.device}: no call is in flight")
         try:
             self.driver.use()  # the thread may differ from that of `start`
             self.driver.wait(self.event)
@@ -454,7 +452,6 @@ class Pipeline(Closing):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The reasons why requested CUDA graphs were not captured."""
         return tuple(note for slot in self._all for note in slot.notes)
 
     def bucket(self, rows: int | None) -> tuple[int | None, bool]:

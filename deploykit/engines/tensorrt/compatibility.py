@@ -7,29 +7,40 @@ error names each difference and the command that builds the plan again.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    NotFound,
+    Unsupported,
+    first_line,
+    os_reason,
+    quote,
+)
 from deploykit.core.extras import install_command
-from deploykit.core.files import cache_folder, make_folder, manifest_path
+from deploykit.core.files import cache_folder, make_folder, manifest_path, sha256
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
+from deploykit.engines.tensorrt.log import logger
 
 # Opening a version compatible plan, which contains host code, or a plugin, which is a library, runs
 # code. The manifest next to it proves nothing, as the plan's author wrote it too. So `build` adds
 # their SHA-256 to a list in the user's cache folder. A signature in the manifest would need a
 # secret in the same folder, and a new signature whenever evidence is added to the manifest.
 
-# A link could lead to any list of hashes that the user has, and opening a FIFO would block.
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# A link could lead to any list of hashes that the user has.
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def built_here(manifest: Manifest) -> bool:
@@ -75,7 +86,7 @@ def _read() -> set[str]:
         with os.fdopen(os.open(list_path(), _FLAGS), encoding="ascii") as file:
             info = os.fstat(file.fileno())
             own = info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            return set(file.read().split()) if own and stat.S_ISREG(info.st_mode) else set()
+            return set(file.read().split()) if own else set()
     except (OSError, RuntimeError, ValueError):
         return set()
 
@@ -185,7 +196,7 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
             f"{path}: {code}, and was not built by you on this machine",
             hint="an engine can run code: build it here, or open your own with `trust`",
         )
-    core, notes = manifest.built_on.get("dla", ""), _notes(path, manifest, here)
+    core, notes = manifest.built_on.get("dla", ""), tuple(_notes(path, manifest, here))
     dla = int(core) if re.fullmatch("[0-9]", core) else None
     return PlanFile(content, notes, manifest.version_compatible, dla)
 
@@ -203,9 +214,7 @@ def differences(
     same = not (capability and here.compute_capability) or capability == here.compute_capability
     if level not in _NO and level != "same-compute-capability":  # it needs Ampere or later
         if version_numbers(here.compute_capability) < (8, 0) and here.compute_capability:
-            yield (
-                f"compute capability {here.compute_capability}, where the engine needs 8.0 or later"
-            )
+            yield f"compute capability {here.compute_capability}, the engine needs 8.0 or later"
     elif not same:
         yield (
             f"compute capability {here.compute_capability} here ({here.gpu}), {capability} there "
@@ -216,10 +225,7 @@ def differences(
         if gpu and here.gpu and gpu != here.gpu:
             yield f"{here.gpu} here, {gpu} there"
         elif count and here.sm_count and count != str(here.sm_count):
-            yield (
-                f"{here.sm_count} multiprocessors in use here, {count} there (another power mode, "
-                "or a part of the GPU)"
-            )
+            yield f"{here.sm_count} multiprocessors in use here, {count} there (a power mode, MIG)"
     needed, runs = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
     if needed and runs and runs[0] < needed[0]:
         branch = LEAST_DRIVERS.get(needed[0])
@@ -244,18 +250,14 @@ def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) ->
         yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
 
 
-def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
+def _notes(path: Path, manifest: Manifest, here: Here) -> Iterator[str]:
     built = manifest.built_on
     missing = [key for key in ("tensorrt", "gpu", "compute_capability") if not built.get(key)]
-    notes = []
     if missing:
-        notes.append(f"{path}: its manifest does not name its {' and '.join(missing)}")
+        yield f"{path}: its manifest does not name its {' and '.join(missing)}"
     driver = built.get("driver", "")
     if driver and here.driver and version_numbers(here.driver) < version_numbers(driver):
-        notes.append(
-            f"{path}: was built with driver {driver}; the older {here.driver} here is not tested"
-        )
-    return tuple(notes)
+        yield f"{path}: was built with driver {driver}; the older {here.driver} here is not tested"
 
 
 def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
@@ -291,19 +293,13 @@ def _name(built: Mapping[str, str], key: str) -> str:
     return shlex.quote(name) if name else ""
 
 
-def check_version(version: str, *, full: bool = True) -> None:
-    """Raise Unsupported for a TensorRT before 10, or one without its builder."""
+def check_version(version: str) -> None:
+    """Raise Unsupported for a TensorRT before 10."""
     if version_numbers(version) < _OLDEST:
         raise Unsupported(
             f"TensorRT {version} is installed, 10.3 or later is needed: before 10 a network has no "
             "types of its own, so the precision that was verified would be lost",
             hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: " + install_command("tensorrt"),
-        )
-    if not full:
-        raise Unsupported(
-            f"the installed tensorrt module is the lean runtime of {version}; the full one is "
-            "needed",
-            hint=install_command("tensorrt"),
         )
 
 
@@ -311,3 +307,59 @@ def version_numbers(version: str) -> tuple[int, ...]:
     """Return (10, 13, 3) for "10.13.3.post1"; empty if `version` does not begin with a number."""
     match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+# Plugins are registered before TensorRT parses a graph or loads a plan that needs them.
+
+_CREATORS = ("getCreators", "getPluginCreators")  # a library without them registers itself
+_loaded: dict[Path, ctypes.CDLL] = {}
+
+
+def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
+    """Register NVIDIA's own plugins, then those of `libraries`, each once per process.
+
+    Loading a library runs its code. Raises Unsupported if one does not load.
+    """
+    try:
+        nv.init_libnvinfer_plugins(logger(nv), "")
+    except (RuntimeError, TypeError, ValueError) as exc:
+        raise Unsupported(f"NVIDIA's own plugins do not load: {first_line(exc)}") from exc
+    for library in libraries:
+        path = library.resolve()
+        if path in _loaded:
+            continue
+        registry = nv.get_plugin_registry()
+        before = len(getattr(registry, "all_creators", ()))
+        try:
+            found = ctypes.CDLL(str(path))
+            itself = len(getattr(registry, "all_creators", ())) > before  # twice is an error
+            wanted = not itself and any(hasattr(found, name) for name in _CREATORS)
+            if wanted and registry.load_library(str(path)) is None:
+                raise RuntimeError("TensorRT refused it")
+        except (OSError, RuntimeError) as exc:
+            raise Unsupported(f"{library}: cannot be loaded: {first_line(exc)}") from exc
+        _loaded[path] = found  # keep it loaded: running plans use its code
+
+
+def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
+    """Return the libraries that a plan needs, next to it or where they were at the build.
+
+    `recorded`: path -> SHA-256. Raises NotFound for a missing one, BadInput for another file.
+    """
+    found = []
+    for name, digest in recorded.items():
+        places = (plan.parent / Path(name).name, Path(name))
+        path = next(filter(os.path.isfile, places), None)  # a name may be impossible
+        if path is None:
+            raise NotFound(
+                f"{plan}: needs the plugin library {quote(Path(name).name)}",
+                hint=f"put it next to {plan.name}, or build the engine again",
+            )
+        if sha256(path) != digest:
+            raise BadInput(
+                f"{path}: is not the plugin library that {plan.name} was built with (SHA-256 "
+                "differs)",
+                hint="copy it again, or build the engine again",
+            )
+        found.append(path)
+    return found

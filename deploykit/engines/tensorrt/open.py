@@ -14,25 +14,24 @@ from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
-from deploykit.core.extras import install_hint, installed, require
+from deploykit.core.extras import require
 from deploykit.core.machine import file_text
-from deploykit.engines.tensorrt.compatibility import Here, check_version, open_plan, place_of
+from deploykit.engines.tensorrt.compatibility import (
+    Here,
+    check_version,
+    load_plugins,
+    open_plan,
+    place_of,
+    recorded_plugins,
+)
 from deploykit.engines.tensorrt.engine import TensorRtEngine
-from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
 
 if TYPE_CHECKING:
     from deploykit.engines.cuda.driver import CudaDevice
 
-if installed("tensorrt_lean") and not installed("tensorrt"):
-    raise Unsupported(
-        "tensorrt_lean is installed, which runs version compatible engines only; the full TensorRT "
-        "is needed",
-        hint=install_hint("tensorrt"),
-    )
 trt = require("tensorrt")
 _MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
 _CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
-_LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # pip packages
 
 
 def open_engine(
@@ -56,7 +55,7 @@ def open_engine(
             f"{path}: a TensorRT engine runs on a GPU only",
             hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
         )
-    check_version(str(trt.__version__), full=hasattr(trt, "Builder"))
+    check_version(str(trt.__version__))
     from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT's check
 
     driver = CudaDevice(int(device.partition(":")[2] or 0))
@@ -69,7 +68,6 @@ def open_engine(
 
 
 def here(driver: CudaDevice) -> Here:
-    """Return the facts about this device that a plan depends on."""
     version, major = str(trt.__version__), tensorrt_cuda()
     return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
 
@@ -83,10 +81,9 @@ def tensorrt_cuda() -> str:
     """
     found = set()
     for major in ("12", "13"):
-        for name in _LIBRARIES:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                metadata.version(name.format(major))
-                found.add(major)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(f"tensorrt-cu{major}-bindings")
+            found.add(major)
     if not found:
         paths = re.findall(r"\s(/\S*/libnvinfer\.so\.[\d.]+)$", file_text(_MAPS), re.MULTILINE)
         for path in dict.fromkeys(paths):

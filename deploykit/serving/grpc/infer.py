@@ -18,8 +18,7 @@ from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Binary, Request, Signature, fill
-from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.oip.request import Binary, Request, Result, Signature, collect_results, fill
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import Region

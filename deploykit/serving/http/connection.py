@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from enum import IntEnum
+from functools import cache
 from http import HTTPStatus
-from socket import SO_ERROR, SOL_SOCKET
 from typing import cast
 
 from deploykit.core.errors import DeploykitError, Overloaded, quote
@@ -39,7 +39,6 @@ _HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 _UNREAD = Head()
-_START = b"HTTP/1.1 "  # the start of every answer
 
 
 class State(IntEnum):
@@ -104,7 +103,7 @@ class Exchange(Call):
         size = b"Content-Length: %d\r\n" % length
         if head.method == "HEAD":
             parts = ()
-        lines: list[Bytes] = [listener.lines[status], headers, head.cors, size, end]
+        lines: list[Bytes] = [_status_lines(status), headers, head.cors, size, end]
         if not large:
             lines += parts
             parts = ()
@@ -112,14 +111,11 @@ class Exchange(Call):
         connection.flush()
 
 
-class StatusLines(dict[int, bytes]):
-    """The first two lines of a reply, status and Date, by status; to be cleared in time."""
-
-    def __missing__(self, status: int) -> bytes:
-        date = formatdate(usegmt=True)
-        lines = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {date}\r\n".encode()
-        self[status] = lines
-        return lines
+@cache
+def _status_lines(status: int) -> bytes:
+    """Return the first two lines of a reply, status and Date; its cache is cleared in time."""
+    date = formatdate(usegmt=True)
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {date}\r\n".encode()
 
 
 class Listener(Port):
@@ -143,7 +139,6 @@ class Listener(Port):
         self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
         self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
         self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
-        self.lines = StatusLines()
         self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
             NEW: limits.header_s,
             IDLE: limits.idle_s,
@@ -155,7 +150,7 @@ class Listener(Port):
         return HttpConnection(self)
 
     def tick(self, now_s: float) -> None:
-        self.lines.clear()  # their Date is that of a tick
+        _status_lines.cache_clear()  # their Date is that of a tick
         super().tick(now_s)
 
     def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
@@ -210,8 +205,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._kept = b""  # bytes received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
         self._unread: int | None = None  # bytes of replies, while there are too many to go on
-        self._ended = False  # the client sends no more
-        self._begun_bytes = 0  # bytes of the next answer that were sent already
 
     @property
     def unanswered(self) -> int:
@@ -277,16 +270,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._state = NEW
             self._refuse(503, f"there are {self._limits.connections} connections already")
 
-    def eof_received(self) -> bool:
-        """Begin the first answer at once: only sending shows whether the client still reads."""
-        if self._tls or not self.exchanges:
-            return False
-        self._ended = True
-        self.exchanges[-1].keep_alive = False
-        self._begun_bytes = len(_START)
-        self.transport.write(_START)
-        return True
-
     def pause_writing(self) -> None:
         self._unread = unread_bytes(self.transport)
         self._by_s = self.listener.now_s + self._limits.stall_s
@@ -320,7 +303,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._paused = False
             if self._kept:  # not in this turn: another connection may be using the shared buffer
                 self.listener.turns.wait(self._read_kept, urgent=urgent)
-            elif not (self._ended or self.transport.is_closing()):
+            elif not self.transport.is_closing():
                 self.transport.resume_reading()
 
     def _read_kept(self) -> None:
@@ -479,9 +462,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         exchanges = self.exchanges
         while exchanges and (answer := exchanges[0].pending_reply) is not None:
             exchange = exchanges.popleft()
-            if self._begun_bytes:
-                answer[0] = answer[0][self._begun_bytes :]
-                self._begun_bytes = 0
             if len(answer) == 1 and not exchange.held_bytes:
                 self.transport.write(answer[0])
             else:
@@ -526,7 +506,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.exchanges.popleft().abandon()
         refused = self._state is REFUSED
         self._enter(LINGERING if refused else LAST)
-        if refused and not self._ended and self.transport.can_write_eof():
+        if refused and self.transport.can_write_eof():
             self.transport.write_eof()
         else:
             self.transport.close()
@@ -554,11 +534,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._unread = size
             if now_s > self._by_s:
                 self.transport.abort()
-        elif self.exchanges or self._kept or state is WHOLE:  # the client waits for the server
-            if self._ended and self.transport.get_extra_info("socket").getsockopt(
-                SOL_SOCKET, SO_ERROR
-            ):  # the client has refused what was sent; nothing else shows it
-                self.transport.abort()
+        elif self.exchanges or self._kept or state is WHOLE:
+            pass  # the client waits for the server
         elif state in (SIZED, CHUNKED):
             if now_s > self._by_s:
                 self._refuse(408, "the request's body stalled, or came too slowly")

@@ -20,8 +20,7 @@ from deploykit.serving.models.offload import Lane
 from deploykit.serving.models.pipelines import over_budget
 from deploykit.serving.models.task_call import Items
 from deploykit.serving.oip import json
-from deploykit.serving.oip.request import Request
-from deploykit.serving.oip.response import Result
+from deploykit.serving.oip.request import Request, Result
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression
@@ -43,8 +42,8 @@ class InferRoute(ModelRoute):
         except BadInput:
             self.model.metrics.count("bad_request")
             raise
-        if json_bytes is None and head.content_type is not None and head.encoding is None:
-            body = compression.to_utf8(body, head.content_type)
+        if json_bytes is None and head.content_type is not None:
+            compression.check_charset(head.content_type)
         if self.model.task.ready and _sends_bytes(head, body, json_bytes):
             large = len(body) > LARGE_BYTES or head.encoding is not None
             task = HttpTaskInference(self, call, head.trace)

@@ -33,8 +33,7 @@ from deploykit.serving.models.description import describe_pipeline
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, inference_stats, split_by
 from deploykit.serving.observe.prometheus import Histogram, Sample
-from deploykit.serving.oip.request import Request, Signature, signature
-from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.oip.request import Request, Result, Signature, collect_results, signature
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 

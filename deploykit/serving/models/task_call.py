@@ -25,9 +25,8 @@ from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.offload import Lane, Result
 from deploykit.serving.models.pipelines import Receiver, over_budget
-from deploykit.serving.oip.request import Request, Signature
-from deploykit.serving.oip.response import Result as Output
-from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.request import Request, Signature, collect_results
+from deploykit.serving.oip.request import Result as Output
 from deploykit.serving.oip.tensors import make_slot
 
 ANSWER = "answer"  # the output of a request of the protocol

@@ -23,13 +23,14 @@ from deploykit.serving.oip.request import (
     Plan,
     Request,
     RequestedOutput,
+    Result,
     Signature,
     check_parameters,
+    collect_results,
     fill,
     find_region,
     plan,
 )
-from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.oip.tensors import number_bytes, to_bytes, to_json
 from deploykit.serving.shared_memory import SharedMemory
 

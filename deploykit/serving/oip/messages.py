@@ -19,12 +19,12 @@ from deploykit.serving.oip.request import (
     Binary,
     InputData,
     Plan,
+    Result,
     Signature,
     check_parameters,
     find_region,
     plan,
 )
-from deploykit.serving.oip.response import Result
 from deploykit.serving.oip.tensors import to_bytes
 
 _INPUT, _RAW_INPUT = 5, 7  # field numbers of ModelInferRequest

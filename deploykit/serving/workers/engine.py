@@ -67,7 +67,6 @@ class EngineProcessModel:
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
-        self.batched = model.max_batch > 0
         self.inputs = TensorCodec(model.engines[0].inputs)
         self.outputs = TensorCodec(model.engines[0].outputs)
 
@@ -90,14 +89,12 @@ class FrontEnd(RecordConnection):
         elif record[0] == exchange.READ:
             for _ in range(record[3]):
                 self.arena.give(*self._unread.popleft())
-        elif record[0] == exchange.CANCEL:
+        else:  # CANCEL
             number = record[3]
             found = self._open.get(number)
             if found is not None and found[0].model.cancel(found[1]):
                 del self._open[number]
                 self.send(exchange.CANCEL, number)
-        else:
-            raise ValueError(f"a record of kind {record[0]}")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """Cancel the requests of the front end."""
@@ -108,14 +105,10 @@ class FrontEnd(RecordConnection):
         self._lost(self)
 
     def _start(self, record: Record, more: bytes) -> None:
-        _, level, index, number, rows, decode_us, at, size = record[:8]
-        arrived_us, deadline_us, give_up_us, traced, length = record[8:]
+        _, level, index, number, rows, decode_us, at = record[:7]
+        arrived_us, deadline_us, give_up_us, traced, length = record[7:]
         model, end = self._models[index], length - traced
-        layout = model.inputs.parse(more[:end] if traced else more, size)
-        if end < 0 or at + size > len(self.memory) // 2 or number in self._open:
-            raise ValueError("the block or the number of a request is wrong")
-        if model.batched and rows != layout.places[0].shape[0]:
-            raise ValueError("the rows of a request are not those of its tensors")
+        layout = model.inputs.parse(more[:end])
         feeds = model.inputs.read(self.memory, at, layout, copy=False)
         buckets = model.model.buckets
         key = layout.key if buckets is None else buckets.key(layout.key)
@@ -144,7 +137,7 @@ class FrontEnd(RecordConnection):
             if at is not None:
                 codec.write(self.memory, at, layout, request.outputs, strings)
                 self._unread.append((at, layout.size))
-                self.send(exchange.DONE, number, at, layout.size, layout.head)
+                self.send(exchange.DONE, number, at, layout.head)
                 return
             error = Overloaded(
                 "the answer does not fit into the memory shared with the process of the engines",

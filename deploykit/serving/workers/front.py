@@ -152,7 +152,6 @@ class _Connection(RecordConnection):
                 request.rows,
                 min(request.decode_us, 0xFFFFFFFF),
                 at,
-                layout.size,
                 request.arrived_us,
                 request.deadline_us,
                 request.give_up_us,
@@ -178,7 +177,7 @@ class _Connection(RecordConnection):
             self.transport.close()
 
     def take(self, record: Record, more: bytes) -> None:
-        kind, number, at, size = record[0], record[3], record[6], record[7]
+        kind, number, at = record[0], record[3], record[6]
         batcher, request, block, block_bytes = self._open.pop(number)
         self.arena.give(block, block_bytes)
         batcher.numbers.pop(request, None)
@@ -187,7 +186,7 @@ class _Connection(RecordConnection):
             return
         request.finished = True
         if kind == exchange.DONE:
-            layout = batcher.outputs.parse(more, size)
+            layout = batcher.outputs.parse(more)
             request.outputs = batcher.outputs.read(self.memory, at, layout, copy=True)
         else:
             request.error = pickle.loads(more)  # noqa: S301 - our own process wrote it

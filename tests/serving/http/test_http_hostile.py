@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support.serving.memory import held_bytes
@@ -22,7 +21,6 @@ from tests.support.serving.running import (
     Raw,
     Reply,
     Running,
-    binary_request,
     free_axis,
     infer_json,
     request,
@@ -110,6 +108,7 @@ ATTACKS: dict[str, tuple[Message, int | tuple[int, ...]]] = {
         f"a chunk {chunk!r}": (CHUNKED + chunk + b"0\r\n\r\n", 400)
         for chunk in (b"0x5\r\nabcde\r\n", b"-5\r\nabcde\r\n", b"5\r\nabcdeXX", b"5\nabcde\r\n")
     },
+    "a bare LF after the chunks": (CHUNKED + b"0\r\nx: y\n\r\n", 400),
     "a chunk's size of 17 digits": (CHUNKED + b"0" * 16 + b"5\r\nabcde\r\n0\r\n\r\n", 400),
     "a large header": (request("GET", "/v2", long="a" * 70_000), 431),
     "an endless header": (lambda: request("GET", "/v2", long="a" * 20_000_000), 431),
@@ -154,10 +153,6 @@ ATTACKS: dict[str, tuple[Message, int | tuple[int, ...]]] = {
     },
     "a gzip bomb": (lambda: encoded(gzip.compress(bytes(100 << 20), 9), "gzip"), 413),
     "a deflate bomb": (lambda: encoded(zlib.compress(bytes(100 << 20), 9), "deflate"), 413),
-    "gzip cut off": (encoded(PACKED[:-10], "gzip"), 400),
-    "bytes after gzip": (encoded(PACKED + b"rubbish", "gzip"), 400),
-    "no gzip": (encoded(ROW, "gzip"), 400),
-    "nothing as gzip": (encoded(b"", "gzip"), 400),
     **{
         f"the encoding {name}": (encoded(PACKED, name), 415)
         for name in ("br", "zstd", "gzip, gzip")
@@ -240,14 +235,3 @@ def test_json_that_decodes_above_the_body_limit_gets_413() -> None:
         reply = server.ask("POST", INFER, body.encode())
         assert reply.status == 413
         assert "`max_body_bytes`" in reply.json["error"]
-
-
-def test_nan_in_one_request_does_not_change_others_in_its_batch() -> None:
-    with running() as server:
-        alone = send(server, GOOD).body
-        bad = binary_request(np.array([[np.nan, np.inf, -np.inf, 1e38]], np.float32))
-        raw = server.connect()
-        raw.send((bad + GOOD) * 4)
-        for _ in range(4):
-            assert raw.reply().status == 200
-            assert raw.reply().body == alone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,10 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip import response
-from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.oip import messages
+from deploykit.serving.oip import request as requests
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Head
-from deploykit.serving.transport.turns import DELIVERY_S
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     STREAM,
@@ -34,56 +32,24 @@ from tests.support.serving.grpc_cases import (
 )
 from tests.support.serving.loops import KEY
 from tests.support.serving.memory import Seen
-from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json
 
 WIDTH = 100_000  # float32: 400 kB a row
-SPECS = (parse_spec("y:float32[N,W]"),)
 ALL_WINDOW = b"\0\4" + (1 << 30).to_bytes(4, "big")
 Eventually = Callable[[Callable[[], bool]], None]
-
-
-def pending(rows: int = 1, done: Callable[[Pending], None] = lambda _: None) -> Pending:
-    return Pending({"x": np.zeros((rows, 1), np.float32)}, rows, KEY, done, 0, 0, 0)
-
-
-# -- what an answer keeps alive
 
 
 def test_a_large_answer_keeps_only_its_own_rows_of_a_batch() -> None:
     """Else one slow reader keeps the memory of all 32 answers, and 1/32 of it is counted."""
     whole = np.ones((3, WIDTH), np.float32)
-    batch = [pending(1), pending(2)]
-    Splitter(SPECS, joined=True)(batch, {"y": whole})
-    for request, rows in zip(batch, (1, 2), strict=True):
+    rows = {count: {"x": np.zeros((count, 1), np.float32)} for count in (1, 2)}
+    batch = [Pending(feeds, count, KEY, print, 0, 0, 0) for count, feeds in rows.items()]
+    Splitter((parse_spec("y:float32[N,W]"),), joined=True)(batch, {"y": whole})
+    for request, count in zip(batch, rows, strict=True):
         found = request.outputs["y"]
-        assert found.shape == (rows, WIDTH)
+        assert found.shape == (count, WIDTH)
         assert found.flags.owndata
         assert not np.shares_memory(found, whole)
-
-
-def test_small_answers_and_those_that_own_their_memory_are_not_copied() -> None:
-    arena = np.ones(2 * WIDTH, np.float32)  # such as ONNX Runtime's, which grows while it is in use
-    small, own = np.ones((1, 4), np.float32)[:], np.ones((1, WIDTH), np.float32)
-    for array, copied in ((small, False), (own, False), (arena[:WIDTH].reshape(1, WIDTH), True)):
-        request = pending()
-        Splitter(SPECS, joined=True)([request], {"y": array})
-        assert np.shares_memory(request.outputs["y"], array) is not copied
-
-
-@pytest.mark.parametrize(
-    ("array", "copied"),
-    [
-        (np.ones((2, WIDTH), np.float32), False),
-        (np.ones((2, WIDTH), np.float16), False),
-        (np.ones((2, WIDTH), np.float32)[:1], True),  # its owner may use the memory again
-        (np.asfortranarray(np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)), True),
-        (np.ones((2, 4), np.float32), True),
-    ],
-)
-def test_large_numbers_are_sent_from_the_array_itself(array: np.ndarray, copied: bool) -> None:
-    found = to_bytes(array, "FP32")
-    assert bytes(found) == array.tobytes()
-    assert np.shares_memory(np.frombuffer(found, np.uint8), array) is not copied
 
 
 @pytest.mark.parametrize("waits", ["body", "outputs"])
@@ -119,43 +85,6 @@ def test_the_bytes_of_a_disconnected_client_are_released_before_they_are_process
     finally:
         repository.close(drain=False)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
-
-
-# -- what one turn of the loop does
-
-
-def test_the_server_delivers_batches_in_turns_of_its_loop(
-    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
-    """Several batches end within one turn; an answer that fails does not affect the others."""
-    with running() as server:
-        finished, turns, seen = server.server._finished, [0], list[int]()
-        begin = finished._begin
-
-        def begun() -> None:
-            turns[0] += 1
-            begin()
-
-        monkeypatch.setattr(finished, "_begin", begun)
-        now_s = [0.0]
-        finished.clock_s = lambda: now_s[0]
-
-        def slow(_: Pending) -> None:
-            now_s[0] += DELIVERY_S * 0.6
-            seen.append(turns[0])
-            raise RuntimeError("in a test")
-
-        def deliver() -> None:  # all in one turn
-            for _ in range(3):
-                server.server._deliver_in_turns([pending(done=slow) for _ in range(3)])
-
-        server.server._loop.call_soon_threadsafe(deliver)
-        eventually(lambda: len(seen) == 9)
-        assert seen[:2] == [0, 0]
-        assert max(Counter(seen).values()) == 2
-
-
-# -- gRPC: what is slow to encode or to decode
 
 
 def strings(element: bytes, count: int) -> bytes:
@@ -196,17 +125,19 @@ def test_what_takes_long_to_encode_is_encoded_on_another_thread(
     """Twelve clients that asked for 5 of 2 million values stopped the loop for 1.2 s."""
     function, engine, message, part = SLOW[name]
     threads: list[int] = []
-    real = getattr(response, function)
+    module = requests if function == "classify" else messages
+    real = getattr(module, function)
 
     def seen(*args: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
         return real(*args, **options)
 
-    monkeypatch.setattr(response, function, seen)
+    monkeypatch.setattr(module, function, seen)
     with serving({"m": engine}) as server, unlimited_window(server.port) as client:
         answer = client.call(1, message)
         assert answer.status == 0
         assert part in answer.data
+        assert threads
         assert (server.see(threading.get_ident) in threads) is (name == "few classes")
 
 

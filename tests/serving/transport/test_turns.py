@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from deploykit.serving.grpc.call import GrpcCall, Method
 from deploykit.serving.http.connection import Exchange, HttpConnection
-from deploykit.serving.http.head import ChunkedBody, HeadReader
+from deploykit.serving.http.head import ChunkedBody
 from deploykit.serving.http2.connection import (
     DATA,
     HEADERS,
@@ -213,23 +212,6 @@ def test_a_health_check_does_not_wait_for_its_turn(idle: Server, method: str, pa
     idle._listener.handle = slow
     assert [bool(received(idle, asked)) for _ in range(4)] == [True, True, True, False]
     assert len(turns._urgent) == 1  # but it is the first of the next turn
-
-
-def test_the_time_for_new_heads_is_counted_in_the_turn(
-    idle: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1,000 clients that send 16 heads of 100 headers at once would stop the loop for seconds."""
-    shared, feed = idle._listener.turns, HeadReader.feed
-    shared.clock_s = now = Now()
-
-    def slow(self: HeadReader, data: bytes) -> tuple[int, Any]:
-        now.s += 0.4 * TURN_S
-        return feed(self, data)
-
-    monkeypatch.setattr(HeadReader, "feed", slow)
-    shared._scheduled = True
-    heads = [request("GET", "/v2/health/live", Number=str(number)) for number in range(9)]
-    assert received(idle, b"".join(heads)).count(b"HTTP/1.1 200") == 3
 
 
 def test_many_small_chunks_are_many_turns(server: Running) -> None:

@@ -1,12 +1,17 @@
-"""The page's files: nothing external, nothing inline, and a strict content security policy."""
+"""The page's files: nothing external or inline, a strict security policy, and its charts."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
+from deploykit.evaluation.formatting import MISSING, count, number
+from deploykit.serving.web import page
 from deploykit.serving.web.page import FILES
+from tests.support.node import evaluate, needs_node
 from tests.support.serving.running import Running
 
 SOURCES = {name: body.decode() for name, (_, body) in FILES.items()}
@@ -52,3 +57,31 @@ def test_each_file_is_served_with_a_strict_content_security_policy(
     assert not any("unsafe" in part for part in policy)
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert server.ask("POST", target).status == 405
+
+
+# -- The charts and numbers of the dashboard
+
+
+CHARTS = Path(page.__file__).with_suffix("") / "charts.js"
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@needs_node
+def test_the_page_writes_numbers_as_the_report_does() -> None:
+    values = [0, 12345, 1.234, 9.996, 999.6, 0.0456, -3.2, 1e-7, 0.5, 100, 1e6, 42, 7.25e8]
+    assert evaluate(CHARTS, "v.x.map((x) => m.number(x))", x=values) == list(map(number, values))
+    assert evaluate(CHARTS, "m.number(null)") == MISSING
+    axis = evaluate(CHARTS, "m.axis([7.0, 11.3], {zero: true})")
+    assert [text for _, text in axis["ticks"]] == ["0.0", "2.5", "5.0", "7.5", "10.0", "12.5"]
+    whole = [0, 7, 999, 1000, 12345, -12]
+    assert evaluate(CHARTS, "v.x.map((x) => m.count(x))", x=whole) == list(map(count, whole))
+
+
+@needs_node
+def test_names_are_escaped() -> None:
+    line = {"label": "<i>", "look": 1, "marks": [{"x": 0, "y": 1}, {"x": 1, "y": 2}]}
+    svg = evaluate(CHARTS, "m.draw(v.c)", c={"alt": "a<b", "series": [line, line]})
+    assert ET.fromstring(svg).get("aria-label") == "a<b"
+    assert "<i>" in [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert evaluate(CHARTS, "m.draw({series: [], alt: ''})") == ""

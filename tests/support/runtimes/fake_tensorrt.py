@@ -34,9 +34,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.building.builder import Shapes
+from deploykit.building.builder import BuildResult, Shapes
+from deploykit.building.tensorrt.build import build
 from deploykit.building.tensorrt.options import AxisRange, Options
 from deploykit.core.profile import Profile, load_profile
+from tests.support.onnx_zoo import linear, save
 
 if TYPE_CHECKING:
     from tests.support.runtimes.own_cuda import FakeCuda
@@ -86,8 +88,6 @@ def _taken(name: str) -> Any:
 
 Severity = enum.Enum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE", start=0)
 TensorIOMode = enum.Enum("TensorIOMode", "INPUT OUTPUT")
-# DataType, TensorLocation and TensorFormat: what matters is the name
-Named = enum.Enum("Named", "FLOAT HALF INT64 BOOL BF16 FP8 DEVICE HOST LINEAR CHW4", start=0)
 
 
 class ILogger:
@@ -138,7 +138,7 @@ class Behaviour:
     hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
     layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
     strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
-    cache_refused: bool = False
+    cache_refused: str = ""  # by "create", which gives an empty one, or by "set"
     cache_driver: bool = True  # False: it is refused for want of a driver
     driver: bool = True
     during_build: Callable[[], None] = lambda: None
@@ -264,6 +264,11 @@ class Runtime:
         return Engine(self.nv, told) if self.nv.took(told.get("weights", 0), self) else None
 
 
+def _reads(key: str, default: str) -> Callable[[Engine, str], SimpleNamespace]:
+    """A member of an enumeration, of which only the name matters."""
+    return lambda engine, name: SimpleNamespace(name=engine.tensors[name].get(key, default))
+
+
 class Engine:
     error_recorder: Any = None
 
@@ -284,17 +289,12 @@ class Engine:
     def get_tensor_mode(self, name: str) -> TensorIOMode:
         return TensorIOMode[self.tensors[name]["mode"]]
 
-    def get_tensor_dtype(self, name: str) -> Named:
-        return Named[self.tensors[name]["dtype"]]
-
     def get_tensor_shape(self, name: str) -> list[int]:
         return [-1 if isinstance(n, str) else n for n in self.tensors[name]["shape"]]
 
-    def get_tensor_location(self, name: str) -> Named:
-        return Named[self.tensors[name].get("location", "DEVICE")]
-
-    def get_tensor_format(self, name: str) -> Named:
-        return Named[self.tensors[name].get("format", "LINEAR")]
+    get_tensor_dtype = _reads("dtype", "FLOAT")
+    get_tensor_location = _reads("location", "DEVICE")
+    get_tensor_format = _reads("format", "LINEAR")
 
     def is_shape_inference_io(self, name: str) -> bool:
         return bool(self.tensors[name].get("shape_io"))
@@ -498,14 +498,8 @@ class _Network:
     def __init__(self, does: Behaviour, flags: int) -> None:
         self.strong = flags == 1 << does.strong_number
         self.num_layers, self._dtypes = len(does.dtypes), does.dtypes
-        self.ends = (_tensor("x", "FLOAT", (-1, 4)), _tensor("y", "FLOAT", (-1, 4)))
-        does.seen["ends"] = self.ends
-
-    def get_input(self, number: int) -> SimpleNamespace:
-        return self.ends[0]
-
-    def get_output(self, number: int) -> SimpleNamespace:
-        return self.ends[1]
+        ends = does.seen["ends"] = [_tensor(name, "FLOAT", (-1, 4)) for name in "xy"]
+        self.get_input, self.get_output = (lambda number, end=end: end for end in ends)
 
     def get_layer(self, number: int) -> SimpleNamespace:
         tensor = _tensor("t", self._dtypes[number], (-1, 1000))
@@ -554,7 +548,7 @@ class _Config:
 
     def create_timing_cache(self, content: bytes) -> _Cache:
         self.does.seen.setdefault("caches", []).append(content)
-        if content and self.does.cache_refused:
+        if content and self.does.cache_refused == "create":
             if not self.does.cache_driver:
                 self.log.log(Severity.ERROR, "In f (cudaError 35: CUDA driver version)")
             self.log.log(Severity.WARNING, "Failed to deserialize timing cache.")
@@ -562,6 +556,8 @@ class _Config:
         return _Cache(content)
 
     def set_timing_cache(self, cache: _Cache, ignore_mismatch: bool) -> bool:
+        if cache.content and self.does.cache_refused == "set":
+            return False
         self.cache = cache
         return True
 
@@ -612,3 +608,21 @@ class _Builder:
         if config.cache is not None:
             config.cache.content += b"timed"
         return self.does.plan
+
+
+class Rig:
+    """A model, the place of its plan, and the TensorRT that stands in for the installed one."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.model, self.out = save(linear(), folder / "m.onnx"), folder / "m.trt"
+        self._stack = stack
+
+    def use(self, name: str = "tensorrt", **behaviour: Any) -> Behaviour:
+        does = Behaviour(**behaviour)
+        self._stack.enter_context(replaced(name, FakeTensorRt(does=does)))
+        return does
+
+    def build(
+        self, model: Path | None = None, on_progress: Any = None, **given: Any
+    ) -> BuildResult:
+        return build(model or self.model, self.out, options(**given), on_progress)

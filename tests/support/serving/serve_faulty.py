@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deploykit.cli.main import script
+from deploykit.cli.main import main
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving import processes, serve, server
@@ -99,4 +99,4 @@ if __name__ == "__main__":
     for name, (module, constant) in SETTINGS.items():
         if name in os.environ:
             setattr(module, constant, type(getattr(module, constant))(os.environ[name]))
-    script()
+    main()

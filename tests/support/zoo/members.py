@@ -207,7 +207,7 @@ def _fan_in(module: nn.Module, _: object) -> None:
 # torchvision's classifiers: their heads, what their weights need, and samples to set them by
 _VISION: dict[str, tuple[str, Callable[..., object], int]] = {
     "resnet18": ("fc", weights.batch_norms, 32),
-    "vgg16": ("classifier.6", weights.unit_channels, 12),
+    "vgg16": ("classifier.6", _fan_in, 12),
     "mobilenet_v3_small": ("classifier.3", weights.batch_norms, 32),
     "efficientnet_b0": ("classifier.1", weights.batch_norms, 32),
     "convnext_tiny": ("classifier.2", _fan_in, 16),

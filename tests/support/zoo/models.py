@@ -6,7 +6,6 @@ state dict.
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import torch
@@ -97,10 +96,7 @@ class Encoder(nn.Module):
 
 
 class MaskedEncoder(Encoder):
-    """x float32 (N, T, 64), keep bool (N, T) -> logits float32 (N, 10); padding is not kept.
-
-    The first step counts as kept whatever `keep` says: attention over nothing is not a number.
-    """
+    """x float32 (N, T, 64), keep bool (N, T), also of the first step -> logits float32 (N, 10)."""
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         keep = keep | (torch.arange(x.shape[1]) == 0)
@@ -127,23 +123,14 @@ class MaskedIds(nn.Module):
 
 
 class Detector(nn.Module):
-    """image float32 (N, 3, 64, 64) -> {"boxes": (N, 64, 4) in 0..1, "scores": (N, 64, 5)}.
-
-    One candidate per cell of an 8x8 grid: centre and size of its box, and a score per class.
-    """
+    """image float32 (N, 3, 64, 64) -> {"boxes": (N, 64, 4) in 0..1, "scores": (N, 64, 5)}."""
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (3, 16, 32, 64)
-        stages = [
-            nn.Sequential(
-                nn.Conv2d(into, out, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(out),
-                nn.ReLU(),
-            )
-            for into, out in itertools.pairwise(widths)
-        ]
-        self.backbone = nn.Sequential(*stages)
+        self.backbone = nn.Sequential()
+        for into, out in ((3, 16), (16, 32), (32, 64)):
+            self.backbone.append(nn.Conv2d(into, out, 3, stride=2, padding=1, bias=False))
+            self.backbone.extend([nn.BatchNorm2d(out), nn.ReLU()])
         self.boxes = nn.Conv2d(64, 4, 1)
         self.scores = nn.Conv2d(64, 5, 1)
 
@@ -157,8 +144,7 @@ class Detector(nn.Module):
 class Overflow(nn.Module):
     """pixels float32 (N, 64) in 0..255 -> logits float32 (N, 10).
 
-    The features are divided by their length, whose square is far above 65504, float16's largest:
-    in half precision the length is infinite, every feature 0 and every answer the same.
+    Features are divided by their length, whose square is far above float16's largest number.
     """
 
     def __init__(self) -> None:
@@ -176,9 +162,8 @@ class Overflow(nn.Module):
 class BadInt8(nn.Module):
     """image float32 (N, 1, 8, 8) in 0..1 -> logits float32 (N, 10).
 
-    `members.py` gives one of the 64 features a value some thousand times that of the others, for
-    every image, and the layer after it no weight for it, as large language models have them: one
-    INT8 scale for the whole tensor then leaves nothing of the other 63.
+    `members.py` makes one of the 64 features some thousand times the others, as in large language
+    models: one INT8 scale for the whole tensor then leaves nothing of the other 63.
     """
 
     def __init__(self) -> None:

@@ -51,30 +51,6 @@ def batch_norms(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     module.eval()
 
 
-def unit_channels(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Scale and shift each Conv and Linear so that each channel has mean 0 and variance 1.
-
-    As with a batch norm folded into it, for networks without any; in one pass.
-    """
-
-    def normalise(layer: nn.Module, _: object, output: torch.Tensor) -> torch.Tensor:
-        assert isinstance(layer, (nn.Conv2d, nn.Linear))
-        assert layer.bias is not None
-        axes = (0, 2, 3) if isinstance(layer, nn.Conv2d) else (0,)
-        mean, gain = output.mean(axes), 1 / output.std(axes).clamp(min=1e-3)
-        layer.weight.mul_(gain.reshape(-1, *[1] * (layer.weight.ndim - 1)))
-        layer.bias.copy_((layer.bias - mean) * gain)
-        shape = (1, -1, 1, 1) if isinstance(layer, nn.Conv2d) else (1, -1)
-        return (output - mean.reshape(shape)) * gain.reshape(shape)
-
-    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
-    hooks = [layer.register_forward_hook(normalise) for layer in layers]
-    with torch.no_grad():
-        module(*inputs)
-    for hook in hooks:
-        hook.remove()
-
-
 def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) -> None:
     """Make the logits of the last Linear, `head`, differ between inputs: no class is ahead."""
     layer = module.get_submodule(head)
@@ -90,13 +66,9 @@ def spread_logits(module: nn.Module, head: str, inputs: Sequence[torch.Tensor]) 
 
 
 def fit(module: nn.Module, data: Labelled, *, epochs: int, rate: float, noise: float = 0.0) -> None:
-    """Train a small classifier on the CPU; `noise`: the deviation of what is added to its inputs.
-
-    The same data and arguments give the same weights. On one thread: several only wait for each
-    other on layers this small.
-    """
+    """Train a small classifier on the CPU; `noise`: the deviation of what its inputs get added."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # several would wait for each other on layers this small
     x, labels = torch.from_numpy(data.x), torch.from_numpy(data.labels)
     random = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(module.parameters(), lr=rate)

@@ -1,7 +1,7 @@
 """Run the fenced code blocks of a Markdown page in their order, in one folder.
 
 `sh` and `python` blocks run. `console` blocks show what a person types elsewhere (on a GPU, on a
-Jetson, in a fresh checkout) and what comes back: tests/test_console.py.
+Jetson, in a fresh checkout) and what comes back: scripts/shown_lines.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.support.cli.command import Run
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 # Most pages begin with these two, which take 12 s of CPU time.
 BEGIN = [
     ["deploykit", "train", "mnist-cnn", "-o", "model.pt", "--epochs", "4", "--save-splits", "data"],

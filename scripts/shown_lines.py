@@ -1,6 +1,9 @@
-"""Every `deploykit` line that README and docs show in a `console` block: it parses, and it runs.
+"""Run every `deploykit` line that README and docs show in a `console` block, in their order.
 
-A line may exit with 3 where this machine lacks a GPU or TensorRT: all before that was accepted.
+    python -m scripts.shown_lines FOLDER
+
+Prints what failed. A line may exit with 3 where this machine lacks a GPU or TensorRT: all before
+that was accepted.
 """
 
 from __future__ import annotations
@@ -8,25 +11,21 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
-import typer
 
 import deploykit as dk
-from deploykit.cli.main import app
-from tests.support.blocks import blocks, place, server
+from scripts.pages import blocks, place, server
 from tests.support.bundles import proven_model
-from tests.support.campaign import only_in_a_campaign
 from tests.support.onnx_zoo import mnist_like
 from tests.support.runtimes.pictures import encoded
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = {  # an input in the line -> where lines with it run
     "detector.onnx": "howto-detector.md, whole, in a campaign",
     "./sentiment": "howto-bert.md, whole, in a campaign: it downloads the model",
@@ -52,25 +51,13 @@ def lines(page: Path) -> Iterator[list[str]]:
 SHOWN = {shlex.join(words): words for page in PAGES for words in lines(page)}
 
 
-@pytest.mark.parametrize("line", SHOWN)
-def test_a_line_that_is_shown_parses(line: str) -> None:
-    assert set(ELSEWHERE) <= {part for words in SHOWN.values() for part in words}
-    _, name, *words = SHOWN[line]
-    root = typer.main.get_command(app)
-    COMMANDS[name].make_context(name, words, parent=typer.Context(root))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One with the files that the lines name."""
-    for module in ("torch", "onnxscript", "safetensors", "PIL"):
-        pytest.importorskip(module)
+def prepare(here: Path) -> None:
+    """Write the files that the lines name."""
     import torch
     from safetensors.torch import save_file
 
     from deploykit.engines.torch.presets import build_named
 
-    here = tmp_path_factory.mktemp("shown")
     weights = build_named("resnet18", {}).state_dict()
     torch.save(weights, here / "resnet18.pth")
     save_file(weights, here / "weights.safetensors")
@@ -97,14 +84,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"calib": here / "test.npz", "data": here / "test.npz", "max_drop": 0.9}
     dk.quantize(model, "int8", out=here / "model.int8.onnx", **data)
     dk.bundle(model, "cpu", out=here / "bundle")
-    return here
 
 
-@only_in_a_campaign
-@pytest.mark.torch
-def test_every_line_that_is_shown_runs(folder: Path) -> None:
-    """In the order of the pages, as one may need what another wrote."""
-    wrong = []
+def run_lines(folder: Path) -> Iterator[str]:
+    """Run the lines, as one may need what another wrote; yield those that failed."""
     for words in SHOWN.values():
         if any(part in words for part in ELSEWHERE):
             continue
@@ -114,11 +97,17 @@ def test_every_line_that_is_shown_runs(folder: Path) -> None:
                 with server(words if words[1] == "serve" else [*begin, *words[5:]], folder):
                     continue
             except AssertionError as exc:
-                wrong += [] if "exit 3" in str(exc) else [(words, str(exc))]
+                if "exit 3" not in str(exc):
+                    yield f"{words}: {exc}"
             continue
         done = subprocess.run(
             words, cwd=folder, env=place(), capture_output=True, text=True, check=False
         )
         if done.returncode not in (0, 3):
-            wrong.append((words, done.stderr))
-    assert wrong == [], "\n".join(map(str, wrong))
+            yield f"{words}: {done.stderr}"
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))
+    for failure in run_lines(Path(sys.argv[1])):
+        print(failure)
