@@ -21,7 +21,7 @@ from deploykit.engines import engine as runtimes
 from deploykit.engines.engine import FeedCheck, check_feeds, load
 from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y
+from tests.support.runtimes.gpu_machine import PROFILE, Opened, X, Y
 from tests.support.serving.running import WAIT_S
 
 ROW = TensorSpec("a", "float32", ("N", 4))
