@@ -303,8 +303,6 @@ def _name_tensors(module: Any, example: object) -> dict[str, Any]:
                 if packs
                 else "give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
             )
-    if not found:
-        raise BadInput("`example_inputs` holds no tensor")
     return found
 
 
