@@ -41,15 +41,14 @@ from tests.support.bert import save_tiny_bert  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "the", "dog", "quick"]
 LABELS = ("negative", "neutral", "positive")
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tokenizers
-
-    from tests.support.bert import save_tiny_bert
+    import transformers
 
     torch.manual_seed(0)
     folder = save_tiny_bert(
@@ -59,8 +58,10 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     words = {word: number for number, word in enumerate(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"model_max_length": 20}')
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=20
+    ).save_pretrained(folder)
     return folder
 
 
@@ -83,8 +84,6 @@ def changed(bert: Path, folder: Path, config: dict[str, Any] | None = None, **fi
 
 
 def bert_of(kind: str, folder: Path, bert: Path) -> Path:
-    from tests.support.bert import save_tiny_bert
-
     save_tiny_bert(folder, kind)
     shutil.copy(bert / "tokenizer.json", folder)
     return folder
@@ -521,25 +520,13 @@ SEGFORMER: dict[str, Any] = {
     "decoder_hidden_size": 8,
     "num_labels": 3,
 }
-SPOKEN = ["[PAD]", "[UNK]", "the", "dog", "quick"]
 
 
-def saved_for(folder: Path, kind: str, **more: Any) -> Path:
+def segformer(folder: Path, kind: str, **more: Any) -> Path:
     """Write a folder of transformers with all that its task needs."""
     import transformers
 
     torch.manual_seed(0)
-    if kind == TEXT_CLASSIFY:
-        import tokenizers
-
-        save_tiny_bert(folder, **more)
-        words = {word: number for number, word in enumerate(SPOKEN)}
-        written = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-        written.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=written, pad_token="[PAD]", model_max_length=32
-        ).save_pretrained(folder)
-        return folder
     name = "SemanticSegmentation" if kind == SEGMENT else "ImageClassification"
     model = with_torchvision(lambda: getattr(transformers, f"SegformerFor{name}"))
     model(transformers.SegformerConfig(**SEGFORMER, **more)).save_pretrained(folder)
@@ -560,8 +547,13 @@ SEVERAL = {"problem_type": "multi_label_classification"}
         (TEXT_CLASSIFY, SEVERAL),
     ],
 )
-def test_answers_are_those_of_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
-    folder = saved_for(tmp_path / "model", kind, **more)
+def test_answers_are_those_of_transformers(
+    kind: str, more: dict[str, Any], bert: Path, tmp_path: Path
+) -> None:
+    if kind == TEXT_CLASSIFY:
+        folder = changed(bert, tmp_path / "model", more)
+    else:
+        folder = segformer(tmp_path / "model", kind, **more)
     loaded = load_folder(folder, None, ())
     source = ExportSource("model", loaded, (), SourceRecord("Hugging Face", "", False), folder)
     job = with_task(source, read_options(kind), None, {})
