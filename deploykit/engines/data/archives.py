@@ -109,7 +109,6 @@ def damage(path: Path) -> Iterator[None]:
 
 
 def _header(where: str, member: IO[bytes], file_bytes: int, name: str = "") -> Header:
-    """Read the header of one array. Raises BadInput if it disagrees with the file's size."""
     version = npy.read_magic(member)
     read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, by_columns, dtype = read_header(member)

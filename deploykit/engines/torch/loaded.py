@@ -307,7 +307,6 @@ def _name_tensors(module: Any, example: object) -> dict[str, Any]:
 
 
 def _unwrap(module: Any) -> Any:
-    """Return the module inside the wrapper of torch.compile or DataParallel."""
     while True:
         if isinstance(module, torch.nn.DataParallel):
             module = module.module
