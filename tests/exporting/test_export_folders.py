@@ -45,6 +45,12 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "the", "dog"
 LABELS = ("negative", "neutral", "positive")
 
 
+def of_transformers(name: str) -> Any:
+    import transformers
+
+    return with_torchvision(lambda: getattr(transformers, name))
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tokenizers
@@ -339,21 +345,17 @@ NOT_TEXT: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", NOT_TEXT)
 def test_the_inputs_of_a_folder_are_those_of_its_model(name: str, tmp_path: Path) -> None:
-    import transformers
-
     settings, specs = NOT_TEXT[name]
-    kind = with_torchvision(lambda: getattr(transformers, name))
+    kind = of_transformers(name)
     kind(kind.config_class(**settings)).save_pretrained(tmp_path)
     assert " ".join(map(str, load_folder(tmp_path, None, ()).inputs)) == specs
 
 
 def test_a_live_model_of_images_has_its_own_configuration(tmp_path: Path) -> None:
-    import transformers
-
     names = {0: "indoors", 1: "sunny", 2: "people"}
     more = {"id2label": names, "problem_type": "multi_label_classification"}
-    config = transformers.ViTConfig(**ONE, image_size=8, patch_size=8, **more)
-    model = with_torchvision(lambda: transformers.ViTForImageClassification)(config).eval()
+    config = of_transformers("ViTConfig")(**ONE, image_size=8, patch_size=8, **more)
+    model = of_transformers("ViTForImageClassification")(config).eval()
     inputs, image = ["pixel_values:float32[N,3,8,8]"], np.full((1, 8, 8, 3), 255, np.uint8)
     (tmp_path / "p.toml").write_text("mean = [0, 0, 0]\nstd = [1, 1, 1]\n")
     how = {"inputs": inputs, "preprocess": str(tmp_path / "p.toml"), "task": "classify"}
@@ -454,10 +456,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def processor_in(folder: Path, name: str, **settings: Any) -> Any:
-    import transformers
-
-    kind = with_torchvision(lambda: getattr(transformers, name))
-    made = kind(**settings)
+    made = of_transformers(name)(**settings)
     made.save_pretrained(folder)
     return made
 
@@ -524,12 +523,10 @@ SEGFORMER: dict[str, Any] = {
 
 def segformer(folder: Path, kind: str, **more: Any) -> Path:
     """Write a folder of transformers with all that its task needs."""
-    import transformers
-
     torch.manual_seed(0)
     name = "SemanticSegmentation" if kind == SEGMENT else "ImageClassification"
-    model = with_torchvision(lambda: getattr(transformers, f"SegformerFor{name}"))
-    model(transformers.SegformerConfig(**SEGFORMER, **more)).save_pretrained(folder)
+    config = of_transformers("SegformerConfig")(**SEGFORMER, **more)
+    of_transformers(f"SegformerFor{name}")(config).save_pretrained(folder)
     processor_in(folder, "SegformerImageProcessor", size=BOTH)
     return folder
 
