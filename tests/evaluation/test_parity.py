@@ -443,11 +443,8 @@ LOWEST = float(np.finfo(np.float32).min)
     ("a", "b", "error"),
     [
         ([0.5, 0.1], [0.5, 0.2], 0.2),  # relative to the scale of the tensor
-        ([100, 0], [100, 1], 0.01),
         ([0, 0], [0, 1e-9], 1),
-        ([0, 0], [0, 0], 0),
         ([INF, NAN, 1], [INF, NAN, 1], 0),
-        ([INF, 1], [-INF, 1], INF),
         ([NAN], [1], INF),
         ([LOWEST, 1], [-INF, 1], 0),  # a mask that half precision cannot hold is still a mask
         ([LOWEST, 1], [-65504, 1.5], 0.5),

@@ -475,15 +475,6 @@ def test_the_factors_go_into_the_layer_norm_where_nothing_else_reads_it(tmp_path
     np.testing.assert_array_equal(*factors)
 
 
-def test_one_multiplication_serves_all_readers_where_another_node_reads_it(tmp_path: Path) -> None:
-    _, after, _ = smoothed(layer_norm(residual=True), tmp_path)
-    nodes = {node.name: node for node in after.model.graph.node}
-    (product,) = [node for node in nodes.values() if node.op_type == "Mul"]
-    readers = {name for name, node in nodes.items() if product.output[0] in node.input}
-    assert readers == {"q", "k"}
-    assert "normal" in nodes["y"].input
-
-
 def test_channels_that_are_never_active_give_no_factor(tmp_path: Path) -> None:
     graph = Graph.open(save(layer_norm(), tmp_path / "model.onnx"))
     # the weights differ although the activations do not

@@ -206,19 +206,6 @@ def test_a_level_that_cannot_be_made_is_a_step_that_says_why() -> None:
     assert (outcome.best, len(outcome.record.steps)) == (None, 1)
 
 
-def test_each_step_reports_its_float32_nodes_drop_and_cost() -> None:
-    seen: list[SearchStep] = []
-    outcome = Network(4, {"int8": {1: 9.0, 2: 9.0}}).search(on_step=seen.append)
-    assert tuple(seen) == outcome.record.steps
-    assert [(s.float32_nodes, s.passed, s.drop) for s in seen] == [
-        ((), False, 18.0),
-        (("n1",), False, 9.0),
-        (("n1", "n2"), True, 0.0),
-    ]
-    assert [s.cost_s for s in seen] == pytest.approx([0.008, 0.016, 0.024])
-    assert [s.elapsed_s for s in seen] == [10, 24, 34]  # 4 s of ranking
-
-
 # A search that is cut short, by its budget or by Ctrl-C
 
 
