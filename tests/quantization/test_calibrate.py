@@ -208,7 +208,7 @@ def test_a_few_values_are_all_kept_and_a_dead_tensor_has_no_range() -> None:
     assert histogram(np.zeros(1000)).least_error() == 0.0
 
 
-def test_infinities_and_nan_are_left_out_of_the_counts_and_told_by_the_ends() -> None:
+def test_infinities_and_nan_are_not_counted_and_shown_by_the_ends() -> None:
     counts = histogram(np.array([1.0, np.inf, -np.inf, np.nan, -2.0]))
     assert (counts.counts.sum(), counts.limit) == (2, 2.0)
     batches = ([3, -2], [-np.inf, np.inf, 1], [])
