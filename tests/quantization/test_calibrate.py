@@ -208,7 +208,7 @@ def test_a_few_values_are_all_kept_and_a_dead_tensor_has_no_range() -> None:
     assert histogram(np.zeros(1000)).least_error() == 0.0
 
 
-def test_infinities_and_nan_are_not_counted_and_shown_by_the_ends() -> None:
+def test_infinities_and_nan_are_left_out_of_the_counts_and_the_ends_say_so() -> None:
     counts = histogram(np.array([1.0, np.inf, -np.inf, np.nan, -2.0]))
     assert (counts.counts.sum(), counts.limit) == (2, 2.0)
     batches = ([3, -2], [-np.inf, np.inf, 1], [])
@@ -473,6 +473,15 @@ def test_the_factors_go_into_the_layer_norm_where_nothing_else_reads_it(tmp_path
         for gemm in (False, True)
     ]
     np.testing.assert_array_equal(*factors)
+
+
+def test_one_multiplication_serves_all_readers_where_another_node_reads_it(tmp_path: Path) -> None:
+    _, after, _ = smoothed(layer_norm(residual=True), tmp_path)
+    nodes = {node.name: node for node in after.model.graph.node}
+    (product,) = [node for node in nodes.values() if node.op_type == "Mul"]
+    readers = {name for name, node in nodes.items() if product.output[0] in node.input}
+    assert readers == {"q", "k"}
+    assert "normal" in nodes["y"].input
 
 
 def test_channels_that_are_never_active_give_no_factor(tmp_path: Path) -> None:
