@@ -160,9 +160,7 @@ RESULTS = {  # what is seen -> network, what is kept, and how the first note beg
 
 
 @pytest.mark.parametrize(("network", "result", "note"), RESULTS.values(), ids=RESULTS)
-def test_what_is_kept_is_cheaper_than_the_wider(
-    network: Network, result: tuple[str, int], note: str
-) -> None:
+def test_what_is_kept_is_the_cheaper(network: Network, result: tuple[str, int], note: str) -> None:
     outcome = network.search()
     assert kept(outcome) == result
     assert (outcome.record.notes or ("",))[0].startswith(note)

@@ -169,9 +169,7 @@ def test_values_are_rounded_to_the_type_ties_to_even(to: str, bits: int, level: 
 
 
 @pytest.mark.parametrize("graph", [linear, int64_ids, mnist_like])
-def test_float16_is_as_numpys_but_for_the_order_of_sums(
-    graph: Callable[[], onnx.ModelProto],
-) -> None:
+def test_float16_is_as_numpys_but_for_order_of_sums(graph: Callable[[], onnx.ModelProto]) -> None:
     half, _ = to_half(graph(), "fp16")
     before, inputs = half.SerializeToString(), feeds(graph())
     (wanted,) = in_true_halves(half, inputs)
