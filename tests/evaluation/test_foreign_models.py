@@ -17,12 +17,7 @@ from onnx import defs
 import deploykit as dk
 from deploykit.core.tensors import parse_spec
 from deploykit.evaluation import feeds
-from deploykit.evaluation.feeds import (
-    first_rows,
-    parity_sizes,
-    random_inputs,
-    rows_that_fit,
-)
+from deploykit.evaluation.feeds import first_rows, parity_sizes, random_inputs, rows_that_fit
 from deploykit.graph.graph import Graph
 from tests.support.campaign import only_in_a_campaign
 from tests.support.graphs.small import parse, write_text

@@ -11,13 +11,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.latency import (
-    GROWTH,
-    CallHistogram,
-    Latency,
-    fewest_calls,
-    percentile_ms,
-)
+from deploykit.evaluation.latency import GROWTH, CallHistogram, Latency, fewest_calls, percentile_ms
 from deploykit.evaluation.statistics import (
     FEWEST_DEPENDENT,
     paired_drop,

@@ -12,15 +12,7 @@ import pytest
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
 from deploykit.quantization.scales import noise_share
-from deploykit.quantization.search import (
-    Budget,
-    Level,
-    MeasuredCost,
-    Search,
-    Verdict,
-    rank,
-    search,
-)
+from deploykit.quantization.search import Budget, Level, MeasuredCost, Search, Verdict, rank, search
 
 Made = tuple[str, frozenset[str]]  # precision, nodes kept in float32
 LIMIT = 1.0  # the sensitivity that passes
@@ -65,9 +57,7 @@ class Network:
         return Verdict(drop <= LIMIT, drop, f"drop {drop:.2f}")
 
     def search(
-        self,
-        budget_s: float = math.inf,
-        on_step: Callable[[SearchStep], object] = lambda _: None,
+        self, budget_s: float = math.inf, on_step: Callable[[SearchStep], object] = lambda _: None
     ) -> Search:
         return search(
             [self.level(precision) for precision in self.bad],
