@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
 from scripts.fuzz_models import verbs
+from tests.support.campaign import CAMPAIGN, rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,27 +140,6 @@ def test_weights_that_are_not_in_a_file_next_to_the_model_are_refused(
     assert sorted(tmp_path.iterdir()) == before
 
 
-CHANGED: dict[str, Callable[[onnx.ModelProto], object]] = {
-    "dims of 2^62": lambda model: model.graph.initializer[0].dims.__setitem__(0, 1 << 62),
-    "dims of -4": lambda model: model.graph.initializer[0].dims.__setitem__(0, -4),
-    "an unknown operator": lambda model: setattr(model.graph.node[0], "op_type", "Gemmm"),
-    "an unknown domain": lambda model: setattr(model.graph.node[0], "domain", "their.own"),
-    "opset 999": lambda model: setattr(model.opset_import[0], "version", 999),
-    "IR version 99": lambda model: setattr(model, "ir_version", 99),
-}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_graph_that_no_runtime_knows_is_refused(tmp_path: Path, name: str) -> None:
-    path = external(tmp_path / "m.onnx", "w.bin")
-    model = onnx.load(path, load_external_data=False)
-    CHANGED[name](model)
-    path.write_bytes(model.SerializeToString())
-    for verb in ("inspect", "fp16", "build", "serve"):
-        with pytest.raises(BadInput, match=r"m\.onnx"):
-            verbs(path)[verb]()
-
-
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 400 MB, of which the disk holds a page."""
@@ -205,3 +185,18 @@ def test_a_model_that_does_not_fit_into_memory_is_exit_3_with_the_sizes(
     assert "MiB are free" in error
     assert "bad_alloc" not in error
     assert "Traceback" not in ran.stderr
+
+
+MODELS = [("fuzz_models", str(seed), str(rounds(30, 2000))) for seed in range(rounds(1, 8))]
+
+
+@pytest.mark.parametrize("words", [*MODELS, ("fuzz_commands", *["--all"] * CAMPAIGN)])
+def test_nothing_that_a_user_passes_is_called_a_bug(tmp_path: Path, words: tuple[str, ...]) -> None:
+    program, *more = words
+    if program == "fuzz_commands":
+        pytest.importorskip("torch")
+    command = [sys.executable, "-W", "ignore", "-m", f"scripts.{program}", tmp_path, *more]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = ran.stdout.splitlines()
+    assert [line for line in lines if line.startswith("BUG")] == []
+    assert lines[-1:] == ["DONE"], f"{lines[-1:]}: exit {ran.returncode}: {ran.stderr[-500:]}"

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from deploykit.serving.options import ServeOptions
 from tests.support.cli.command import Run
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the command passes on; nothing is served."""
+    """What `serve` or `boot` passes on; nothing is served."""
     seen: dict[str, Any] = {}
 
-    def serve_until_stopped(options: ServeOptions, **_more: Any) -> int:
-        seen.update(vars(options))
+    def until_stopped(*words: Any, **more: Any) -> int:
+        seen.update(vars(words[-1]), **more)
         return 0
 
-    monkeypatch.setattr("deploykit.serving.serve.serve_until_stopped", serve_until_stopped)
+    monkeypatch.setattr("deploykit.serving.serve.serve_until_stopped", until_stopped)
+    monkeypatch.setattr("deploykit.deploying.boot.boot_until_stopped", until_stopped)
     return seen
 
 
@@ -47,7 +47,7 @@ def test_a_flag_comes_before_a_variable_and_that_before_the_file(
     [("MAXBATCH", "did you mean DEPLOYKIT_MAX_BATCH?"), ("COLOUR", "see --help")],
 )
 @pytest.mark.parametrize("command", [("serve", "m.onnx"), ("boot", "b", "--cache", "c")])
-@pytest.mark.usefixtures("served", "booted")
+@pytest.mark.usefixtures("served")
 def test_an_unknown_variable_gets_one_warning(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str, hint: str, command: tuple[str, ...]
 ) -> None:
@@ -124,38 +124,25 @@ def test_the_address_of_a_kubernetes_service_is_not_taken_for_a_port(
     assert "DEPLOYKIT_HTTP_PORT=tcp://10.96.0.7:8000 is ignored: Kubernetes sets it" in ran.err
 
 
-@pytest.fixture
-def booted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `boot` passes on; nothing is served."""
-    seen: dict[str, Any] = {}
-
-    def boot_until_stopped(_bundle: Path, _cache: Path, options: ServeOptions, **more: Any) -> int:
-        seen.update(vars(options), **more)
-        return 0
-
-    monkeypatch.setattr("deploykit.deploying.boot.boot_until_stopped", boot_until_stopped)
-    return seen
-
-
 def test_boot_takes_the_options_of_serve_from_a_file_and_from_variables(
-    run: Run, booted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, served: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = config(tmp_path, 'max_batch = 1\nqueue = 1\nhost = "::1"\nlog = "json"\n')
     monkeypatch.setenv("DEPLOYKIT_MAX_BATCH", "2")
     command = ("boot", "bundle", "--cache", "cache", "--serve-config", path)
     assert run(*command, "--http-port", 3).code == 0
     names = ("max_batch", "queue", "host", "http_port", "grpc_port", "log_format")
-    assert [booted[name] for name in names] == [2, 1, "::1", 3, 8001, "json"]
+    assert [served[name] for name in names] == [2, 1, "::1", 3, 8001, "json"]
 
 
 @pytest.mark.parametrize(
     "text", ['engine = "m.onnx"', 'shadow = "m.onnx"', "trust = true", "x = 1"]
 )
 def test_boot_refuses_other_models_than_the_bundles(
-    run: Run, booted: dict[str, Any], tmp_path: Path, text: str
+    run: Run, served: dict[str, Any], tmp_path: Path, text: str
 ) -> None:
     path = config(tmp_path, text)
     ran = run("boot", "bundle", "--cache", "cache", "--serve-config", path)
     assert ran.code == 2
     assert text.partition(" ")[0] in ran.error()
-    assert not booted
+    assert not served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -17,10 +18,10 @@ import deploykit
 from deploykit.core.files import read_toml
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.deploying.wheels import container_file, read_digests
+from scripts.pin_bases import DOCKERFILES, ROOT, digest_of, main
+from tests.support.http_server import Handler, http_server
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("Dockerfile.x86", "Dockerfile.jetson")
-DIGEST = f"sha256:{'0' * 64}"
 
 
 class Instruction(NamedTuple):
@@ -109,24 +110,15 @@ def test_every_base_of_a_profile_has_a_row_in_the_lock() -> None:
     assert all(re.fullmatch("sha256:[0-9a-f]{64}", digest) for digest in rows.values() if digest)
 
 
-def test_the_dockerfiles_start_from_images_of_profiles() -> None:
-    x86 = arguments("Dockerfile.x86")["BASE"]
-    assert x86 == load_profile("l4").base_image("cuda-13")
+def test_the_dockerfiles_start_from_images_of_profiles_for_each_release() -> None:
+    assert arguments("Dockerfile.x86")["BASE"] == load_profile("l4").base_image("cuda-13")
     jetson = arguments("Dockerfile.jetson")
-    orin, thor = load_profile("jetson-agx-orin-64gb"), load_profile("jetson-thor-t5000")
-    assert jetson["BASE_JETPACK_6_1"] == orin.base_image("jetpack-6.1")
-    assert jetson["BASE_JETPACK_7_0"] == thor.base_image("jetpack-7.0")
-    assert jetson["BASE_JETPACK_7_2"] == orin.base_image("jetpack-7.2")
     assert jetson["BASE"] == "jetpack-${JETPACK}"
-
-
-@pytest.mark.parametrize("release", ["6.1", "6.2", "7.0", "7.1", "7.2"])
-def test_each_jetpack_release_finds_its_base(release: str) -> None:
-    stages = list(ancestors("Dockerfile.jetson", f"jetpack-{release}"))
-    variable = stages[-1].strip("${}")
-    profile = "jetson-thor-t5000" if release in ("7.0", "7.1") else "jetson-orin-nano-8gb"
-    wanted = load_profile(profile).base_image(f"jetpack-{release}")
-    assert arguments("Dockerfile.jetson")[variable] == wanted
+    orin, thor = load_profile("jetson-agx-orin-64gb"), load_profile("jetson-thor-t5000")
+    for release in ("6.1", "6.2", "7.0", "7.1", "7.2"):
+        *_, variable = ancestors("Dockerfile.jetson", f"jetpack-{release}")
+        profile = thor if release in ("7.0", "7.1") else orin
+        assert jetson[variable.strip("${}")] == profile.base_image(f"jetpack-{release}")
 
 
 def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else() -> None:
@@ -139,3 +131,90 @@ def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else() -> None:
     assert needed | {"deploykit", "pyproject.toml", "README.md", "LICENSE"} <= shown
     assert {"bundle.json", "SHA256SUMS", "model", "wheels", "requirements.lock"} <= shown
     assert not shown & {".git", ".venv", "tests", "docs", "benchmarks"}
+
+
+INDEX = json.dumps({"schemaVersion": 2, "manifests": []}).encode()
+DIGEST = f"sha256:{hashlib.sha256(INDEX).hexdigest()}"
+LOCK = "Dockerfile.lock"
+
+
+class Registry(Handler):
+    """What Docker Hub and NVIDIA's registry answer: 401 with a challenge, a token, the index."""
+
+    lies = False
+
+    def reply(self) -> None:
+        host = self.headers["Host"]
+        if self.path.startswith("/token?service=here&scope="):
+            return self.answer(200, b'{"token": "for-anybody"}')
+        if "Authorization" not in self.headers:
+            challenge = f'Bearer realm="http://{host}/token",service="here",scope="pull"'
+            return self.answer(401, b"{}", ("WWW-Authenticate", challenge))
+        assert self.headers["Authorization"] == "Bearer for-anybody"
+        assert "image.index" in self.headers["Accept"]
+        if "absent" in self.path:
+            return self.answer(404, b"{}")
+        digest = f"sha256:{'0' * 64}" if self.lies else DIGEST
+        return self.answer(200, INDEX, ("Docker-Content-Digest", digest))
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    with http_server(Registry) as url:
+        yield url
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in (LOCK, *DOCKERFILES):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_digests_are_written_to_the_lock_and_to_both_dockerfiles(
+    checkout: Path, registry: str
+) -> None:
+    assert main(["--check"]) == 0  # those of this checkout
+    assert main([], checkout, registry) == 0
+    assert set(read_digests(checkout / LOCK).values()) == {DIGEST}
+    path = checkout / "Dockerfile.x86"
+    text = path.read_text()
+    assert f"ARG BASE=nvcr.io/nvidia/cuda:13.0.1-base-ubuntu24.04@{DIGEST}\n" in text
+    assert (checkout / "Dockerfile.jetson").read_text().count(f"@{DIGEST}\n") == 3
+    assert main(["--check"], checkout) == 0
+    assert main(["--verify"], checkout, registry) == 0
+    path.write_text(text.replace(DIGEST, f"sha256:{'1' * 64}", 1))
+    assert main(["--check"], checkout) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options", "error"),
+    [
+        (f"docker.io/library/debian:12 sha256:{'1' * 64}", ["--verify"], ""),  # the tag was moved
+        ("docker.io/library/absent:1 unpinned", [], "docker.io/library/absent:1: HTTP Error 404"),
+    ],
+)
+def test_a_tag_that_was_moved_or_is_absent_is_found_and_nothing_is_written(
+    checkout: Path,
+    registry: str,
+    capsys: pytest.CaptureFixture[str],
+    wrong: str,
+    options: list[str],
+    error: str,
+) -> None:
+    lock = checkout / LOCK
+    lock.write_text(f"{lock.read_text()}{wrong}\n")
+    before = lock.read_bytes()
+    assert main(options, checkout, registry) == 1
+    shown = capsys.readouterr().err
+    assert error in shown
+    assert not error or "nothing was written" in shown
+    assert lock.read_bytes() == before
+
+
+def test_a_registry_whose_answer_has_another_digest_is_not_believed(
+    registry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Registry, "lies", True)
+    with pytest.raises(ValueError, match="the registry says"):
+        digest_of("docker.io/library/debian:bookworm-slim", registry)

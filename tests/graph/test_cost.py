@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,13 @@ from deploykit.graph.cost import (
     Curve,
     NodeCost,
     node_time,
+    peak_bytes,
     predicted_s,
     savings_s,
     unknown,
 )
+from deploykit.graph.graph import Graph
+from deploykit.graph.shapes import fixed_shapes
 from tests.support.graphs.cost_graphs import PEAKS, costs
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, mix, node_costs, summarise, to_pairs
@@ -131,18 +135,15 @@ def test_a_recurrent_layer_runs_its_gates_at_each_step_in_both_directions(
 
 
 def test_dynamic_axes_take_the_sizes_that_are_given_and_are_one_otherwise() -> None:
-    def flops(sizes: Mapping[str, int]) -> int | None:
-        node = helper.make_node("MatMul", ["x", "w"], ["y"], name="n")
-        return costs([node], {"x": ("N", "T", 4), "w": (4, 3)}, ["y"], sizes=sizes)["n"].flops
-
-    assert flops({}) == 24
-    assert flops({"N": 5, "T": 7}) == 24 * 35
-
-
-def test_an_axis_without_a_name_is_named_as_specs_names_it() -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], name="n")
+    for sizes, flops in (({}, 24), ({"N": 5, "T": 7}, 24 * 35)):
+        found = costs([node], {"x": ("N", "T", 4), "w": (4, 3)}, ["y"], sizes=sizes)
+        assert found["n"].flops == flops
     model = linear()
     model.graph.input[0].type.tensor_type.shape.dim[0].Clear()
-    assert node_costs(model, {"N": 3})[0].flops == 2 * 3 * 4 * 3
+    assert node_costs(model, {"N": 3})[0].flops == 2 * 3 * 4 * 3  # as specs names it
+    with pytest.raises(BadInput, match="axis N cannot be of size 0"):
+        node_costs(linear(), {"N": 0})
 
 
 def test_shapes_are_followed_through_arithmetic_on_shapes() -> None:
@@ -239,11 +240,6 @@ def test_nodes_without_a_name_get_the_names_that_reports_use() -> None:
     assert not model.graph.node[0].name  # the model itself is left alone
 
 
-def test_a_size_below_one_is_bad_input() -> None:
-    with pytest.raises(BadInput, match="axis N cannot be of size 0"):
-        node_costs(linear(), {"N": 0})
-
-
 def test_functions_are_looked_into() -> None:
     inside = [helper.make_node("Add", ["a", "a"], ["b"], name="add")]
     opset = helper.make_opsetid("", 18)
@@ -283,16 +279,6 @@ def test_a_tensor_that_two_nodes_read_goes_through_memory() -> None:
     assert (found["n"].write_bytes, found["y"].read_bytes) == (40, 0)
 
 
-def test_views_move_nothing() -> None:
-    nodes = [
-        helper.make_node("Flatten", ["x"], ["f"], name="flatten"),
-        helper.make_node("MatMul", ["f", "w"], ["y"], name="n"),
-    ]
-    found = costs(nodes, {"x": (2, 3, 4), "w": (12, 5)}, ["y"])
-    assert (found["flatten"].read_bytes, found["flatten"].write_bytes) == (0, 0)
-    assert found["n"].read_bytes == 4 * (24 + 60)
-
-
 def test_a_table_that_is_looked_up_is_read_by_the_row() -> None:
     embed, project = node_costs(int64_ids(), {"N": 1})
     assert (embed.weight_bytes, embed.weights) == (10 * 8 * 4, 80)
@@ -329,14 +315,16 @@ def test_dequantized_weights_are_counted_where_they_are_used() -> None:
     assert (found["matmul"].weight_bytes, found["matmul"].precision) == (12, "float32")
 
 
-def test_nodes_of_constants_cost_nothing() -> None:
+def test_views_and_nodes_of_constants_cost_nothing() -> None:
     nodes = [
         helper.make_node("Transpose", ["w"], ["t"], name="t"),
         helper.make_node("Neg", ["t"], ["minus"], name="minus"),
-        helper.make_node("MatMul", ["x", "minus"], ["y"], name="n"),
+        helper.make_node("Flatten", ["x"], ["f"], name="flatten"),
+        helper.make_node("MatMul", ["f", "minus"], ["y"], name="n"),
     ]
-    found = costs(nodes, {"x": (2, 4)}, ["y"], {"w": np.ones((3, 4), np.float32)})
+    found = costs(nodes, {"x": (2, 2, 2)}, ["y"], {"w": np.ones((3, 4), np.float32)})
     assert (found["minus"].flops, found["minus"].traffic_bytes) == (0, 0)
+    assert found["flatten"].traffic_bytes == 0
     assert (found["n"].flops, found["n"].weight_bytes) == (2 * 2 * 4 * 3, 48)
 
 
@@ -465,3 +453,74 @@ def test_what_moves_data_follows_its_bytes() -> None:
     time = node_time(conv(0, 1000, kind=kinds.MOVEMENT), measured)
     assert time.seconds == pytest.approx(1e-5)
     assert time.limit == MEMORY
+
+
+KIB = 1024  # each tensor: 256 float32
+ROW, HALVES = ("N", 256), ("N", 128, 2)
+
+
+def peak(model: onnx.ModelProto, batch: int = 1, scale: float = 1.0) -> int:
+    return peak_bytes(fixed_shapes(Graph(model), {"N": batch}), lambda _name: scale)
+
+
+def node(kind: str, *names: str, **attributes: object) -> onnx.NodeProto:
+    return helper.make_node(kind, list(names[:-1]), [names[-1]], name=names[-1], **attributes)
+
+
+def chain(*names: str) -> list[onnx.NodeProto]:
+    return [node("Relu", *each) for each in pairwise(names)]
+
+
+VIEW = node("Reshape", "a", "shape", "view")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "tensors"),
+    [
+        (chain("x", "a", "b", "y"), {"y": ROW}, 3),
+        ([*chain("x", "a", "b", "c"), node("Add", "c", "a", "y")], {"y": ROW}, 4),
+        (
+            [*chain("x", "a"), VIEW, *chain("x", "c"), *chain("view", "d")],
+            {"c": ROW, "d": HALVES},
+            4,
+        ),
+        ([*chain("x", "a"), VIEW, *chain("x", "b", "c", "y")], {"view": HALVES, "y": ROW}, 4),
+        (
+            [
+                *chain("x", "a"),
+                VIEW,
+                node("Reshape", "a", "shape", "v"),
+                node("Add", "view", "v", "y"),
+            ],
+            {"y": HALVES},
+            3,
+        ),
+        ([node("MatMul", "x", "w", "y")], {"y": ROW}, 2),
+    ],
+    ids=[
+        "a chain has two at a time and its input",
+        "a branch lives until it is read",
+        "a view shares memory and keeps its source alive",
+        "an output that is a view keeps its source to the end",
+        "two views are no memory of their own",
+        "weights are no activations",
+    ],
+)
+def test_the_peak_is_of_the_tensors_that_are_alive(
+    nodes: list[onnx.NodeProto], outputs: dict[str, tuple[str | int, ...]], tensors: int
+) -> None:
+    stored = {"shape": np.array([-1, 128, 2]), "w": np.ones((256, 256), np.float32)}
+    used = {name for each in nodes for name in each.input}
+    weights = {name: array for name, array in stored.items() if name in used}
+    model = make(nodes, {"x": ROW}, outputs, weights)
+    assert peak(model) == tensors * KIB
+    assert peak(model, 7, scale=0.5) == tensors * 7 * KIB / 2
+
+
+def test_what_a_body_reads_from_outside_stays_alive() -> None:
+    inner = helper.make_tensor_value_info("inner", TensorProto.FLOAT, None)
+    body = helper.make_graph([node("Add", "kept", "kept", "inner")], "body", [], [inner])
+    nodes = [*chain("x", "kept"), *chain("x", "a", "b")]
+    nodes.append(node("If", "c", "d", then_branch=body, else_branch=body))
+    nodes.append(node("Add", "b", "d", "y"))
+    assert peak(make(nodes, {"x": ROW}, {"y": ROW}, {"c": np.array(True)})) >= 4 * KIB

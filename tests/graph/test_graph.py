@@ -23,7 +23,6 @@ from tests.support.graphs.protos import (
 )
 from tests.support.onnx_zoo import (
     conv_relu,
-    int64_ids,
     linear,
     make,
     mnist_like,
@@ -117,13 +116,6 @@ def test_precision_of_a_quantized_graph_counts_nodes_as_int8_whose_inputs_all_ar
     for nodes, width in ((of_weights, 3), (of_one_input, 4)):
         model = make(nodes, {"x": ("N", 4)}, {"y": ("N", width)}, weights)
         assert summarise(model).precision == {"float32": 1}
-
-
-def test_large_weights_do_not_matter_to_type_inference() -> None:
-    table = np.zeros((1000, 8), np.float32)  # above the size that inference is shown
-    model = int64_ids()
-    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(table, "table"))
-    assert summarise(model).precision == {"float32": 2}
 
 
 def test_nodes_in_bodies_are_counted() -> None:

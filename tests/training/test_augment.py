@@ -255,7 +255,6 @@ def lacking(*_: object) -> None:
         ({"crop": 1.5}, BadInput, "`crop` must be an integer"),
         ({"contrast": math.inf}, BadInput, "`contrast` must be"),
     ],
-    ids=str,
 )
 def test_an_augmentation_that_fails_is_one_line(
     change: Any, error: type[Exception], reason: str
