@@ -81,10 +81,10 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 COMMAND = re.compile(r"\b(deploykit|docker|pip|git|python) \S")
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own
-SERVING = (
-    "options batching shared_memory oip observe models web transport workers http http2 grpc "
-    "hosted server"
-).split()
+SERVING = [
+    *("options", "batching", "shared_memory", "oip", "observe", "models", "web", "transport"),
+    *("workers", "http", "http2", "grpc", "hosted", "server"),
+]
 SERVING_STRANGERS = {  # what a room does not know, though the order would allow it
     "oip": {"batching", "transport"},
     "transport": {"batching", "oip", "models"},
