@@ -44,7 +44,7 @@ _MODULES = {  # module -> its public names
     "planning.plan": "Planned plan",
     "quantization.quantize": "quantize",
     "reporting.compare": "ReportComparison compare_reports",
-    "reporting.load_result": "LoadResult",
+    "reporting.points": "LoadResult",
     "reporting.report": "Report",
     "serving.client": "ModelClient client",
     "serving.running_server": "RunningServer",
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, plan
     from deploykit.quantization.quantize import quantize
     from deploykit.reporting.compare import ReportComparison, compare_reports
-    from deploykit.reporting.load_result import LoadResult
+    from deploykit.reporting.points import LoadResult
     from deploykit.reporting.report import Report
     from deploykit.serving.client import ModelClient, client
     from deploykit.serving.running_server import RunningServer

@@ -10,8 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from deploykit.benchmarking.processes import ProcessEngine
-from deploykit.benchmarking.timing import Setup
+from deploykit.benchmarking.timing import ProcessEngine, Setup
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import install_hint, installed

@@ -197,7 +197,6 @@ class EnergyLog:
         return tuple(found)
 
     def gaps(self, points: Sequence[Point]) -> tuple[NotMeasured, ...]:
-        """Return the devices without a meter, and why."""
         used = {"cuda:0" if point.device == "cuda" else point.device for point in points}
         return tuple(
             NotMeasured(f"energy of {name}", why)
@@ -206,7 +205,6 @@ class EnergyLog:
         )
 
     def _since(self) -> tuple[float, dict[str, float]]:
-        """Return seconds and joules since the last call."""
         (before_s, before), now = self._last, (self.clock(), self.meter.joules())
         self._last = now
         used = {name: value - before.get(name, 0.0) for name, value in now[1].items()}

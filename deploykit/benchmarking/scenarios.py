@@ -37,7 +37,6 @@ _SPIN_NS = 100_000  # a sleep may end this late, so spin before a query
 
 
 def _no_result(column: Column, scenario: str, batch: int, why: str = "") -> ScenarioResult:
-    """Return a result without a value."""
     metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(scenario)
     return ScenarioResult(
         scenario=scenario,

@@ -92,6 +92,5 @@ Builder = Callable[
 
 
 def find_builder(runtime: str) -> Builder:
-    """Import the builder of a profile's runtime."""
     found: Builder = resolve_name(RUNTIMES[runtime].builder)
     return found

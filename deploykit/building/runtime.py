@@ -159,7 +159,6 @@ def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
 
 
 def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
-    """Return the error for pairs that cannot be moved."""
     source, target = job.source, job.target
     halves = sorted({"float16", "bfloat16"} & set(graph.precision))
     why = "its pairs are placed for TensorRT, and no ranges follow to move them"
@@ -176,7 +175,6 @@ def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
 
 
 def few_integers(graph: Graph, built: Graph) -> bool:
-    """Return whether less than half of the INT8 nodes run in integers."""
     return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 
 
@@ -194,7 +192,6 @@ def _products(graph: Graph) -> int:
 
 
 def _kernels(built: Graph) -> int:
-    """Count the nodes that run in integers."""
     places = ((node, _KERNELS.get(node.op_type)) for node in built.model.graph.node)
     return sum(
         place is not None and node.input[place] in built.initializers for node, place in places

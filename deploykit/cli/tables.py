@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deploykit.evaluation.latency import Latency
     from deploykit.evaluation.predict import Answered, Predicted
     from deploykit.reporting.compare import ReportComparison
-    from deploykit.reporting.load_result import LoadResult
+    from deploykit.reporting.points import LoadResult
     from deploykit.reporting.report import Report
 
 # Numbers and lists as short strings: sizes, rates, times, intervals.

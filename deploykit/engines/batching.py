@@ -182,7 +182,6 @@ class _Proof:
 
     @property
     def worst(self) -> float:
-        """The largest error."""
         return max(self._errors.values())
 
     @property

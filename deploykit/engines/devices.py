@@ -149,7 +149,9 @@ class JetsonReader:
     def read(self) -> GpuState | None:
         """Return the state, in about a millisecond; None if this machine is not a Jetson."""
         root = self._root
-        clocks = [each for each in _list(root, "sys/class/devfreq/*") if _GPU.search(each.name)]
+        clocks = [
+            each for each in sorted(root.glob("sys/class/devfreq/*")) if _GPU.search(each.name)
+        ]
         loads = [*(entry / "device/load" for entry in clocks), *(root / path for path in _LOADS)]
         load = next((value for path in loads if (value := _number(path)) is not None), None)
         if load is None and not clocks:
@@ -159,12 +161,11 @@ class JetsonReader:
         meminfo = file_text(root / "proc/meminfo")
         found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", meminfo, re.MULTILINE)
         memory = {name: int(kib) * 1024 for name, kib in found}
-        hertz = {
-            name: next(
-                (n for each in clocks if (n := _number(each / name)) is not None and n >= 0), None
-            )
-            for name in ("cur_freq", "max_freq")
-        }
+
+        def hertz(file: str) -> int | None:
+            found = (_number(each / file) for each in clocks)
+            return next((n for n in found if n is not None and n >= 0), None)
+
         return GpuState(
             uuid="jetson-gpu.0",
             name=board_model(root) or "NVIDIA Jetson",
@@ -174,8 +175,8 @@ class JetsonReader:
             power_w=power,
             memory_used_bytes=memory.get("NvMapMemUsed"),
             memory_total_bytes=memory.get("MemTotal"),
-            clock_hz=hertz["cur_freq"],
-            clock_max_hz=hertz["max_freq"],
+            clock_hz=hertz("cur_freq"),
+            clock_max_hz=hertz("max_freq"),
             temperature_c=next((value for name, value in zones if name == "gpu"), None),
             throttled=self._throttled(),
             power_mode=power_mode(root),
@@ -191,15 +192,15 @@ class JetsonReader:
         """
         alerts = [
             state
-            for device in _list(self._root, "sys/class/thermal/cooling_device*")
+            for device in sorted(self._root.glob("sys/class/thermal/cooling_device*"))
             if file_text(device / "type").strip().endswith("throttle-alert")
             and (state := _number(device / "cur_state")) is not None
         ]
         counts = [
             count
-            for chip in _list(self._root, "sys/class/hwmon/hwmon*")
+            for chip in sorted(self._root.glob("sys/class/hwmon/hwmon*"))
             if file_text(chip / "name").strip() == "soctherm_oc"
-            for entry in _list(chip, "oc[1-9]_event_cnt")
+            for entry in sorted(chip.glob("oc[1-9]_event_cnt"))
             if (count := _number(entry)) is not None and count >= 0
         ]
         if not alerts and not counts:
@@ -226,10 +227,12 @@ def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]
 
 def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
     """Yield each connected INA3221 channel: millivolts times milliamperes."""
-    for chip in _list(root, "sys/bus/i2c/devices/*"):
+    for chip in sorted(root.glob("sys/bus/i2c/devices/*")):
         if "ina3221" not in file_text(chip / "name"):
             continue
-        for entry in _list(chip, "hwmon/hwmon*/in[1-3]_label"):  # in7 is the sum of the shunts
+        for entry in sorted(
+            chip.glob("hwmon/hwmon*/in[1-3]_label")
+        ):  # in7 is the sum of the shunts
             name = file_text(entry).strip()
             if name == "NC":
                 continue
@@ -246,20 +249,13 @@ def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
 def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
     """Return degrees Celsius by thermal zone: `cpu`, `gpu`, `soc0`, `tj` and any others."""
     zones: dict[str, float] = {}
-    for zone in _list(root, "sys/class/thermal/thermal_zone*"):
+    for zone in sorted(root.glob("sys/class/thermal/thermal_zone*")):
         name = file_text(zone / "type").strip().lower()  # GPU-therm or gpu-thermal
         name = re.sub(r"[-_]therm(al)?$", "", name)
         milli = _number(zone / "temp")
         if name and milli is not None and _DEGREES[0] <= milli / 1000 <= _DEGREES[1]:
             zones.setdefault(name, milli / 1000)
     return tuple(sorted(zones.items()))
-
-
-def _list(folder: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(folder.glob(pattern))
-    except OSError:  # no file descriptors are left, or the device is gone
-        return []
 
 
 def _number(path: Path) -> int | None:
@@ -316,37 +312,32 @@ class Devices(Closing):
         return tuple(self._gpu(index, handle) for index, handle in handles if handle is not None)
 
     def _gpu(self, index: int, handle: Any) -> GpuState:
+        def ask(name: str, *args: Any, factor: float | None = None) -> Any:
+            value = self._ask(f"nvmlDeviceGet{name}", handle, *args)
+            return value if factor is None or value is None else value * factor
+
         nvml = self._nvml
-        busy = self._ask("nvmlDeviceGetUtilizationRates", handle)
-        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        busy, memory = ask("UtilizationRates"), ask("MemoryInfo")
+        reasons = ask("CurrentClocksEventReasons")
         if reasons is None:  # the name before driver 535
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        clock_mhz, memory_clock_mhz = (
-            self._ask("nvmlDeviceGetClockInfo", handle, kind)
-            for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
-        )
+            reasons = ask("CurrentClocksThrottleReasons")
         throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
         return GpuState(
-            uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
-            name=str(self._ask("nvmlDeviceGetName", handle) or "NVIDIA GPU"),
+            uuid=str(ask("UUID") or f"gpu-{index}"),
+            name=str(ask("Name") or "NVIDIA GPU"),
             index=index,
             source="nvml",
             utilization=None if busy is None else busy.gpu / 100,
-            power_w=_scale(self._ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
-            power_limit_w=_scale(self._ask("nvmlDeviceGetEnforcedPowerLimit", handle), 1e-3),
-            energy_j=_scale(self._ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            power_w=ask("PowerUsage", factor=1e-3),
+            power_limit_w=ask("EnforcedPowerLimit", factor=1e-3),
+            energy_j=ask("TotalEnergyConsumption", factor=1e-3),
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
-            clock_hz=None if clock_mhz is None else clock_mhz * 1_000_000,
-            memory_clock_hz=None if memory_clock_mhz is None else memory_clock_mhz * 1_000_000,
-            temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+            clock_hz=ask("ClockInfo", nvml.NVML_CLOCK_SM, factor=1_000_000),
+            memory_clock_hz=ask("ClockInfo", nvml.NVML_CLOCK_MEM, factor=1_000_000),
+            temperature_c=ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else throttled,
         )
-
-
-def _scale(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
@@ -380,7 +371,6 @@ class _Watch(Closing):
         return [(self._names[gpu.uuid], gpu) for gpu in self._seen if gpu.uuid in self._names]
 
     def _look(self) -> None:
-        """Take a reading."""
         raise NotImplementedError
 
     def _loop(self) -> None:
@@ -411,7 +401,6 @@ class GpuWatch(_Watch):
 
     @property
     def conditions(self) -> tuple[Conditions, ...]:
-        """Return the conditions of each GPU so far."""
         return tuple(map(conditions_of, self._states.values()))
 
     @property
@@ -466,7 +455,6 @@ class _Gpu:
     last: tuple[float, float] | None = None  # time in s, watts
 
     def add(self, state: GpuState, now_s: float) -> None:
-        """Add a reading."""
         if state.energy_j is not None:
             self.joules = state.energy_j - (self.first.energy_j or 0.0)
         elif state.power_w is not None:
@@ -516,7 +504,7 @@ class EnergyMeter(_Watch):
 
     def _open_packages(self, root: Path) -> list[_Counter]:
         found, hidden = [], []
-        for folder in _list(root, f"{_POWERCAP}/*:*"):
+        for folder in sorted(root.glob(f"{_POWERCAP}/*:*")):
             name = file_text(folder / "name").strip()
             if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
                 continue
@@ -537,7 +525,6 @@ class EnergyMeter(_Watch):
         return []
 
     def _name_sources(self) -> None:
-        """Fill `sources` and `why` for the GPUs."""
         if "cuda:0" not in self._names.values():
             self.why["cuda:0"] = (
                 "it is none of NVML's GPUs: a part of a GPU (MIG) has no meter of its own"

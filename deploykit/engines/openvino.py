@@ -72,9 +72,8 @@ _TAKES = PROTOCOL_NAMES.keys() - {"bfloat16", "string"}
 def _dtype(path: Path, value: Value) -> str:
     if value.dtype not in _TAKES:
         raise Unsupported(
-            f"{path}: tensor '{value.name}' is of {value.dtype}, which the engine for OpenVINO "
-            "does not take",
-            hint="run it with ONNX Runtime: build it with the profile 'cpu'",
+            f"{path}: tensor '{value.name}' is of {value.dtype}, which OpenVINO does not take here",
+            hint=OTHER_RUNTIME,
         )
     return value.dtype
 
@@ -179,11 +178,8 @@ class OpenVinoEngine(Engine):
         for name in self._wide:
             array = feeds[name]
             if array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
-                raise BadInput(
-                    f"{self.path.name}: input '{name}' holds integers beyond 32 bits, which "
-                    "OpenVINO cuts off",
-                    hint="ONNX Runtime computes them: build it with the profile 'cpu'",
-                )
+                text = "holds integers beyond 32 bits, which OpenVINO cuts off"
+                raise BadInput(f"{self.path.name}: input '{name}' {text}", hint=OTHER_RUNTIME)
         arrays = {port: feeds[name] for port, name in self._ports}
         with self._guard, openvino_errors(self.path):
             found = self._request.infer(arrays, share_inputs=True)

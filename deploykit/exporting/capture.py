@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import logging
 import math
 import os
 import sys
@@ -25,6 +24,7 @@ from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.advice import is_users, is_written_for_tracing, source_place
+from deploykit.engines.torch.files import quiet
 from deploykit.exporting.operators import recurrent_layers_whole, translations
 from deploykit.exporting.reasons import CallWatch, Decision, SizeWatch, baked, explain
 
@@ -257,7 +257,7 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
             warnings.catch_warnings(record=True) as warned,
             contextlib.redirect_stdout(silent),
             contextlib.redirect_stderr(silent),
-            _mute_loggers("torch", "onnxscript", "onnx_ir"),
+            quiet("torch", "onnxscript", "onnx_ir"),
         ):
             warnings.simplefilter("always")
             yield warned
@@ -279,22 +279,3 @@ def _no_output() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-@contextlib.contextmanager
-def _mute_loggers(*names: str) -> Iterator[None]:
-    """Keep what these libraries log from reaching a handler."""
-    known = [
-        logging.getLogger(name)
-        for name in (*names, *logging.root.manager.loggerDict)
-        if name.partition(".")[0] in names
-    ]
-    before = [(logger, logger.handlers, logger.propagate) for logger in known]
-    for logger in known:
-        logger.handlers = [logging.NullHandler()]
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, handlers, propagate in before:
-            logger.handlers, logger.propagate = handlers, propagate

@@ -17,7 +17,7 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.task import Task
 from deploykit.core.tensors import BATCH, TensorSpec
-from deploykit.engines.data.preprocess import load_placing, load_preprocess
+from deploykit.engines.data.preprocess import load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.evaluation.artefacts import (
     Made,
@@ -114,7 +114,7 @@ def export(
     )
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
-    pixels = load_preprocess(preprocess) if preprocess else None
+    pixels, placing = load_preprocess(preprocess)
     from deploykit.exporting.capture import example_sizes  # MissingExtra without torch
     from deploykit.exporting.onnx import DEFAULT_OPSET, export_module
 
@@ -122,7 +122,7 @@ def export(
         opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
     source = open_source(model, example_inputs, inputs, dynamic_axes, arch, allow_pickle)
-    job = with_task(source, options, pixels, load_placing(preprocess))
+    job = with_task(source, options, pixels, placing)
     source = replace(source, loaded=_with_batch(job.loaded, size))
     rows = source.loaded.inputs[0].shape[:1]
     if job.task is not None and not {BATCH, 1}.issuperset(rows):  # its items come one by one

@@ -29,6 +29,7 @@ from deploykit.engines.torch.advice import (
     rewrite_for,
     source_place,
 )
+from deploykit.engines.torch.files import dtype_of
 
 torch: ModuleType = require("torch")
 _dispatch: Any = require("torch.utils._python_dispatch")
@@ -383,7 +384,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         found = func(*args, **(kwargs or {}))
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-        self.types |= {str(each.dtype).removeprefix("torch.") for each in tensors}
+        self.types |= {dtype_of(each) for each in tensors}
         made = torch.utils._pytree.tree_leaves(found)
         value = any(isinstance(each, (bool, int, float)) for each in made)
         if not any(_memory(each) in self._following for each in tensors):

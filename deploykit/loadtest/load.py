@@ -30,8 +30,8 @@ from deploykit.loadtest.schedule import Load
 from deploykit.loadtest.server import find_server
 from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests, probe
 from deploykit.reporting import report as reports
-from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Watch, marks, sum_up
+from deploykit.reporting.points import LoadResult
 from deploykit.reporting.verdict import verdict
 
 MAX_SENDS = 5_000_000  # requests of one open loop

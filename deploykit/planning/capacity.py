@@ -177,5 +177,4 @@ def _most_within(bound_s: float, replica: ReplicaModel) -> float:
 
 @cache
 def _unit_arrivals() -> np.ndarray:
-    """Return arrival times at a rate of 1 per second."""
     return np.cumsum(np.random.default_rng(_SEED).exponential(size=_ARRIVALS))

@@ -56,7 +56,6 @@ class Target:
 
     @property
     def call_s(self) -> float:
-        """Seconds of a call of an empty graph."""
         return self.calibration.call_s if self.calibration else 0.0
 
     def copies_s(self, sizes: Sequence[int]) -> float:

@@ -23,7 +23,7 @@ from deploykit.core.evidence import CalibrationRecord
 from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples
-from deploykit.engines.engine import Arrays, Engine, load
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.feeds import axis_sizes
 from deploykit.evaluation.simulate import open_graph
@@ -41,7 +41,6 @@ LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
 # A calibrator must gain a quarter of a decibel on the first few samples, or it is dropped.
 FEW, WORTH = 8, 0.06
 OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
-EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
 # the number of samples, the inputs, and the model's outputs
 Batches: TypeAlias = list[tuple[int, Arrays, list[np.ndarray]]]
@@ -122,7 +121,7 @@ def choose_scales(
         if not (peaks and norms):
             return best
         graph, names = smooth(scales.graph, peaks)
-        if not names or not trials.computes_the_same(graph):
+        if not names:
             return best
         again = calibrate(graph, samples, batch_size=max(rows for rows, *_ in batches))
         record = scales.record and replace(scales.record, smoothed=names)
@@ -185,12 +184,6 @@ class _Trials:
             engine = open_as_written(graph.path)  # optimised, it would hold float32 weights, too
         with engine:
             return _noise(engine, batches)
-
-    def computes_the_same(self, graph: Graph) -> bool:
-        """Return whether a smoothed graph gives the model's outputs in float32."""
-        saved = graph.save(self.folder / "smoothed.onnx", temporary=True)
-        with load(saved.path, "cpu") as engine:
-            return bool(_noise(engine, self.batches).mean() <= EQUAL)
 
     def _sqnr_db(self, noise: Mapping[str, np.ndarray]) -> dict[str, float]:
         shares = {method: float(rows.mean()) for method, rows in noise.items()}

@@ -313,7 +313,6 @@ def _at(place: Place, drawn: str) -> str:
 
 
 def _key(sample: str, label: str) -> str:
-    """Return a line of the legend."""
     return f'<li><svg class="key" aria-hidden="true">{sample}</svg>{escape(label)}</li>'
 
 
@@ -322,7 +321,6 @@ def _px(value: float) -> str:
 
 
 def _draw_bars(chart: Bars) -> str:
-    """Return each bar under its name and its figure."""
     most = max((value for _, value in chart.bars), default=0.0) or 1.0
     rows = []
     for name, value in chart.bars:

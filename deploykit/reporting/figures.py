@@ -58,7 +58,6 @@ def _mark(x: float, parts: Json) -> Mark:
 
 
 def _limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
-    """Return the position and label of the wanted latency in a chart."""
     return (slo_ms, f"wanted{of}: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 

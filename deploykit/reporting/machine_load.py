@@ -104,7 +104,6 @@ class Watch:
             self._family |= more
 
     def begin(self) -> None:
-        """Start a window."""
         self._last = self._read()
 
     def close(self) -> Window:
@@ -210,7 +209,6 @@ def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
 
 
 def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
-    """Sum up the windows of a run."""
     stretch: list[Window] = []
     disturbed_s = 0.0
     for window in watch.windows:

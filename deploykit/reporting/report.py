@@ -23,13 +23,13 @@ from deploykit.core.json_value import Record, from_json, json_value
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.statistics import PROCESS_SPREAD, ratio
 from deploykit.reporting.html import report_html, report_page
-from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Outside
 from deploykit.reporting.markdown import markdown
 from deploykit.reporting.points import (
     BestCpu,
     CpuSearch,
     LayerTimes,
+    LoadResult,
     Point,
     ScenarioResult,
     crossover,

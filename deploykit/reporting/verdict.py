@@ -20,8 +20,7 @@ from deploykit.evaluation.statistics import (
     difference,
 )
 from deploykit.reporting.html import DISTURBED
-from deploykit.reporting.load_result import LoadResult
-from deploykit.reporting.points import Point, best, crossover
+from deploykit.reporting.points import CpuSettings, LoadResult, Point, best, crossover
 from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of, load_label
 
@@ -230,8 +229,7 @@ def _ratio(report: Report, candidate: Point, reference: Point, is_baseline: bool
 def _session_text(point: Point) -> str:
     if point.settings or point.threads is None:
         return point.settings
-    sessions = f"{point.sessions} session{'s' * (point.sessions > 1)}"
-    return f"{sessions} of {point.threads} thread{'s' * (point.threads > 1)}"
+    return str(CpuSettings(point.sessions, point.threads, spinning=None))
 
 
 def _accuracy(report: Report, candidate: Point) -> str:

@@ -16,19 +16,17 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
+from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import check_installed
 from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks, usable_cores
 from deploykit.core.subprocesses import run_apart
-from deploykit.engines.engine import Engine, load
+from deploykit.engines.engine import Engine
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving import processes
-from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.shadow import Shadow, check_reference
-from deploykit.serving.models.warmup import WarmUp
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.tracing import Tracer
 from deploykit.serving.options import Models, ServeOptions, takes
@@ -191,8 +189,7 @@ class _Service:
             if group.engines is None:  # otherwise the process of the engines does both
                 for name, file in steps.files.items():
                     again = partial(open_engines, file, settings, shared)
-                    check = partial(check_file, device=settings.device)
-                    source = sources[name] = Source(file, again, check)
+                    source = sources[name] = Source(file, again)
                     models[name] = source.open()
                     for engine in models[name]:
                         stack.callback(engine.close)
@@ -282,20 +279,3 @@ def open_engines(file: Path, options: ServeOptions, shared: Path | None = None) 
             engine.notes = (*engine.notes, note)
         log.warning("%s: %s", file, note)
         return engines
-
-
-def check_file(file: Path, device: str) -> None:
-    """Open `file` and run it once on the CPU, or check its hash: a GPU may not hold it twice."""
-    artefact = Artefact.open(file)
-    artefact.manifest  # noqa: B018 - raises if the manifest describes another file
-    if not artefact.runtime.on_cpu:
-        return
-    try:
-        engine = load(artefact, "cpu", threads=1)
-    except OutOfMemory:
-        raise
-    except Unsupported:
-        if device == "cpu":
-            raise
-    else:
-        WarmUp(file.name, engine, monotonic_us, max_batch=0).run()

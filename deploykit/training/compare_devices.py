@@ -323,7 +323,6 @@ def _time_row(
 
 
 def _time_of(count: float, rate: Interval) -> Interval:
-    """Return how long `count` takes at a rate."""
     ends = (rate.value, rate.high, rate.low)
     return Interval(*(count / each if each > 0 else float("inf") for each in ends))
 
@@ -470,7 +469,6 @@ def device_rows(table: DeviceTable) -> Table:
 
 
 def _tables(table: DeviceTable) -> list[Table]:
-    """Return the tables that have rows."""
     rows_of = {(row.device, row.precision, row.batch): row for row in table.rows}
     cpu, gpu = (rows_of.get((device, "float32", table.batch)) for device in PRECISIONS)
     what = f"{table.recipe} on this machine: {count(table.epochs)} epochs of "

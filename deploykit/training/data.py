@@ -339,11 +339,9 @@ class Batches:
 
     @property
     def copied(self) -> bool:
-        """Return whether each batch is copied from the host to the device."""
         return self.labels.device.type == "cpu" and self.device.type != "cpu"
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures for the manifest."""
         found: dict[str, Any] = {"workers": self.workers, "augment": None}
         if (own := self.augmentation) is not None:
             found |= {"augment": own.describe(), "augment_on": own.device.type}

@@ -36,7 +36,6 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Return whether this process writes files and prints."""
         return self.rank == 0
 
     def wait(self) -> None:
@@ -44,7 +43,6 @@ class Processes:
             dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes, in the order of their ranks."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -52,7 +50,6 @@ class Processes:
         return found
 
     def share(self, value: Any) -> Any:
-        """Return the value of the first process."""
         found = [value]
         if self.size > 1:
             dist.broadcast_object_list(found, src=0)

@@ -700,7 +700,6 @@ class Run:
         return float(sum(waited) / max(sum(seconds), 1e-9))
 
     def _parts(self) -> dict[str, Any]:
-        """Return what has weights or numbers of its own, as torch saves them."""
         own = {"module": self.module, "optimiser": self.stepper.optimiser}
         return {**own, "schedule": self.stepper.schedule, "scaler": self.stepper.scaler}
 

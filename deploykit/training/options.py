@@ -149,7 +149,6 @@ def choose_device(name: str) -> torch.device:
 
 
 def read_splits(recipe: Recipe, path: Path | None) -> Splits:
-    """Return the recipe's data. Raises BadInput."""
     with users_code("the recipe's data failed"), memory_errors("the recipe's data"):
         found: object = recipe.data(path)
     if not isinstance(found, Splits):

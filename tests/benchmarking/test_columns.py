@@ -21,8 +21,7 @@ from deploykit.benchmarking.columns import (
     open_entry,
 )
 from deploykit.benchmarking.cpu_search import choices, search_cpu
-from deploykit.benchmarking.processes import ProcessEngine
-from deploykit.benchmarking.timing import Setup
+from deploykit.benchmarking.timing import ProcessEngine, Setup
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
 from deploykit.core.machine import Machine, this_machine
 from deploykit.engines.data.samples import random_feeds

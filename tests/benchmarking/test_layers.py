@@ -124,6 +124,8 @@ def test_each_call_has_its_nodes_and_what_is_in_a_loop_is_the_loop_s() -> None:
         {("loop", "Loop", "0"): 0.06, ("add", "Add", "1"): 0.02, ("add", "Add", "2"): 0},
         {("add", "Add", "1"): 0.003},
     ]
+    with pytest.raises(DeploykitError, match="not whole: is the disk of TMPDIR full"):
+        read_profile(written(call(0, 9))[:-1])
 
 
 NAMES = ('say "hi"', "C:\\new\\x", "line\nbreak\ttab", "süß 层", "<b>\x1b[31mred", '","args" : {')

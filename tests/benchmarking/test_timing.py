@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.benchmarking.processes import ProcessEngine
 from deploykit.benchmarking.timing import (
     Block,
     Measured,
+    ProcessEngine,
     Setup,
     Timing,
     Warmth,

@@ -311,7 +311,7 @@ def test_samples_on_another_axis_are_compared(tmp_path: Path) -> None:
     [
         (Shapes(axes=["Q=5"]), {}, "no input has a dynamic axis 'Q'"),
         (Shapes(axes=["T"]), {}, "names no axis"),
-        (Shapes(batch="0"), {}, "OPT must be 1 or more"),
+        (Shapes(batch="0"), {}, "OPT 1 or more"),
         (Shapes(axes=["T=8"]), {}, r"no random inputs (of any size )?that w.+ tried run"),
         (Shapes(axes=["T=512"]), {"data": True}, "sizes of random inputs"),
     ],

@@ -265,7 +265,7 @@ def test_closing_on_a_lost_device_does_not_raise() -> None:
     with Opened(graphs=[1], scratch=64) as found:
         assert all(right(found.engine, 1) for _ in range(3))
         ticket = found.engine.submit({"x": rows(1)})
-        found.cuda.lost = "LaunchFailure"
+        found.cuda.lose("LaunchFailure")
     with pytest.raises(DeviceLost):
         ticket.result()
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import DeploykitError, Unsupported
-from tests.support.campaign import rounds
 from tests.support.runtimes.own_cuda import (
     CudaDevice,
     FakeCuda,
@@ -25,10 +24,6 @@ from tests.support.runtimes.own_cuda import (
     pipeline,
     rows,
 )
-
-CALLS = rounds(3_000, 100_000)
-# the allocators of C and Python settle within these; a loss of 100 bytes a call is 6.7 MB
-BOUND_BYTES = 4 << 20
 
 
 @pytest.fixture
@@ -109,26 +104,6 @@ def test_cuda_in_a_forked_process_is_refused_with_the_cause() -> None:
     assert "cudaErrorInitializationError" in text
     assert "fork" in text
     cuda.use()
-
-
-def rss_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.usefixtures("a_new_machine")
-def test_many_calls_leave_no_memory_behind() -> None:
-    """Of this process too: the bindings make an object for each handle."""
-    cuda = CudaDevice(0)
-    with pipeline(cuda, graphs=[1, 2]) as run:
-        batches = [{"x": rows(count)} for count in (1, 2, 5, 1, 3)]
-        before = 0
-        for n in range(CALLS):
-            run(batches[n % 5])
-            if n == CALLS // 3:
-                before = rss_bytes()
-        assert rss_bytes() - before < BOUND_BYTES
-    assert nothing_is_held()
 
 
 # a process ends while a daemon thread is inside CUDA: our driver's destructor ends the process by a

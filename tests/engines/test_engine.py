@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupporte
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines import engine as runtimes
-from deploykit.engines.engine import CallGuard, FeedCheck, check_feeds, load
+from deploykit.engines.engine import FeedCheck, check_feeds, load
 from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y
@@ -228,18 +227,3 @@ def test_calls_of_several_threads_take_turns_on_a_gpu() -> None:
         answers = pool.map(lambda x: opened.engine({"x": x}), inputs)
         for x, found in zip(inputs, answers, strict=True):
             np.testing.assert_array_equal(found["y"], 2 * x + 1)
-
-
-def test_a_guard_lets_one_thread_in() -> None:
-    guard, inside, most = CallGuard("m"), [0], [0]
-
-    def call(_: int) -> None:
-        with guard:
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            threading.Event().wait(0.001)
-            inside[0] -= 1
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(call, range(20)))
-    assert most == [1]

@@ -471,10 +471,12 @@ def test_class_folders_have_the_numbers_of_the_labels_they_are_named_after(
 
 def test_a_file_gives_mean_std_and_scale(tmp_path: Path) -> None:
     path = tmp_path / "grey.toml"
-    path.write_text("mean = [0.5]\nstd = [0.25]\nscale = 1\n")
-    found = load_preprocess(str(path))
+    path.write_text("mean = [0.5]\nstd = [0.25]\nscale = 1\nresize = 'stretch'\n")
+    found, placing = load_preprocess(str(path))
+    assert found is not None
+    assert placing == {"resize": "stretch"}
     assert (found.name, found.mean, found.std, found.scale) == ("grey", (0.5,), (0.25,), 1.0)
-    assert load_preprocess("imagenet") is IMAGENET
+    assert load_preprocess("imagenet") == (IMAGENET, {})
 
 
 @pytest.mark.parametrize(

@@ -53,20 +53,6 @@ def feeds(rows: int) -> dict[str, np.ndarray]:
     return {"x": np.ones((rows, 1), np.float32)}
 
 
-def test_memory_is_given_back_now_and_then_and_before_larger_runs() -> None:
-    clock = Seconds()
-    arena = Arena(ort, clock)
-    assert arena.options(feeds(2)) is not None  # the first
-    assert arena.options(feeds(2)) is None
-    assert arena.options(feeds(1)) is None
-    assert arena.options(feeds(3)) is not None  # larger
-    assert arena.options(feeds(3), repeated=True) is None
-    clock.us += int(SHRINK_S * 1e6)
-    assert arena.options(feeds(1), repeated=True) is not None  # later
-    assert arena.options(feeds(1)) is None
-    assert arena.options(feeds(2)) is not None  # larger than what followed
-
-
 def test_a_session_does_not_keep_its_largest_outputs_for_ever(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,7 @@ X86, ARM = (replace(HERE, architecture=each) for each in ("x86_64", "aarch64"))
             ({**A10, "hardware_compatible": level}, replace(HERE, compute_capability=here), says)
             for level, here, says in [
                 *(("ampere-plus", each, "") for each in ("8.0", "12.0")),
-                ("ampere-plus", "7.5", "7.5, where the engine needs 8.0"),
+                ("ampere-plus", "7.5", "7.5, the engine needs 8.0"),
                 ("same-compute-capability", "8.6", ""),
                 *((level, "8.9", "8.9 here") for level in ("same-compute-capability", "none", "")),
                 *((level, "8.6", "H200 here, NVIDIA A10 there") for level in ("none", "")),

@@ -258,7 +258,8 @@ def test_opening_makes_the_context_of_the_optimum() -> None:
 @pytest.mark.parametrize(
     ("total", "memory", "says"),
     [
-        (10, {}, r"out of memory: .*needed.*free"),  # before it is loaded
+        # before it is loaded
+        (10, {"fail": {"deserialize_cuda_engine": "loaded"}}, "out of memory: .*needed.*free"),
         (5000, {"scratch": 50_000}, "needed"),
         (100_500, {"memory": MEMORY}, r"create_execution_context.*free of"),
     ],
@@ -345,10 +346,14 @@ def test_of_several_profiles_no_call_is_padded_out_of_its_own() -> None:
     many = {"x": [[1, 1], [8, 4], [8, 4]]}
     long = {"x": [[1, 5], [2, 9], [3, 9]]}
     ends = (tensor("x", "INPUT", [-1, -1]), tensor("y", "OUTPUT", [-1, 9]))
-    with Opened(ends, (many, long), graphs=(8,)) as found:
-        found.engine.prepare(joined=True)
+
+    def sums(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"y": feeds["x"].sum(1, keepdims=True)}
+
+    with Opened(ends, (many, long), graphs=(8,), computes=sums) as found:
+        found.engine.prepare([{"x": np.ones((8, 4), np.float32)}], joined=True)
         answer = found.engine({"x": np.ones((3, 9), np.float32)})["y"]
-        np.testing.assert_array_equal(answer, np.full((3, 9), 3, np.float32))
+        np.testing.assert_array_equal(answer, np.full((3, 9), 9, np.float32))
 
 
 def test_an_engine_of_fixed_shapes_has_no_batch_limit_and_one_graph() -> None:
@@ -427,7 +432,7 @@ def test_a_lost_device_is_found_whatever_tensorrt_gives_as_reason(call: str, lin
 
     def lose(text: str, owner: Any = None) -> None:
         if text:
-            found.cuda.lost = "IllegalAddress"
+            found.cuda.lose("IllegalAddress")
             report(line, owner)
 
     def use() -> None:
@@ -545,7 +550,6 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
     with replaced("tensorrt", FakeTensorRt()):
         opening = importlib.import_module("deploykit.engines.tensorrt.open")
         monkeypatch.setattr(opening, "_MAPS", maps)
-        monkeypatch.setattr(opening, "_LIBRARIES", ())
         assert opening.tensorrt_cuda() == major
         machine = opening.here(FakeCuda())
     assert machine.facts().get("cuda", "") == major  # never that of the driver

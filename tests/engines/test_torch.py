@@ -122,8 +122,9 @@ def test_a_loaded_module_returns_a_tuple_stays_in_eval_mode_and_can_be_copied(
     assert values.any()
 
 
-def test_a_module_that_writes_to_its_input_leaves_the_callers_array() -> None:
-    """It is what the exported graph is compared on next; it may be read-only."""
+@pytest.mark.parametrize("writeable", [True, False])
+def test_a_module_that_writes_to_its_input_leaves_the_callers_array(writeable: bool) -> None:
+    """It is what the exported graph is compared on next."""
 
     class Centres(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +132,7 @@ def test_a_module_that_writes_to_its_input_leaves_the_callers_array() -> None:
             return x * 2
 
     x = np.ones((2, 4), np.float32)
-    x.flags.writeable = False
+    x.flags.writeable = writeable
     with TorchEngine(load_live(Centres(), [INPUT]), "centres", "cpu", None) as engine:
         for run in (engine, engine.in_float64):
             assert (next(iter(run({"x": x}).values())) == -4).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import pickle
 import re
@@ -256,6 +257,17 @@ def test_a_damaged_file_is_bad_input_naming_it(
         path.write_bytes(damage((saved / kind).read_bytes()))
         with pytest.raises(BadInput, match=r"bad\.pt: "):
             load_module(path, inputs=[INPUT], allow_pickle=allow_pickle)
+
+
+def test_torch_logs_no_traceback_of_its_own_for_a_damaged_pt2(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exported(tmp_path / "m.pt2")
+    with_payload(tmp_path / "m.pt2", b"no pickle")
+    caplog.clear()
+    with pytest.raises(BadInput, match=r"m\.pt2: cannot be loaded as torch\.export"):
+        load_module(tmp_path / "m.pt2", allow_pickle=True)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "legacy state_dict", "safetensors"])

@@ -1,21 +1,35 @@
-"""The gate: what passes, what fails and why, on labelled data, unlabelled data and none."""
+"""The gate and its metrics: what passes, what fails and why, and which answers are compared."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, GateFailed
-from deploykit.core.tensors import parse_spec
+from deploykit.core.errors import BadInput, GateFailed, NotFound
+from deploykit.core.evidence import Parity
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.engines.answers import class_axis
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays
-from deploykit.evaluation.accuracy import Metric, find_metric, top1
+from deploykit.evaluation.accuracy import (
+    Metric,
+    Scores,
+    drop_of,
+    find_metric,
+    log_likelihood,
+    pair,
+    same_answers,
+    top1,
+    top1_scores,
+)
 from deploykit.evaluation.evaluation import evaluate
-from tests.support.fake_engine import Function
+from deploykit.evaluation.parity import compare_engines
+from tests.support.fake_engine import FakeEngine, Function
 
 TOP1 = find_metric("top1")
 CLASSES = 10
@@ -296,3 +310,404 @@ def test_shares_that_find_nothing_do_not_fail_by_their_noise(
     found = evaluate(engine(values), engine(of_candidate), samples=samples, shares=shares)
     assert found.passed is passes
     assert ("below 0.001 everywhere" in found.why) is said
+
+
+VALUES = np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]], np.float32)
+ONES = np.array([1, 1, 1])
+LABELS = {  # what an engine answers, right, wrong and right -> labels that are all class 1
+    "float32": (VALUES, ONES.astype(np.float32)),
+    "bool": (VALUES, ONES == 1),
+    "a column": (VALUES, ONES[:, None]),
+    "text": (VALUES, np.array(["1", "1", "1"])),
+    "bytes": (VALUES, np.array([b"1", b"1", b"1"])),
+    "one-hot": (VALUES, np.eye(2)[ONES]),
+    "one-hot bool": (VALUES, np.eye(2, dtype=bool)[ONES]),
+    "integers": (np.array([1, 0, 1]), ONES),
+    "a column of integers": (np.array([[1], [0], [1]]), ONES * 1.0),
+    "integers and one-hot": (np.array([1, 0, 1]), np.eye(2)[ONES]),
+    "names": (np.array(["b", "a", "b"], object), np.array(["b", "b", "b"])),
+    "numbers as names": (np.array(["1", "0", "1"], object), ONES),
+}
+
+
+@pytest.mark.parametrize(("values", "labels"), LABELS.values(), ids=LABELS)
+def test_a_row_is_right_if_its_largest_value_is_the_label(
+    values: np.ndarray, labels: np.ndarray
+) -> None:
+    np.testing.assert_array_equal(top1(values, labels, "d"), [1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("values", "labels", "message"),
+    [
+        (VALUES, np.array([1.5, 0.0, 1.0]), r"labels are float64\[3\]"),
+        (VALUES, np.array([[1, 1], [0, 1], [1, 0]]), r"labels are int64\[3, 2\]"),
+        (VALUES, np.array([[0.3, 0.7], [1, 0], [0, 1]]), "labels are float64"),
+        (VALUES, np.array([[0, 0, 1]] * 3), r"labels are int64\[3, 3\]"),
+        (VALUES, np.array(["cat", "dog", "cat"]), "labels are names, such as 'cat'"),
+        (VALUES, np.array(["1", "0", "2"]), "2 classes"),
+        (VALUES[:2], np.array([1, 0, 1]), "samples, classes"),
+        (VALUES[:, :1], np.array([0, 0, 0]), "samples, classes"),
+        (VALUES, np.array([1, 0, 2]), "2 classes"),
+        (VALUES, np.array([1, 0, -1]), "2 classes"),
+    ],
+)
+def test_what_has_no_score_is_refused(values: np.ndarray, labels: np.ndarray, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        top1(values, labels, "data.npz")
+
+
+def test_an_engine_is_scored_over_all_batches_in_order_or_at_its_fixed_size() -> None:
+    rows = np.eye(4, dtype=np.float32)[[0, 1, 2, 3, 0]]
+    samples = Samples({"x": rows}, np.array([0, 1, 2, 0, 0]), "d")
+    engine = FakeEngine(width=4)
+    np.testing.assert_array_equal(top1_scores(engine, samples, batch_size=2), [1, 1, 1, 0, 1])
+    assert engine.batches == [2, 2, 1]
+    engine.inputs = (TensorSpec("x", "float32", (2, 4)),)
+    np.testing.assert_array_equal(top1_scores(engine, samples), [1, 1, 1, 0])
+    with pytest.raises(BadInput, match=r"data\.npz: no array 'labels'"):
+        top1_scores(engine, Samples({"x": rows}, None, "data.npz"))
+
+
+PERPLEXITY = find_metric("perplexity")
+
+
+def scored(metric: Metric, values: np.ndarray, labels: np.ndarray) -> Scores:
+    scores = Scores(metric, "data.npz")
+    scores.add({"y": values}, labels)
+    return scores
+
+
+def test_perplexity_weighs_every_token_equally_but_those_that_are_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = np.random.default_rng(1)
+    logits = random.standard_normal((9, 6, 5)) * 2
+    worse = logits + random.standard_normal(logits.shape) * 0.5
+    labels = random.integers(0, 5, (9, 6))
+    labels[random.random(labels.shape) < 0.4] = -100
+
+    def perplexity(values: np.ndarray) -> float:
+        lse = np.log(np.exp(values).sum(-1))
+        chosen = np.take_along_axis(values, np.maximum(labels, 0)[..., None], -1)[..., 0]
+        return float(np.exp((lse - chosen)[labels != -100].mean()))
+
+    for block in (10**6, 12):  # 12: two rows at once
+        monkeypatch.setattr("deploykit.evaluation.accuracy._BLOCK_METRICS", block)
+        drop = drop_of(scored(PERPLEXITY, logits, labels), scored(PERPLEXITY, worse, labels))
+        assert drop.reference.value == pytest.approx(perplexity(logits))
+        assert drop.candidate.value == pytest.approx(perplexity(worse))
+        assert drop.drop.value == pytest.approx(perplexity(worse) / perplexity(logits) - 1)
+        assert drop.drop.low < drop.drop.value < drop.drop.high
+        assert drop.unit == "%"
+
+
+def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precision() -> None:
+    one = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], np.float32))
+    found = log_likelihood({"y": one}, np.array([0, 2]))
+    np.testing.assert_allclose(found, np.log([0.5, 0.8]), rtol=1e-6)
+    half = np.array([[60000.0, 59990.0, -60000.0]], np.float16)
+    gap = float(half[0, 0]) - float(half[0, 1])
+    found = log_likelihood({"y": half}, np.array([1]))
+    assert found[0] == pytest.approx(-gap - math.log1p(math.exp(-gap)))
+
+
+def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
+    logits, labels = np.random.default_rng(0).standard_normal((8, 2, 4)), np.zeros((8, 2), int)
+    labels[3] = -100
+    a, b = scored(PERPLEXITY, logits, labels), scored(PERPLEXITY, logits * 1.1, labels)
+    assert a.values[3] == 0
+    np.testing.assert_array_equal(a.weights, [2, 2, 2, 0, 2, 2, 2, 2])
+    kept = np.arange(8) != 3
+    drop = drop_of(a, b)
+    assert drop.n == 7
+    assert drop == drop_of(
+        scored(PERPLEXITY, logits[kept], labels[kept]),
+        scored(PERPLEXITY, logits[kept] * 1.1, labels[kept]),
+    )
+
+
+def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
+    logits = np.random.default_rng(0).standard_normal((4, 2, 4))
+    for count, label, why in ((4, -100, "no sample has a label"), (1, 0, "needs 2 values")):
+        scores = scored(PERPLEXITY, logits[:count], np.full((count, 2), label))
+        with pytest.raises(BadInput, match=why):
+            drop_of(scores, scores)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "message"),
+    [
+        (np.zeros((2, 3, 4)), np.zeros((2, 2), int), r"labels of shape \(2, 2\)"),
+        (np.zeros((2, 4)), np.zeros((2, 3), int), r"labels of shape \(2, 3\)"),
+        (np.zeros((2,)), np.zeros((), int), "need a first output of"),
+        (np.zeros((2, 0)), np.zeros(2, int), "need a first output of"),
+        (np.zeros((2, 4)), np.zeros(2), "integer labels, got float64 and float64"),
+        (np.zeros((2, 4), int), np.zeros(2, int), "needs logits"),
+        (np.zeros((2, 4)), np.array([0, 4]), "labels run from 0 to 4, the vocabulary has 4 tokens"),
+        (np.zeros((2, 4)), np.array([0, -1]), "labels run from -1 to 0"),
+    ],
+)
+def test_what_has_no_perplexity_is_refused(
+    logits: np.ndarray, labels: np.ndarray, message: str
+) -> None:
+    with pytest.raises(BadInput, match=f"^data.npz: perplexity: .*{message}"):
+        scored(PERPLEXITY, logits, labels)
+
+
+USERS = """
+import sys
+import numpy as np
+
+def closeness(outputs, labels):
+    return 1 - np.abs(outputs["y"][:, 0] - labels)
+
+def right(outputs, labels): return outputs["y"].argmax(1) == labels
+def nan(outputs, labels): return closeness(outputs, labels) * np.nan
+def text(outputs, labels): return ["good"] * len(labels)
+def key(outputs, labels): return outputs["logits"]
+def leaves(outputs, labels): sys.exit(3)
+def writes(outputs, labels): labels[:] = 0
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(USERS, encoding="utf-8")
+    return str(tmp_path / "mine.py")
+
+
+def test_a_users_metric_scores_in_its_own_unit_and_booleans_are_right_and_wrong(users: str) -> None:
+    metric = find_metric(f"{users}:closeness")
+    a = scored(metric, np.array([[0.1], [0.2], [0.3]]), np.zeros(3))
+    b = scored(metric, np.array([[0.2], [0.2], [0.5]]), np.zeros(3))
+    np.testing.assert_allclose(a.values, [0.9, 0.8, 0.7])
+    assert drop_of(a, b).describe() == "drop 0.1, -0.825 to 0.945, n = 3"
+    scores = scored(find_metric(f"{users}:right"), np.eye(4), np.array([0, 1, 2, 0]))
+    np.testing.assert_array_equal(scores.values, [1, 1, 1, 0])
+    assert "proportions" in drop_of(scores, scores).method
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nan", "NaN or infinity"),
+        ("text", r"returned <U4\[2\]"),
+        ("key", "failed: KeyError: 'logits'"),
+        ("leaves", "failed: SystemExit: 3"),
+        ("writes", "failed: ValueError: assignment destination is read-only"),
+    ],
+)
+def test_an_error_in_a_users_metric_names_the_metric(users: str, name: str, message: str) -> None:
+    with pytest.raises(BadInput, match=rf"data\.npz: metric .*mine\.py:{name}: .*{message}"):
+        scored(find_metric(f"{users}:{name}"), np.ones((2, 1)), np.zeros(2))
+
+
+def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
+    with pytest.raises(BadInput, match="'f1' is not a metric") as caught:
+        find_metric("f1")
+    assert "top1, perplexity" in caught.value.hint
+    with pytest.raises(BadInput, match="NUMBER: is a int, not a function"):
+        find_metric(f"{users}:NUMBER")
+    with pytest.raises(NotFound, match="has no 'missing'"):
+        find_metric(f"{users}:missing")
+
+
+# Which axis of an output holds classes, by the shapes of the inputs of the same call
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "inputs", "axis"),
+    [
+        ("logits", (2, 10), [(2, 3, 8, 8)], 1),
+        ("score", (2, 1), [(2, 3, 8, 8)], None),
+        ("y", (2,), [(2, 4)], None),
+        ("logits", (2, 7, 30), [(2, 7), (2, 7)], 2),  # tokens
+        ("logits", (2, 7, 30), [(2, 7, 80)], 2),  # frames of speech
+        ("boxes", (2, 3234, 4), [(2, 3, 320, 320)], None),
+        ("scores", (2, 3234, 91), [(2, 3, 320, 320)], None),
+        ("output0", (2, 84, 8400), [(2, 3, 640, 640)], None),
+        ("output0", (2, 3, 4), [(2, 3, 640, 640)], None),  # three boxes, not three channels
+        ("mask", (2, 5, 8, 8), [(2, 3, 8, 8)], 1),
+        ("mask", (2, 1, 8, 8), [(2, 3, 8, 8)], None),
+        ("mask", (2, 8, 8, 5), [(2, 8, 8, 3)], 3),
+        ("mask", (2, 5, 4, 4), [(2, 3, 8, 8)], None),  # features, or classes of another size
+        ("text_embeds", (2, 512), [(2, 7)], None),
+        ("last_hidden_state", (2, 7, 128), [(2, 7)], None),
+        ("keypoints", (2, 34), [(2, 3, 8, 8)], None),
+        ("y", (2, 2, 2, 2, 2), [(2, 2, 2, 2, 2)], None),
+    ],
+)
+def test_the_classes_stand_where_an_input_has_the_same_places(
+    name: str, output: tuple[int, ...], inputs: list[tuple[int, ...]], axis: int | None
+) -> None:
+    feeds = {f"x{n}": np.zeros(shape, np.float32) for n, shape in enumerate(inputs)}
+    assert class_axis(name, np.zeros(output, np.float32), feeds) == axis
+    assert class_axis(name, np.zeros(output, np.int64), feeds) is None
+
+
+def test_rows_of_length_one_are_embeddings_unless_none_is_negative() -> None:
+    rows = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    assert class_axis("output", rows, {}) == 1
+    assert class_axis("output", units, {}) is None
+    assert class_axis("output", np.eye(5, dtype=np.float32), {}) == 1  # certain probabilities
+
+
+def test_a_segmentation_answers_in_pixels_and_has_the_mean_iou_of_the_classes_shown() -> None:
+    left = np.zeros((1, 3, 4, 4), np.float32)
+    left[0, 0] = 1.0
+    left[0, 1, :, 0] = 2.0  # 4 pixels of class 1, 12 of class 0; none of class 2
+    right = left.copy()
+    right[0, 1, 0, 1] = 2.0
+    feeds = {"image": np.zeros((1, 3, 4, 4), np.float32)}
+    specs = "image:float32[N,3,4,4]", "y:float32[N,3,4,4]"
+    engines = [Function(lambda _, y=y: {"y": y}, *specs) for y in (left, right)]
+    row = compare_engines(*engines, [feeds, feeds]).worst
+    assert (row.answers, row.agreement) == ("pixels", 15 / 16)
+    assert row.mean_iou == pytest.approx((4 / 5 + 11 / 12) / 2)
+    assert same_answers({"y": left}, {"y": right}, feeds, 1).tolist() == [[15, 16]]
+
+
+@pytest.mark.parametrize(("pixels", "passed"), [(0, True), (2, True), (3, False), (20000, False)])
+def test_one_pixel_of_a_mask_in_ten_thousand_may_differ(pixels: int, passed: bool) -> None:
+    left = np.tile(np.arange(4, dtype=np.int32), 5000).reshape(1, 100, 200)
+    right = left.copy()
+    right.reshape(-1)[:pixels] = 7
+    specs = "image:uint8[N,100,200,3]", "mask:int32[N,100,200]"
+    engines = [Function(lambda _, mask=mask: {"mask": mask}, *specs) for mask in (left, right)]
+    feeds = {"image": np.zeros((1, 100, 200, 3), np.uint8)}
+    parity = compare_engines(*engines, [feeds], max_error=1e-4)
+    assert parity.passed is passed
+    assert parity.worst.error == pixels / 20000
+
+
+Outputs = Mapping[str, np.ndarray]
+IMAGE = {"x": np.zeros((1, 3, 8, 8), np.float32)}
+
+
+def found(count: int, seed: int = 0, stem: str = "") -> dict[str, np.ndarray]:
+    """As torchvision's detectors answer: boxes far from each other, best first."""
+    rng = np.random.default_rng(seed)
+    corner = 100 * np.arange(count, dtype=np.float32)[:, None] + rng.random((count, 2), np.float32)
+    sides = 20 + 40 * rng.random((count, 2), np.float32)
+    return {
+        f"{stem}boxes": np.concatenate((corner, corner + sides), 1),
+        f"{stem}labels": rng.integers(1, 9, count),
+        f"{stem}scores": np.sort(rng.random(count, np.float32))[::-1].copy(),
+    }
+
+
+def rows(outputs: Outputs, which: object) -> dict[str, np.ndarray]:
+    return {name: array[which] for name, array in outputs.items()}  # type: ignore[index]
+
+
+def head(outputs: Outputs) -> np.ndarray:
+    """The same in one tensor [1,M,6]."""
+    parts = (outputs["boxes"], outputs["scores"][:, None], outputs["labels"][:, None])
+    return np.concatenate(parts, 1)[None].astype(np.float32)
+
+
+def engine(outputs: Outputs) -> Function:
+    specs = {2: "[M,4]", 1: "[M]", 3: "[N,M,6]"}
+    texts = [f"{name}:{a.dtype}{specs[a.ndim]}" for name, a in outputs.items()]
+    return Function(lambda _: dict(outputs), "x:float32[1,3,8,8]", *texts)
+
+
+def compared(left: Outputs, right: Outputs) -> Parity:
+    return compare_engines(engine(left), engine(right), [IMAGE])
+
+
+def test_boxes_are_compared_with_their_counterparts() -> None:
+    left = found(5, stem="output_0_")
+    right = rows(left, [2, 0, 1, 4, 3])
+    parity = compared(left, right)
+    assert parity.passed
+    (row,) = [row for row in parity.rows if row.answers]
+    assert (row.output, row.answers) == ("output_0_boxes", "boxes")
+    assert (row.agreement, row.mean_iou) == (1.0, 1.0)
+    right["output_0_boxes"] = right["output_0_boxes"] + np.float32(0.5)
+    (row,) = [row for row in compared(left, right).rows if row.answers]
+    assert row.max_abs == pytest.approx(0.5, abs=1e-3)
+    assert row.mean_iou == pytest.approx(0.96, abs=0.02)
+    assert row.agreement == 1.0
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+def test_a_box_that_one_does_not_find_is_an_error_of_its_share(turned: bool, single: bool) -> None:
+    """Before, other numbers of boxes could not be compared at all."""
+    pair = [found(10), rows(found(10), slice(9))][:: -1 if turned else 1]
+    outputs = [{"output0": head(each)} for each in pair] if single else pair
+    row = compared(*outputs).worst
+    assert row.error == pytest.approx(0.1)
+    assert (row.agreement, row.answers, row.problem) == (pytest.approx(0.9), "boxes", "")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_boxes_that_are_broken_on_one_side_are_not_found(value: float) -> None:
+    left, right = found(4), found(4)
+    right["boxes"][:] = value
+    row = compared(left, right).worst
+    assert (row.output, row.error, row.agreement, row.problem) == ("boxes", 1.0, 0.0, "")
+    assert not compared(right, left).passed
+
+
+def test_another_label_or_too_little_in_common_is_no_counterpart() -> None:
+    left = found(4)
+    right = {name: array.copy() for name, array in left.items()}
+    right["labels"][0] += 1
+    right["boxes"][1] += right["boxes"][1, 2:].max() / 2
+    assert same_answers(left, right, IMAGE, 1).tolist() == [[2, 6]]
+
+
+def test_masks_and_keypoints_go_with_their_boxes_and_padding_is_no_box() -> None:
+    left = {**found(3), "masks": np.arange(12, dtype=np.float32).reshape(3, 1, 2, 2)}
+    mine, theirs, _ = pair(left, rows(left, [2, 1, 0]))
+    np.testing.assert_array_equal(mine["masks"], theirs["masks"])
+    filled = {
+        name: np.concatenate((a, np.zeros((5, *a.shape[1:]), a.dtype)))[None]
+        for name, a in found(3).items()
+    }
+    (matches,) = pair(filled, filled)[2].values()
+    assert (matches.matched, matches.total) == (3, 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 300])
+def test_boxes_without_an_area_and_no_boxes_are_compared(count: int) -> None:
+    left = found(count)
+    left["boxes"][:, 2:] = left["boxes"][:, :2]
+    assert compared(left, left).passed
+    assert compared(left, found(0)).passed is (count == 0)
+    assert compared(found(0), left).passed is (count == 0)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"boxes": np.zeros((2, 9, 4), np.float32), "scores": np.zeros((2, 9, 3), np.float32)},
+        {**found(3), "boxes": -found(3)["boxes"]},  # no corners
+        {**found(3), "boxes": np.full((3, 4), np.nan, np.float32)},
+        {"output0": np.ones((1, 5, 6), np.float32)},  # no area
+        {"output0": np.random.default_rng(0).standard_normal((1, 5, 6)).astype(np.float32)},
+        {"output0": np.zeros((1, 5, 6), np.float32)},
+        found(5000),
+    ],
+    ids=["raw head", "negative", "NaN", "ones", "noise", "zeros", "too many"],
+)
+def test_what_is_not_certainly_a_detector_is_compared_as_it_is(outputs: Outputs) -> None:
+    assert pair(outputs, outputs)[2] == {}
+
+
+def test_without_labels_a_detector_must_find_nine_of_ten_boxes() -> None:
+    left = found(20)
+    samples = Samples({"x": np.zeros((3, 3, 8, 8), np.float32)}, None, "here")
+    verdicts = [
+        evaluate(engine(left), engine(rows(left, slice(kept))), samples=samples)
+        for kept in (20, 18, 17)
+    ]
+    assert [each.passed for each in verdicts] == [True, True, False]
+    assert "both found 85 % of the boxes, below 90%" in verdicts[2].why
+    assert verdicts[1].agreement.value == pytest.approx(0.9)
+    assert verdicts[1].sqnr_db == np.inf

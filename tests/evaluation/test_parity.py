@@ -27,7 +27,7 @@ from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, simulate, specs, to_half, to_pairs
 from tests.support.graphs.qdq_graphs import stored, with_weight
 from tests.support.graphs.small import parse
-from tests.support.onnx_zoo import int64_ids, mnist_like, overflow, save, two_inputs
+from tests.support.onnx_zoo import mnist_like, overflow, save
 
 X, Z_AND_Y = "x:float32[N,4]", ("y:float32[N,4]", "z:float32[N,4]")
 NAN, INF = math.nan, math.inf
@@ -400,16 +400,6 @@ def test_the_batch_of_the_first_difference_is_reported() -> None:
     baked = parse(ROWS, "first = Slice(x, zero, one) y = Add(x, first)", zero=[0], one=[1])
     found = diverge(parse(ROWS, "first = Identity(x) y = Add(x, first)"), baked)
     assert (found.node, found.batch) == ("y", 3)  # 'first' itself has another shape
-
-
-def test_several_outputs_and_integers_are_compared() -> None:
-    other = two_inputs()
-    other.graph.node[1].input[1] = "a"
-    found = diverge(two_inputs(), other)
-    assert found.node == "mul"
-    assert diverge(int64_ids(), int64_ids()) is None
-    found = diverge(int64_ids(), scaled(int64_ids(), "table", 2))
-    assert found.node == "embed"
 
 
 def chain(*factors: float) -> onnx.ModelProto:

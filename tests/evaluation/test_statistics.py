@@ -408,6 +408,8 @@ def test_calls_that_depend_on_each_other_are_too_few_for_what_independent_ones_s
 def test_latency_reports_what_the_samples_allow() -> None:
     few, some, many = Latency.of([0.002, 0.001, 0.003]), *map(Latency.of, map(uneven, (100, 4000)))
     assert (few.p50_ms, few.p90_ms, few.p99_ms, few.max_ms) == (None, None, None, 3.0)
+    with pytest.raises(BadInput, match="finite numbers"):
+        Latency.of([math.inf, math.inf])  # no call had an answer
     assert few.needs == {"p50_ms": 6, "p90_ms": 36, "p99_ms": 368}
     assert some.p90_ms is not None
     assert (some.p99_ms, some.needs) == (None, {"p99_ms": 368})

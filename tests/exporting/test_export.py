@@ -424,16 +424,6 @@ def by_len(me: Any, x: Any) -> Any:
     return x.reshape(len(x) * 2, -1).sum(-1).reshape(int(x.shape[0]), 2)
 
 
-def by_constants(me: Any, x: Any) -> Any:
-    numeric = torch.tensor([False, True])
-    table = me.table[:4]
-    columns = [
-        x[:, at : at + 1] if number else functional.embedding(x[:, at].long(), table)
-        for at, number in enumerate(numeric)
-    ]
-    return torch.cat(columns, 1)
-
-
 def summed(_: Any, x: Any, edges: Any) -> Any:
     return torch.zeros_like(x).index_add(0, edges[1], x.index_select(0, edges[0]))
 
@@ -448,11 +438,9 @@ EXPORTED: dict[str, tuple[Any, int, Any, dict[str, Any]]] = {
     "integers of the example": (widths, 0, {"x": BOXES}, T_AXIS),
     "indices of the example": (scattered, 5, (torch.randn(2, 5), INDEX), {}),
     "edges that point at rows": (summed, 0, (torch.randn(6, 8), EDGES), {"other": {1: "E"}}),
-    "a table of positions": (positions, 0, {"x": PLACES[:, :16]}, T_AXIS),
     "at the end of the table": (positions, 0, {"x": PLACES}, T_AXIS),
     "a largest size by the user": (positions, 0, {"x": PLACES}, {"x": {1: "T<=32"}}),
     "len and int of a size": (by_len, 6, {"x": torch.randn(3, 6)}, {}),
-    "a branch on constants": (by_constants, 0, {"x": torch.rand(2, 2)}, {}),
 }
 
 

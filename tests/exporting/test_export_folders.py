@@ -109,19 +109,6 @@ def test_a_folders_own_labels_tokenizer_and_length_are_taken(made: Any, bert: Pa
     assert copied.read_bytes() == (bert / "tokenizer.json").read_bytes()
 
 
-def test_the_scores_are_those_of_the_model_in_transformers(made: Any, bert: Path) -> None:
-    import transformers
-
-    ids = np.array([[2, 4, 6, 3], [2, 5, 3, 0]], np.int64)
-    mask = np.array([[1, 1, 1, 1], [1, 1, 1, 0]], np.int64)
-    model = transformers.BertForSequenceClassification.from_pretrained(bert).eval()
-    with torch.inference_mode():
-        logits = model(torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).logits
-    with dk.load(made.path, "cpu") as engine:
-        found = engine({"input_ids": ids, "attention_mask": mask})["scores"]
-    np.testing.assert_allclose(found, logits.softmax(1).numpy(), atol=2e-6)
-
-
 def test_the_tokenizer_goes_along_with_what_is_made_of_the_model(made: Any, tmp_path: Path) -> None:
     kept = made.manifest.task
     for result in (
@@ -248,16 +235,6 @@ def test_missing_weights_are_refused_not_replaced_by_random_ones(
         dk.export(folder)
     with pytest.raises(dk.BadInput, match=r"a folder without config\.json"):
         dk.export(tmp_path, out=tmp_path / "m.onnx")
-
-
-def test_several_labels_at_once_have_probabilities_of_their_own(bert: Path, tmp_path: Path) -> None:
-    folder = changed(bert, tmp_path / "bert", {"problem_type": "multi_label_classification"})
-    made = dk.export(folder, out=tmp_path / "x.onnx", task="text-classify", max_length=8)
-    ids = np.array([[2, 4, 6, 3]], np.int64)
-    with dk.load(made.path, "cpu") as engine:
-        found = engine({"input_ids": ids, "attention_mask": np.ones_like(ids)})["scores"]
-    assert made.manifest.task.text.max_length == 8
-    assert abs(found.sum() - 1) > 1e-2  # no softmax
 
 
 # --- embeddings ---

@@ -258,7 +258,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         SQUARE,
         f"{FIT}.*pooler_output",
     ),
-    "age and sex": (lambda: Answers(age=(9,), sex=(2,)), {}, f"{FIT}.*age:float32.*sex"),
+    "scores and age": (lambda: Answers(logits=(9,), age=(2,)), {}, f"{FIT}.*age:float32"),
     "boxes as a vector": (lambda: Answers(boxes=(4,), pose=(9,)), EMBED, f"{FIT}.*pose:float"),
 }
 

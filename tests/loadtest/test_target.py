@@ -53,6 +53,9 @@ def answering(**paths: bytes) -> Callable[[str], bytes | None]:
     return {named[key]: answer for key, answer in paths.items()}.get
 
 
+ABOUT = reply(200, {"name": "other", "version": "1", "extensions": ["binary_tensor_data"]})
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -63,6 +66,10 @@ def test_a_server_that_is_not_there_is_named() -> None:
     assert "deploykit serve" in str(caught.value.hint)
 
 
+EMPTY = StandIn(other=answering(index=reply(200, [])))
+UNLISTED = StandIn(other=answering(about=ABOUT, index=reply(501, {"error": "no"})))
+MOVED = always(301, {}, "Location: https://example.org/v2\r\n")
+NO_TENSOR = "not an Open Inference"
 REFUSED: dict[str, tuple[StandIn, dict[str, object], str, str]] = {
     "not found": (always(404, b"<html>"), {}, NO_OIP, ""),
     "a page": (always(200, b"<html>"), {}, NO_OIP, ""),
@@ -70,33 +77,18 @@ REFUSED: dict[str, tuple[StandIn, dict[str, object], str, str]] = {
     "another host": (always(421, {"error": "not me"}), {}, "421: not me", ""),
     "too busy": (always(429, {"error": "why"}), {}, "about: 429: why", "try again later"),
     "down": (always(503, {"error": "why"}, "Retry-After: 2\r\n"), {}, "503: why", "try again"),
-    "moved": (
-        always(301, {}, "Location: https://example.org/v2\r\n"),
-        {},
-        "301: redirects to https://example.org/v2",
-        "load the URL",
-    ),
+    "moved": (MOVED, {}, "301: redirects to https://example.org/v2", "load the URL"),
     "a proxy": (always(407, {"error": "why"}), {}, "407: why", "load the server itself"),
     "an unknown model": (StandIn(), {"model": "resnet"}, "no model 'resnet'", "models are: m"),
     "several models": (StandIn(models=("a", "b")), {}, "serves 2 models: a, b", ""),
-    "an empty index": (
-        StandIn(other=answering(index=reply(200, []))),
-        {},
-        "does not list its models",
-        "",
-    ),
-    "no index": (
-        StandIn(other=answering(index=reply(501, {"error": "no"}))),
-        {},
-        "does not list its models",
-        "",
-    ),
+    "an empty index": (EMPTY, {}, "does not list its models", ""),
+    "no index": (UNLISTED, {}, "does not list its models", ""),
     "no inputs": (StandIn(inputs=()), {}, "names no inputs", ""),
     "a fixed batch": (StandIn(inputs=[tensor([1, 4])]), {"batch": 2}, "no batch axis", ""),
     "a free axis": (StandIn(inputs=IDS), {}, "axis1 has no size", "`data`"),
     "an unknown type": (StandIn(inputs=[tensor([-1], "t", "TEXT")]), {}, "t, TEXT", ""),
-    "a named axis": (StandIn(inputs=[tensor(["N"])]), {}, "not an Open Inference", ""),
-    "no name": (StandIn(inputs=[{"datatype": "FP32", "shape": [1]}]), {}, "not an Open", ""),
+    "a named axis": (StandIn(inputs=[tensor(["N"])]), {}, NO_TENSOR, ""),
+    "no name": (StandIn(inputs=[{"datatype": "FP32", "shape": [1]}]), {}, NO_TENSOR, ""),
     "no such axis": (StandIn(), {"axes": {"T": 5}}, "besides the batch, are: none", ""),
     "an axis of 0": (StandIn(inputs=IDS), {"axes": {"T": 0}}, NO_AXIS, ""),
     "an axis twice": (StandIn(inputs=IDS), {"axes": {"T": 5, "axis1": 5}}, NO_AXIS, ""),
@@ -115,25 +107,15 @@ def test_a_run_that_cannot_be_is_refused_before_it_begins(
     assert server.bodies == []
 
 
-ABOUT = reply(200, {"name": "other", "version": "1", "extensions": ["binary_tensor_data"]})
+AS_KSERVE = answering(index=reply(404, {}), models=reply(200, {"models": ["m"]}))
+SLASH = answering(about=reply(307, b"", "Location: /v2/\r\n"), slash=ABOUT)
 UNUSUAL: dict[str, tuple[StandIn, dict[str, Any]]] = {
     "without options": (StandIn(), {}),
     "several models": (StandIn(models=("cnn", "bert")), {"model": "cnn"}),
-    "an empty index": (StandIn(other=answering(index=reply(200, []))), {"model": "m"}),
-    "no index": (
-        StandIn(other=answering(about=ABOUT, index=reply(501, {"error": "no"}))),
-        {"model": "m"},
-    ),
-    "lists its models as KServe": (
-        StandIn(
-            other=answering(index=reply(404, {}), models=reply(200, {"models": ["m"]})),
-        ),
-        {},
-    ),
-    "adds a slash": (
-        StandIn(other=answering(about=reply(307, b"", "Location: /v2/\r\n"), slash=ABOUT)),
-        {},
-    ),
+    "an empty index": (EMPTY, {"model": "m"}),
+    "no index": (UNLISTED, {"model": "m"}),
+    "lists its models as KServe": (StandIn(other=AS_KSERVE), {}),
+    "adds a slash": (StandIn(other=SLASH), {}),
 }
 
 

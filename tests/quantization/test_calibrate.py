@@ -208,7 +208,7 @@ def test_a_few_values_are_all_kept_and_a_dead_tensor_has_no_range() -> None:
     assert histogram(np.zeros(1000)).least_error() == 0.0
 
 
-def test_infinities_and_nan_are_left_out_of_the_counts_and_told_by_the_ends() -> None:
+def test_infinities_and_nan_are_left_out_of_the_counts_and_the_ends_say_so() -> None:
     counts = histogram(np.array([1.0, np.inf, -np.inf, np.nan, -2.0]))
     assert (counts.counts.sum(), counts.limit) == (2, 2.0)
     batches = ([3, -2], [-np.inf, np.inf, 1], [])
@@ -382,6 +382,21 @@ def test_samples_to_choose_on_are_spread(outliers: Path, monkeypatch: pytest.Mon
         assert max(places) > 270
         assert min(places) < 40
     assert 32 <= sum(map(len, batches)) <= 64
+
+
+def test_minmax_is_tried_too_where_the_others_fail(
+    outliers: Path, data: Path, monkeypatch: pytest.MonkeyPatch, unsmoothed: None
+) -> None:
+    tried: list[str] = []
+
+    def noise(_: Any, trial: scales.Scales, batches: scales.Batches) -> np.ndarray:
+        tried.append(trial.calibration.method)
+        return np.full(sum(len(inputs["x"]) for _, inputs, _ in batches), np.inf)
+
+    monkeypatch.setattr("deploykit.quantization.scales._Trials.noise", noise)
+    monkeypatch.setattr(calibrating, "_cut", lambda _a, _b, name: Range(-1.0, len(name)))
+    assert quantize(outliers, "int8", data)[1].method == "mixed"
+    assert tried[-1] == "minmax"
 
 
 def test_a_calibrator_has_to_win_by_more_than_chance() -> None:

@@ -455,6 +455,17 @@ def test_onnxruntime_scales_are_after_relu_and_cover_the_range(tmp_path: Path) -
     assert float(scale) == pytest.approx(found.ranges["r1"].high / 255, rel=1e-6)
 
 
+def test_onnxruntime_gets_an_int32_bias_of_the_product_scale(tmp_path: Path) -> None:
+    model, _ = quantized(linear(), tmp_path, "onnxruntime")
+    values, gemm = stored(model), pairs(model, "Gemm")[0]
+    x, weight, bias = (writer_of(model, name) for name in gemm.input)
+    product = values[x.input[1]] * values[weight.input[1]]
+    np.testing.assert_allclose(values[bias.input[1]], product, rtol=1e-6)
+    assert values[bias.input[0]].dtype == np.int32
+    restored = values[bias.input[0]] * values[bias.input[1]]
+    np.testing.assert_allclose(restored, stored(linear())["b"], atol=product.max() / 2)
+
+
 def test_onnxruntime_computes_a_residual_block_in_integers_throughout(tmp_path: Path) -> None:
     source = sums(end="r = Relu(add) y = GlobalAveragePool(r)")
     done = optimised(quantized(source, tmp_path, "onnxruntime")[0], tmp_path)

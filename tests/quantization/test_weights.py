@@ -400,12 +400,6 @@ def test_quantize_needs_no_data_and_build_reads_it_back(model: Path, tmp_path: P
     assert again.manifest.precision["int8"] == built.manifest.precision["int8"] == 2
 
 
-@pytest.mark.parametrize("options", [{"runtime": "tensorrt"}, {"profile": "l4"}], ids=str)
-def test_other_runtimes_are_refused(model: Path, options: dict[str, str]) -> None:
-    with pytest.raises(BadInput, match="int8-dynamic runs only on onnxruntime, not on tensorrt"):
-        dk.quantize(model, "int8-dynamic", **options)
-
-
 def test_auto_tries_it_on_a_cpu(tmp_path: Path) -> None:
     source = save(mnist_like(), tmp_path / "c.onnx")
     np.savez(tmp_path / "calib.npz", **feeds(mnist_like(), 16))

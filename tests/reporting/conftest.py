@@ -8,8 +8,7 @@ import pytest
 
 from deploykit.core.evidence import Gate, Interval
 from deploykit.evaluation.latency import Latency
-from deploykit.reporting.load_result import LoadResult
-from deploykit.reporting.points import CLOSED_LOOP, Point
+from deploykit.reporting.points import CLOSED_LOOP, LoadResult, Point
 from deploykit.reporting.report import Accuracy, NotMeasured, Report, Step
 from deploykit.reporting.verdict import verdict
 

@@ -337,6 +337,7 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
             assert "a<b>" not in html
             assert "Interval" not in html
             assert len(repr(result)) < 2000
+    assert len(repr(replace(simulated(1), title="long" * 1000))) < 2000
     with dk.serve({"m": model}, grpc_port=None) as server:
         assert f'<a href="{server.url}">' in server._repr_html_()
 

@@ -1,7 +1,7 @@
 """Faults of the engine, of the process and of the machine (F1-F20), with the real command.
 
-F2 is in test_shutdown.py, F4 and F5 in models/test_reload.py and workers/test_workers.py, F7 in
-tests/core/test_files.py, F15 in http/test_http_faults.py, Ctrl-C in tests/cli/test_interrupt.py.
+F1 is in workers/test_workers.py, F2 in test_shutdown.py, F4 and F5 in models/test_reload.py, F7 in
+core/test_files.py, F15 in http/test_http_faults.py, Ctrl-C in cli/test_interrupt.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ import pytest
 from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import (
-    BROKEN,
     REAL,
-    REFUSED,
     ROOT,
     Clients,
     Process,
     binary,
     leaves_nothing,
-    quiet_port,
     refused,
     request,
     until,
@@ -178,23 +175,6 @@ def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(
 
 
 # -- The process and the machine
-
-
-def test_f1_a_killed_server_leaves_no_files_and_a_free_port(tmp_path: Path) -> None:
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
-    port = quiet_port()
-    env = {**BATCHED, "TMPDIR": str(scratch), "HOME": str(scratch)}
-    with Process(tmp_path, port=port, env=env) as server, Clients(port, 8) as clients:
-        until(lambda: len(clients.outcomes) > 8)
-        assert server.shared() == []
-        server.popen.kill()
-        server.wait()
-        counts = clients.stop()  # `Clients` checks each 200
-    assert counts.keys() <= {200, BROKEN, REFUSED}
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["stderr.txt", "tmp"]
-    with Process(tmp_path, port=port) as server:
-        assert server.infer(1) == (200, [3.0])
 
 
 def test_f14_a_jump_of_the_wall_clock_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

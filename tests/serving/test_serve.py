@@ -83,7 +83,7 @@ def test_disagreements_of_a_shadow_are_in_the_metrics(model: Path, tmp_path: Pat
             values = onnx.numpy_helper.to_array(tensor)[::-1] * 9
             tensor.CopyFrom(onnx.numpy_helper.from_array(values.copy(), tensor.name))
     shadow = save(other, tmp_path / "other.onnx")
-    with dk.serve({"m": model}, shadows=[str(shadow)]) as server:
+    with dk.serve({"m": model}, shadows={"m": shadow}) as server:
         infer(server, 2)
         labels = '{model="m",version="1"} 2.0'
         until(lambda: f"deploykit_shadow_total{labels}" in read(f"{server.url}/metrics"))

@@ -255,7 +255,6 @@ def lacking(*_: object) -> None:
         ({"crop": 1.5}, BadInput, "`crop` must be an integer"),
         ({"contrast": math.inf}, BadInput, "`contrast` must be"),
     ],
-    ids=str,
 )
 def test_an_augmentation_that_fails_is_one_line(
     change: Any, error: type[Exception], reason: str
@@ -315,6 +314,7 @@ def test_batches_come_in_order_and_an_error_at_its_place() -> None:
     with pytest.raises(ZeroDivisionError):
         seen.extend(loader.prefetch(lambda n: 20 // (n - 5), range(9), 2))
     assert seen == [20 // (n - 5) for n in range(5)]
+    assert list(loader.prefetch(abs, range(5), 3)) == [0, 1, 2, 3, 4]
     assert list(loader.prefetch(abs, [], 2)) == []
 
 

@@ -41,27 +41,23 @@ RULES = {
     "grey": ImageInput("photo", 12, 20, "stretch", interpolation="bicubic", colours="L"),
 }
 RECIPE = """
+from dataclasses import replace
 from torch import nn
-from deploykit.core.task import Preprocess
-from deploykit.core.recipe import Recipe
-from deploykit.core.task import ImageInput
+from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import parse_spec
 from deploykit.engines.data.folders import class_splits
 from deploykit.training.data import top1_per_sample
+from tests.support.training import LINE
 
 IMAGE = ImageInput("photo", 12, 20, "letterbox", colours="BGR", padding=9)
-
-RECIPE = Recipe(
+RECIPE = replace(
+    LINE,
     build=lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 20, classes)),
     data=lambda path: class_splits(path, IMAGE),
     inputs=(parse_spec("photo:uint8[N,12,20,3]"),),
     outputs=(parse_spec("logits:float32[N,classes]"),),
-    loss=nn.functional.cross_entropy,
     metric=top1_per_sample,
-    metric_name="top-1 accuracy",
     epochs=1,
-    batch_size=16,
-    learning_rate=1e-3,
     preprocess=Preprocess("mine", (0.5, 0.4, 0.3), (0.2, 0.2, 0.2)),
 )
 """
@@ -102,9 +98,14 @@ def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / "m.pt"
 
 
+def export(trained: Path, recipe: Path | None = None, **options: Any) -> Any:
+    arch = str(recipe or trained.with_name("mine.py"))
+    return dk.export(trained, arch=arch, task="classify", **options)
+
+
 @pytest.fixture(scope="module")
 def exported(trained: Path) -> Any:
-    return dk.export(trained, arch=str(trained.with_name("mine.py")), task="classify")
+    return export(trained)
 
 
 def served(files: Sequence[Path], task: Task, inputs: Sequence[TensorSpec]) -> np.ndarray:
@@ -190,8 +191,7 @@ def test_pixels_are_normalised_as_in_training_whatever_the_recipe_says_now(
     photos: Path, trained: Path, exported: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(RECIPE.replace("(0.5, 0.4, 0.3)", "(0.9, 0.9, 0.9)"))
-    arch = str(tmp_path / "mine.py")
-    made = dk.export(trained, out=tmp_path / "m.onnx", arch=arch, task="classify")
+    made = export(trained, tmp_path / "mine.py", out=tmp_path / "m.onnx")
     files = files_of(photos)[:4]
     answers = [dk.predict_items(each.path, files).answers for each in (made, exported)]
     assert answers[0] == answers[1]
@@ -202,16 +202,8 @@ def test_pixels_are_normalised_as_in_training_whatever_the_recipe_says_now(
 def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_path: Path) -> None:
     rule = tmp_path / "rule.toml"
     rule.write_text('mean = [0.5, 0.4, 0.3]\nstd = [0.2, 0.2, 0.2]\nresize = "stretch"\n')
-    made = dk.export(
-        trained,
-        out=tmp_path / "m.onnx",
-        arch=str(trained.with_name("mine.py")),
-        task="classify",
-        labels=["egg", "ball"],
-        preprocess=str(rule),
-    )
-    task = made.manifest.task
-    assert task is not None
+    options = {"labels": ["egg", "ball"], "preprocess": str(rule)}
+    task = export(trained, out=tmp_path / "m.onnx", **options).manifest.task
     assert task.labels == ("egg", "ball")
     assert task.image == replace(RULES["letterbox"], resize="stretch")
 

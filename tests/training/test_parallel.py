@@ -33,16 +33,6 @@ from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from deploykit.training.distributed import join_processes
-from tests.training.test_parallel import train_two_layers
-with join_processes("cpu") as group:
-    made = train_two_layers(json.loads(sys.argv[1]), group)
-    if group.first:
-        Path(sys.argv[2]).write_text(json.dumps(made))
-"""
 SPLIT = Split({"x": np.zeros((8, 3), np.float32)}, np.zeros(8, np.int64))
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -68,6 +58,13 @@ def train_two_layers(options: dict[str, Any], group: Processes) -> dict[str, Any
     }
 
 
+def train_here() -> None:
+    with join_processes("cpu") as group:
+        made = train_two_layers(json.loads(sys.argv[1]), group)
+        if group.first:
+            Path(sys.argv[2]).write_text(json.dumps(made))
+
+
 def torchrun(*words: object, cwd: Path = ROOT) -> str:
     """Start two processes on a free port; returns what they print."""
     done = subprocess.run(
@@ -90,7 +87,8 @@ def torchrun(*words: object, cwd: Path = ROOT) -> str:
 
 
 def train_in_two(folder: Path, **options: object) -> dict[str, Any]:
-    (folder / "run.py").write_text(PROGRAM)
+    program = "from tests.training.test_parallel import train_here; train_here()"
+    (folder / "run.py").write_text(program)
     torchrun(folder / "run.py", json.dumps(options), folder / "out.json")
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return found

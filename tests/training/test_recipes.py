@@ -258,9 +258,8 @@ def placed_digits(first: int, per_class: int | None, times: int, seed: int = 0) 
     parts: tuple[list[Any], ...] = ([], [], [])
     for label in range(first, first + 5):
         rows = random.permutation(np.flatnonzero(digits.target == label))
-        for part, chosen in zip(
-            parts, (rows[:-80][:per_class], rows[-80:-60], rows[-60:]), strict=True
-        ):
+        cuts = (rows[:-80][:per_class], rows[-80:-60], rows[-60:])
+        for part, chosen in zip(parts, cuts, strict=True):
             part.append(chosen)
     splits = []
     for part, repeats in zip(parts, (times, 1, 1), strict=True):

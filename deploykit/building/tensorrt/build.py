@@ -48,7 +48,6 @@ from deploykit.building.tensorrt.options import (
     note_dla,
     ranges,
 )
-from deploykit.core.artefact import sniff
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.evidence import Layer
@@ -110,7 +109,6 @@ def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -
 
 
 def mib(size: int) -> str:
-    """Format bytes: 1048576 is "1 MiB"."""
     return f"{size / (1 << 20):,.0f} MiB"
 
 
@@ -326,7 +324,6 @@ class BuildProgress:
                     self.failure = exc
 
     def raise_failure(self) -> None:
-        """Raise a callback's exception."""
         if self.failure is not None:
             raise self.failure
 
@@ -443,12 +440,15 @@ def build(
 
 
 def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> BuildResult:
+    facts: dict[str, str] = {}
     try:
         from deploykit.engines.cuda.driver import CudaDevice
+        from deploykit.engines.tensorrt.open import here as facts_of
 
         driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
+        facts = facts_of(driver).facts()
     except DeploykitError:  # without CUDA TensorRT itself reports what is missing
         if options.shapes.device:  # it would build for the first GPU
             raise
@@ -472,7 +472,7 @@ def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> B
     with atomic_write(out) as tmp:
         tmp.write_bytes(made.plan)
     return BuildResult(
-        made.built_on(),
+        {**made.built_on(), **facts},
         layers,
         (*made.notes, *notes),
         tuple(made.flags),
@@ -535,9 +535,6 @@ def _build_plan(
     nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
 ) -> _Attempt:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
-    kind = sniff(model)
-    if kind != "onnx":
-        raise BadInput(f"{model}: expected an ONNX file, got a {kind} file")
     for location in external_files(model):
         check_data_file(model, location, str(model))
     check_options(options)
@@ -584,7 +581,6 @@ class _Attempt:
     timings: dict[str, str] = field(default_factory=dict)
 
     def run(self, strong: bool) -> _Attempt:
-        """Build. Raises Refused with TensorRT's reasons."""
         with collect_log(self.nv) as lines:
             try:
                 self._run(strong, lines)
@@ -643,7 +639,6 @@ class _Attempt:
             self.notes.append(text)
 
     def _configure(self, config: trt.IBuilderConfig) -> None:
-        """Set the options and flags on `config`."""
         nv, shapes = self.nv, self.options.shapes
         config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
         if not shapes.tf32:

@@ -94,10 +94,10 @@ _CAN_FAIL = re.compile(
 _WARNINGS = 5  # number that a note repeats
 
 
-def parser_refusal(
-    code: str, operator: str, name: str, message: str, log: Sequence[str] = ()
-) -> Reason:
+def parser_refusal(error: trt.ParserError, log: Sequence[str]) -> Reason:
     """Explain one parser error; `log`: the log's error lines, which name a missing data file."""
+    operator, message = error.node_operator(), error.desc()
+    name = error.node_name() or (f"#{error.node()}" if operator else "")
     node = f"{operator or 'a node'} '{name}'" if name else operator
     for pattern, refusal in _PARSER.items():
         if re.search(pattern, message):
@@ -113,7 +113,7 @@ def parser_refusal(
         return Reason(
             f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
         )
-    if code == "UNSUPPORTED_NODE" or message.strip() in ("", "false"):
+    if str(error.code()).endswith("UNSUPPORTED_NODE") or message.strip() in ("", "false"):
         # "Assertion failed: (the condition in C++): the reason", which may be a type of the node
         why = first_sentence(message.rpartition("): ")[2]) if "): " in message else ""
         text = f"operator {node or 'unknown'} is not supported by TensorRT"
@@ -188,7 +188,6 @@ def module(*, rtx: bool = False) -> Any:
 
 
 def version(nv: Any) -> tuple[int, ...]:
-    """Return major and minor version of TensorRT."""
     return version_numbers(str(nv.__version__))[:2]
 
 
@@ -245,9 +244,6 @@ def start(nv: Any) -> trt.Builder:
 
 def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[Reason, ...]:
     """Explain why `parser` refused a file: one reason or more, each once."""
-    reasons = []
-    for error in (parser.get_error(number) for number in range(parser.num_errors)):
-        code, operator = str(error.code()).rpartition(".")[2], error.node_operator()
-        name = error.node_name() or (f"#{error.node()}" if operator else "")
-        reasons.append(parser_refusal(code, operator, name, error.desc(), lines.errors))
+    errors = map(parser.get_error, range(parser.num_errors))
+    reasons = (parser_refusal(error, lines.errors) for error in errors)
     return tuple(dict.fromkeys(reasons)) or (build_refusal(lines.errors),)

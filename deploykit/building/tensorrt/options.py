@@ -43,21 +43,15 @@ class AxisRange:
 def parse_batch(text: str, parameter: str = "`batch`") -> AxisRange:
     """Parse "MIN,OPT,MAX", or one number for all three. Raises BadInput naming `parameter`."""
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) not in (1, 3) or not all(_NUMBER.fullmatch(part) for part in parts):
-        raise BadInput(
-            f"{parameter}: '{text}' is not a range of sizes",
-            hint="write MIN,OPT,MAX, for example 1,8,32, or one size",
-        )
-    sizes = [int(part) for part in parts]
-    axis = AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1])
-    if not axis.minimum <= axis.optimum <= axis.maximum:
-        raise BadInput(
-            f"{parameter}: {axis} is not a range: MIN <= OPT <= MAX is needed",
-            hint="OPT is the size to optimise for; an example: 1,8,32",
-        )
-    if axis.optimum < 1 or axis.maximum > LARGEST:
-        raise BadInput(f"{parameter}: {axis}: OPT must be 1 or more and MAX at most {LARGEST}")
-    return axis
+    if len(parts) in (1, 3) and all(map(_NUMBER.fullmatch, parts)):
+        sizes = [int(part) for part in parts]
+        axis = AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1])
+        if axis.minimum <= axis.optimum <= axis.maximum <= LARGEST and axis.optimum > 0:
+            return axis
+    raise BadInput(
+        f"{parameter}: '{text}' is not a range of sizes: MIN <= OPT <= MAX, OPT 1 or more",
+        hint="write MIN,OPT,MAX, for example 1,8,32, or one size",
+    )
 
 
 def parse_axis(text: str) -> tuple[str, AxisRange]:
@@ -130,17 +124,13 @@ def _shapes(spec: TensorSpec, sizes: Mapping[str, AxisRange]) -> ShapeRange:
 
 
 def _check_fixed(inputs: Sequence[TensorSpec], batch: AxisRange) -> None:
-    fixed = [spec for spec in inputs if spec.shape and isinstance(spec.shape[0], int)]
-    sizes = {AxisRange(int(spec.shape[0]), *[int(spec.shape[0])] * 2) for spec in fixed}
-    if batch in sizes | {AxisRange(1, 1, 1)}:
-        return
-    if not fixed:
-        raise BadInput(f"`batch` {batch}: no input has a batch", hint="leave `batch` out")
-    name, size = fixed[0].name, fixed[0].shape[0]
-    raise BadInput(
-        f"`batch` {batch}: axis 0 of input '{name}' is fixed at {size}",
-        hint=f"use `batch` {size}, or export again with a dynamic batch",
-    )
+    fixed = {spec.shape[0] for spec in inputs if spec.shape and isinstance(spec.shape[0], int)}
+    if batch.minimum != batch.maximum or batch.minimum not in {1, *fixed}:
+        size = " or ".join(map(str, fixed))
+        raise BadInput(
+            f"`batch` {batch}: no input has a dynamic batch",
+            hint=f"use `batch` {size}, or export again" if fixed else "leave `batch` out",
+        )
 
 
 # hardware compatibility level -> the oldest compute capability that it covers

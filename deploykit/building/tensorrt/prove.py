@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manife
         made_from=tuple(dict.fromkeys((job.source.sha256, graph_file.sha256))),
         made_with=tool_versions("tensorrt", "onnx"),
         built_on={
-            **_built_on(built, shapes.device),
+            **built.built_on,
             "model": job.source.name,
             "precision": quantized.to if quantized else narrowest(graph.precision),
             **({"calib": calib.name} if calib else {}),
@@ -175,19 +175,6 @@ def _is_target(machine: Machine, target: Profile) -> bool:
     """
     unknown = bool(target.boards and machine.l4t and not machine.board_ids)
     return unknown or fits(target, machine) or not (target.boards or target.gpu_names)
-
-
-def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
-    """Return the builder's facts, overridden by the CUDA driver's of that device."""
-    try:
-        from deploykit.engines.cuda.driver import CudaDevice
-
-        device = CudaDevice(number)
-    except DeploykitError:
-        return built.built_on
-    from deploykit.engines.tensorrt.open import here
-
-    return {**built.built_on, **here(device).facts()}
 
 
 def _count(layers: Sequence[Layer]) -> dict[str, int]:

@@ -452,7 +452,6 @@ class Pipeline(Closing):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The reasons why requested CUDA graphs were not captured."""
         return tuple(note for slot in self._all for note in slot.notes)
 
     def bucket(self, rows: int | None) -> tuple[int | None, bool]:

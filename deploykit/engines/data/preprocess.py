@@ -24,13 +24,17 @@ _CHOICES = {"resize": RESIZE_RULES, "interpolation": INTERPOLATIONS, "colours": 
 _BYTES = {"resize_to": 1 << 14, "padding": 255}  # the largest value of each key
 
 
-def load_preprocess(reference: str) -> Preprocess:
-    """Read `imagenet` or a TOML file with `mean`, `std` and optionally `scale` (by default 1/255).
+def load_preprocess(reference: str | None) -> tuple[Preprocess | None, dict[str, Any]]:
+    """Read `imagenet`, or a TOML file with `mean`, `std` and optionally `scale` (by default 1/255).
 
-    Raises NotFound, or BadInput naming the file and the key at fault.
+    The second result has those fields of `ImageInput` that the file gives: `resize`, `resize_to`,
+    `interpolation`, `colours` and `padding`. Raises NotFound, or BadInput naming the file and the
+    key at fault.
     """
+    if reference is None:
+        return None, {}
     if reference == IMAGENET.name:
-        return IMAGENET
+        return IMAGENET, {}
     if not reference.endswith(".toml"):
         raise BadInput(
             f"`preprocess`: '{reference}' is neither 'imagenet' nor a .toml file",
@@ -51,30 +55,17 @@ def load_preprocess(reference: str) -> Preprocess:
         )
     if min(std) <= 0 or scale <= 0:
         raise BadInput(f"{path}: std and scale must be above 0")
-    return Preprocess(path.stem, mean, std, scale)
-
-
-def load_placing(reference: str | None) -> dict[str, Any]:
-    """Return the fields of `ImageInput` in a TOML file that place an image into the input.
-
-    The fields are `resize`, `resize_to`, `interpolation`, `colours` and `padding`; `imagenet` has
-    none. Raises NotFound, or BadInput naming the file and the key at fault.
-    """
-    if reference is None or not reference.endswith(".toml"):
-        return {}
-    path = Path(reference)
-    values = read_toml(path)
-    found = {key: values[key] for key in (*_CHOICES, *_BYTES) if key in values}
-    for key, value in found.items():
+    placing = {key: values[key] for key in (*_CHOICES, *_BYTES) if key in values}
+    for key, value in placing.items():
         if key in _CHOICES and value not in _CHOICES[key]:
             raise BadInput(
                 f"{path}: {key} must be one of {', '.join(_CHOICES[key])}, got {value!r}"
             )
         if key in _BYTES and (type(value) is not int or not 0 <= value <= _BYTES[key]):
             raise BadInput(f"{path}: {key} must be an integer up to {_BYTES[key]}, got {value!r}")
-    if ("resize_to" in found) != (found.get("resize") == SHORTEST_EDGE):
+    if ("resize_to" in placing) != (placing.get("resize") == SHORTEST_EDGE):
         raise BadInput(f'{path}: resize = "{SHORTEST_EDGE}" and resize_to go together')
-    return found
+    return Preprocess(path.stem, mean, std, scale), placing
 
 
 def image_input(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:

@@ -196,7 +196,7 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
             f"{path}: {code}, and was not built by you on this machine",
             hint="an engine can run code: build it here, or open your own with `trust`",
         )
-    core, notes = manifest.built_on.get("dla", ""), _notes(path, manifest, here)
+    core, notes = manifest.built_on.get("dla", ""), tuple(_notes(path, manifest, here))
     dla = int(core) if re.fullmatch("[0-9]", core) else None
     return PlanFile(content, notes, manifest.version_compatible, dla)
 
@@ -214,9 +214,7 @@ def differences(
     same = not (capability and here.compute_capability) or capability == here.compute_capability
     if level not in _NO and level != "same-compute-capability":  # it needs Ampere or later
         if version_numbers(here.compute_capability) < (8, 0) and here.compute_capability:
-            yield (
-                f"compute capability {here.compute_capability}, where the engine needs 8.0 or later"
-            )
+            yield f"compute capability {here.compute_capability}, the engine needs 8.0 or later"
     elif not same:
         yield (
             f"compute capability {here.compute_capability} here ({here.gpu}), {capability} there "
@@ -227,10 +225,7 @@ def differences(
         if gpu and here.gpu and gpu != here.gpu:
             yield f"{here.gpu} here, {gpu} there"
         elif count and here.sm_count and count != str(here.sm_count):
-            yield (
-                f"{here.sm_count} multiprocessors in use here, {count} there (another power mode, "
-                "or a part of the GPU)"
-            )
+            yield f"{here.sm_count} multiprocessors in use here, {count} there (a power mode, MIG)"
     needed, runs = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
     if needed and runs and runs[0] < needed[0]:
         branch = LEAST_DRIVERS.get(needed[0])
@@ -255,18 +250,14 @@ def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) ->
         yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
 
 
-def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
+def _notes(path: Path, manifest: Manifest, here: Here) -> Iterator[str]:
     built = manifest.built_on
     missing = [key for key in ("tensorrt", "gpu", "compute_capability") if not built.get(key)]
-    notes = []
     if missing:
-        notes.append(f"{path}: its manifest does not name its {' and '.join(missing)}")
+        yield f"{path}: its manifest does not name its {' and '.join(missing)}"
     driver = built.get("driver", "")
     if driver and here.driver and version_numbers(here.driver) < version_numbers(driver):
-        notes.append(
-            f"{path}: was built with driver {driver}; the older {here.driver} here is not tested"
-        )
-    return tuple(notes)
+        yield f"{path}: was built with driver {driver}; the older {here.driver} here is not tested"
 
 
 def rebuild(path: Path, manifest: Manifest, here: Here) -> str:

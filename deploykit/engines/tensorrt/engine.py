@@ -381,7 +381,6 @@ class Context:
         return found
 
     def bind(self, addresses: Mapping[str, int]) -> None:
-        """Set the device addresses of inputs and outputs, except those of unknown shape."""
         for name, address in addresses.items():
             what = f"address of tensor '{name}'"
             self._log_errors.call(what, self.handle.set_tensor_address, name, address)

@@ -57,7 +57,6 @@ def logger(nv: Any) -> Any:
 
         @property
         def errors(self) -> deque[str]:
-            """The error lines of this thread, the last ones."""
             lines: deque[str] = vars(self._of_thread).setdefault("errors", deque(maxlen=_KEPT))
             return lines
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 trt = require("tensorrt")
 _MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
 _CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
-_LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # pip packages
 
 
 def open_engine(
@@ -69,7 +68,6 @@ def open_engine(
 
 
 def here(driver: CudaDevice) -> Here:
-    """Return the facts about this device that a plan depends on."""
     version, major = str(trt.__version__), tensorrt_cuda()
     return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
 
@@ -83,10 +81,9 @@ def tensorrt_cuda() -> str:
     """
     found = set()
     for major in ("12", "13"):
-        for name in _LIBRARIES:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                metadata.version(name.format(major))
-                found.add(major)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(f"tensorrt-cu{major}-bindings")
+            found.add(major)
     if not found:
         paths = re.findall(r"\s(/\S*/libnvinfer\.so\.[\d.]+)$", file_text(_MAPS), re.MULTILINE)
         for path in dict.fromkeys(paths):

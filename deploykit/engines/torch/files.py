@@ -110,11 +110,6 @@ _WEIGHT_KEYS = (
     "ema",
 )
 _REFUSED = re.compile(r"GLOBAL (\S+)")  # torch's message names the object that the pickle needs
-_VERBOSE = (  # these log a traceback for a damaged .pt2 before they raise
-    "torch.export",
-    "torch.export.pt2_archive._package",
-    "torch._export.serde.serialize",
-)
 
 
 # Lightning stores hyper_parameters in an AttributeDict, which is read as a dict without Lightning.
@@ -174,7 +169,7 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
             hint="if you trust whoever made the file: `allow_pickle`; else ask for the weights "
             "alone and name what builds the model with `arch`",
         )
-    with module_errors(f"{path}: cannot be loaded as {form}"), quiet(*_VERBOSE):
+    with module_errors(f"{path}: cannot be loaded as {form}"), quiet("torch"):
         if form == "torch.export":
             value = with_torchvision(lambda: _load_program(path))
         else:
@@ -185,6 +180,10 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
 def _load_program(path: Path) -> Any:
     with path.open("rb") as handle:  # torch would insist on a path ending in .pt2
         return torch.export.load(handle)
+
+
+def dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -210,13 +209,14 @@ def module_errors(where: object) -> Iterator[None]:
 
 
 @contextmanager
-def quiet(*names: str) -> Iterator[None]:
-    """Suppress warnings, and the named loggers' messages below an error."""
-    loggers = [logging.getLogger(name) for name in names]
+def quiet(*packages: str) -> Iterator[None]:
+    """Suppress warnings, and what the loggers of these packages write."""
+    names = [each for each in logging.root.manager.loggerDict if each.partition(".")[0] in packages]
+    loggers = [logging.getLogger(name) for name in (*packages, *names)]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL + 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
@@ -272,7 +272,7 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
     """Return the content of the pickle at `path`, and whether it was allowed to run code."""
     mmap = zipfile.is_zipfile(path)  # then weights go straight from disk into the module
     try:
-        with quiet(*_VERBOSE), torch.serialization.safe_globals(_LIGHTNING_DICTS):
+        with quiet("torch"), torch.serialization.safe_globals(_LIGHTNING_DICTS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap), False
     except pickle.UnpicklingError as exc:
         refusal = exc
@@ -288,7 +288,7 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
             "whoever made the file: `allow_pickle`",
         ) from refusal
     try:
-        with quiet(*_VERBOSE):
+        with quiet("torch"):
             load = partial(torch.load, path, map_location="cpu", weights_only=False, mmap=mmap)
             return with_torchvision(load), True
     except (ImportError, AttributeError) as exc:  # a pickle only names its classes

@@ -19,7 +19,7 @@ from deploykit.core.task import Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
 from deploykit.engines.data.examples import Example
 from deploykit.engines.data.preprocess import image_input
-from deploykit.engines.torch.files import module_errors, quiet
+from deploykit.engines.torch.files import dtype_of, module_errors, quiet
 from deploykit.engines.torch.outputs import (
     adapt,
     binding,
@@ -280,7 +280,7 @@ def specs_from(
             if not -len(axes) <= at < len(axes):
                 raise BadInput(f"`dynamic_axes`: input '{name}' has no axis {at}")
             axes[at] = axis
-        specs.append(make_spec(name, str(tensor.dtype).removeprefix("torch."), axes))
+        specs.append(make_spec(name, dtype_of(tensor), axes))
     return tuple(specs), {name: to_numpy(tensor) for name, tensor in tensors.items()}
 
 

@@ -23,6 +23,7 @@ from deploykit.core.tensors import BATCH, TensorSpec, make_spec, parse_spec
 from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.files import (
     Content,
+    dtype_of,
     is_state_dict,
     module_errors,
     read,
@@ -78,7 +79,7 @@ def _from_program(
                 shape.append(
                     int(left) if isinstance(left, int) or left.is_Integer else f"{name}_{at}"
                 )
-        outputs.append(make_spec(name, _dtype(tensor), shape))
+        outputs.append(make_spec(name, dtype_of(tensor), shape))
     module = adapt(program.module(), bind, len(names))
     notes = tuple(
         f"axis {axis} takes only sizes of the form {_SYMBOL.sub('k', str(expression))}"
@@ -109,7 +110,7 @@ def _inputs_programs(
             if not isinstance(size, int):
                 axes.setdefault(size.node.expr, BATCH if batch else f"{name}_{at}")
         shape = [size if isinstance(size, int) else axes[size.node.expr] for size in tensor.shape]
-        own.append(make_spec(name, _dtype(tensor), shape))
+        own.append(make_spec(name, dtype_of(tensor), shape))
     if not wanted:
         return own, axes
     hint = f"the file's own are {', '.join(map(str, own)) or 'none'}"
@@ -138,10 +139,6 @@ def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> AxisLimi
         if isinstance(axis, str):
             limits[axis] = (low, high)
     return limits
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 CHECKPOINT_VERSION = 1
@@ -252,7 +249,7 @@ def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], di
         "tensors": len(weights),
         "parameters": sum(tensor.numel() for tensor in weights.values()),
         "weight_bytes": sum(t.numel() * t.element_size() for t in weights.values()),
-        "types": dict(Counter(str(t.dtype).removeprefix("torch.") for t in weights.values())),
+        "types": dict(Counter(dtype_of(t) for t in weights.values())),
     }
     if content.source != "checkpoint":
         return (), (), details

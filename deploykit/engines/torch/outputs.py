@@ -23,7 +23,7 @@ from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, batch_axes, concrete, make_spec, steps_counted
 from deploykit.engines.data.examples import Example
-from deploykit.engines.torch.files import absent, lacks
+from deploykit.engines.torch.files import absent, dtype_of, lacks
 
 torch = require("torch")
 
@@ -239,7 +239,7 @@ def describe(
     for (number, at), found in movers.items():
         axes[number][at] = found.pop() if len(found) == 1 else f"{names[number]}_{at}"
     specs = [
-        make_spec(name, str(tensor.dtype).removeprefix("torch."), shape)
+        make_spec(name, dtype_of(tensor), shape)
         for name, (_, tensor), shape in zip(names, base, axes, strict=True)
     ]
     if not specs:

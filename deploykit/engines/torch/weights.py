@@ -16,7 +16,7 @@ from typing import Any
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import import_object
-from deploykit.engines.torch.files import module_errors, with_torchvision
+from deploykit.engines.torch.files import dtype_of, module_errors, with_torchvision
 from deploykit.engines.torch.presets import build_named, common_prefix, recognise
 
 torch = require("torch")
@@ -95,7 +95,7 @@ def copy_weights(
     weights, removed = _without_prefix(module, weights)
     notes += removed
     wrong = [
-        f"{key} is {_type(value)} in the file, {_type(own[key])} in the model"
+        f"{key} is {dtype_of(value)} in the file, {dtype_of(own[key])} in the model"
         for key, value in weights.items()
         if key in own and _is_tensor(value, own[key])
         if value.is_floating_point() != own[key].is_floating_point()
@@ -120,7 +120,7 @@ def copy_weights(
     if missing or unexpected:
         raise _misfit(where, weights, _differences(own, weights, missing, unexpected))
     casts = Counter(
-        (_type(value), _type(own[key]))
+        (dtype_of(value), dtype_of(own[key]))
         for key, value in weights.items()
         if key in own and _is_tensor(value, own[key]) and value.dtype != own[key].dtype
     )
@@ -202,7 +202,3 @@ def list_names(words: Sequence[str], most: int = _LISTED) -> str:
 
 def _shape(tensor: Any) -> str:
     return f"[{','.join(str(size) for size in tensor.shape)}]"
-
-
-def _type(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

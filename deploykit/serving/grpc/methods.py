@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from deploykit.core.errors import NotFound, Unsupported, quote
 from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL, message_from
 from deploykit.serving.grpc.call import STATUS, GrpcCall, Method, fail_with, parse_head
 from deploykit.serving.grpc.infer import InferMethods
-from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
+from deploykit.serving.http2.connection import Http2Limits, Http2Port
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages as infer
@@ -59,7 +58,6 @@ class GrpcPort(Http2Port):
         self.inference = inference = InferMethods(repository, offload)
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # calls by the name of the service
         self._health_sent: dict[str, int] = {}
-        self._watches: Counter[Http2Connection] = Counter()
         at_once: dict[str, Make] = {
             "ServerLive": lambda _: {"live": True},
             "ServerReady": lambda _: {"ready": not repository.why_not_ready()},
@@ -159,14 +157,14 @@ class GrpcPort(Http2Port):
 
     def _watch(self, call: GrpcCall, data: bytes, at: int) -> None:
         name, link = infer.parse("HealthCheckRequest", data[at:]).service, call.link
-        if self._watches[link] >= _WATCHES_EACH or self._watches.total() >= _WATCHES:
+        links = [each.link for calls in self._watching.values() for each in calls]
+        if len(links) >= _WATCHES or links.count(link) >= _WATCHES_EACH:
             text = f"of at most {_WATCHES_EACH} Watch calls of a client and {_WATCHES} of all"
             call.fail("RESOURCE_EXHAUSTED", f"there is one too many, {text}; use Check instead")
             return
         if len(name) > _SERVICE_BYTES:
             call.fail("INVALID_ARGUMENT", f"a service's name has at most {_SERVICE_BYTES} bytes")
             return
-        self._watches[link] += 1
         self._watching.setdefault(name, {})[call] = None
         call.cancel = partial(self._unwatch, name, call)
         status = self._health_sent.setdefault(name, self._health(name))
@@ -177,9 +175,6 @@ class GrpcPort(Http2Port):
         del calls[call]
         if not calls:
             del self._watching[name], self._health_sent[name]
-        self._watches[call.link] -= 1
-        if not self._watches[call.link]:
-            del self._watches[call.link]
 
 
 def _send_health(call: GrpcCall, status: int) -> None:

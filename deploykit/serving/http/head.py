@@ -184,7 +184,6 @@ class SizedBody:
 
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
-_SIZE_LINE_BYTES = 4096
 _LINES = 1000  # about a millisecond
 _SIZE_LINE, _DATA_END, _TRAILER = range(3)
 
@@ -229,13 +228,12 @@ class ChunkedBody:
         if self._state == _DATA_END:
             if not b"\r\n".startswith(line):
                 raise BadInput("a chunk does not end where its size says")
-        elif self._state == _TRAILER:
-            if self._trailer_bytes + len(line) > self._limits.header_bytes:
-                raise TooLarge(f"the trailers are above {self._limits.header_bytes} bytes")
-            if complete and not line.endswith(b"\r\n"):
-                raise BadInput("a line after the last chunk does not end with CR LF")
-        elif len(line) > _SIZE_LINE_BYTES:
-            raise BadInput(f"the line of a chunk's size is above {_SIZE_LINE_BYTES} bytes")
+        elif self._trailer_bytes + len(line) > self._limits.header_bytes:
+            raise TooLarge(
+                f"lines between or after chunks are above {self._limits.header_bytes} bytes"
+            )
+        elif self._state == _TRAILER and complete and not line.endswith(b"\r\n"):
+            raise BadInput("a line after the last chunk does not end with CR LF")
         if not complete:
             return
         self._line = b""

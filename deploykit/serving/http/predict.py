@@ -75,9 +75,6 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
     match = _NAME.search(fields.get(b"content-disposition", b""))
     if match is None:
         raise BadInput("a field of the form has no name")
-    encoding = fields.get(b"content-transfer-encoding", b"binary").strip().lower()
-    if encoding not in (b"binary", b"8bit", b"7bit"):
-        raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     compression.check_charset(fields.get(b"content-type", b""))
     return name, body[start + end + 4 : stop]
@@ -96,7 +93,8 @@ def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
 _IMAGE, _TEXT = ("image", "images"), ("text", "texts")
 _FORM = b"multipart/form-data"
 _CURL = b"application/x-www-form-urlencoded"  # of `curl -d`, whatever it sends
-_UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _CURL)
+_BINARY = (b"", b"application/octet-stream", b"binary/octet-stream")
+_UNNAMED = (*_BINARY, _CURL)
 _URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
@@ -140,15 +138,14 @@ def _is_item(content_type: bytes, body: Bytes) -> bool:
 def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     """Split a body into strings if `text`, else images. Raises BadInput, UnknownEncoding."""
     kind, first = _kind(content_type), bytes(body[:1])
+    if kind.startswith((b"text/", b"application/")):
+        compression.check_charset(content_type)
     is_json = kind == b"application/json" or kind.endswith(b"+json")
     if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
-        return _split_json(text, content_type, body)
+        return _split_json(text, bytes(body))
     fields = split_parts(body, content_type) if kind == _FORM else None
-    if kind == b"text/plain" and text:
-        compression.check_charset(content_type)
-    elif (text and kind == _CURL) or not (
-        kind in (_FORM, *_UNNAMED) or (kind.startswith(b"image/") and not text)
-    ):
+    taken = kind == b"text/plain" if text else kind == _CURL or kind.startswith(b"image/")
+    if not taken and kind not in (_FORM, *_BINARY):
         raise UnknownEncoding(
             f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
         )
@@ -174,9 +171,7 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
-    compression.check_charset(content_type)
-    data = bytes(body)
+def _split_json(text: bool, data: bytes) -> Items:
     check_json_size(data, _hint(text))
     with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one runs on the loop
         document = parse_document(data)
@@ -281,21 +276,19 @@ class PipelineRoute:
         check_query(head.target, ())
         content_type, name = head.content_type or b"", self._pipeline.input
         kind, takes = _kind(content_type), self._pipeline.takes
-        is_json = kind == b"application/json"
+        text_in_json = takes == "text" and kind == b"application/json"
         body = compression.decompress(body, head.encoding, self._max_body_bytes)
         fields = split_parts(body, content_type) if kind == _FORM else None
-        if is_json or kind.startswith(b"text/"):
+        if kind.startswith((b"text/", b"application/")):
             compression.check_charset(content_type)
         if fields is not None:
-            chosen = [each for each in fields if each[0] == name]
-            chosen = chosen or fields
+            chosen = [each for each in fields if each[0] == name] or fields
             if len(chosen) != 1:
                 raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
             body = chosen[0][1]
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)
-        text_in_json = takes == "text" and is_json
         if takes == "text" and kind == _CURL:
             hint = "send text/plain, a form or JSON"
             raise UnknownEncoding(f"the Content-Type '{kind.decode()}' is not offered", hint=hint)

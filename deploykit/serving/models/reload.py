@@ -1,8 +1,8 @@
 """Watch engine files and replace an engine when its file changes.
 
-A new file is checked in a separate process (trial.py), then loaded on a separate thread; after a
-time limit it is abandoned. If it cannot be loaded or contains another model, the old engine keeps
-serving; `announce` and `error` report why. The next attempt follows the file's next change.
+A new file is loaded and run on a separate thread, which is abandoned after a time limit. If it
+cannot be loaded or contains another model, the old engine keeps serving; `announce` and `error`
+report why. The next attempt follows the file's next change.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
+from deploykit.core.errors import DeploykitError, NotFound, first_line
 from deploykit.core.files import manifest_path
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
 from deploykit.graph.facts import external_files
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
 
@@ -35,7 +34,6 @@ CLOSE_S = 2.0
 LIMIT_S = 60.0  # the time limit for a new file, or TIMES the first loading time if that is longer
 TIMES = 10
 _LEAST_S = 0.02
-MOST_HANGING = 4  # attempts per model that may hang while they load a file; each may hold memory
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
@@ -47,15 +45,13 @@ def announce(_model: str, level: int, message: str) -> None:
 
 
 class Source:
-    """The file of one model, and the functions that check and load it.
+    """The file of one model, and the function that loads it.
 
-    It detects changes since its creation, so none during start-up is missed. `check` runs in
-    another process, before `load` in this one.
+    It detects changes since its creation, so none during start-up is missed.
     """
 
-    def __init__(self, path: Path, load: Load, check: Check | None = None) -> None:
+    def __init__(self, path: Path, load: Load) -> None:
         self.path = path
-        self.check = check
         self.load = load
         self.load_s = 0.0
         self.external = external_files(path)
@@ -97,7 +93,7 @@ class Reloader(Closing):
 
     def error(self, name: str) -> str | None:
         """Return why the newer file of model `name` is not in use; None if it is."""
-        return self._watches[name].error()
+        return self._watches[name].problem
 
     def samples(self) -> list[Sample]:
         found = []
@@ -105,7 +101,7 @@ class Reloader(Closing):
             labels = {"model": name, "version": VERSION}
             found += [
                 Sample("deploykit_reloads_total", labels, watch.reloads),
-                Sample("deploykit_reload_failed", labels, watch.error() is not None),
+                Sample("deploykit_reload_failed", labels, watch.problem is not None),
                 Sample("deploykit_reloads_given_up_total", labels, watch.given_up),
             ]
         return found
@@ -131,9 +127,7 @@ class _Watch(threading.Thread):
         self._model = name
         self._source = source
         self._reloader = reloader
-        self._problem: str | None = None
-        self._polling_s: float | None = None  # when the read of the file's state began
-        self._attempts: list[_Attempt] = []  # abandoned attempts that still run
+        self.problem: str | None = None
         self.reloads = self.given_up = 0
 
     def run(self) -> None:
@@ -143,27 +137,14 @@ class _Watch(threading.Thread):
             except Exception:
                 log.exception("checking for a replaced engine file failed")
 
-    def error(self) -> str | None:
-        since_s = self._polling_s
-        if since_s is not None and time.monotonic() - since_s > self._reloader.limit_s:
-            return "the file system does not answer"
-        return self._problem
-
     def poll(self) -> None:
-        source, files = self._source, self._files()
+        source, files = self._source, self._source.files()
         stable, source.seen = files == source.seen, files
         # a changed manifest matters only for a file that was rejected: opening a file may
         # record its verification there
-        end = None if self._problem is not None else -1
+        end = None if self.problem is not None else -1
         if stable and files[:end] != source.settled[:end]:
             self._reload(files)
-
-    def _files(self) -> tuple[File, ...]:
-        self._polling_s = time.monotonic()
-        try:
-            return self._source.files()
-        finally:
-            self._polling_s = None
 
     def _reload(self, files: tuple[File, ...]) -> None:
         source, problem, digest = self._source, None, ""
@@ -175,52 +156,39 @@ class _Watch(threading.Thread):
                 return  # the file changed while it was read: the next polls handle it
             file = engines[0].source
             digest = f", SHA-256 {file.sha256}" if file is not None else ""
-        except Overloaded as exc:
-            self._reject(exc.message)
-            return  # the next poll tries again
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
             problem = text.removeprefix(f"model '{self._model}': ")
         except Exception as exc:  # noqa: BLE001 - the old engine keeps serving
             problem = f"{type(exc).__name__}: {first_line(exc)}"
         source.settled = source.seen if files[0] == source.seen[0] else files
+        level, text = logging.INFO, f"{source.path.name} was replaced and is in use{digest}"
         if problem is None:
             self.reloads += 1
-            self._problem = None
-            self._say(logging.INFO, f"{source.path.name} was replaced and is in use{digest}")
         else:
-            self._reject(problem)
-
-    def _reject(self, problem: str) -> None:
-        if problem != self._problem:
             stays = "the new file was rejected, the previous engine stays in use"
-            self._say(logging.ERROR, f"{stays}: {problem}")
-        self._problem = problem
-
-    def _say(self, level: int, message: str) -> None:
-        self._reloader.announce(self._model, level, f"model '{self._model}': {message}")
+            level, text = logging.ERROR, f"{stays}: {problem}"
+        if problem is None or problem != self.problem:
+            self._reloader.announce(self._model, level, f"model '{self._model}': {text}")
+        self.problem = problem
 
     def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
-        """Check and load the file on a thread that is abandoned after a time limit.
+        """Load the file on a thread that is abandoned after a time limit.
 
         Returns None if the file changed meanwhile. Raises the errors of the file.
         """
-        self._attempts = [each for each in self._attempts if each.is_alive()]
-        if len(self._attempts) >= MOST_HANGING:
-            raise Overloaded(f"{MOST_HANGING} earlier files are still being loaded")
         reloader = self._reloader
         model = reloader.repository.find(self._model)
         limit_s = max(reloader.limit_s, TIMES * (self._source.load_s + model.warm_up_s))
-        attempt = _Attempt(self._source, model, files, limit_s)
+        attempt = _Attempt(self._source, model, files)
         end_s = time.monotonic() + limit_s
         attempt.start()
         while not wait(
             [attempt.outcome], min(reloader.poll_s, max(_LEAST_S, end_s - time.monotonic()))
         ).done:
-            changed = self._files()[0] != files[0]
+            changed = self._source.files()[0] != files[0]
             late = time.monotonic() >= end_s
             if (changed or late or reloader.closing.is_set()) and attempt.give_up():
-                self._attempts.append(attempt)
                 if late and not changed:
                     self.given_up += 1
                     raise DeploykitError(f"it was given up: not loaded within {limit_s:.0f} s")
@@ -229,17 +197,13 @@ class _Watch(threading.Thread):
 
 
 class _Attempt(threading.Thread):
-    """Checks one new file and puts it into use."""
+    """Loads one new file and puts it into use."""
 
-    def __init__(
-        self, source: Source, model: ServedModel, files: tuple[File, ...], limit_s: float
-    ) -> None:
+    def __init__(self, source: Source, model: ServedModel, files: tuple[File, ...]) -> None:
         super().__init__(name="reload attempt", daemon=True)
         self._source = source
         self._model = model
         self._files = files
-        self._limit_s = limit_s
-        self._trial: Trial | None = None
         self._wanted = True
         self._used = False
         self._lock = threading.Lock()
@@ -254,17 +218,11 @@ class _Attempt(threading.Thread):
 
     def _load(self) -> Sequence[Engine] | None:
         source = self._source
-        if source.check is None:
-            self._see(external_files(source.path))
-        else:
-            trial = Trial(source.path, source.check, self._limit_s)
-            with self._lock:
-                self._trial = trial
-            if not self._wanted:
-                trial.end()
-            trial.run(self._see)
-        if self._files[0] != source.files()[0]:
-            return None
+        external = external_files(source.path)
+        with self._lock:
+            if self._wanted:  # the state of the files before they are read
+                source.external = external
+                self._files = source.seen = source.files()
         with INSIDE:
             engines = source.load()
             try:
@@ -282,23 +240,13 @@ class _Attempt(threading.Thread):
             if self.outcome.done() or self._used:
                 return False
             self._wanted = False
-            trial = self._trial
-        if trial is not None:
-            trial.end()
-        return True
+            return True
 
     def _take(self) -> bool:
         """Return whether the file may be used; it cannot be abandoned afterwards."""
         with self._lock:
             self._used = self._wanted
             return self._wanted
-
-    def _see(self, external: list[str]) -> None:
-        """Record the state of the files before they are read."""
-        with self._lock:
-            if self._wanted:
-                self._source.external = external
-                self._files = self._source.seen = self._source.files()
 
 
 def _file(path: Path) -> File:

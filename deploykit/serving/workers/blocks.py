@@ -178,8 +178,8 @@ class TensorCodec:
             numbers += [size, *shape]
             key.append((spec.name, PROTOCOL_NAMES[spec.dtype], shape[1:]))
             at += -(-size // _ALIGN) * _ALIGN
-        key = self._same(tuple(key))
-        return Layout(self._head.pack(*numbers), rounded(at), tuple(places), key)
+        head = self._head.pack(*numbers)
+        return Layout(head, rounded(at), tuple(places), self._same(tuple(key)))
 
 
 # Records between a front end and the engine process: requests, and their results.
@@ -189,10 +189,9 @@ class TensorCodec:
 log = logging.getLogger(__name__)
 
 REQUEST, CANCEL, READ, DONE, FAILED = range(1, 6)  # READ: so many answers, in their order
-# kind, priority, model, number, rows, µs of decoding, block and its bytes, µs of the arrival, of
-# the deadline and of giving up, bytes of the traceparent and the
-# id; the layout and those two follow
-RECORD = struct.Struct("<BBHIIIQQqqqHI")
+# kind, priority, model, number, rows, µs of decoding, block, µs of the arrival, of the deadline and
+# of giving up, bytes of the traceparent and the id; the layout and those two follow
+RECORD = struct.Struct("<BBHIIIQqqqHI")
 
 Record = tuple[int, ...]
 
@@ -231,9 +230,9 @@ class RecordConnection(asyncio.Protocol):
                 self.transport.abort()
         self._rest = data[at:]
 
-    def send(self, kind: int, number: int, at: int = 0, size: int = 0, more: bytes = b"") -> None:
+    def send(self, kind: int, number: int, at: int = 0, more: bytes = b"") -> None:
         """Write a record without the fields that only requests have."""
-        head = RECORD.pack(kind, 0, 0, number, 0, 0, at, size, 0, 0, 0, 0, len(more))
+        head = RECORD.pack(kind, 0, 0, number, 0, 0, at, 0, 0, 0, 0, len(more))
         self.write(head + more)
 
     def write(self, data: bytes) -> None:

@@ -105,8 +105,8 @@ class FrontEnd(RecordConnection):
         self._lost(self)
 
     def _start(self, record: Record, more: bytes) -> None:
-        _, level, index, number, rows, decode_us, at, _ = record[:8]
-        arrived_us, deadline_us, give_up_us, traced, length = record[8:]
+        _, level, index, number, rows, decode_us, at = record[:7]
+        arrived_us, deadline_us, give_up_us, traced, length = record[7:]
         model, end = self._models[index], length - traced
         layout = model.inputs.parse(more[:end])
         feeds = model.inputs.read(self.memory, at, layout, copy=False)
@@ -137,7 +137,7 @@ class FrontEnd(RecordConnection):
             if at is not None:
                 codec.write(self.memory, at, layout, request.outputs, strings)
                 self._unread.append((at, layout.size))
-                self.send(exchange.DONE, number, at, layout.size, layout.head)
+                self.send(exchange.DONE, number, at, layout.head)
                 return
             error = Overloaded(
                 "the answer does not fit into the memory shared with the process of the engines",

@@ -152,7 +152,6 @@ class _Connection(RecordConnection):
                 request.rows,
                 min(request.decode_us, 0xFFFFFFFF),
                 at,
-                layout.size,
                 request.arrived_us,
                 request.deadline_us,
                 request.give_up_us,

@@ -331,10 +331,6 @@ class Parent:
         try:
             self._loop.run_until_complete(self._run(on_ready))
         finally:
-            for worker in list(self._workers.values()):  # only after a bug here
-                with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(worker.pid, signal.SIGKILL)
-                    os.waitpid(worker.pid, 0)
             self._close_log()
             self._signals.restore()
             self._loop.close()
@@ -350,13 +346,7 @@ class Parent:
 
     async def _run(self, on_ready: OnReady) -> None:
         if self._stop is not None:
-            end = self._stop
-
-            def stop() -> None:
-                self._loop.remove_reader(end)
-                self._stopped.set()
-
-            self._loop.add_reader(end, stop)
+            self._loop.add_reader(self._stop, self._on_stop, self._stop)
         if self._shared:
             self._start_first([ENGINE])
             await self._until(lambda: self._engine is not None or self._stopped.is_set())
@@ -388,6 +378,10 @@ class Parent:
             os.kill(worker.pid, signal.SIGKILL)
         await self._until(lambda: not self._workers, ABORT_S)
         ticking.cancel()
+
+    def _on_stop(self, end: int) -> None:
+        self._loop.remove_reader(end)
+        self._stopped.set()
 
     def _ended(self) -> bool:
         """Return whether no worker is left, or a second signal came."""
@@ -457,9 +451,8 @@ class Parent:
             self._dropped += last
         if self._stopped.is_set():
             if not isinstance(last, int) and worker.serving and self._signals.count < 2:
-                log.error(
-                    "worker %d was ended by %s before it had answered", number, how_it_ended(code)
-                )
+                how = how_it_ended(code)
+                log.error("worker %d was ended by %s before it had answered", number, how)
                 self._dropped += 1  # at least
             return
         name = f"worker {number}" if number != ENGINE else "the process of the engines"

@@ -18,7 +18,7 @@ from deploykit.serving.batching.runner import EngineFailed, stack
 from deploykit.serving.batching.slo import Steering
 from tests.support.serving.loops import KEY, Answers, Clock, asleep, submit
 from tests.support.serving.overlapping import OverlappingEngine
-from tests.support.serving.running import WAIT_S, GatedEngine, free_axis
+from tests.support.serving.running import WAIT_S, GatedEngine
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -106,17 +106,6 @@ def test_received_bytes_that_begin_anywhere_reach_an_engine_aligned() -> None:
         assert x.tobytes() == received[1 : 1 + 16 * count]
 
 
-def test_requests_of_different_shapes_do_not_break_up_a_batch() -> None:
-    engine = GatedEngine()
-    engine.inputs, engine.outputs = free_axis().inputs, free_axis().outputs
-    with held(engine) as case:
-        case.enter()
-        for width in (2, 2, 3, 2):
-            feeds = {"x": np.ones((1, width), np.float32)}
-            submit(case.batcher, feeds, 1, (("x", "FP32", (width,)),), case.answers.done)
-    assert engine.batches == [1, 3, 1]
-
-
 def test_a_cancelled_or_expired_request_never_reaches_the_engine() -> None:
     with held() as case:
         case.enter()
@@ -131,29 +120,6 @@ def test_a_cancelled_or_expired_request_never_reaches_the_engine() -> None:
     assert isinstance(late.error, Expired)
     assert isinstance(unseen.error, Expired)
     assert case.engines[0].fed == [-1, 9]
-
-
-def test_a_hung_engine_is_counted_and_does_not_stop_the_other_engine() -> None:
-    with held(GatedEngine(), GatedEngine(), hung_us=2000) as case:
-        stuck = case.enter(0, give_up_us=1000)
-        (hung,) = [engine for engine in case.engines if engine.fed]
-        other = case.engines[1 - case.engines.index(hung)]
-        other.gate.set()
-        case.clock.us = 1999
-        assert case.batcher.hung == 0
-        case.clock.us = 2000
-        case.batcher.expire()
-        assert isinstance(stuck.error, Expired)
-        assert case.batcher.hung == 1
-        for n in range(1, 4):
-            case.send(n)
-            case.answers.wait(1)
-        case.answers.wait(1)
-        hung.gate.set()
-        case.batcher.close()
-        assert case.batcher.hung == 0
-    assert case.answers.order == [0, 1, 2, 3]  # answered once, although it returns late
-    assert hung.fed == [0]
 
 
 class Failing(GatedEngine):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import math
-import queue
 import random
 import signal
 import sys
@@ -35,48 +35,66 @@ from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.loops import (
-    KEY,
-    Answers,
-    Clock,
-    Loop,
-    Threads,
-    asleep,
-    inline,
-    row,
-    submit,
-)
+from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row, submit
 from tests.support.serving.running import WAIT_S, infer_json, running
 
-Eventually = Callable[[Callable[[], bool]], None]
+
+class Turned(Threads):
+    """An engine whose batcher runs its batches on the thread that turns the loop.
+
+    Each run takes `us` of a clock that else stands still.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.loop, self.clock, self.answers, self.us = Loop(), Clock(), Answers(), 0
+        policy = BatchPolicy(max_batch=4)
+        self.batcher = Batcher(
+            [self], policy, clock_us=self.clock, call_soon=self.loop.call_soon, **options
+        )
+        self.batcher.inline_max_rows = math.inf
+        asleep(self.batcher)
+
+    def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.clock.us += self.us
+        return super().__call__(feeds)
+
+    def send(self, *sizes: int) -> list[Pending]:
+        first = len(self.answers.order)
+        return [
+            submit(self.batcher, row(first + n, size), size, KEY, self.answers.done)
+            for n, size in enumerate(sizes)
+        ]
+
+    def turn(self, *sizes: int) -> int:
+        """Send these, and turn the loop once; returns how many functions it ran."""
+        self.send(*sizes)
+        return self.loop.turn()
+
+    @property
+    def here(self) -> list[bool]:
+        """Whether each batch ran on this thread."""
+        return [thread == threading.get_ident() for thread in self.threads]
 
 
 @pytest.fixture
-def engine() -> Threads:
-    return Threads()
+def turned() -> Iterator[Turned]:
+    engine = Turned()
+    with engine.batcher:
+        yield engine
 
 
-@pytest.fixture
-def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
-    """Its clock stands still."""
-    with inline([engine], loop, Clock(), BatchPolicy(max_batch=4)) as batcher:
-        yield batcher
-
-
-def test_requests_read_in_one_loop_iteration_run_inline_as_one_batch(
-    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
-) -> None:
-    sent = [submit(batcher, row(i), 1, KEY, answers.done) for i in range(6)]
-    assert engine.batches == []
-    assert loop.turn() == 1
-    assert engine.batches == [4]
-    sent.append(submit(batcher, row(6), 1, KEY, answers.done))
-    assert [loop.turn(), loop.turn()] == [1, 0]
-    assert engine.batches == [4, 3]
-    assert answers.order == [0, 1, 2, 3, 4, 5, 6]
-    assert {*engine.threads, *answers.threads} == {threading.get_ident()}
-    for request in sent:
-        np.testing.assert_array_equal(request.outputs["y"], request.feeds["x"] * 2 + 1)
+def test_requests_read_in_one_loop_iteration_run_inline_as_one_batch(turned: Turned) -> None:
+    sent = turned.send(1, 1, 1, 1, 1, 1)
+    assert turned.batches == []
+    assert turned.turn() == 1
+    assert turned.batches == [4]
+    assert [turned.turn(1), turned.turn()] == [1, 0]
+    assert turned.batches == [4, 3]
+    assert turned.answers.order == [0, 1, 2, 3, 4, 5, 4]
+    assert {*turned.threads, *turned.answers.threads} == {threading.get_ident()}
+    for each in sent:
+        np.testing.assert_array_equal(each.outputs["y"], each.feeds["x"] * 2 + 1)
 
 
 @pytest.mark.parametrize(
@@ -85,32 +103,23 @@ def test_requests_read_in_one_loop_iteration_run_inline_as_one_batch(
         (2, [1, 2], [3], [False]),
         (2, [2], [2], [True]),
         (4, [1] * 12, [4, 4, 4], [True] * 3),  # by their own rows, however many wait
-        (0, [0], [0], [False]),
+        (0, [1], [1], [False]),
     ],
     ids=str,
 )
 def test_a_batch_above_inline_max_rows_runs_on_the_engines_thread(
-    batcher: Batcher,
-    engine: Threads,
-    loop: Loop,
-    most: int,
-    sizes: list[int],
-    batches: list[int],
-    here: list[bool],
+    turned: Turned, most: int, sizes: list[int], batches: list[int], here: list[bool]
 ) -> None:
-    came = threading.Semaphore(0)
-    batcher.inline_max_rows = most
-    for size in sizes:
-        submit(batcher, row(0, size), size, KEY, lambda _: came.release())
-    while loop.turn():
+    turned.batcher.inline_max_rows = most
+    turned.send(*sizes)
+    while turned.turn():
         pass
-    for _ in sizes:
-        assert came.acquire(timeout=WAIT_S)
-    assert engine.batches == batches
-    assert [thread == threading.get_ident() for thread in engine.threads] == here
+    turned.answers.wait(len(sizes))
+    assert (turned.batches, turned.here) == (batches, here)
 
 
-def test_a_server_runs_small_batches_on_its_event_loop_thread(engine: Threads) -> None:
+def test_a_server_runs_small_batches_on_its_event_loop_thread() -> None:
+    engine = Threads()
     with running({"m": engine}) as served:
         batcher = served.server.repository.find("m").batcher
         for inline_max_rows in (0, math.inf):
@@ -143,175 +152,134 @@ def test_a_server_restores_the_garbage_collector_and_signal_handlers() -> None:
     assert state() == before
 
 
-def test_the_loop_spins_for_spin_us_after_a_batch(
-    engine: Threads, loop: Loop, answers: Answers
-) -> None:
-    clock = Clock()
-    with inline([engine], loop, clock, spin_us=100) as batcher:
-        submit(batcher, row(0), 1, KEY, answers.done)
-        loop.turn()
-        clock.us = 99
-        assert [loop.turn(), loop.turn()] == [1, 1]
-        submit(batcher, row(1), 1, KEY, answers.done)
-        assert loop.turn() == 2  # the last iteration of the spin, and the batch
-        assert answers.order == [0, 1]
-        clock.us += 100
-        assert [loop.turn(), loop.turn()] == [1, 0]
+def test_the_loop_spins_for_spin_us_after_a_batch() -> None:
+    engine = Turned(spin_us=100)
+    with engine.batcher:
+        engine.turn(1)
+        engine.clock.us = 99
+        assert [engine.turn(), engine.turn()] == [1, 1]
+        assert engine.turn(1) == 2  # the last iteration of the spin, and the batch
+        assert engine.answers.order == [0, 1]
+        engine.clock.us += 100
+        assert [engine.turn(), engine.turn()] == [1, 0]
 
 
-def test_without_a_spare_core_the_loop_spins_only_while_requests_come_one_at_a_time(
-    engine: Threads, loop: Loop, answers: Answers
-) -> None:
-    def spins_after(requests: int) -> bool:
-        for _ in range(requests):
-            submit(batcher, row(0), 1, KEY, answers.done)
-        while batcher.unanswered:
-            loop.turn()
-        clock.us += 1
-        again = loop.turn() == 1
-        clock.us += 100
-        while loop.turn():
+def test_without_a_spare_core_the_loop_spins_only_while_requests_come_one_at_a_time() -> None:
+    engine = Turned(spin_us=100, spare_core=False)
+
+    def spins_after(*sizes: int) -> bool:
+        engine.send(*sizes)
+        while engine.batcher.unanswered:
+            engine.turn()
+        engine.clock.us += 1
+        again = engine.turn() == 1
+        engine.clock.us += 100
+        while engine.turn():
             pass
         return again
 
-    clock = Clock()
-    with inline([engine], loop, clock, spin_us=100, spare_core=False) as batcher:
+    with engine.batcher:
         assert [spins_after(1) for _ in range(9)] == [False] * 6 + [True] * 3
-        assert not spins_after(2)
+        assert not spins_after(1, 1)
         assert not spins_after(1)
 
 
 def test_after_a_batch_of_several_the_next_one_waits_while_more_requests_come(
-    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
+    turned: Turned,
 ) -> None:
-    for arrive, batches in [
-        (1, [1]),
-        (1, [1, 1]),  # one request at a time never waits
-        (2, [1, 1, 2]),
-        (1, [1, 1, 2]),
-        (1, [1, 1, 2]),
-        (0, [1, 1, 2, 2]),
-        (4, [1, 1, 2, 2, 4]),  # a full batch does not wait
-        (1, [1, 1, 2, 2, 4]),
-        (0, [1, 1, 2, 2, 4, 1]),
+    for count, us, batches in [
+        (1, 0, [1]),
+        (1, 0, [1, 1]),  # one request at a time never waits
+        (2, 0, [1, 1, 2]),
+        (1, 0, [1, 1, 2]),
+        (1, 0, [1, 1, 2]),
+        (0, 0, [1, 1, 2, 2]),
+        (4, 0, [1, 1, 2, 2, 4]),  # a full batch does not wait
+        (1, 0, [1, 1, 2, 2, 4]),
+        (1, GATHER_US - 1, [1, 1, 2, 2, 4]),
+        (1, GATHER_US, [1, 1, 2, 2, 4, 3]),  # nor does any for longer
     ]:
-        for _ in range(arrive):
-            submit(batcher, row(0), 1, KEY, answers.done)
-        loop.turn()
-        assert engine.batches == batches
-    assert loop.turn() == 0
-
-
-def test_requests_that_keep_coming_hold_up_a_batch_for_a_limited_time(
-    engine: Threads, loop: Loop, answers: Answers
-) -> None:
-    clock = Clock()
-    with inline([engine], loop, clock) as batcher:
-        for _ in range(2):
-            submit(batcher, row(0), 1, KEY, answers.done)
-        loop.turn()
-        for us in (0, GATHER_US - 1, GATHER_US):
-            clock.us = us
-            assert engine.batches == [2]
-            submit(batcher, row(0), 1, KEY, answers.done)
-            loop.turn()
-        assert engine.batches == [2, 3]
+        turned.clock.us = us
+        turned.turn(*[1] * count)
+        assert turned.batches == batches
+    assert turned.turn() == 0
 
 
 # -- A slow batch keeps the event loop from running the next ones
 
 
-class Timed(Threads):
-    """Each run takes `us` of `clock`."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.clock, self.us = clock, 100
-
-    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-        self.clock.us += self.us
-        return super().__call__(feeds)
-
-    def runs_inline(self, batcher: Batcher, loop: Loop, us: int) -> bool:
-        """Whether the next batch, which takes `us`, runs on the loop's thread."""
-        answers, self.us = Answers(), us
-        asleep(batcher)
-        submit(batcher, row(0), 1, KEY, answers.done)
-        loop.turn()
-        answers.wait(1)
-        return self.threads[-1] == threading.get_ident()
+def runs_inline(engine: Turned, us: int) -> bool:
+    """Whether the next batch, which takes `us`, runs on the loop's thread."""
+    engine.us = us
+    asleep(engine.batcher)
+    engine.turn(1)
+    engine.answers.wait(1)
+    return engine.here[-1]
 
 
 def test_a_batch_that_other_programs_held_up_is_not_slow(
-    monkeypatch: pytest.MonkeyPatch, loop: Loop
+    monkeypatch: pytest.MonkeyPatch, turned: Turned
 ) -> None:
-    clock, computed_ns = Clock(), iter(range(0, 10_000 * SLOW_US, 1000 * SLOW_US))
+    computed_ns = iter(range(0, 10_000 * SLOW_US, 1000 * SLOW_US))
     monkeypatch.setattr(batching, "thread_time_ns", lambda: next(computed_ns))
-    engine = Timed(clock)
-    with inline([engine], loop, clock) as batcher:
-        assert all(engine.runs_inline(batcher, loop, 100 * SLOW_US) for _ in range(3))
+    assert all(runs_inline(turned, 100 * SLOW_US) for _ in range(3))
 
 
 def test_after_a_slow_batch_the_engines_thread_runs_the_next_ones_for_longer_each_time(
-    monkeypatch: pytest.MonkeyPatch, loop: Loop
+    monkeypatch: pytest.MonkeyPatch, turned: Turned
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(batching, "thread_time_ns", lambda: 1000 * clock.us)
-    engine = Timed(clock)
-    with inline([engine], loop, clock) as batcher:
-        for pause_us, us, runs_inline in [
-            (0, SLOW_US, True),
-            (0, SLOW_US + 1, True),
-            (0, 100, False),
-            (PAUSE_US, SLOW_US + 1, True),  # soon again: the pause is twice as long
-            (PAUSE_US, 100, False),
-            (PAUSE_US, 100, True),
-            (10 * PAUSE_US, SLOW_US + 1, True),
-            (PAUSE_US, 100, True),
-        ]:
-            clock.us += pause_us
-            assert engine.runs_inline(batcher, loop, us) is runs_inline
+    monkeypatch.setattr(batching, "thread_time_ns", lambda: 1000 * turned.clock.us)
+    for pause_us, us, inline in [
+        (0, SLOW_US, True),
+        (0, SLOW_US + 1, True),
+        (0, 100, False),
+        (PAUSE_US, SLOW_US + 1, True),  # soon again: the pause is twice as long
+        (PAUSE_US, 100, False),
+        (PAUSE_US, 100, True),
+        (10 * PAUSE_US, SLOW_US + 1, True),
+        (PAUSE_US, 100, True),
+    ]:
+        turned.clock.us += pause_us
+        assert runs_inline(turned, us) is inline
+
+
+def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() -> None:
+    """The policy had a delay when the thread began to wait, and has none now."""
+
+    class Long(Threads):
+        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            if threading.current_thread() is thread:
+                threading.Event().wait(0.05)
+            return super().__call__(feeds)
+
+    clock, loop, answers, engine = Clock(), Loop(), Answers(), Long()
+    clock.us = 1_000_000  # stands still: a millisecond of delay is always left
+    slow = BatchPolicy(max_batch=4, max_delay_us=1000)
+    batcher = Batcher([engine], slow, clock_us=clock, call_soon=loop.call_soon)
+    asleep(batcher)
+
+    def run() -> None:
+        batcher.inline_max_rows = math.inf
+        submit(batcher, row(0), 1, KEY, answers.done)
+        with batcher._lock:
+            batcher._idle.pop().wake.release()
+        asleep(batcher)  # in waits of a millisecond, as the clock stands still
+        with batcher._lock:
+            batcher._queue.policy = BatchPolicy(max_batch=4)
+        loop.turn()
+        submit(batcher, row(1), 1, KEY, answers.done)
+        loop.turn()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "the batcher hangs"
+    answers.wait(2)
+    assert batcher.close(timeout_s=WAIT_S) == 0
+    assert sorted(answers.order) == [0, 1]
 
 
 # -- Random races between inline batches and those of the engines' threads
-
-WIDER = (("x", "FP32", (4,)), ("z", "FP32", (1,)))  # another key, of the same arrays
-
-
-class LoopThread:
-    """An event loop on a thread of its own. `soon` is for the other threads."""
-
-    def __init__(self) -> None:
-        self.failed: list[Exception] = []
-        self._todo = queue.SimpleQueue[Callable[[], object]]()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-        self.soon = self._todo.put
-
-    def _run(self) -> None:
-        while (what := self._todo.get()) is not sys.exit:
-            try:
-                what()
-            except Exception as exc:  # noqa: BLE001 - the test asserts that there is none
-                self.failed.append(exc)
-
-    def call_soon(self, what: Callable[[], None]) -> None:
-        assert threading.current_thread() is self.thread
-        self.soon(what)
-
-    def deliver(self, requests: Sequence[Pending]) -> None:
-        self.soon(lambda: deliver_inline(requests))
-
-    def do(self, what: Callable[[], object]) -> None:
-        """Run it there and wait for it."""
-        done = threading.Event()
-        self.soon(lambda: (what(), done.set()))
-        assert done.wait(WAIT_S), "the event loop hangs"
-
-    def stop(self) -> None:
-        self.soon(sys.exit)
-        self.thread.join(WAIT_S)
-        assert not self.thread.is_alive()
 
 
 class Moody(FakeEngine):
@@ -351,7 +319,11 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
-        self.loop = LoopThread()
+        self.loop, self.failed = asyncio.new_event_loop(), list[object]()
+        self.loop.set_exception_handler(lambda _loop, context: self.failed.append(context))
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.soon = self.loop.call_soon_threadsafe
         self.answers: Counter[Pending] = Counter()
         self.sent: list[Pending] = []
         self.cancelled: set[Pending] = set()
@@ -362,11 +334,14 @@ class Run:
             queue=chance.choice([4, 64]),
         )
         self.model = ServedModel(
-            "m", self.make(), options, self.loop.deliver, monotonic_us, self.loop.call_soon
+            "m", self.make(), options, self.deliver, monotonic_us, self.loop.call_soon
         )
         self.model.watch(Rude())
         self.start_failing()
         self.switch_inline_max_rows()
+
+    def deliver(self, requests: Sequence[Pending]) -> None:
+        self.soon(deliver_inline, requests)
 
     def make(self) -> list[Moody]:
         chance = self.chance
@@ -375,10 +350,6 @@ class Run:
         made = [Moody(chance.random(), 0 if n else lost_at) for n in range(count)]
         self.engines += made
         return made
-
-    def replace(self) -> None:
-        self.model.replace(self.make())
-        self.start_failing()
 
     def start_failing(self) -> None:
         """After the warm-up."""
@@ -401,23 +372,11 @@ class Run:
     def submit(self) -> None:
         chance = self.chance
         rows = min(chance.choice([0, 1, 1, 1, 2, 3]), self.model.max_batch)
-        sent = Request(
-            feeds=row(chance.random(), rows),
-            rows=rows,
-            key=chance.choice([KEY, KEY, WIDER]),
-            outputs=(),
-            id=None,
-            timeout_us=chance.choice([None, None, 1, 200]),
-            priority=chance.choice([0, 1, 3]),
-        )
+        kind = chance.choice([KEY, KEY, (*KEY, ("z", "FP32", (1,)))])  # of the same arrays
+        limit_us, priority = chance.choice([None, None, 1, 200]), chance.choice([0, 1, 3])
+        sent = Request(row(chance.random(), rows), rows, kind, (), None, limit_us, priority)
         with contextlib.suppress(Overloaded):
             self.sent.append(self.model.submit(sent, self.done))
-
-    def cancel(self) -> None:
-        if self.sent:
-            victim = self.chance.choice(self.sent[-5:])
-            if self.model.cancel(victim):
-                self.cancelled.add(victim)
 
     def random_requests(self) -> None:
         """What one iteration of the loop reads from its clients."""
@@ -425,24 +384,26 @@ class Run:
         for _ in range(chance.randrange(6)):
             self.submit()
         luck = chance.random()
-        if luck < 0.2:
-            self.cancel()
+        if luck < 0.2 and self.sent:
+            victim = chance.choice(self.sent[-5:])
+            if self.model.cancel(victim):
+                self.cancelled.add(victim)
         elif luck < 0.4:
             self.model.expire()
         elif luck < 0.5:
             self.switch_inline_max_rows()
 
-    def check(self, *, drained: bool) -> None:
-        self.loop.do(lambda: None)  # what was delivered
-        self.loop.stop()
-        for sent in self.sent:
-            assert self.answers[sent] == (0 if sent in self.cancelled else 1), sent
-        assert all(batcher.ended for batcher in (self.model.batcher, *self.model._replaced))
-        assert not any(engine.overlapped for engine in self.engines)
-        assert self.model.waiting == self.model.unanswered == 0
-        if drained:
-            refused = [r for r in self.sent if "shutting down" in str(r.error)]
-            assert refused == []
+    def wait(self) -> None:
+        """Until the loop has run what it was given."""
+        came = threading.Event()
+        self.soon(came.set)
+        assert came.wait(WAIT_S), "the event loop hangs"
+
+    def stop(self) -> None:
+        self.wait()
+        self.soon(self.loop.stop)
+        self.thread.join(WAIT_S)
+        self.loop.close()
 
 
 @pytest.fixture
@@ -458,56 +419,28 @@ def frequent_thread_switches() -> Iterator[None]:
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", range(40))
 def test_every_accepted_request_is_answered_once_or_cancelled(
-    seed: int, eventually: Eventually
+    seed: int, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
     run = Run(seed)
+    model = run.model
     for _ in range(run.chance.randrange(3, 40)):
-        run.loop.soon(run.random_requests)
+        run.soon(run.random_requests)
         luck = run.chance.random()
         if luck < 0.1:
-            run.replace()
+            model.replace(run.make())
+            run.start_failing()
         elif luck < 0.3:
             threading.Event().wait(luck / 1000)
     drain = run.chance.random() < 0.7
     if run.chance.random() < 0.5:  # else some are still to come
-        run.loop.do(lambda: None)
-        eventually(lambda: not run.model.unanswered)
-    assert run.model.close(drain=drain, timeout_s=WAIT_S) == 0
-    run.check(drained=drain)
-    assert run.loop.failed == []
-
-
-def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() -> None:
-    """The policy had a delay when the thread began to wait, and has none now."""
-
-    class Long(Threads):
-        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            if threading.current_thread() is thread:
-                threading.Event().wait(0.05)
-            return super().__call__(feeds)
-
-    clock, loop, answers, engine = Clock(), Loop(), Answers(), Long()
-    clock.us = 1_000_000  # stands still: a millisecond of delay is always left
-    slow = BatchPolicy(max_batch=4, max_delay_us=1000)
-    batcher = Batcher([engine], slow, clock_us=clock, call_soon=loop.call_soon)
-    asleep(batcher)
-
-    def run() -> None:
-        batcher.inline_max_rows = math.inf
-        submit(batcher, row(0), 1, KEY, answers.done)
-        with batcher._lock:
-            batcher._idle.pop().wake.release()
-        asleep(batcher)  # in waits of a millisecond, as the clock stands still
-        with batcher._lock:
-            batcher._queue.policy = BatchPolicy(max_batch=4)
-        loop.turn()
-        submit(batcher, row(1), 1, KEY, answers.done)
-        loop.turn()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "the batcher hangs"
-    answers.wait(2)
-    assert batcher.close(timeout_s=WAIT_S) == 0
-    assert sorted(answers.order) == [0, 1]
+        run.wait()
+        eventually(lambda: not model.unanswered)
+    assert model.close(drain=drain, timeout_s=WAIT_S) == 0
+    run.stop()
+    for sent in run.sent:
+        assert run.answers[sent] == (0 if sent in run.cancelled else 1), sent
+    assert all(batcher.ended for batcher in (model.batcher, *model._replaced))
+    assert not any(engine.overlapped for engine in run.engines)
+    assert model.waiting == model.unanswered == 0
+    assert not drain or not any("shutting down" in str(r.error) for r in run.sent)
+    assert run.failed == []

@@ -107,9 +107,6 @@ def test_of_too_many_clients_above_the_limit_the_oldest_leave(
     assert [raw.ask(LIVE).status for raw in spare[1:]] == [200, 200]
 
 
-# -- file descriptors
-
-
 def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:
     """A soft limit of 1024, as many systems have, was the limit of connections."""
 

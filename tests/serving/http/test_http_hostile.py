@@ -108,6 +108,7 @@ ATTACKS: dict[str, tuple[Message, int | tuple[int, ...]]] = {
         f"a chunk {chunk!r}": (CHUNKED + chunk + b"0\r\n\r\n", 400)
         for chunk in (b"0x5\r\nabcde\r\n", b"-5\r\nabcde\r\n", b"5\r\nabcdeXX", b"5\nabcde\r\n")
     },
+    "a bare LF after the chunks": (CHUNKED + b"0\r\nx: y\n\r\n", 400),
     "a chunk's size of 17 digits": (CHUNKED + b"0" * 16 + b"5\r\nabcde\r\n0\r\n\r\n", 400),
     "a large header": (request("GET", "/v2", long="a" * 70_000), 431),
     "an endless header": (lambda: request("GET", "/v2", long="a" * 20_000_000), 431),

@@ -8,7 +8,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.engines.tasks.engine import TaskSteps
-from deploykit.pipelines.threads import FairGate, FairThreads, Peer, _Share
+from deploykit.pipelines.threads import FairThreads, Peer, _Share
 from deploykit.serving.models.offload import ThreadOffload
 from tests.support.installed import needs
 from tests.support.serving.faults import until
@@ -231,41 +231,6 @@ def send(server: Running, body: bytes, kind: str) -> Reply:
     return server.ask("POST", "/v2/models/m/predict", body, Content_Type=kind)
 
 
-def release_until_answered(gate: threading.Semaphore, other: Future[Reply]) -> None:
-    """Let one call after another end until the image of the other client is answered."""
-    while not other.done():
-        gate.release()
-        until(lambda: gate._value == 0 or other.done())
-    assert other.result(WAIT_S).json["label"] == "dark"
-
-
-def test_the_images_of_one_request_do_not_hold_up_those_of_another_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, gate, entered = TaskSteps.read, threading.Semaphore(0), threading.Semaphore(0)
-
-    def slow(self: TaskSteps, item: Any, *more: Any, **options: Any) -> Any:
-        if bytes(item) == LIGHT:
-            entered.release()
-            assert gate.acquire(timeout=WAIT_S)
-        return read(self, item, *more, **options)
-
-    monkeypatch.setattr(TaskSteps, "read", slow)
-    engine = open_proven(write_task_model(tmp_path, "classify"), threads=1)[0]
-    with running({"m": engine}) as server, ThreadPoolExecutor(2) as pool:
-        model = server.server.repository.find("m")
-        model.items = FairGate(64)
-        greedy = pool.submit(send, server, form(200), MANY)
-        for _ in range(2):  # both threads are busy with its first images
-            assert entered.acquire(timeout=WAIT_S)
-        other = pool.submit(send, server, DARK, ONE)
-        until(lambda: model.items._queue.waiting == 137)
-        release_until_answered(gate, other)
-        assert not greedy.done()
-        gate.release(200)
-        assert [each["label"] for each in greedy.result(WAIT_S).json] == ["light"] * 200
-
-
 def test_many_images_of_one_client_do_not_fill_the_queue_of_the_engine(tmp_path: Path) -> None:
     """Else another client's image waits for all of them, or is refused."""
     engine = open_proven(write_task_model(tmp_path, "classify"), threads=1)[0]
@@ -291,7 +256,10 @@ def test_many_images_of_one_client_do_not_fill_the_queue_of_the_engine(tmp_path:
         other = pool.submit(send, server, DARK, ONE)
         until(lambda: model.items._queue.waiting == 8 * 100 - most + 1)
         begun = len(rows)
-        release_until_answered(gate, other)
+        while not other.done():  # one batch after another
+            gate.release()
+            until(lambda: gate._value == 0 or other.done())
+        assert other.result(WAIT_S).json["label"] == "dark"
         assert len(rows) - begun <= most // 8 + 8  # of 100 batches
         gate.release(1000)
         assert {each.result(WAIT_S).status for each in greedy} == {200}

@@ -1,9 +1,8 @@
-"""Reloading a model's file while it serves, also files that hang, crash or use all memory."""
+"""Reloading a model's file while it serves, also files that hang."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -28,12 +27,10 @@ from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.engines.engine import Engine, load
 from deploykit.engines.oip.protobuf import message_from
-from deploykit.serving.models import trial
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.serve import check_file, open_engines
-from tests.support.serving import checks
+from deploykit.serving.serve import open_engines
 from tests.support.serving.reloading import FEEDS, LIMIT_S, Serving, model, replace
 from tests.support.serving.running import Running, running
 
@@ -41,11 +38,8 @@ Eventually = Callable[[Callable[[], bool]], None]
 
 
 @contextlib.contextmanager
-def serving_with(
-    path: Path, check: trial.Check | None = None, limit_s: float = LIMIT_S, **options: Any
-) -> Iterator[Serving]:
-    serving = Serving(model(path, 1.0, **options), check, limit_s=limit_s)
-    with contextlib.closing(serving):
+def serving_with(path: Path, limit_s: float = LIMIT_S, **options: Any) -> Iterator[Serving]:
+    with contextlib.closing(Serving(model(path, 1.0, **options), limit_s=limit_s)) as serving:
         yield serving
 
 
@@ -55,22 +49,21 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
         yield serving
 
 
+def load_all(path: Path) -> list[Engine]:
+    return [load(path, "cpu")]
+
+
 @contextlib.contextmanager
 def reloading(
-    *paths: Path, check: trial.Check | None = None, **options: Any
-) -> Iterator[tuple[Reloader, ModelRepository]]:
+    *paths: Path, again: Callable[[Path], list[Engine]] = load_all, **options: Any
+) -> Iterator[Reloader]:
     """A server's reloading as it is, of models with the names of their files, every 10 ms."""
     with contextlib.ExitStack() as stack:
         engines = {path.stem: stack.enter_context(load(path, "cpu")) for path in paths}
         repository = ModelRepository(engines, ServeOptions())
         stack.callback(repository.close)
-        sources = {path.stem: Source(path, partial(load_all, path), check) for path in paths}
-        reloader = Reloader(repository, sources, **{"poll_s": 0.01, **options})
-        yield stack.enter_context(reloader), repository
-
-
-def load_all(path: Path) -> list[Engine]:
-    return [load(path, "cpu")]
+        sources = {path.stem: Source(path, partial(again, path)) for path in paths}
+        yield stack.enter_context(Reloader(repository, sources, poll_s=0.01, **options))
 
 
 def counts(reloader: Reloader) -> tuple[float, float]:
@@ -167,29 +160,11 @@ def test_a_bad_new_file_leaves_the_old_engine_serving_and_is_reported_once(
 
     if serving.path.is_dir():
         serving.path.rmdir()
-    replace(model(tmp_path / "new.onnx", 7.0), serving.path)
-    serving.poll_twice()
-    assert serving.ask() == 8.0
+    assert serving.renew(7.0) == 8.0
     assert serving.reloader.error("m") is None
     assert counts(serving.reloader)[1] == 0
     serving.close()
     assert serving.failures == []
-
-
-def test_a_file_being_written_is_not_loaded_until_it_is_complete(
-    serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As `cp` writes it: longer at each poll."""
-    whole = model(tmp_path / "new.onnx", 2.0).read_bytes()
-    with serving.path.open("wb") as file:
-        for at in range(0, len(whole), 40):
-            file.write(whole[at : at + 40])
-            file.flush()
-            serving.reloader.poll()
-    assert caplog.records == []
-    assert serving.ask() == 2.0
-    serving.poll_twice()
-    assert serving.ask() == 3.0
 
 
 def test_a_file_changed_while_it_is_loaded_is_loaded_again(
@@ -205,9 +180,7 @@ def test_a_file_changed_while_it_is_loaded_is_loaded_again(
         return engines
 
     serving.source.load = slow
-    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.poll_twice()
-    assert serving.ask() == 2.0
+    assert serving.renew(2.0) == 2.0
     with pytest.raises(DeploykitError, match="closed"):
         serving.loaded[0](FEEDS)
     serving.poll_twice()
@@ -246,8 +219,7 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     serving.poll_twice()
     assert serving.loaded == []
     manifest.unlink()
-    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.poll_twice()
+    serving.renew(2.0)
     assert serving.reloader.error("m") == "m.onnx: its manifest is missing"
     manifest.write_text("{}")
     serving.poll_twice()
@@ -255,21 +227,6 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     for _ in range(3):
         serving.poll_twice()
     assert len(serving.loaded) == 1
-
-
-def test_a_file_that_is_not_its_manifests_waits_for_the_manifest(
-    serving: Serving, tmp_path: Path
-) -> None:
-    """A model and its manifest are copied one after the other."""
-    write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
-    replace(model(tmp_path / "new.onnx", 2.0), serving.path)
-    serving.poll_twice()
-    assert "SHA-256 differs" in (serving.reloader.error("m") or "")
-    assert serving.ask() == 2.0
-    write_manifest(serving.path, Manifest("onnx", (), (), sha256=sha256(serving.path)))
-    serving.poll_twice()
-    assert serving.reloader.error("m") is None
-    assert serving.ask() == 3.0
 
 
 def test_replaced_external_weights_are_reloaded(tmp_path: Path) -> None:
@@ -365,81 +322,36 @@ def test_every_description_names_the_file_that_answers_now(
     assert caplog.messages[-1].endswith(f"was replaced and is in use, SHA-256 {second}")
 
 
-# -- Files that hang, crash or use all memory: the old engine serves, good files follow
-
-
-def bad(path: Path) -> Path:
-    """Of more than 1000 bytes: see `hangs_on_bad`."""
-    path.write_bytes(b"\x08\x0a\x12\x03abc" + bytes(2000))
-    return path
-
-
-def test_a_file_whose_check_hangs_is_given_up_and_a_good_one_is_served_next(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def sample(name: str) -> float:
-        found = serving.reloader.samples()
-        return next(each.value for each in found if each.name == f"deploykit_{name}")
-
-    with serving_with(tmp_path / "m.onnx", checks.hangs_on_bad, limit_s=1.0) as serving:
-        replace(bad(tmp_path / "new"), serving.path)
-        serving.poll_twice()
-        assert serving.reloader.error("m") == "it was given up: not loaded within 1 s"
-        assert "given up" in caplog.messages[0]
-        assert (sample("reloads_given_up_total"), sample("reload_failed")) == (1, 1)
-        assert serving.ask() == 2.0
-        replace(model(tmp_path / "new", 4.0), serving.path)  # which `hangs_on_bad` passes
-        serving.reloader.limit_s = LIMIT_S
-        serving.poll_twice()
-        assert serving.ask() == 5.0
-        assert serving.reloader.error("m") is None
-        assert sample("reload_failed") == 0
+# -- Files that hang: the old engine serves, good files follow
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_file_that_hangs_is_given_up_for_another_and_for_the_end_of_the_server(
+def test_a_load_is_given_up_for_another_file_and_for_the_end_of_the_server(
     tmp_path: Path, eventually: Eventually, replaced: bool
 ) -> None:
-    path, checking = model(tmp_path / "m.onnx", 1.0), tmp_path / "checking"
-    with reloading(path, check=checks.hangs_on_bad) as (reloader, _):
-        replace(bad(tmp_path / "new"), path)
-        eventually(lambda: checking.exists() and bool(checking.read_text()))
+    path, release, begun = model(tmp_path / "m.onnx", 1.0), threading.Event(), list[Path]()
+
+    def slow(path: Path) -> list[Engine]:
+        begun.append(path)
+        if len(begun) == 1:
+            release.wait(LIMIT_S)
+        return load_all(path)
+
+    with reloading(path, again=slow) as reloader:
+        replace(model(tmp_path / "new", 3.0), path)
+        eventually(lambda: bool(begun))
         if replaced:
             replace(model(tmp_path / "new", 4.0), path)
-            eventually(lambda: reloader.samples()[0].value == 1)
-            assert reloader.error("m") is None
-    number = int(checking.read_text())
-    eventually(lambda: not Path(f"/proc/{number}").exists())
+            eventually(lambda: counts(reloader) == (1, 0))
+    release.set()
     eventually(lambda: not any(each.name.startswith("reload") for each in threading.enumerate()))
-
-
-@pytest.mark.parametrize(
-    ("check", "why"),
-    [
-        (checks.dies, "its process ended with code -6"),
-        (checks.leaves_at_once, "its process ended with code 3"),
-        (checks.fills_memory, "MemoryError"),
-    ],
-)
-def test_what_ends_the_process_that_checks_a_file_does_not_end_ours(
-    tmp_path: Path, check: trial.Check, why: str
-) -> None:
-    with serving_with(tmp_path / "m.onnx", check) as serving:
-        replace(model(tmp_path / "new", 4.0), serving.path)
-        serving.poll_twice()
-        assert why in (serving.reloader.error("m") or "")
-        assert serving.ask() == 2.0
-        serving.source.check = checks.prints  # what libraries print is no result
-        replace(model(tmp_path / "new", 6.0), serving.path)
-        serving.poll_twice()
-        assert serving.ask() == 7.0
 
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
-    tmp_path: Path, eventually: Eventually, replaced: bool
+    tmp_path: Path, eventually: Eventually, replaced: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A plan may hang in a library, after its check."""
+    """A plan may hang in a library."""
     release = threading.Event()
 
     def slow() -> list[Engine]:
@@ -448,41 +360,18 @@ def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
 
     with serving_with(tmp_path / "m.onnx", limit_s=0.2) as serving:
         serving.source.load = slow
-        replace(model(tmp_path / "new", 4.0), serving.path)
-        serving.poll_twice()
-        assert "given up" in (serving.reloader.error("m") or "")
+        serving.renew(4.0)
+        assert serving.reloader.error("m") == "it was given up: not loaded within 0 s"
+        assert "given up" in caplog.messages[0]
+        assert [each.value for each in serving.reloader.samples()] == [0, 1, 1]
         if replaced:
             serving.source.load = serving.load
             serving.reloader.limit_s = LIMIT_S
-            replace(model(tmp_path / "new", 6.0), serving.path)
-            serving.poll_twice()
-            assert serving.ask() == 7.0
+            assert serving.renew(6.0) == 7.0
         release.set()
         loads = 1 + replaced
         eventually(lambda: len(serving.loaded) == loads and serving.loaded[-1].session is None)  # type: ignore[attr-defined]
         assert serving.ask() == (7.0 if replaced else 2.0)
-
-
-def test_few_files_at_most_hang_at_once(tmp_path: Path, eventually: Eventually) -> None:
-    """Each holds a thread, and perhaps memory."""
-    with serving_with(tmp_path / "m.onnx", limit_s=0.01) as serving:
-        release, begun, real = threading.Event(), [], serving.load
-
-        def slow() -> list[Engine]:
-            begun.append(1)
-            release.wait(LIMIT_S)
-            return real()
-
-        serving.source.load = slow
-        for number in range(9):
-            replace(model(tmp_path / "new", number), serving.path)
-            serving.poll_twice()
-        eventually(lambda: len(begun) == 4)
-        assert serving.reloader.error("m") == "4 earlier files are still being loaded"
-        release.set()
-        serving.source.load = serving.load
-        serving.reloader.limit_s = LIMIT_S
-        eventually(lambda: serving.poll_twice() or serving.ask() == 9.0)
 
 
 def test_a_file_system_that_hangs_keeps_no_other_model_from_reloading(
@@ -496,58 +385,11 @@ def test_a_file_system_that_hangs_keeps_no_other_model_from_reloading(
             release.wait(LIMIT_S)
         return stat(path, **more)
 
-    with monkeypatch.context() as patch, reloading(hung, good, limit_s=LIMIT_S) as (reloader, _):
-        patch.setattr(Path, "stat", slow)
+    monkeypatch.setattr(Path, "stat", slow)
+    with reloading(hung, good) as reloader:
         replace(model(tmp_path / "new", 4.0), good)
         eventually(lambda: counts(reloader)[0] == 1)
-        reloader.limit_s = 0.05
-        eventually(lambda: reloader.error("hung") == "the file system does not answer")
         release.set()
-        eventually(lambda: reloader.error("hung") is None)
-
-
-def test_a_check_that_cannot_be_started_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*words: object, **options: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with serving_with(tmp_path / "m.onnx", checks.passes) as serving:
-        replace(model(tmp_path / "new", 4.0), serving.path)
-        with monkeypatch.context() as patch:
-            patch.setattr(subprocess, "Popen", full)
-            for _ in range(3):
-                serving.poll_twice()
-        assert "Too many open files" in (serving.reloader.error("m") or "")
-        assert len(caplog.records) == 1
-        serving.poll_twice()
-        assert serving.ask() == 5.0
-
-
-BOMBS = {
-    "memory": "much = ConstantOfShape (limit)\n sum = ReduceSum (much)",
-    "time": """sum = Loop <body = body (int64 i, bool on, float v) => (bool on_, float v_) {
-        on_ = Identity (on) v_ = Add (v, v) }> (limit, , x)""",
-}
-
-
-@pytest.mark.parametrize(
-    ("bomb", "why", "limit_s"),
-    [("memory", "memory", LIMIT_S), ("time", "given up: not loaded within", 1.0)],
-)
-def test_a_small_model_that_would_take_all_memory_or_all_time_is_not_run_here(
-    tmp_path: Path, bomb: str, why: str, limit_s: float
-) -> None:
-    """To load it would take 4 TB, or to run it for ever."""
-    head = "(float[N,4] x) => (float[N,4] y) <int64[1] limit = {1099511627776}>"
-    text = f"{HEADER} {head} {{ {BOMBS[bomb]} y = Add (x, sum) }}"
-    with serving_with(tmp_path / "m.onnx", partial(check_file, device="cpu"), limit_s) as serving:
-        onnx.save(onnx.parser.parse_model(text), tmp_path / "new")
-        replace(tmp_path / "new", serving.path)
-        serving.poll_twice()
-        assert why in (serving.reloader.error("m") or "")
-        assert serving.loaded == []
-        assert serving.ask() == 2.0
 
 
 def test_a_file_that_changes_its_size_while_it_is_hashed_is_an_error(

@@ -12,7 +12,7 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp, short_rows
+from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
@@ -71,16 +71,6 @@ def test_with_an_slo_times_are_taken_from_a_second_run(
     clock = Clock()
     warm = WarmUp("m", Faster(clock, first_us, 0), clock, max_batch=1)
     assert warm.run(again_us=again_us)[0] == {1: us}
-
-
-@pytest.mark.parametrize(
-    ("times", "rows"),
-    [({}, 0), ({1: SHORT_US + 1}, 0), ({1: 10, 4: SHORT_US, 16: SHORT_US + 1}, 4)],
-)
-def test_short_rows_is_the_largest_batch_below_the_time_limit(
-    times: dict[int, int], rows: float
-) -> None:
-    assert short_rows(times) == rows
 
 
 class Steady(TimedEngine):

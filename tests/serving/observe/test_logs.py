@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from deploykit.core.errors import BadInput
 from deploykit.serving.observe.logs import QUEUE_RECORDS, LogQueue, configure, samples
 from tests.support.serving.running import WAIT_S
 
@@ -120,11 +119,6 @@ def test_closing_restores_the_loggers() -> None:
         assert ours.isEnabledFor(logging.INFO)
     assert (list(root.handlers), ours.level) == before
     assert samples() == []
-
-
-def test_an_unknown_kind_is_rejected() -> None:
-    with pytest.raises(BadInput, match=r"`log_format` xml.*text, json"):
-        configure("xml")
 
 
 def test_a_record_that_cannot_be_formatted_is_counted_and_skipped() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -301,31 +300,21 @@ def test_the_thread_sleeps_without_requests_and_wakes_on_the_next(eventually: Ev
         eventually(lambda: sampler.latest() is not None)
 
 
-PROGRAM = """
-import os, resource, time
-from deploykit.serving.observe.metrics import Sampler
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-sampler = Sampler()
-end = time.monotonic() + 100
-def until(has_process):
-    while not ((found := sampler.latest()) and bool(found.process) == has_process):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-until(True)
-descriptors = []
-try:
-    while True:
-        descriptors.append(os.dup(0))
-except OSError:
-    until(False)
-for fd in descriptors:
-    os.close(fd)
-until(True)
-sampler.close()
-"""
+def test_the_sampler_survives_a_lack_of_file_descriptors(
+    eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "INTERVAL_S", 0.01)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(Sampler(Gated())) as sampler:
 
+        def has_process() -> bool | None:
+            found = sampler.latest()
+            return None if found is None else bool(found.process)
 
-def test_the_sampler_survives_a_lack_of_file_descriptors() -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+        eventually(lambda: has_process() is True)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+        try:
+            eventually(lambda: has_process() is False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        eventually(lambda: has_process() is True)

@@ -46,7 +46,6 @@ from deploykit.pipelines.connect import connect_engines  # noqa: E402
 from deploykit.pipelines.file import read_pipeline  # noqa: E402
 from deploykit.serving.models.pipelines import _json_parts  # noqa: E402
 
-INFER = "/inference.GRPCInferenceService/ModelInfer"
 IN_FLIGHT = "deploykit_pipeline_in_flight"
 STAGE_IN_FLIGHT = "deploykit_pipeline_stage_in_flight"
 
@@ -342,20 +341,6 @@ def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(brief: C
     brief.until(lambda: brief.predict("words", b"late") == (200, {"done": ["late"]}))
 
 
-def test_stages_that_are_slow_together_are_answered_in_time(tmp_path: Path) -> None:
-    """None of them takes as long as a request may."""
-    path, slow = tmp_path / "steps.py", "def {1}({0}: str) -> str: time.sleep(0.1); return {0}\n"
-    steps = ["text a", "a b", "b c", "c d"]
-    path.write_text("import time\n" + "".join(slow.format(*names.split()) for names in steps))
-    with served(path, timeout_ms=300) as client:
-        status, error = client.predict("steps", b"x")
-        assert status == 504
-        assert "not ended within the request's time limit of 300 ms" in error["error"]
-        name = "deploykit_pipeline_stage_requests_total"
-        assert client.metric(name, stage="d", outcome="success") == 0
-        client.until(lambda: client.metric(STAGE_IN_FLIGHT) == 0)
-
-
 def test_a_request_may_have_a_timeout_of_its_own(words: Client, kit: ModuleType) -> None:
     def hangs_in_slow() -> bool:  # on a busy machine its time may be over before that
         with (
@@ -618,7 +603,7 @@ def test_the_python_client_asks_a_pipeline_item_by_item(described: Client, tmp_p
             client.predict("raise", "words")
 
 
-# -- The models of a served pipeline: shared, reloaded, joined with other requests; and its end
+# -- The models of a served pipeline: shared and reloaded; and its end
 
 
 def test_a_hung_stage_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
@@ -665,15 +650,3 @@ def test_a_model_that_is_served_already_is_shared(tmp_path: Path) -> None:
         assert client.metric("nv_inference_count", model="mean") == 2
     with pytest.raises(dk.BadInput, match="'one' is that of a model and of a pipeline"):
         dk.serve({"one": tmp_path / "mean.onnx"}, pipelines={"one": two})
-
-
-def test_requests_of_a_pipeline_join_those_of_the_model(tmp_path: Path) -> None:
-    """The same batcher runs both."""
-    item = {"name": "image", "datatype": "FP32", "shape": [1, 3, 8, 8], "data": [0.5] * 192}
-    body = json.dumps({"inputs": [item]}).encode()
-    with served(write_pipeline(tmp_path)) as tiles:
-        status, found = tiles.ask("/v2/models/tiles.colours/infer", body)
-        assert status == 200
-        assert np.allclose(found["outputs"][0]["data"], 0.5)
-        assert tiles.predict("tiles", png(page("red")))[0] == 200
-        assert tiles.metric("nv_inference_count", model="tiles.colours") == 2

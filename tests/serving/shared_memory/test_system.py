@@ -366,15 +366,3 @@ def test_cuda_shared_memory_is_not_offered(kit: tuple[ModuleType, Any]) -> None:
             call()
         assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
     client.unregister_cuda_shared_memory()  # NVIDIA's examples begin with this call
-
-
-def test_shared_memory_is_not_offered_without_the_option(tmp_path: Path) -> None:
-    with Process(tmp_path, "--grpc-port", "0") as server:
-        for kind, url in ((httpclient, f"127.0.0.1:{server.port}"), (grpcclient, server.grpc)):
-            client = kind.InferenceServerClient(url)
-            with contextlib.closing(client):
-                with pytest.raises(InferenceServerException) as caught:
-                    client.register_system_shared_memory("r", "/test-r", 64)
-                assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
-                with pytest.raises(InferenceServerException, match="not enabled"):
-                    client.infer(**infer_arguments(kind))

@@ -19,7 +19,6 @@ from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip import messages
 from deploykit.serving.oip import request as requests
-from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Head
 from tests.support.fake_engine import FakeEngine
@@ -36,53 +35,21 @@ from tests.support.serving.memory import Seen
 from tests.support.serving.running import WAIT_S, GatedEngine, infer_json
 
 WIDTH = 100_000  # float32: 400 kB a row
-SPECS = (parse_spec("y:float32[N,W]"),)
 ALL_WINDOW = b"\0\4" + (1 << 30).to_bytes(4, "big")
 Eventually = Callable[[Callable[[], bool]], None]
-
-
-def pending(rows: int = 1, done: Callable[[Pending], None] = lambda _: None) -> Pending:
-    return Pending({"x": np.zeros((rows, 1), np.float32)}, rows, KEY, done, 0, 0, 0)
-
-
-# -- what an answer keeps alive
 
 
 def test_a_large_answer_keeps_only_its_own_rows_of_a_batch() -> None:
     """Else one slow reader keeps the memory of all 32 answers, and 1/32 of it is counted."""
     whole = np.ones((3, WIDTH), np.float32)
-    batch = [pending(1), pending(2)]
-    Splitter(SPECS, joined=True)(batch, {"y": whole})
-    for request, rows in zip(batch, (1, 2), strict=True):
+    rows = {count: {"x": np.zeros((count, 1), np.float32)} for count in (1, 2)}
+    batch = [Pending(feeds, count, KEY, print, 0, 0, 0) for count, feeds in rows.items()]
+    Splitter((parse_spec("y:float32[N,W]"),), joined=True)(batch, {"y": whole})
+    for request, count in zip(batch, rows, strict=True):
         found = request.outputs["y"]
-        assert found.shape == (rows, WIDTH)
+        assert found.shape == (count, WIDTH)
         assert found.flags.owndata
         assert not np.shares_memory(found, whole)
-
-
-def test_small_answers_and_those_that_own_their_memory_are_not_copied() -> None:
-    arena = np.ones(2 * WIDTH, np.float32)  # such as ONNX Runtime's, which grows while it is in use
-    small, own = np.ones((1, 4), np.float32)[:], np.ones((1, WIDTH), np.float32)
-    for array, copied in ((small, False), (own, False), (arena[:WIDTH].reshape(1, WIDTH), True)):
-        request = pending()
-        Splitter(SPECS, joined=True)([request], {"y": array})
-        assert np.shares_memory(request.outputs["y"], array) is not copied
-
-
-@pytest.mark.parametrize(
-    ("array", "copied"),
-    [
-        (np.ones((2, WIDTH), np.float32), False),
-        (np.ones((2, WIDTH), np.float16), False),
-        (np.ones((2, WIDTH), np.float32)[:1], True),  # its owner may use the memory again
-        (np.asfortranarray(np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)), True),
-        (np.ones((2, 4), np.float32), True),
-    ],
-)
-def test_large_numbers_are_sent_from_the_array_itself(array: np.ndarray, copied: bool) -> None:
-    found = to_bytes(array, "FP32")
-    assert bytes(found) == array.tobytes()
-    assert np.shares_memory(np.frombuffer(found, np.uint8), array) is not copied
 
 
 @pytest.mark.parametrize("waits", ["body", "outputs"])
@@ -118,12 +85,6 @@ def test_the_bytes_of_a_disconnected_client_are_released_before_they_are_process
     finally:
         repository.close(drain=False)
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
-
-
-# -- what one turn of the loop does
-
-
-# -- gRPC: what is slow to encode or to decode
 
 
 def strings(element: bytes, count: int) -> bytes:

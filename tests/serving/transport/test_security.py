@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import subprocess
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport import listener
+from deploykit.serving.transport.listener import bind, reserve, share_address
 from deploykit.serving.transport.security import tls_context
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Raw, Running, infer_json, request, running
@@ -23,9 +25,6 @@ from tests.support.serving.running import Raw, Running, infer_json, request, run
 GOOD = infer_json([1, 2, 3, 4], [1, 4])
 INFER = "/v2/models/m/infer"
 TOKEN = "correct horse battery"
-
-
-# -- the token
 
 
 def test_without_the_exact_token_only_health_and_the_page_itself_answer() -> None:
@@ -161,9 +160,6 @@ def test_an_invalid_origin_or_host_is_refused_at_start(option: str, value: str) 
         Server({"m": FakeEngine()}, ServeOptions(http_port=0, **{option: (value,)}))
 
 
-# -- the listening address
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture, **options: object) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, "deploykit"), running(**options):
@@ -274,9 +270,6 @@ def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) ->
         assert "\n" not in caught.value.message
 
 
-# -- files that change
-
-
 def serial_of(port: int) -> str:
     """The serial number of the certificate that the server shows now."""
     data = ssl.get_server_certificate(("127.0.0.1", port))
@@ -348,3 +341,35 @@ def test_only_clients_with_a_certificate_of_the_ca_may_connect(tmp_path: Path) -
         raw.close()
     with pytest.raises(BadInput, match="`tls_client_ca` needs"):
         ServeOptions(tls_client_ca=authority)
+
+
+# -- The address that several workers share, and no other server
+
+
+HERE = "127.0.0.1"
+
+
+@pytest.mark.parametrize("start", [reserve, bind])
+def test_a_port_is_in_use_before_its_workers_listen(
+    start: Callable[[str, int, str], socket.socket],
+) -> None:
+    """Two servers that opened their models at the same time shared one, and both were ready."""
+    with ExitStack() as stack:
+        first = stack.enter_context(reserve(HERE, 0, "`http_port`"))
+        port = first.getsockname()[1]
+        with pytest.raises(BadInput, match=f"`http_port` {port}: already in use on {HERE}"):
+            start(HERE, port, "`http_port`")
+        for _ in range(2):
+            stack.enter_context(share_address(first)).listen()
+
+
+def test_a_port_whose_last_connections_are_closing_is_free() -> None:
+    """Those that a server alone has closed: they are in TIME_WAIT for a minute."""
+    with bind(HERE, 0) as alone:
+        address = alone.getsockname()
+        with socket.create_connection(address) as client:
+            alone.setblocking(True)
+            alone.accept()[0].close()
+            assert client.recv(1) == b""
+    with reserve(*address, "`http_port`") as found, share_address(found) as worker:
+        worker.listen()

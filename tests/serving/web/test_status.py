@@ -9,13 +9,15 @@ from deploykit import __version__
 from deploykit.serving.observe.metrics import STAGES
 from deploykit.serving.web.status import EVERY_US, KEPT
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import GatedEngine, Running, infer_json, request, running
+from tests.support.serving.running import GatedEngine, infer_json, request, running
 
 Eventually = Callable[[Callable[[], bool]], None]
 
 
 def test_status_counts_requests_and_their_stages(eventually: Eventually) -> None:
-    with running({"a": FakeEngine(), "b": FakeEngine()}, queue=77) as server:
+    noted = FakeEngine()
+    noted.notes = ("runs on the CPU: requested cuda:0",)  # type: ignore[attr-defined]
+    with running({"a": FakeEngine(), "b": noted}, queue=77) as server:
         before = server.ask("GET", "/status").json
         assert (
             server.ask("POST", "/v2/models/b/infer", infer_json([1, 2, 3, 4], [1, 4])).status == 200
@@ -37,23 +39,17 @@ def test_status_counts_requests_and_their_stages(eventually: Eventually) -> None
         assert now["version"] == __version__
         assert now["at_us"] > before["at_us"]
         assert now["not_ready"] is b["not_ready"] is None
+        assert b["notes"] == ["runs on the CPU: requested cuda:0"]
         eventually(lambda: server.ask("GET", "/status").json["process"] is not None)
         process = server.ask("GET", "/status").json["process"]
         assert process["resident_bytes"] > 10 << 20
         # two readings of the process, with times: the page computes the CPU share from them
         eventually(lambda: server.ask("GET", "/status").json["process"]["at_s"] > process["at_s"])
-
-
-def test_status_gives_the_engines_notes_and_why_it_is_not_ready(server: Running) -> None:
-    engine = FakeEngine()
-    engine.notes = ("runs on the CPU: requested cuda:0",)  # type: ignore[attr-defined]
-    with running({"m": engine}) as server:
-        assert server.ask("GET", "/status").json["models"][0]["notes"] == list(engine.notes)
         connection = server.connect()
         server.server.repository.drain()
-        reply = connection.ask(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert reply.json["not_ready"] == "the server is shutting down"
-        assert reply.json["models"][0]["not_ready"] == "the server is shutting down"
+        reply = connection.ask(request("GET", "/status")).json
+        assert reply["not_ready"] == "the server is shutting down"
+        assert reply["models"][0]["not_ready"] == "the server is shutting down"
 
 
 def test_the_history_has_what_happened_between_its_samples(eventually: Eventually) -> None:

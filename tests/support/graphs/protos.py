@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnx
 
-from deploykit.core.profile import Profile
-from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import Samples
 from deploykit.evaluation import divergence as probes
 from deploykit.evaluation import simulate as simulation
 from deploykit.graph import cost, preflight
 from deploykit.graph.edit import Editor
-from deploykit.graph.graph import Graph, Summary
+from deploykit.graph.graph import Graph
 from deploykit.graph.storage import MAX_BYTES, load_data
 from deploykit.quantization import half_precision, qdq, weights
 from deploykit.quantization.calibrate import Calibration
@@ -41,64 +39,39 @@ def save_graph(model: Model, out: Path, *, limit_bytes: int = MAX_BYTES) -> Grap
     return Graph(model).save(out, limit_bytes=limit_bytes)
 
 
-def specs(model: Model) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    graph = Graph(model)
-    return graph.inputs, graph.outputs
-
-
-def summarise(model: Model) -> Summary:
-    return Graph(model).summary
-
-
-def element_types(model: Model) -> dict[str, int]:
-    return Graph(model).element_types
-
-
-def edit(model: Model) -> Editor:
-    return Editor(Graph(model))
-
-
 def calibrate(path: Path, samples: Samples, **options: Any) -> Calibration:
     return calibrate_graph(Graph.open(path), samples, **options)
 
 
-def to_half(model: Model, *args: Any, **options: Any) -> tuple[Model, tuple[str, ...]]:
-    half, kept = half_precision.to_half(Graph(model), *args, **options)
-    return to_proto(half), kept
+def _reader(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a Graph as one of a protobuf."""
+    return lambda model, *args, **options: function(Graph(model), *args, **options)
 
 
-def to_pairs(model: Model, *args: Any, **options: Any) -> Model:
-    return to_proto(qdq.to_pairs(Graph(model), *args, **options))
+def _writer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where the result is a graph, or begins with one."""
+
+    def write(model: Model, *args: Any, **options: Any) -> Any:
+        found = function(Graph(model), *args, **options)
+        return to_proto(found) if isinstance(found, Graph) else (to_proto(found[0]), *found[1:])
+
+    return write
 
 
-def to_weight_only(model: Model, *args: Any, **options: Any) -> Model:
-    return to_proto(weights.to_weight_only(Graph(model), *args, **options))
-
-
-def simulate(model: Model) -> Model:
-    return to_proto(simulation.simulate(Graph(model)))
-
-
-def quantizable(model: Model) -> tuple[str, ...]:
-    return qdq.quantizable(Graph(model), "tensorrt")
-
-
-def expose(model: Model, names: Sequence[str]) -> tuple[Model, list[str]]:
-    graph, shown = probes.expose(Graph(model), names)
-    return to_proto(graph), shown
+specs = _reader(lambda graph: (graph.inputs, graph.outputs))
+summarise = _reader(lambda graph: graph.summary)
+element_types = _reader(lambda graph: graph.element_types)
+edit = _reader(Editor)
+node_costs = _reader(cost.node_costs)
+mix = _reader(cost.mix)
+unsupported = _reader(preflight.unsupported)
+quantizable = _reader(lambda graph: qdq.quantizable(graph, "tensorrt"))
+to_half = _writer(half_precision.to_half)
+to_pairs = _writer(qdq.to_pairs)
+to_weight_only = _writer(weights.to_weight_only)
+simulate = _writer(simulation.simulate)
+expose = _writer(probes.expose)
 
 
 def shared(a: Model, b: Model) -> tuple[probes.Pair, ...]:
     return probes.shared(Graph(a), Graph(b))
-
-
-def node_costs(model: Model, sizes: Mapping[str, int]) -> tuple[cost.NodeCost, ...]:
-    return cost.node_costs(Graph(model), sizes)
-
-
-def mix(model: Model, sizes: Mapping[str, int]) -> cost.Mix:
-    return cost.mix(Graph(model), sizes)
-
-
-def unsupported(model: Model, profile: Profile) -> tuple[preflight.Problem, ...]:
-    return preflight.unsupported(Graph(model), profile)

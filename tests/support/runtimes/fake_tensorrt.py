@@ -138,7 +138,7 @@ class Behaviour:
     hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
     layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
     strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
-    cache_refused: bool = False
+    cache_refused: str = ""  # by "create", which gives an empty one, or by "set"
     cache_driver: bool = True  # False: it is refused for want of a driver
     driver: bool = True
     during_build: Callable[[], None] = lambda: None
@@ -548,7 +548,7 @@ class _Config:
 
     def create_timing_cache(self, content: bytes) -> _Cache:
         self.does.seen.setdefault("caches", []).append(content)
-        if content and self.does.cache_refused:
+        if content and self.does.cache_refused == "create":
             if not self.does.cache_driver:
                 self.log.log(Severity.ERROR, "In f (cudaError 35: CUDA driver version)")
             self.log.log(Severity.WARNING, "Failed to deserialize timing cache.")
@@ -556,6 +556,8 @@ class _Config:
         return _Cache(content)
 
     def set_timing_cache(self, cache: _Cache, ignore_mismatch: bool) -> bool:
+        if cache.content and self.does.cache_refused == "set":
+            return False
         self.cache = cache
         return True
 

@@ -110,12 +110,13 @@ driver.cuda.cuInit = _init
 class FakeCuda(CudaDevice):
     """Device 0 of a machine with `total_bytes`.
 
-    `fail`: by call the code that it answers once; `lost`: one that all answer from now on.
+    `fail`: by call the code that it answers once; `lose`: all answer one from now on.
     """
 
     def __init__(
         self, *, total_bytes: int = 1 << 30, integrated: bool = False, new_machine: bool = True
     ) -> None:
+        self.fail: dict[str, str] = {}
         self.calls: list[tuple[str, int]] = []  # (name, stream; 0 for none), in their order
         self.count: Counter[str] = Counter()
         self.scratch_of: dict[int, int] = {}  # memory -> the stream whose calls work in it
@@ -123,7 +124,6 @@ class FakeCuda(CudaDevice):
         if new_machine:
             self.library.fakecuda_machine(total_bytes, int(integrated))
         else:  # others are in use
-            self.fail = {}
             self.library.fakecuda_lose(0, 0)
             self.total_bytes = total_bytes
         self.library_bytes = self.most_library_bytes = 0  # taken by a library, as for weights
@@ -152,21 +152,7 @@ class FakeCuda(CudaDevice):
     def capturing(self) -> set[int]:
         return self.streams & set(self._captured)
 
-    @property
-    def fail(self) -> dict[str, str]:
-        return {}
-
-    @fail.setter
-    def fail(self, codes: Mapping[str, str]) -> None:
-        texts = [f"{_CALLS[call][0]}:{_NUMBERS[name]}" for call, name in codes.items()]
-        self.library.fakecuda_fail(",".join(texts).encode())
-
-    @property
-    def lost(self) -> str:
-        raise AttributeError
-
-    @lost.setter
-    def lost(self, name: str) -> None:
+    def lose(self, name: str) -> None:
         self.library.fakecuda_lose(0, _NUMBERS[name])
 
     @property
@@ -249,6 +235,9 @@ def _logged(name: str, stream: int | None) -> Callable[..., Any]:
 
     def call(self: FakeCuda, *arguments: int) -> Any:
         self.log(name, 0 if stream is None else arguments[stream])
+        if name in self.fail:
+            fault = f"{_CALLS[name][0]}:{_NUMBERS[self.fail.pop(name)]}"
+            self.library.fakecuda_fail(fault.encode())
         if name == "begin_capture":
             self._captured[arguments[0]] = []
         ends = name in ("end_capture", "drop_graph")

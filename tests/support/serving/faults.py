@@ -41,13 +41,12 @@ def start(
     *options: str,
     command: Sequence[str] = STAND_IN,
     engine: str = "m=stand-in",
-    port: int = 0,
     env: Mapping[str, str] | None = None,
     before: Callable[[], object] | None = None,
     stderr: int | IO[bytes] = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     """Start `deploykit serve`; `before` runs in its process."""
-    ports = ("--http-port", str(port), "--grpc-port=none")
+    ports = ("--http-port=0", "--grpc-port=none")
     return subprocess.Popen(
         [*command, "serve", "--engine", engine, *ports, *options],
         cwd=folder,
@@ -116,11 +115,6 @@ class Process:
         """How many file descriptors and threads it has."""
         place = Path(f"/proc/{self.popen.pid}")
         return len(list((place / "fd").iterdir())), len(list((place / "task").iterdir()))
-
-    def shared(self) -> list[str]:
-        """Its mappings of shared memory."""
-        maps = Path(f"/proc/{self.popen.pid}/maps").read_text()
-        return [line for line in maps.splitlines() if "/dev/shm" in line]
 
     def rss_bytes(self) -> int:
         pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from deploykit.core.tensors import InputKey
-from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.engine import Arrays
 from deploykit.serving.batching.batcher import Batcher, deliver_inline
-from deploykit.serving.batching.queue import NEVER_US, BatchPolicy, Pending
+from deploykit.serving.batching.queue import NEVER_US, Pending
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S
 
@@ -111,18 +108,3 @@ def asleep(batcher: Batcher) -> None:
                 return
         threading.Event().wait(0.001)
     raise AssertionError("the engine's thread never slept")
-
-
-@contextmanager
-def inline(
-    engines: Sequence[Engine],
-    loop: Loop,
-    clock: Clock,
-    policy: BatchPolicy = BatchPolicy(),  # noqa: B008 - it is frozen
-    **more: Any,
-) -> Iterator[Batcher]:
-    """A batcher whose engines sleep, and whose batches run on the thread that turns the loop."""
-    with Batcher(engines, policy, clock_us=clock, call_soon=loop.call_soon, **more) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
-        yield batcher

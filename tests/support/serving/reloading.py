@@ -14,7 +14,6 @@ from deploykit.engines.engine import Engine, load
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.trial import Check
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
 
@@ -46,10 +45,10 @@ def replace(new: Path, path: Path) -> None:
 class Serving:
     """A ModelRepository of one ONNX file, called all the time by two threads, and its Reloader."""
 
-    def __init__(self, path: Path, check: Check | None = None, *, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, path: Path, *, limit_s: float = LIMIT_S) -> None:
         self.path = path
         self.loaded: list[Engine] = []
-        self.source = Source(path, self.load, check)
+        self.source = Source(path, self.load)
         first = load(path, "cpu", threads=1)
         self.repository = ModelRepository({"m": first}, ServeOptions())
         self.repository.warm_up()
@@ -85,6 +84,12 @@ class Serving:
                 self.failures.append(answer)
             else:
                 self.seen.add(answer)
+
+    def renew(self, value: float) -> float | DeploykitError:
+        """Replace the file by one with `value`, reload, and ask."""
+        replace(model(self.path.with_name("new"), value), self.path)
+        self.poll_twice()
+        return self.ask()
 
     def poll_twice(self) -> None:
         """A file is loaded when it is unchanged between two polls."""
