@@ -390,25 +390,3 @@ def test_a_file_system_that_hangs_keeps_no_other_model_from_reloading(
         replace(model(tmp_path / "new", 4.0), good)
         eventually(lambda: counts(reloader)[0] == 1)
         release.set()
-
-
-def test_a_file_that_changes_its_size_while_it_is_hashed_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole, later = tmp_path / "m.onnx", 4 << 20, list[int]()
-    real, asked = os.fstat, list[int]()
-
-    def fstat(file: int) -> os.stat_result:
-        found = real(file)
-        asked.append(file)
-        if len(asked) == 2:  # it is open, and its size known
-            os.truncate(path, later[0])
-        return found
-
-    monkeypatch.setattr(os, "fstat", fstat)
-    for size in (whole - 10, whole + (3 << 20)):
-        path.write_bytes(bytes(whole))
-        later[:] = [size]
-        asked.clear()
-        with pytest.raises(BadInput, match="changed while it was read"):
-            sha256(path)
