@@ -215,7 +215,6 @@ def is_scripted(module: Any) -> bool:
 
 
 def _simplify(graph: Any) -> Any:
-    """Return `graph` with its constants folded."""
     # torch writes the sizes of the first round into and after a loop, and the optimizer would keep
     # them: a tensor that grows, as Mask R-CNN's masks do, would have one row
     for node in graph.graph.all_nodes():

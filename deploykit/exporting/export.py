@@ -209,7 +209,6 @@ def _record(
     target: Profile | None,
     tmp: Path,
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """Return the manifest of the graph at `tmp`, and notes for the user."""
     from deploykit.graph import preflight
     from deploykit.graph.graph import Graph
 
@@ -242,7 +241,6 @@ def _record(
 
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
-    """Return where the graph goes: `out`, else next to the model."""
     if out is not None:
         return Path(out)
     if not isinstance(model, (str, os.PathLike)):
@@ -255,7 +253,6 @@ def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> 
 
 
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
-    """Return `loaded`, its batch fixed at `size` unless that is None."""
     if size is None:
         return loaded
 

@@ -66,7 +66,6 @@ def check_pixels(preset: Preset) -> tuple[str, ...]:
 
 
 def _photos() -> list[Any]:
-    """Return images of two sizes and ratios, with edges and noise."""
     from deploykit.engines.data.images import Image
 
     random, found = np.random.default_rng(0), []

@@ -147,7 +147,6 @@ def _expand_mask(node: Any) -> None:
 
 
 def _axes(value: Any) -> list[int | str | None]:
-    """Return the sizes and names of its axes; None for what is not known."""
     shape = value.shape if value.shape is not None else ()
     return [dim if isinstance(dim, int) else dim.value for dim in shape]
 

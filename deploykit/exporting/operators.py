@@ -51,7 +51,6 @@ def translations() -> Mapping[Any, Callable[..., Any]]:
 
 @torch.library.register_fake("deploykit::recurrent", lib=_library)  # type: ignore[untyped-decorator]
 def _recurrent_shapes(x: Any, states: Sequence[Any], *options: Any) -> tuple[Any, Any, Any]:
-    """Return the shapes of the outputs, laid out as `x` is, and of the states."""
     _weights, _kind, _biases, _layers, both, *_ = options
     y = x.new_empty((*x.shape[:2], states[0].shape[2] * (2 if both else 1)))
     return y, torch.empty_like(states[0]), torch.empty_like(states[-1])

@@ -311,7 +311,6 @@ def sides_of(image: TensorSpec, multiple: int) -> dict[str, int]:
 def _labels(
     options: TaskOptions, classes: int | None, known: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the user's labels, else those of the model where they are as many as its classes."""
     given = options.labels
     if "labels" not in options.kind.options:
         return (), ()
@@ -328,7 +327,6 @@ def _labels(
 
 
 def _read_labels(path: Path) -> tuple[str, ...]:
-    """Return one label per line. Raises NotFound or BadInput."""
     try:
         text = check_readable(path).read_text(encoding="utf-8-sig")
     except ValueError as exc:

@@ -15,8 +15,6 @@ from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.data.examples import Example
 from deploykit.engines.data.samples import (
     Samples,
-    check_calibration,
-    overlap,
     random_feeds,
     read_npz,
     read_samples,
@@ -366,84 +364,3 @@ def test_an_example_is_permuted_and_repeated_along_its_batch_alone() -> None:
         found = example.feeds(specs, {"N": 6}, seed)["state"]
         assert sorted(found[0]) == [1, 1, 2, 2, 3, 3]
         assert (found[1] == 10 * found[0]).all()
-
-
-# --- calibration data ---
-
-NCHW = (parse_spec("x:float32[N,3,4,4]"),)
-NHWC = (parse_spec("x:uint8[N,4,4,3]"),)
-
-
-def samples_of(array: np.ndarray, **others: np.ndarray) -> Samples:
-    return Samples({"x": array, **others}, None, "calib")
-
-
-def good(count: int = 100) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal((count, 3, 4, 4)).astype(np.float32)
-
-
-def pixels() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (100, 4, 4, 3), np.uint8)
-
-
-def repeated(count: int) -> np.ndarray:
-    array = good()
-    array[:count] = array[-1]
-    return array
-
-
-def constant(array: np.ndarray, place: tuple[object, ...], value: float) -> np.ndarray:
-    array[place] = value
-    return array
-
-
-UNIFORM = np.random.default_rng(0).random((100, 3, 4, 4), np.float32)
-ROWS_8 = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32) * 1000
-CALIBRATION: dict[str, tuple[np.ndarray, tuple[TensorSpec, ...], list[str]]] = {
-    "good": (good(), NCHW, []),
-    "good bytes": (pixels(), NHWC, []),
-    "few": (good(99), NCHW, ["calib: only 99 samples"]),
-    "10 repeated": (repeated(10), NCHW, []),
-    "11 repeated": (repeated(11), NCHW, ["calib: 11 of 100 samples are duplicates"]),
-    "normalised": (UNIFORM, NCHW, []),
-    "not normalised": (255 * UNIFORM, NCHW, ["look unnormalised"]),
-    "large, and no pixels": (ROWS_8, (parse_spec("x:float32[N,8]"),), []),
-    "a dead channel": (
-        constant(good(), (slice(None), 2), 0.5),
-        NCHW,
-        ["calib: channel 2 of 'x' is 0.5 everywhere"],
-    ),
-    "a dead colour": (
-        constant(pixels(), (..., 0), 0),
-        NHWC,
-        ["calib: channel 0 of 'x' is 0 everywhere"],
-    ),
-    "black": (pixels() * 0, NHWC, ["99 of 100 samples are dupl", *["is 0 everywhere"] * 3]),
-    "NaN, which calibration refuses": (constant(good(), (3,), np.nan), NCHW, []),
-}
-
-
-@pytest.mark.parametrize("case", CALIBRATION)
-def test_calibration_data_that_look_wrong_are_warned_of(case: str) -> None:
-    array, specs, said = CALIBRATION[case]
-    found = check_calibration(samples_of(array), specs)
-    assert [words in warning for words, warning in zip(said, found, strict=True)] == [True] * len(
-        said
-    )
-
-
-def test_samples_repeat_only_where_all_their_inputs_do() -> None:
-    samples = samples_of(np.repeat(good(1), 100, axis=0), mask=np.arange(100))
-    specs = (*NCHW, parse_spec("mask:int64[N]"))
-    assert not any("duplicates" in text for text in check_calibration(samples, specs))
-
-
-def test_overlap_counts_test_samples_that_were_also_calibrated_on() -> None:
-    array = good(20)
-    a, b = samples_of(array[:12]), samples_of(array[9:])
-    assert overlap(a, b) == 3
-    assert overlap(a, samples_of(array[12:])) == 0
-    assert overlap(samples_of(array[::-1]), samples_of(np.asfortranarray(array))) == 20
-    assert overlap(a, samples_of(np.repeat(array[:1], 4, axis=0))) == 4
-    ids = samples_of(array, ids=np.arange(20))
-    assert overlap(ids, samples_of(array, ids=np.arange(20) * (np.arange(20) < 2))) == 2

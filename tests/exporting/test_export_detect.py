@@ -26,7 +26,7 @@ CLASSES, ANCHORS, SIDE = 3, 8 * 8 * 2, 32
 class Yolo(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
     """As YOLO answers: [N,4+classes,anchors], centres, sizes and probabilities."""
 
-    spread = 1.0
+    spread, nc = 1.0, CLASSES
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,25 +43,15 @@ class Yolo(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be 
         return torch.cat((centres, sizes, (4 * self.spread * raw[:, 4:]).sigmoid()), 1)
 
 
-class Flat(Yolo):
-    """Nothing depends on the image: all scores of a class are equal."""
+class WithMaps(Yolo):
+    """As a YOLOv5 in eval mode answers: [N,anchors,5+classes], and the maps that it decoded.
 
-    spread = 1e-7
-
-
-class Objectness(Yolo):
-    """As YOLOv5 answers: [N,anchors,5+classes], the scores times that of an object."""
+    The scores of classes are to be multiplied by that of an object.
+    """
 
     def forward(self, image: Any) -> Any:
         found = super().forward(image).transpose(1, 2)
-        return torch.cat((found[..., :4], found[..., 4:5], found[..., 4:]), -1)
-
-
-class WithMaps(Objectness):
-    """As a YOLOv5 in eval mode answers: the boxes, and the maps that they were decoded from."""
-
-    def forward(self, image: Any) -> Any:
-        found = super().forward(image)
+        found = torch.cat((found[..., :4], found[..., 4:5], found[..., 4:]), -1)
         return found, [found.reshape(-1, 2, 8, 8, 5 + CLASSES).logit(1e-6)]
 
 
@@ -121,13 +111,7 @@ class Resizing(Own):
         return super().forward(torch.nn.functional.interpolate(small, size=(SIDE, SIDE)))
 
 
-class Blind(Own):
-    """Finds nothing, as a trained detector does in noise."""
-
-    threshold = 2.0
-
-
-class Diverged(Blind):
+class Diverged(Own):
     """After a training that went wrong."""
 
     def __init__(self) -> None:
@@ -151,12 +135,6 @@ class MaskHead(Head):
         return torch.cat((rows, rows[..., :4].tanh(), rows[..., :4].sin()), -1), self.conv(image)
 
 
-class Raw(Yolo):
-    """The end of a YOLO of Ultralytics that needs NMS."""
-
-    nc = CLASSES
-
-
 class Ultralytics(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
     __module__ = "ultralytics.nn.tasks"
 
@@ -169,9 +147,12 @@ class Ultralytics(torch.nn.Module):  # type: ignore[misc, name-defined] # torch 
         return self.model[0](image)
 
 
-def built(kind: Any, *given: Any) -> Any:
+def built(kind: Any, *given: Any, **changed: Any) -> Any:
     torch.manual_seed(0)
-    return kind(*given).eval()
+    model = kind(*given).eval()
+    for name, value in changed.items():
+        setattr(model, name, value)
+    return model
 
 
 def images(rows: int) -> np.ndarray:
@@ -267,7 +248,7 @@ def test_boxes_that_the_librarys_nms_cannot_check_are_noted(
 ) -> None:
     """An older version has its NMS elsewhere."""
     monkeypatch.setitem(sys.modules, "ultralytics.utils.nms", ModuleType("nms"))
-    made = exported(built(Ultralytics, Raw), tmp_path)
+    made = exported(built(Ultralytics, Yolo), tmp_path)
     (note,) = (note for note in made.notes if "NMS" in note)
     assert "not compared with Ultralytics' own NMS, which failed: " in note
 
@@ -312,21 +293,22 @@ def test_a_detector_with_its_own_nms_answers_rows_of_one_number(
 @pytest.mark.parametrize(
     ("kind", "hint"),
     [
-        (Blind, "`samples`: a folder of images"),
+        (Own, "`samples`: a folder of images"),
         (Diverged, "NaN or infinity is in 1 of its 3 weights"),
     ],
 )
 def test_a_comparison_without_a_box_proves_nothing(
     kind: type[Any], hint: str, tmp_path: Path
 ) -> None:
+    """A trained detector finds nothing in noise."""
     with pytest.raises(dk.GateFailed, match="finds no box that PyTorch finds") as caught:
-        exported(built(kind), tmp_path, batch="1")
+        exported(built(kind, threshold=2.0), tmp_path, batch="1")
     assert hint in str(caught.value.hint)
     assert not (tmp_path / "d.onnx").exists()
 
 
 def test_where_equal_scores_decide_the_choice_is_proven_apart(tmp_path: Path) -> None:
-    made = exported(built(Flat), tmp_path, iou=0.3, boxes=20)
+    made = exported(built(Yolo, spread=1e-7), tmp_path, iou=0.3, boxes=20)  # all scores equal
     outputs = {row.output for row in made.parity.rows}
     assert made.parity.passed
     assert outputs in (

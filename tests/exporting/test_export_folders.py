@@ -41,15 +41,20 @@ from tests.support.bert import save_tiny_bert  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "the", "dog", "quick"]
 LABELS = ("negative", "neutral", "positive")
+
+
+def of_transformers(name: str) -> Any:
+    import transformers
+
+    return with_torchvision(lambda: getattr(transformers, name))
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tokenizers
-
-    from tests.support.bert import save_tiny_bert
+    import transformers
 
     torch.manual_seed(0)
     folder = save_tiny_bert(
@@ -59,8 +64,10 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     words = {word: number for number, word in enumerate(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"model_max_length": 20}')
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=20
+    ).save_pretrained(folder)
     return folder
 
 
@@ -83,8 +90,6 @@ def changed(bert: Path, folder: Path, config: dict[str, Any] | None = None, **fi
 
 
 def bert_of(kind: str, folder: Path, bert: Path) -> Path:
-    from tests.support.bert import save_tiny_bert
-
     save_tiny_bert(folder, kind)
     shutil.copy(bert / "tokenizer.json", folder)
     return folder
@@ -340,21 +345,17 @@ NOT_TEXT: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", NOT_TEXT)
 def test_the_inputs_of_a_folder_are_those_of_its_model(name: str, tmp_path: Path) -> None:
-    import transformers
-
     settings, specs = NOT_TEXT[name]
-    kind = with_torchvision(lambda: getattr(transformers, name))
+    kind = of_transformers(name)
     kind(kind.config_class(**settings)).save_pretrained(tmp_path)
     assert " ".join(map(str, load_folder(tmp_path, None, ()).inputs)) == specs
 
 
 def test_a_live_model_of_images_has_its_own_configuration(tmp_path: Path) -> None:
-    import transformers
-
     names = {0: "indoors", 1: "sunny", 2: "people"}
     more = {"id2label": names, "problem_type": "multi_label_classification"}
-    config = transformers.ViTConfig(**ONE, image_size=8, patch_size=8, **more)
-    model = with_torchvision(lambda: transformers.ViTForImageClassification)(config).eval()
+    config = of_transformers("ViTConfig")(**ONE, image_size=8, patch_size=8, **more)
+    model = of_transformers("ViTForImageClassification")(config).eval()
     inputs, image = ["pixel_values:float32[N,3,8,8]"], np.full((1, 8, 8, 3), 255, np.uint8)
     (tmp_path / "p.toml").write_text("mean = [0, 0, 0]\nstd = [1, 1, 1]\n")
     how = {"inputs": inputs, "preprocess": str(tmp_path / "p.toml"), "task": "classify"}
@@ -455,10 +456,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def processor_in(folder: Path, name: str, **settings: Any) -> Any:
-    import transformers
-
-    kind = with_torchvision(lambda: getattr(transformers, name))
-    made = kind(**settings)
+    made = of_transformers(name)(**settings)
     made.save_pretrained(folder)
     return made
 
@@ -521,28 +519,14 @@ SEGFORMER: dict[str, Any] = {
     "decoder_hidden_size": 8,
     "num_labels": 3,
 }
-SPOKEN = ["[PAD]", "[UNK]", "the", "dog", "quick"]
 
 
-def saved_for(folder: Path, kind: str, **more: Any) -> Path:
+def segformer(folder: Path, kind: str, **more: Any) -> Path:
     """Write a folder of transformers with all that its task needs."""
-    import transformers
-
     torch.manual_seed(0)
-    if kind == TEXT_CLASSIFY:
-        import tokenizers
-
-        save_tiny_bert(folder, **more)
-        words = {word: number for number, word in enumerate(SPOKEN)}
-        written = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-        written.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        transformers.PreTrainedTokenizerFast(
-            tokenizer_object=written, pad_token="[PAD]", model_max_length=32
-        ).save_pretrained(folder)
-        return folder
     name = "SemanticSegmentation" if kind == SEGMENT else "ImageClassification"
-    model = with_torchvision(lambda: getattr(transformers, f"SegformerFor{name}"))
-    model(transformers.SegformerConfig(**SEGFORMER, **more)).save_pretrained(folder)
+    config = of_transformers("SegformerConfig")(**SEGFORMER, **more)
+    of_transformers(f"SegformerFor{name}")(config).save_pretrained(folder)
     processor_in(folder, "SegformerImageProcessor", size=BOTH)
     return folder
 
@@ -560,8 +544,13 @@ SEVERAL = {"problem_type": "multi_label_classification"}
         (TEXT_CLASSIFY, SEVERAL),
     ],
 )
-def test_answers_are_those_of_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
-    folder = saved_for(tmp_path / "model", kind, **more)
+def test_answers_are_those_of_transformers(
+    kind: str, more: dict[str, Any], bert: Path, tmp_path: Path
+) -> None:
+    if kind == TEXT_CLASSIFY:
+        folder = changed(bert, tmp_path / "model", more)
+    else:
+        folder = segformer(tmp_path / "model", kind, **more)
     loaded = load_folder(folder, None, ())
     source = ExportSource("model", loaded, (), SourceRecord("Hugging Face", "", False), folder)
     job = with_task(source, read_options(kind), None, {})

@@ -149,7 +149,6 @@ def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
 
 
 def _classes(folders: Sequence[Path]) -> _Classes:
-    """Return the files of each class folder. Raises BadInput if one contains folders."""
     hint = f"for splits, the folders are {', '.join(_SPLITS)} and no others"
     return {each: list_class(each, hint) for each in folders}
 

@@ -231,7 +231,6 @@ def no_warnings() -> Iterator[None]:
 
 
 def _check_header(image: Any, where: object, most: int) -> None:
-    """Raise BadInput for an image that is too large, has more than 8 bits or is animated."""
     size = f"{image.width}x{image.height}"
     if image.width * image.height > most:
         limit = f"{most / 1e6:.0f} million pixels"

@@ -573,7 +573,6 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
 
 
 def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:
-    """Raise the error for a failure of CUDA, which arrives as many exception classes."""
     memory, failure = ASKED_BYTES.search(str(exc)), _CUDA_FAILURE.search(str(exc))
     if memory:
         raise OutOfMemory(

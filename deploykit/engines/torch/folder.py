@@ -116,7 +116,6 @@ def _load(folder: Path, found: Any) -> Any:
 
 
 def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
-    """Derive specs from the model's main input. Raises BadInput if there is no rule for it."""
     main, known = str(getattr(module, "main_input_name", "")), parameter_names(module)
     after = [make_spec(name, "int64", ["N", "U"]) for name in known if name == "decoder_input_ids"]
     if main == "input_ids":

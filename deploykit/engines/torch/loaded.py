@@ -303,13 +303,10 @@ def _name_tensors(module: Any, example: object) -> dict[str, Any]:
                 if packs
                 else "give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
             )
-    if not found:
-        raise BadInput("`example_inputs` holds no tensor")
     return found
 
 
 def _unwrap(module: Any) -> Any:
-    """Return the module inside the wrapper of torch.compile or DataParallel."""
     while True:
         if isinstance(module, torch.nn.DataParallel):
             module = module.module

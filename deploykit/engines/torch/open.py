@@ -341,7 +341,6 @@ def _preset_of_training(
     inputs: tuple[TensorSpec, ...],
     preprocess: Preprocess | None,
 ) -> Preset | None:
-    """Return the checkpoint's facts about its images and classes; None if it has none."""
     where = f"{path}: is a damaged deploykit checkpoint: its"
     image = from_json(ImageInput | None, document.get("image"), f"{where} image")
     classes = from_json(tuple[str, ...], document.get("classes", []), f"{where} classes")

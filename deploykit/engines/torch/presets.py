@@ -273,7 +273,6 @@ def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
 
 
 def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
-    """Return the preset of a torchvision detector, which normalises its input itself."""
     transform = module.transform
     if transform.fixed_size:
         width, height = transform.fixed_size
@@ -346,7 +345,6 @@ def _timm_transform(module: Any) -> Any:
 
 
 def _timm_labels(module: Any) -> tuple[str, ...]:
-    """Return ImageNet's class names, if the model was trained on one of its subsets."""
     data = require("timm.data")
     subset = data.infer_imagenet_subset(module)
     return tuple(data.ImageNetInfo(subset).label_descriptions()) if subset else ()

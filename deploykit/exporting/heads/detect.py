@@ -185,7 +185,6 @@ def _of_one_image(request: HeadRequest, places: Sequence[int]) -> TaskHead:
 
 
 def _in_image(corners: Any, scores: Any, classes: Any, height: int, width: int) -> Any:
-    """Cut boxes off at the edges, and make rows without a score 0."""
     used = (scores > 0).to(corners.dtype)
     x = corners[..., 0::2].clamp(0, width)
     y = corners[..., 1::2].clamp(0, height)
