@@ -477,6 +477,10 @@ def test_a_file_gives_mean_std_and_scale(tmp_path: Path) -> None:
     assert placing == {"resize": "stretch"}
     assert (found.name, found.mean, found.std, found.scale) == ("grey", (0.5,), (0.25,), 1.0)
     assert load_preprocess("imagenet") == (IMAGENET, {})
+    with pytest.raises(BadInput, match="neither 'imagenet' nor"):
+        load_preprocess("resnet")
+    with pytest.raises(NotFound):
+        load_preprocess(str(tmp_path / "none.toml"))
 
 
 @pytest.mark.parametrize(
@@ -490,6 +494,9 @@ def test_a_file_gives_mean_std_and_scale(tmp_path: Path) -> None:
         ("mean = []\nstd = []", "mean: must be a list"),
         ("mean = [true]\nstd = [1.0]", "mean: must be a list of numbers"),
         ("mean = [0.5]\nstd = [1.0]\ncrop = 256", "unknown key 'crop'"),
+        ("mean = [0.5]\nstd = [1.0]\nresize = 'x'", "resize must be one of"),
+        ("mean = [0.5]\nstd = [1.0]\npadding = 256", "padding must be an integer up to 255"),
+        ("mean = [0.5]\nstd = [1.0]\nresize_to = 9", "and resize_to go together"),
         ("mean = [", "not valid TOML"),
         ("mean = [0.5]\nstd = [1.0]\nscale = 'x'", "scale: must be"),
         ("\udcff", "not a text file in UTF-8"),
@@ -501,13 +508,6 @@ def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, reas
     with pytest.raises(BadInput, match=reason) as caught:
         load_preprocess(str(path))
     assert str(path) in caught.value.message
-
-
-def test_an_unknown_name_and_a_missing_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="neither 'imagenet' nor"):
-        load_preprocess("resnet")
-    with pytest.raises(NotFound):
-        load_preprocess(str(tmp_path / "none.toml"))
 
 
 def test_the_image_becomes_bytes_with_its_channels_last() -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.support.zoo.keeper import Keeper
-
 
 @pytest.fixture(scope="session")
-def keeper(tmp_path_factory: pytest.TempPathFactory) -> Keeper:
-    from tests.support.zoo.keeper import Keeper
+def keeper(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.support.zoo.keeper import Keeper  # it needs torch
 
-    shared = os.environ.get("DK_ZOO")
-    return Keeper(Path(shared) if shared else tmp_path_factory.mktemp("zoo"))
+    return Keeper(Path(os.environ.get("DK_ZOO") or tmp_path_factory.mktemp("zoo")))
