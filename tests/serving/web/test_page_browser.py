@@ -18,7 +18,7 @@ from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.tiles import page as tiles
 from tests.support.runtimes.tiles import png
 from tests.support.serving.actions import box, choose_model, choose_way, open_page, run, values
-from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab
+from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
 from tests.support.serving.page_models import HOSTILE, bands, colours, sums
 from tests.support.serving.running import Running, running
 
@@ -30,6 +30,12 @@ from tests.support.serving.task_models import write_task_model  # noqa: E402
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
 
 
 @pytest.fixture(scope="module")
