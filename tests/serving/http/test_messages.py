@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gzip
 import itertools
-import json
 import logging
 import os
 import re
@@ -33,6 +31,7 @@ from deploykit.serving.server import Server, run
 from deploykit.serving.transport import listener as places
 from deploykit.serving.transport.call import choose_encoding, decompress
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.faults import Process, leaves_nothing, until
 from tests.support.serving.memory import held_bytes
 from tests.support.serving.requests import values
 from tests.support.serving.running import (
@@ -67,14 +66,10 @@ OLD = b"GET /v2/health/live HTTP/1.0\r\n"
 CLOSED = {"connection": "close"}
 REPEATED = [  # two headers, status of the reply
     ("Accept: a/b", "Accept: c/d", 200),
-    ("Content-Encoding: identity", "Content-Encoding: identity", 200),
     ("Content-Type: application/json", "Content-Type: application/json", 200),
-    ("Content-Type: application/json", "Content-Type: text/plain", 400),
-    ("Authorization: Bearer a", "Authorization: Bearer a", 200),
     ("Authorization: Bearer a", "Authorization: Bearer b", 400),
     ("Traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",) * 2 + (200,),
     ("Traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "Traceparent: x", 200),
-    ("Origin: http://localhost", "Origin: http://localhost", 200),
     ("Origin: http://localhost", "Origin: https://evil.example", 400),
     ("Host: localhost", "Host: localhost", 400),
 ]
@@ -193,8 +188,6 @@ def test_a_url_as_the_target_does_not_get_around_the_token() -> None:
 
 
 PACKED = gzip.compress(ROW)
-REPEATS = 10
-_ROUNDS = 5  # until nothing grows
 _LEAKS = re.compile(r"Traceback|\.py\b|/tmp/|/home/|/root/|0x[0-9a-f]{6,}|Thread|object at")
 Message = bytes | Callable[[], bytes]
 
@@ -205,8 +198,8 @@ def small() -> Iterator[Running]:
         yield server
 
 
-def send(server: Running, data: bytes) -> Reply:
-    with contextlib.closing(Raw(server.port)) as raw:
+def send(port: int, data: bytes) -> Reply:
+    with contextlib.closing(Raw(port)) as raw:
         with contextlib.suppress(OSError):  # refused before it was read: the answer is there
             raw.send(data)
         return raw.reply(body=not data.startswith(b"HEAD"))
@@ -216,12 +209,12 @@ def survives(
     server: Running, data: bytes, wanted: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> str:
     """Returns the error: one line of the log, without anything of our insides."""
-    good = send(server, GOOD)
+    good = send(server.port, GOOD)
     caplog.clear()
     with caplog.at_level(logging.INFO, "deploykit"):
-        reply = send(server, data)
+        reply = send(server.port, data)
     assert reply.status in wanted, reply
-    assert send(server, GOOD).body == good.body
+    assert send(server.port, GOOD).body == good.body
     if reply.status == 200:
         return ""
     assert list(reply.json) == ["error"]
@@ -271,11 +264,9 @@ ATTACKS: dict[str, tuple[Message, int | tuple[int, ...]]] = {
     },
     "a bare LF after the chunks": (CHUNKED + b"0\r\nx: y\n\r\n", 400),
     "a chunk's size of 17 digits": (CHUNKED + b"0" * 16 + b"5\r\nabcde\r\n0\r\n\r\n", 400),
-    "a large header": (request("GET", "/v2", long="a" * 70_000), 431),
     "an endless header": (lambda: request("GET", "/v2", long="a" * 20_000_000), 431),
     "large headers": (request("GET", "/v2", **{f"h{i}": "a" * 1000 for i in range(70)}), 431),
     "101 headers": (request("GET", "/v2", **{f"h{i}": "1" for i in range(101)}), 431),
-    "a target of 70 kB": (request("GET", "/" + "a" * 70_000), (414, 400)),
     "a target of 9 kB": (request("GET", "/" + "a" * 9000), 414),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "no host": (b"GET /v2/health/live HTTP/1.1\r\n\r\n", 400),
@@ -328,43 +319,16 @@ def test_malformed_and_forbidden_requests_are_refused(
     survives(small, data, (status,) if isinstance(status, int) else status, caplog)
 
 
-def test_no_attack_leaves_files_threads_or_memory_behind(small: Running) -> None:
+def test_no_attack_leaves_files_threads_or_memory_behind(tmp_path: Path) -> None:
     messages = [data for data, _ in ATTACKS.values() if isinstance(data, bytes)]
-    grown: list[tuple[int, int]] = []  # threads and bytes
-    # a leak grows again; what allocators keep does not, nor do the few threads that read bodies
-    while not grown or grown[-1][0] > 0 or grown[-1][1] >= 4 << 20:
-        assert len(grown) < _ROUNDS, grown
-        before = _settled(small)
-        for data in messages * REPEATS:
-            send(small, data)
-        after = _settled(small, before)
-        assert after["files"] <= before["files"]
-        assert after["held_bytes"] == 0  # as the server counts them
-        grown.append(
-            (after["threads"] - before["threads"], after["rss_bytes"] - before["rss_bytes"])
-        )
+    with Process(tmp_path, "--max-body-bytes", str(LIMIT)) as server:
 
+        def attack() -> None:
+            for data in messages * 10:
+                send(server.port, data)
 
-def _resources(server: Running) -> dict[str, int]:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "files": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-        "threads": threading.active_count(),
-        "held_bytes": held_bytes(server),
-        "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
-    }
-
-
-def _settled(server: Running, before: dict[str, int] | None = None) -> dict[str, int]:
-    """What is held once the server has seen that its clients left; `before`: as much as then."""
-    pause = threading.Event()
-    for _ in range(6000):
-        after = _resources(server)
-        if after["files"] <= (before or after)["files"] and not after["held_bytes"]:
-            break
-        pause.wait(0.01)
-    ctypes.CDLL(None).malloc_trim(0)
-    return {**after, "rss_bytes": _resources(server)["rss_bytes"]}
+        leaves_nothing(server, attack, 4 << 20)
+        until(lambda: server.gauge("deploykit_held_bytes") == 0)
 
 
 def test_unknown_model_names_add_no_metrics(small: Running) -> None:
@@ -380,10 +344,8 @@ def test_unknown_model_names_add_no_metrics(small: Running) -> None:
 
 def test_json_that_decodes_above_the_body_limit_gets_413() -> None:
     """200,000 zeros are below the limit as JSON and above it as FP32."""
-    with running({"m": free_axis()}, max_body_bytes=500_000) as server:
-        item = {"name": "x", "datatype": "FP32", "shape": [1, 200_000]}
-        body = json.dumps({"inputs": [{**item, "data": [0] * 200_000}]}, separators=(",", ":"))
-        reply = server.ask("POST", INFER, body.encode())
+    with running({"m": free_axis()}, max_body_bytes=700_000) as server:
+        reply = server.ask("POST", INFER, infer_json([0] * 200_000, [1, 200_000]))
         assert reply.status == 413
         assert "`max_body_bytes`" in reply.json["error"]
 
@@ -509,17 +471,6 @@ def good(value: float) -> bytes:
     return request("POST", INFER, infer_json([value, 2, 3, 4], [1, 4]))
 
 
-@pytest.fixture
-def gated() -> Iterator[tuple[Running, GatedEngine]]:
-    engine = GatedEngine(max_batch=1)
-    with running({"m": engine}, max_batch=1, queue=39) as server:
-        engine.warm = True
-        try:
-            yield server, engine
-        finally:
-            engine.gate.set()
-
-
 @pytest.mark.parametrize(
     ("data", "count"),
     [(LIVE, 1), (LIVE * 9 + b"GET /", 9), (b"", 0), (good(1)[:-1], 0)],
@@ -534,29 +485,31 @@ def test_a_client_that_ends_its_side_gets_what_was_written(data: bytes, count: i
 
 
 @pytest.mark.parametrize("leave", [Raw.close, lambda raw: raw.socket.shutdown(socket.SHUT_WR)])
-def test_requests_of_clients_that_have_left_are_cancelled(
-    gated: tuple[Running, GatedEngine], eventually: Eventually, leave: Callable[[Raw], None]
+def test_a_full_queue_is_a_503_and_clients_that_have_left_make_room(
+    eventually: Eventually, leave: Callable[[Raw], None]
 ) -> None:
-    server, engine = gated
-    model = server.server.repository.models["m"]
-    first = server.connect()
-    first.send(good(0))
-    assert engine.entered.acquire(timeout=20)
-    raws = [server.connect() for _ in range(1, 40)]
-    for number, raw in enumerate(raws, 1):
-        raw.send(good(number))
-    eventually(lambda: model.waiting == 39)
-    raws.append(server.connect())
-    refused = raws[-1].ask(good(40))
-    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-    assert "queue of model 'm' is full" in refused.json["error"]
-    for raw in raws:
-        leave(raw)
-    eventually(lambda: len(server.server._listener.connections) == 1)
-    assert model.waiting == 0
-    engine.gate.set()
-    assert first.reply()
-    assert engine.fed == [0]
+    engine = GatedEngine(max_batch=1)
+    with running({"m": engine}, max_batch=1, queue=39) as server:
+        engine.warm = True
+        model = server.server.repository.models["m"]
+        first = server.connect()
+        first.send(good(0))
+        assert engine.entered.acquire(timeout=20)
+        raws = [server.connect() for _ in range(1, 40)]
+        for number, raw in enumerate(raws, 1):
+            raw.send(good(number))
+        eventually(lambda: model.waiting == 39)
+        raws.append(server.connect())
+        refused = raws[-1].ask(good(40))
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert "queue of model 'm' is full" in refused.json["error"]
+        for raw in raws:
+            leave(raw)
+        eventually(lambda: len(server.server._listener.connections) == 1)
+        assert model.waiting == 0
+        engine.gate.set()
+        assert first.reply()
+        assert engine.fed == [0]
 
 
 # -- How long an HTTP client may take: an hour, which the tests let pass
@@ -608,7 +561,6 @@ def test_a_connection_that_waits_for_the_engine_is_not_idle(eventually: Eventual
         assert reply.status == 200
 
 
-PATIENT = HttpLimits(header_s=600, stall_s=600, idle_s=600)  # this machine may be busy
 WIDTH = 100_000  # as JSON above 256 KiB, which another thread reads
 BIG = infer_json([0.123456] * WIDTH, [1, WIDTH])
 
@@ -628,7 +580,7 @@ def test_a_body_of_any_size_split_anywhere_arrives_whole(count: int) -> None:
     """From one packet to many; a body after its head is received directly into its buffer."""
     rows = np.random.default_rng(count).random((1, count), dtype=np.float32)
     data = binary_request(rows)
-    with running({"m": free_axis()}, PATIENT) as server:
+    with running({"m": free_axis()}, HttpLimits(stall_s=600)) as server:
         raw = server.connect()
         raw.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         cuts = [0, 7, 150, len(data) // 2, len(data) - 1, len(data)]
@@ -814,17 +766,14 @@ def test_a_gzip_body_of_too_many_members_is_refused() -> None:
 WHOLE, DEFLATED = gzip.compress(b"abc" * 1000), zlib.compress(b"abc")
 BROKEN = {
     "empty": (b"", b"gzip"),
-    "cut in the header": (WHOLE[:5], b"gzip"),
     "the last byte missing": (WHOLE[:-1], b"gzip"),
     "a wrong checksum": (WHOLE[:-8] + b"\0\0\0\0" + WHOLE[-4:], b"gzip"),
     "trailing bytes": (WHOLE + b"x", b"gzip"),
-    "zeros after it": (WHOLE + bytes(8), b"gzip"),
     "a second, cut member": (WHOLE + WHOLE[:-1], b"gzip"),
     "deflate called gzip": (DEFLATED, b"gzip"),
     "gzip called deflate": (WHOLE, b"deflate"),
     "deflate without zlib around it": (DEFLATED[2:-4], b"deflate"),
     "deflate twice": (DEFLATED * 2, b"deflate"),
-    "deflate, the last byte missing": (DEFLATED[:-1], b"deflate"),
 }
 
 

@@ -76,27 +76,6 @@ def test_a_binary_and_a_json_input_in_one_request() -> None:
     np.testing.assert_array_equal(request.feeds["b"], b)
 
 
-def test_a_long_answer_is_written_in_steps_and_is_one_document() -> None:
-    outputs = {"p": np.arange(140_000, dtype=np.float32).reshape(2, -1), "q": np.array([5, 7])}
-    specs = [TensorSpec("p", "float32", ("N", "W")), TensorSpec("q", "int64", ("N",))]
-    signature = signature_of(specs, specs, 8, LIMIT)
-    for raw in (False, True):  # of the second output
-        wanted = (RequestedOutput("p", False), RequestedOutput("q", raw))
-        request = Request({}, 2, (), wanted, id="seven")
-        parts, json_bytes = oip.encode("m", "1", request, outputs, signature)
-        body = b"".join(parts)
-        document = json.loads(body[:json_bytes])
-        p, q = document["outputs"]
-        assert (document["id"], p["shape"], p["data"]) == (
-            "seven",
-            [2, 70_000],
-            list(range(140_000)),
-        )
-        assert q.get("data") == (None if raw else [5, 7])
-        assert body[json_bytes or len(body) :] == (outputs["q"].tobytes() if raw else b"")
-        assert max(map(len, parts)) < 1 << 20
-
-
 def test_a_non_contiguous_slice_of_a_batch_is_encoded() -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)})
     request = oip.decode(body, json_bytes, model())
@@ -255,14 +234,11 @@ def test_an_output_that_is_not_utf8_is_sent_as_binary_only() -> None:
                 ["7.000000:0", "7.000000:1", "7.000000:3"],
             ],
         ),
-        (np.array([1, 2], np.uint8), False, ["2:1", "1:0"]),
         (np.array([0, 2**64 - 1], np.uint64), False, ["18446744073709551615:1", "0:0"]),
         (np.array([-(2**63), -1]), False, ["-1:1", "-9223372036854775808:0"]),
-        (np.array([False, True]), False, ["1:1", "0:0"]),
         (np.array(2.5), False, ["2.500000:0"]),
         (np.array([np.nan, -np.inf, np.inf]), False, ["inf:2", "-inf:1", "nan:0"]),
         (np.array([[[1, 2], [4, 3]]]), True, [["4:2", "3:3", "2:1"]]),
-        (np.array([[1, 2], [4, 3]]), False, ["4:2", "3:3", "2:1"]),
         (np.empty((0, 4)), True, []),
         (np.empty((2, 0)), True, [[], []]),
     ],
@@ -441,7 +417,6 @@ STRINGS: list[tuple[bytes, str]] = [
 FREE = model("float32", "H", "W", max_batch=0)
 GOOD, GOOD_BYTES = binary({"x": values("float32", 1, 4)})
 ROW, INT = values("float32", 1, 2), values("int64", 1)
-CLASSES = [{"name": "y", "parameters": {"classification": 1}}]
 OTHERS: list[tuple[Sent, Signature, str]] = [
     (binary({"a": ROW}), two_inputs(), "missing input 'b'"),
     (
@@ -536,13 +511,6 @@ def test_a_claimed_binary_size_allocates_nothing() -> None:
 # -- Any bytes, and any arrays
 
 
-MODELS = [
-    two_inputs(),
-    *(model(dtype) for dtype in DTYPES),
-    *(model(dtype, "H", 3, "W", max_batch=0) for dtype in ("float32", "string", "bfloat16")),
-    signature_of([TensorSpec("x", "float64", ())], [TensorSpec("y", "float64", ())], 0, LIMIT),
-]
-MEMORY = FakeMemory(64)
 SETTINGS = settings(
     max_examples=rounds(60, 5000),
     deadline=None,
@@ -550,30 +518,6 @@ SETTINGS = settings(
     derandomize=True,  # the same examples each time: a failure is reproducible
     suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-def survives(body: bytes, json_bytes: int | None, signature: Signature) -> Request | None:
-    """The accepted request, which must fit the model, or None for a refusal."""
-    refusal = None
-    try:
-        request = oip.decode(body, json_bytes, signature, MEMORY)
-    except DeploykitError as exc:
-        refusal = exc
-    if refusal is not None:
-        assert 400 <= refusal.http_status < 500
-        assert refusal.message.isprintable()
-        assert refusal.message.isascii()
-        return None
-    assert list(request.feeds) == list(signature.inputs)
-    for name, array in request.feeds.items():
-        spec = signature.inputs[name].spec
-        assert array.dtype == carrier(spec.dtype)
-        assert len(array.shape) == len(spec.shape)
-        if signature.max_batch:
-            assert array.shape[0] == request.rows <= signature.max_batch
-        if spec.dtype == "string":
-            assert all(type(text) is str for text in array.flat)
-    return request
 
 
 @SETTINGS
@@ -587,7 +531,21 @@ def test_a_valid_request_with_damaged_bytes_is_decoded_or_refused(
         at = draw.draw(st.integers(0, len(damaged) - 1))
         piece = draw.draw(st.binary(max_size=4) | st.sampled_from([b"null", b"-1", b"[]", b"1e5"]))
         damaged[at : at + draw.draw(st.integers(0, 8))] = piece
-    survives(bytes(damaged), draw.draw(st.sampled_from([json_bytes, None, 1])), model(dtype))
+    signature, json_part = model(dtype), draw.draw(st.sampled_from([json_bytes, None, 1]))
+    try:
+        request = oip.decode(bytes(damaged), json_part, signature, FakeMemory(64))
+    except DeploykitError as exc:
+        refusal = exc
+    else:
+        array = request.feeds["x"]
+        assert array.dtype == carrier(dtype)
+        assert array.shape == (request.rows, 4)
+        assert request.rows <= signature.max_batch
+        assert dtype != "string" or all(type(text) is str for text in array.flat)
+        return
+    assert 400 <= refusal.http_status < 500
+    assert refusal.message.isprintable()
+    assert refusal.message.isascii()
 
 
 def arrays(dtype: str) -> st.SearchStrategy[np.ndarray]:

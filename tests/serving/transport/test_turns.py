@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,7 +34,6 @@ from tests.support.serving.memory import held_bytes
 from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
-    Raw,
     Running,
     infer_json,
     request,
@@ -51,41 +49,6 @@ class Now:
 
     def __call__(self) -> float:
         return self.s
-
-
-def test_a_turn_that_is_used_up_leaves_the_rest_to_the_next_ones() -> None:
-    now, done = Now(), list[str]()
-    shared = Turns(now)
-
-    def work(name: str = "a") -> None:
-        begun_s = now.s
-        now.s += 0.6 * TURN_S
-        shared.spend(begun_s)
-        done.append(name)
-
-    async def main() -> None:
-        work()
-        assert not shared.busy
-        work()
-        assert shared.busy
-        for _ in range(3):
-            shared.wait(work)
-        shared.wait(lambda: work("urgent"), urgent=True)
-        assert len(done) == 2
-        for count in range(3, 7):  # in half a turn, what has just come gets the other half
-            await asyncio.sleep(0)
-            assert len(done) == count
-            assert not shared.busy
-        await asyncio.sleep(0)
-        assert not shared.waiting
-        assert done == ["a", "a", "urgent", "a", "a", "a"]
-        shared.spend(now.s - 0.2 * TURN_S)
-        now.s += TURN_S  # in the system, which is counted too
-        shared.spend(now.s)
-        assert shared.busy
-        assert shared.late()
-
-    asyncio.run(main())
 
 
 def test_work_that_fails_does_not_stop_what_waits_for_its_turn(
@@ -163,18 +126,6 @@ def test_slow_requests_of_many_clients_are_one_in_each_turn(
     assert sum(slow.turns) == 6 * count
     assert max(slow.turns) <= 2  # of the work that waited, and of what was just received
     eventually(lambda: held_bytes(server) == 0)
-
-
-def test_clients_that_leave_while_their_requests_wait_are_forgotten(
-    server: Running, eventually: Eventually
-) -> None:
-    Slow(server)
-    for number in range(8):
-        with contextlib.closing(Raw(server.port)) as raw:
-            raw.send(ASKED if number % 2 else SCRAPE * 9)
-    eventually(lambda: not server.server._listener.connections)
-    eventually(lambda: held_bytes(server) == 0)
-    assert server.ask("GET", "/v2/health/ready").status == 200
 
 
 def feed(connection: HttpConnection, data: bytes) -> None:

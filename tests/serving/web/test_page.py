@@ -23,12 +23,6 @@ from tests.support.serving.running import GatedEngine, Running, infer_json, requ
 SOURCES = {name: body.decode() for name, (_, body) in FILES.items()}
 
 
-def test_the_page_loads_nothing_from_other_hosts() -> None:
-    for name, text in SOURCES.items():
-        found = set(re.findall(r"https?://[^\s\"')]+", text))
-        assert found <= {"http://www.w3.org/2000/svg"}, name  # a namespace, not an address
-
-
 def test_the_page_has_no_inline_code_and_parses_no_html() -> None:
     page = SOURCES["/"]
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascript:", page)
@@ -39,14 +33,6 @@ def test_the_page_has_no_inline_code_and_parses_no_html() -> None:
             )
             assert found == [], name
             assert "document.write" not in text
-
-
-def test_every_referenced_file_exists_and_every_file_is_referenced() -> None:
-    referenced = {f"/{name}" for name in re.findall(r'(?:href|src)="([^"]+)"', SOURCES["/"])}
-    for text in SOURCES.values():
-        referenced |= {f"/{name}" for name in re.findall(r'from "\./([a-z]+\.js)"', text)}
-    assert referenced - set(FILES) == {"/docs", "/metrics"}
-    assert set(FILES) - {"/", "/docs.js"} <= referenced  # that one is the page's at /docs
 
 
 @pytest.mark.parametrize("target", [*sorted(FILES), "/docs"])

@@ -112,14 +112,6 @@ def test_a_reload_keeps_the_charts(page: Tab) -> None:
     assert page.ask(marks) >= 2  # the server keeps them: the reloaded page has fetched once
 
 
-def test_a_model_without_image_input_starts_with_an_example(page: Tab) -> None:
-    choose_model(page, "sums")
-    ways = page.ask("[...document.querySelectorAll('#kinds input')].map((each) => each.value)")
-    assert ways == ["Example", "JSON", ".npy"]
-    assert "sum FP64 [1, 2]" in run(page)
-    assert values(page) == [0, 0]
-
-
 def test_examples_can_be_copied_and_fit_a_narrow_page(browser: Tab, served: Running) -> None:
     browser.look(width=390)
     browser.open(f"http://127.0.0.1:{served.port}/docs")
@@ -230,8 +222,11 @@ def test_arrays_are_read_from_npy_files_of_the_right_type_and_order(
             assert page.ask("document.querySelector('#answer [role=alert]') !== null")
 
 
-def test_the_json_form_starts_with_a_valid_request(page: Tab) -> None:
+def test_a_model_without_image_input_starts_with_an_example_and_has_a_json_form(page: Tab) -> None:
     choose_model(page, "sums")
+    ways = page.ask("[...document.querySelectorAll('#kinds input')].map((each) => each.value)")
+    assert ways == ["Example", "JSON", ".npy"]
+    assert "sum FP64 [1, 2]" in run(page)
     choose_way(page, "JSON")
     run(page)
     assert values(page) == [0, 0]
