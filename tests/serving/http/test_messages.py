@@ -68,7 +68,6 @@ REPEATED = [  # two headers, status of the reply
     ("Accept: a/b", "Accept: c/d", 200),
     ("Content-Type: application/json", "Content-Type: application/json", 200),
     ("Authorization: Bearer a", "Authorization: Bearer b", 400),
-    ("Traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",) * 2 + (200,),
     ("Traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "Traceparent: x", 200),
     ("Origin: http://localhost", "Origin: https://evil.example", 400),
     ("Host: localhost", "Host: localhost", 400),
@@ -80,7 +79,6 @@ TARGETS = [  # RFC 9112, 3.2.2, and RFC 3986, 6.2.2.2
     ("http://evil.example/v2/health/live", "localhost", 403),
     ("http://localhost?/v2/health/live", "localhost", 200),
     ("http://me@localhost/v2/health/live", "localhost", 404),
-    ("ftp://localhost/v2/health/live", "localhost", 404),
     ("http://localhost/%2e%2e/v2", "localhost", 404),
     ("http://localhost\\@evil.example/v2/health/live", "localhost", 400),
     ("/v2/%68ealth/live", "localhost", 200),
@@ -88,7 +86,6 @@ TARGETS = [  # RFC 9112, 3.2.2, and RFC 3986, 6.2.2.2
 ]
 BLANKS = [  # at the end of a header's value, which do not count
     ("Origin: http://localhost", 200),
-    ("Content-Length: 0", 200),
     ("Inference-Header-Content-Length: 0", 200),
     ("Origin: http://evil.example", 403),
 ]
@@ -115,7 +112,6 @@ EXCHANGES = {  # sent, then for each answer its status or headers; 0: the connec
     "a malformed one": (headed("Content-Length: 6"), CLOSED, 0),
     "trailers": (CHUNKED + b"0\r\nDigest: x\r\n\r\n" + LIVE, 400, 200),
     "a body of GET": (request("GET", "/v2/health/live", b"abc") + LIVE, 200, 200),
-    "an empty line": (b"\r\n" + LIVE + b"\r\n" + LIVE, 200, 200),
     "two empty lines": (b"\r\n\r\n" + LIVE + b"\r\n\r\n" + LIVE, 200, 200),
     "Upgrade": (request("GET", "/v2/health/live", Connection="Upgrade", Upgrade="h2c"), 200),
     "an unknown expectation": (request("GET", "/v2/health/live", Expect="a miracle"), 200),

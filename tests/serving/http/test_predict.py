@@ -50,7 +50,6 @@ ANSWERED_IMAGES: dict[str, Make] = {
     "a colour profile": lambda: encoded(
         Image.fromarray(noise(9, 12)).convert("CMYK"), "JPEG", icc_profile=bytes(200_000)
     ),
-    "a long side": lambda: encoded(np.zeros((1, 60_000, 3), np.uint8)),
 }
 
 

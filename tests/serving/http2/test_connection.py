@@ -45,7 +45,7 @@ WHOLE = [OPEN, (DATA, END, 1, EMPTY)]  # a call that is answered
 
 ENDS_THE_CONNECTION: dict[str, tuple[Any, int]] = {
     **{
-        f"3.4 {hello[:9]!r}": (hello, PROTOCOL)
+        f"3.4 {hello[:14]!r}": (hello, PROTOCOL)
         for hello in (
             PREFACE + packed(*ASK),  # a first frame that is not SETTINGS
             b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -667,8 +667,7 @@ def test_streams_above_the_limit_of_a_connection_or_of_all_are_refused() -> None
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
     """One server for this file; after each test it must still answer."""
-    models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
-    with serving(models, max_body_bytes=8 << 20) as running:
+    with serving(max_body_bytes=8 << 20) as running:
         yield running
 
 

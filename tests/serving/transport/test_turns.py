@@ -128,6 +128,19 @@ def test_slow_requests_of_many_clients_are_one_in_each_turn(
     eventually(lambda: held_bytes(server) == 0)
 
 
+def test_clients_that_leave_while_their_requests_wait_are_forgotten(
+    server: Running, eventually: Eventually
+) -> None:
+    Slow(server)
+    for number in range(8):
+        raw = server.connect()
+        raw.send(ASKED if number % 2 else SCRAPE * 9)
+        raw.close()
+    eventually(lambda: not server.server._listener.connections)
+    eventually(lambda: held_bytes(server) == 0)
+    assert server.ask("GET", "/v2/health/ready").status == 200
+
+
 def feed(connection: HttpConnection, data: bytes) -> None:
     connection.get_buffer(-1)[: len(data)] = data
     connection.buffer_updated(len(data))
