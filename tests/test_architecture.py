@@ -53,16 +53,11 @@ OWNERS = {
     "PIL": {"engines/data/images.py"},
     "tokenizers": {"engines/tasks/texts.py"},
     "onnx": {
-        "graph/",
-        "quantization/",
-        "exporting/",
-        "planning/probe.py",
-        "evaluation/divergence.py",
-        "evaluation/simulate.py",
+        *("graph/", "quantization/", "exporting/", "planning/probe.py"),
+        *("evaluation/divergence.py", "evaluation/simulate.py"),
     },
     "onnxruntime": {
-        "engines/onnxruntime/engine.py",
-        "building/onnxruntime.py",
+        *("engines/onnxruntime/engine.py", "building/onnxruntime.py"),
         "quantization/calibrate.py",
     },
     "sklearn": {"training/data.py"},
@@ -87,20 +82,8 @@ COMMAND = re.compile(r"\b(deploykit|docker|pip|git|python) \S")
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own
 SERVING = [
-    "options",
-    "batching",
-    "shared_memory",
-    "oip",
-    "observe",
-    "models",
-    "web",
-    "transport",
-    "workers",
-    "http",
-    "http2",
-    "grpc",
-    "hosted",
-    "server",
+    *("options", "batching", "shared_memory", "oip", "observe", "models", "web", "transport"),
+    *("workers", "http", "http2", "grpc", "hosted", "server"),
 ]
 SERVING_STRANGERS = {  # what a room does not know, though the order would allow it
     "oip": {"batching", "transport"},

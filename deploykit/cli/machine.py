@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit.cli import output, tables
 from deploykit.cli.options import FORCE, JSON, described
 from deploykit.cli.output import Part, Progress
-from deploykit.cli.tables import UNKNOWN, memory, rate, versions
+from deploykit.cli.tables import UNKNOWN, VERSIONS, memory, mix, rate
 from deploykit.core.runtime import RUNTIMES
 from deploykit.evaluation.formatting import Table
 
@@ -157,7 +157,7 @@ def health_lines(result: Health) -> list[Part]:
         )
     lines += [f"state      {text}" for gpu in result.gpus if (text := state(gpu))]
     lines.append(f"profile    {result.profile or 'none'}: {result.why}")
-    lines.append(f"packages   {versions(machine.packages)}")
+    lines.append(f"packages   {mix(machine.packages, VERSIONS)}")
     lines.append(f"providers  {' '.join(result.providers) or 'none: onnxruntime is not installed'}")
     rows = [
         (check.command, "works" if check.works else "does not work", check.why)

@@ -67,16 +67,9 @@ def plain(value: Interval) -> str:
     return f"{value.value:.5g} ({value.low:.5g} to {value.high:.5g})"
 
 
-def mix(values: dict[str, Any] | Any) -> str:
-    return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
-
-
-def nodes(precision: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} nodes in {name}" for name, n in precision.items()) or "-"
-
-
-def versions(values: dict[str, str] | Any) -> str:
-    return ", ".join(f"{name} {version}" for name, version in values.items()) or "-"
+def mix(values: Mapping[str, Any], form: str = "{1} {0}") -> str:
+    """Show each name and its value by `form`; "-" for none."""
+    return ", ".join(form.format(*item) for item in values.items()) or "-"
 
 
 def size(count: int) -> str:
@@ -93,6 +86,7 @@ def rate(value: float | None, unit: float, name: str) -> str:
 
 
 UNKNOWN = "not known"
+VERSIONS, _NODES = "{0} {1}", "{1} nodes in {0}"
 _LAYERS, _LONGEST = 10, 48  # number of layers shown, characters of their names
 _FITS = 8  # most profiles shown
 
@@ -105,7 +99,7 @@ def made(result: Made) -> list[Part]:
         lines += [
             "  inputs     " + ", ".join(map(str, manifest.inputs)),
             "  outputs    " + ", ".join(map(str, manifest.outputs)),
-            "  precision  " + nodes(manifest.precision),
+            "  precision  " + mix(manifest.precision, _NODES),
         ]
     made = result.evidence.quantize
     if made and made.to.endswith("-weight-only"):
@@ -235,7 +229,7 @@ def inspection(result: Inspection) -> list[Part]:
         "  outputs    " + (", ".join(map(str, result.outputs)) or UNKNOWN),
     ]
     if result.precision:
-        lines.append("  precision  " + nodes(result.precision))
+        lines.append("  precision  " + mix(result.precision, _NODES))
     for key, value in result.details.items():
         if key == "mix":
             lines += [f"  {what:<10} {text}" for what, text in shares(value)]
@@ -253,10 +247,10 @@ def inspection(result: Inspection) -> list[Part]:
     if manifest is None:
         lines.append("  manifest   none: where it comes from is not known")
     else:
-        lines.append("  made with  " + versions(manifest.made_with))
+        lines.append("  made with  " + mix(manifest.made_with, VERSIONS))
         lines.append("  made from  " + (", ".join(item[:12] for item in manifest.made_from) or "-"))
         if manifest.built_on:
-            lines.append("  built on   " + versions(manifest.built_on))
+            lines.append("  built on   " + mix(manifest.built_on, VERSIONS))
         lines += calibrated(manifest.evidence)
     return lines
 

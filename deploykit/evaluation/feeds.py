@@ -39,9 +39,7 @@ MOST_CALL_BYTES = 128 << 20  # limit of the largest tensor when comparing
 
 
 def parity_sizes(
-    inputs: Sequence[TensorSpec],
-    limits: AxisLimits | None = None,
-    usual: Sizes | None = None,
+    inputs: Sequence[TensorSpec], limits: AxisLimits | None = None, usual: Sizes | None = None
 ) -> list[dict[str, int]]:
     """Return the sizes of dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
 
@@ -259,10 +257,7 @@ def _other_sizes(
 
 
 def given_sizes(
-    inputs: Sequence[TensorSpec],
-    batch: int | None,
-    axis: Sizes | None,
-    samples: Samples | None,
+    inputs: Sequence[TensorSpec], batch: int | None, axis: Sizes | None, samples: Samples | None
 ) -> dict[str, int]:
     """Return the sizes of random inputs that the user chose, by axis. Raises BadInput.
 

@@ -197,9 +197,7 @@ def _floats(editor: Editor, types: Mapping[str, int]) -> list[str]:
 
 
 def _change_constants(
-    editor: Editor,
-    types: Mapping[str, int],
-    change: Callable[[np.ndarray], np.ndarray],
+    editor: Editor, types: Mapping[str, int], change: Callable[[np.ndarray], np.ndarray]
 ) -> set[str]:
     """Replace the float32 constants that `change` changes, in attributes of nodes too."""
     new = {}
@@ -486,11 +484,7 @@ class _Writer:
     """Emits nodes in order, and a Cast just before the first one that needs the other type."""
 
     def __init__(
-        self,
-        editor: Editor,
-        types: Mapping[str, int],
-        half: _Half,
-        ranges: Mapping[str, Range],
+        self, editor: Editor, types: Mapping[str, int], half: _Half, ranges: Mapping[str, Range]
     ) -> None:
         self.editor = editor
         self.types = types

@@ -434,11 +434,7 @@ def needed_opset(source: Graph, to: str, runtime: str, other_nodes: str) -> int:
 
 
 def with_opset(
-    model: Artefact,
-    source: Graph,
-    least: int,
-    samples: Samples | None,
-    sizes: Mapping[str, int],
+    model: Artefact, source: Graph, least: int, samples: Samples | None, sizes: Mapping[str, int]
 ) -> tuple[Graph, tuple[str, ...]]:
     """Return `source`, the graph of `model`, in opset `least` or newer, and a note if it changed.
 
@@ -483,8 +479,7 @@ def with_opset(
                 why = exc.message.replace(f"{folder}/", "")
     if why:
         raise BadInput(
-            f"{what}, does not compute the same: {why}",
-            hint=f"export it again with opset {least}",
+            f"{what}, does not compute the same: {why}", hint=f"export it again with opset {least}"
         )
     return converted, (f"{what}: {parity.why if parity.passed else 'equal, NaN included'}",)
 

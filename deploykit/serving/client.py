@@ -193,39 +193,29 @@ class ModelClient(Shown):
             connection = idle.pop()
         except IndexError:
             connection = self._connect()[0]
-        fresh = connection.sock is None
+        fresh = connection.sock is None  # the server may have closed one that was idle
         try:
-            try:
-                reply = _send(connection, method, path, body, headers)
-            except (OSError, http.client.HTTPException) as exc:
-                connection.close()
-                if fresh or isinstance(exc, TimeoutError):
-                    raise
-                # the connection was idle, and the server has closed it meanwhile
-                reply = _send(connection, method, path, body, headers)
+            for last in (True,) if fresh else (False, True):
+                try:
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        connection.request(method, path, body or None, headers)
+                    with connection.getresponse() as reply:  # also to a body that was refused early
+                        answer = reply.status, reply.read()
+                    break
+                except (OSError, http.client.HTTPException) as exc:
+                    connection.close()
+                    if last or isinstance(exc, TimeoutError):
+                        raise
         except BaseException:
             connection.close()
             raise
         idle.append(connection)
         if self._idle.get(process) is not idle:  # `close` was called meanwhile
             _close_all(idle)
-        return reply
+        return answer
 
 
 client = ModelClient  # `dk.client(url).predict("cat.jpg")`
-
-
-def _send(
-    connection: http.client.HTTPConnection,
-    method: str,
-    path: str,
-    body: bytes,
-    headers: dict[str, str],
-) -> tuple[int, bytes]:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server refused it early
-        connection.request(method, path, body or None, headers)
-    with connection.getresponse() as reply:
-        return reply.status, reply.read()
 
 
 def _close_all(idle: list[http.client.HTTPConnection]) -> None:

@@ -11,6 +11,7 @@ from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING
 
 from deploykit.core.errors import DeploykitError, Unsupported
+from deploykit.engines.engine import Closing
 from deploykit.serving.options import ServeOptions, addresses
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     OnStart = Callable[[Server | None, str, int, int | None, list[str]], None]
 
 
-class RunningServer:
+class RunningServer(Closing):
     """A server in a separate thread; a context manager that closes it.
 
     `url`: the address for HTTP. `grpc_url`: host:port, None without gRPC. `models`: their names.
@@ -97,12 +98,6 @@ class RunningServer:
             return 0
         self._begin_stop()
         return self.wait()
-
-    def __enter__(self) -> RunningServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "closed"

@@ -66,7 +66,7 @@ def device(bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -
 
 def test_a_bundle_of_a_task_answers_an_image(tmp_path: Path) -> None:
     """It has the packages for that; where they are absent none of its servers gets ready."""
-    needs("PIL")
+    needs("PIL", "tokenizers")
     from tests.support.runtimes.pictures import encoded
     from tests.support.serving.task_models import write_task_model
 
@@ -74,6 +74,8 @@ def test_a_bundle_of_a_task_answers_an_image(tmp_path: Path) -> None:
     dk.bundle(write_task_model(tmp_path, "classify"), "cpu", out=bundle, name="m")
     locked = {each.name for each in read_lock((bundle / "requirements.lock").read_text())}
     assert {"pillow", "tokenizers"} & locked == {"pillow"}
+    text = dk.bundle(write_task_model(tmp_path, "text-classify"), "cpu", out=tmp_path / "text")
+    assert (text.path / f"{text.bundle.model}.tokenizer.json").is_file()
     with device(bundle, cache) as running:
         url = f"http://{running.ready()['http']}/v2/models/m/predict"
         image = encoded(np.full((9, 9, 3), 255, np.uint8), "JPEG")

@@ -13,13 +13,13 @@ from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost, cuda_error
 from deploykit.engines.cuda.execution import round_up
 from tests.support.campaign import rounds
 from tests.support.runtimes.fake_tensorrt import affine, tensor
-from tests.support.runtimes.own_cuda import FakeCuda, driver, rows
-from tests.support.runtimes.tensorrt_opened import (
+from tests.support.runtimes.gpu_machine import (
     Opened,
     X,
     opened_fixture,  # noqa: F401
     right,
 )
+from tests.support.runtimes.own_cuda import FakeCuda, driver, rows
 
 ONE_CALL = ["copy_in", "enqueue", "copy_out", "record"]
 LARGE = ({"x": [[1, 4], [2, 4], [8192, 4]]},)

@@ -21,7 +21,7 @@ from deploykit.engines import engine as runtimes
 from deploykit.engines.engine import FeedCheck, check_feeds, load
 from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, save
-from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y
+from tests.support.runtimes.gpu_machine import PROFILE, Opened, X, Y
 from tests.support.serving.running import WAIT_S
 
 ROW = TensorSpec("a", "float32", ("N", 4))
@@ -94,36 +94,6 @@ def test_a_tensorrt_engine_without_a_gpu_gives_no_hint_to_install_packages(
     with pytest.raises(DeploykitError) as caught_too:
         load(path)
     assert "no NVIDIA GPU" not in caught_too.value.message
-
-
-def test_one_axis_name_is_one_size_and_an_error_lists_the_inputs_there_are() -> None:
-    both = (ROW, TensorSpec("b", "float32", ("N", 4)))
-    with pytest.raises(BadInput, match=r"m: axis N is 3 and 2 in the same call"):
-        check_feeds(both, {"a": zeros(3, 4), "b": zeros(2, 4)}, "m")
-    with pytest.raises(BadInput) as caught:
-        check_feeds((ROW,), {}, "m")
-    assert "a:float32[N,4]" in (caught.value.hint or "")
-
-
-@pytest.mark.parametrize(
-    "feeds",
-    [
-        {"a": zeros(3, 5)},
-        {"a": zeros(3, 4, kind=np.float64)},
-        {"a": zeros(3, 4).astype(">f4")},
-        {"a": [[0.0] * 4] * 3},
-        {"b": zeros(3, 4)},
-        {"a": zeros(3, 4), "b": zeros(3, 4)},
-        {},
-    ],
-    ids=["shape", "dtype", "byte order", "list", "name", "one more", "none"],
-)
-def test_wrong_feeds_are_refused_every_time_also_after_valid_ones(feeds: Any) -> None:
-    check = FeedCheck((ROW,), "m")
-    check({"a": zeros(3, 4)})
-    for used in (check, FeedCheck((ROW,), "m"), check):
-        with pytest.raises(BadInput):
-            used(feeds)
 
 
 def test_a_repeated_shape_is_known_as_such_and_not_checked_again(

@@ -119,17 +119,6 @@ def test_damaged_plan_is_refused_trusted_or_not(
     assert caught.value.exit_code == (3 if "RTX" in says else 2)
 
 
-def test_plan_without_manifest_needs_trust_and_comes_with_a_warning(plan: Path) -> None:
-    manifest_path(plan).unlink()
-    with pytest.raises(BadInput, match=r"m\.trt: has no manifest \(m\.trt\.json\)") as caught:
-        open_plan(plan, HERE)
-    assert "`trust`" in (caught.value.hint or "")
-    opened, manifest = open_plan(plan, HERE, trust=True)
-    assert (manifest, opened.content) == (None, CONTENT)
-    assert "neither its origin" in opened.notes[0]
-    assert not opened.host_code  # code of unknown origin is not run
-
-
 NO_ENGINE = r"m\.trt\.json does not describe an engine"
 
 
@@ -145,13 +134,6 @@ NO_ENGINE = r"m\.trt\.json does not describe an engine"
 def test_manifest_of_something_else_is_refused(plan: Path, manifest: Any, says: str) -> None:
     with pytest.raises(BadInput, match=says):
         check_plan(plan, manifest, HERE)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"manifest": 99}', "\x00\x01"])
-def test_broken_manifest_is_bad_input(plan: Path, text: str) -> None:
-    manifest_path(plan).write_text(text, encoding="utf-8")
-    with pytest.raises(BadInput):
-        open_plan(plan, HERE)
 
 
 def test_a_hostile_manifest_gives_one_short_line_of_printable_characters(plan: Path) -> None:

@@ -25,8 +25,7 @@ from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
 from deploykit.engines.tensorrt.engine import choose_profile
 from deploykit.engines.tensorrt.log import logger, recorder
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, replaced, tensor
-from tests.support.runtimes.own_cuda import FakeCuda, rows
-from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
+from tests.support.runtimes.gpu_machine import (  # noqa: F401
     PROFILE,
     Opened,
     X,
@@ -34,6 +33,7 @@ from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
     opened_fixture,
     right,
 )
+from tests.support.runtimes.own_cuda import FakeCuda, rows
 
 SIZES = (1, 2, 4, 8)
 MEMORY = {"weights": 100_000, "context": 1000}

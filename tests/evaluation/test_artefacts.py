@@ -88,9 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["built", "built8", "ort"])
-def test_no_bundle_nor_plan_takes_what_onnxruntime_made(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_no_bundle_nor_plan_takes_onnxruntimes_own(folder: Path, tmp_path: Path, name: str) -> None:
     path = folder / f"{name}.onnx"
     for kind in ("docker", "triton", "kserve", "ray"):
         with pytest.raises(dk.BadInput, match="profile 'l4' runs TensorRT"):
@@ -101,9 +99,7 @@ def test_no_bundle_nor_plan_takes_what_onnxruntime_made(
 
 
 @pytest.mark.parametrize(("name", "to"), [("float", "l4"), ("trt", "l4"), ("built8", "cpu")])
-def test_what_was_made_for_that_target_is_bundled(
-    folder: Path, tmp_path: Path, name: str, to: str
-) -> None:
+def test_what_a_target_needs_is_bundled(folder: Path, tmp_path: Path, name: str, to: str) -> None:
     assert dk.bundle(folder / f"{name}.onnx", to, out=tmp_path / "out").path.is_dir()
 
 

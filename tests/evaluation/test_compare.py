@@ -84,10 +84,8 @@ def test_int8_is_compared_on_golden_samples_or_needs_inputs(folder: Path, tmp_pa
     """Of inputs of 100 times the usual size."""
     calib, model = tmp_path / "calib.npz", folder / "m.onnx"
     np.savez(calib, x=100 * np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32))
-    int8, bare = (
-        dk.quantize(model, "int8", tmp_path / "q.onnx", calib=calib),
-        tmp_path / "bare.onnx",
-    )
+    int8 = dk.quantize(model, "int8", tmp_path / "q.onnx", calib=calib)
+    bare = tmp_path / "bare.onnx"
     found = dk.compare(model, int8.path)
     assert "golden samples of q.onnx" in found.note
     assert found.parity.max_error > 1e-3

@@ -125,9 +125,7 @@ def server(name: str, *, driver: str = "580.65.06", memory: int = 0, **packages:
         ("[N/A]", {"tensorrt_cu13": "11.4"}, ""),
     ],
 )
-def test_a_driver_too_old_for_cuda_is_a_warning(
-    driver: str, packages: dict[str, str], says: str
-) -> None:
+def test_too_old_a_driver_is_a_warning(driver: str, packages: dict[str, str], says: str) -> None:
     found = profile_differences(load_profile("l4"), server("NVIDIA L4", driver=driver, **packages))
     assert len(found) == bool(says)
     assert not says or re.search(says, found[0])
@@ -141,9 +139,7 @@ def test_a_driver_too_old_for_cuda_is_a_warning(
         ("l4", "NVIDIA L4", "8.6.1", "10.3 or later"),
     ],
 )
-def test_another_tensorrt_than_asked_is_a_warning(
-    name: str, gpu: str, version: str, needs: str
-) -> None:
+def test_another_tensorrt_is_a_warning(name: str, gpu: str, version: str, needs: str) -> None:
     found = profile_differences(load_profile(name), server(gpu, memory=1 << 50, tensorrt=version))
     assert found == (f"tensorrt {version} is installed, {name} needs {needs}",)
 
@@ -163,9 +159,7 @@ def test_tensorrt_11_before_11_4_is_for_no_jetson(tmp_path: Path, version: str, 
     assert any("run on no Jetson" in sentence for sentence in found) is not runs
 
 
-def test_a_gpu_that_only_nvml_lists_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_only_nvml_lists_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container without the driver's utilities has NVML at most."""
     found = (GpuState("GPU-1", "NVIDIA H200", 0, "nvml", memory_total_bytes=143771 << 20),)
     monkeypatch.setattr("deploykit.evaluation.doctor.read_gpus", lambda _root: found)

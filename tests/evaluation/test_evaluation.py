@@ -331,9 +331,7 @@ LABELS = {  # what an engine answers, right, wrong and right -> labels that are 
 
 
 @pytest.mark.parametrize(("values", "labels"), LABELS.values(), ids=LABELS)
-def test_a_row_is_right_if_its_largest_value_is_the_label(
-    values: np.ndarray, labels: np.ndarray
-) -> None:
+def test_a_row_is_right_if_its_label_is_largest(values: np.ndarray, labels: np.ndarray) -> None:
     np.testing.assert_array_equal(top1(values, labels, "d"), [1.0, 0.0, 1.0])
 
 
@@ -378,9 +376,7 @@ def scored(metric: Metric, values: np.ndarray, labels: np.ndarray) -> Scores:
     return scores
 
 
-def test_perplexity_weighs_every_token_equally_but_those_that_are_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(1)
     logits = random.standard_normal((9, 6, 5)) * 2
     worse = logits + random.standard_normal(logits.shape) * 0.5
@@ -448,9 +444,7 @@ def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
         (np.zeros((2, 4)), np.array([0, -1]), "labels run from -1 to 0"),
     ],
 )
-def test_what_has_no_perplexity_is_refused(
-    logits: np.ndarray, labels: np.ndarray, message: str
-) -> None:
+def test_no_perplexity_is_refused(logits: np.ndarray, labels: np.ndarray, message: str) -> None:
     with pytest.raises(BadInput, match=f"^data.npz: perplexity: .*{message}"):
         scored(PERPLEXITY, logits, labels)
 

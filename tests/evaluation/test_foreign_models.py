@@ -17,12 +17,7 @@ from onnx import defs
 import deploykit as dk
 from deploykit.core.tensors import parse_spec
 from deploykit.evaluation import feeds
-from deploykit.evaluation.feeds import (
-    first_rows,
-    parity_sizes,
-    random_inputs,
-    rows_that_fit,
-)
+from deploykit.evaluation.feeds import first_rows, parity_sizes, random_inputs, rows_that_fit
 from deploykit.graph.graph import Graph
 from tests.support.campaign import only_in_a_campaign
 from tests.support.graphs.small import parse, write_text
@@ -536,9 +531,7 @@ def wide(path: Path, side: int, weight: float = 0.0) -> Path:
 
 
 @pytest.mark.parametrize(("side", "rows"), [(16, 32), (256, 8), (512, 2), (4096, 2)])
-def test_no_more_rows_are_compared_than_fit_into_memory(
-    tmp_path: Path, side: int, rows: int
-) -> None:
+def test_only_rows_that_fit_into_memory_are_compared(tmp_path: Path, side: int, rows: int) -> None:
     model = wide(tmp_path / "m.onnx", side)
     inputs = [{"x": np.empty((n, 1, side, side), np.uint8)} for n in (1, 2, 7, 32)]
     assert rows_that_fit(inputs, model) == rows
@@ -634,9 +627,7 @@ def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Pa
         assert any("at other sizes" in note for note in made.notes)
 
 
-def test_a_busy_machine_searches_sizes_as_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_machine_searches_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hours = itertools.count(0.0, 3600.0)
     clock = SimpleNamespace(monotonic=lambda: next(hours), thread_time=time.thread_time)
     monkeypatch.setattr(feeds, "time", clock)
@@ -687,7 +678,7 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
         ({"axis": {"N": 3}, "batch": 2}, "`batch` is the size of `axis` N: give one"),
     ],
 )
-def test_sizes_that_no_input_has_are_refused(
+def test_sizes_of_no_input_are_refused(
     tmp_path: Path, given: dict[str, object], reason: str
 ) -> None:
     path = write_sized(tmp_path, "step")

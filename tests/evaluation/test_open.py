@@ -267,9 +267,7 @@ def test_layers_not_read_back_by_the_build_are_read_on_open_or_noted(
         assert "is not known" in notes[0]
 
 
-def test_a_manifest_it_cannot_write_is_a_note(
-    unproven: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_not_written_is_noted(unproven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = manifest_path(unproven).read_bytes()
 
     def refuse(**_: object) -> None:
@@ -288,9 +286,7 @@ def test_an_engine_rebuilt_during_open_keeps_its_own_manifest(unproven: Path) ->
     assert evidence(unproven).verified is False
 
 
-def test_instances_are_verified_once_and_onnx_files_never(
-    unproven: Path, affine_onnx: Path
-) -> None:
+def test_instances_are_verified_once_onnx_files_never(unproven: Path, affine_onnx: Path) -> None:
     assert len(open_proven(unproven, instances=3)) == 3
     with pytest.raises(dk.BadInput, match="`instances` 0: 1 or more"):
         open_proven(unproven, instances=0)

@@ -167,9 +167,7 @@ def test_feeds_of_one_batch_size_share_their_row() -> None:
     assert not compare(constant([[1.0, 1.0]], shape="[N,2]"), broken, 2, 2).passed
 
 
-def test_large_outputs_are_compared_in_parts_in_little_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_outputs_are_compared_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     for shape, axes in (((6, 5), "[A,B]"), ((2, 3, 5), "[A,B,C]"), ((30,), "[A]")):
         a, b = (constant(random.standard_normal(shape), shape=axes) for _ in "ab")
@@ -220,9 +218,7 @@ def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
     ],
     ids=["half", "three axes", "one column", "one axis", "image"],
 )
-def test_agreement_is_of_equal_argmax(
-    values: object, other: object, expected: float | None
-) -> None:
+def test_agreement_is_equal_argmax(values: object, other: object, expected: float | None) -> None:
     shape = "[" + ",".join(f"A{n}" for n in range(np.ndim(values))) + "]"
     a, b = (constant(array, shape=shape) for array in (values, other))
     assert compare(a, b).worst.agreement == expected
@@ -352,9 +348,7 @@ def scaled(model: onnx.ModelProto, weight: str, factor: float) -> onnx.ModelProt
     ("weight", "node", "operator"),
     [("w1", "conv1", "Conv"), ("w2", "conv2", "Conv"), ("b3", "head", "Gemm")],
 )
-def test_the_node_that_was_changed_is_named(
-    chunk: int, weight: str, node: str, operator: str
-) -> None:
+def test_the_changed_node_is_named(chunk: int, weight: str, node: str, operator: str) -> None:
     found = diverge(mnist_like(), scaled(mnist_like(), weight, 1.5), chunk=chunk)
     assert (found.node, found.operator, found.before) == (node, operator, 0.0)
     assert found.error > 0.01
@@ -443,11 +437,8 @@ LOWEST = float(np.finfo(np.float32).min)
     ("a", "b", "error"),
     [
         ([0.5, 0.1], [0.5, 0.2], 0.2),  # relative to the scale of the tensor
-        ([100, 0], [100, 1], 0.01),
         ([0, 0], [0, 1e-9], 1),
-        ([0, 0], [0, 0], 0),
         ([INF, NAN, 1], [INF, NAN, 1], 0),
-        ([INF, 1], [-INF, 1], INF),
         ([NAN], [1], INF),
         ([LOWEST, 1], [-INF, 1], 0),  # a mask that half precision cannot hold is still a mask
         ([LOWEST, 1], [-65504, 1.5], 0.5),

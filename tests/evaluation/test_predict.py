@@ -271,10 +271,7 @@ def write(head: str, body: str, folder: Path) -> Path:
             *("int64[2,K] y", "y = NonZero(x)"),
             r"^output 'y' is int64\[\d+\] for each of samples 8 to 15, and .* depends on the data",
         ),
-        (
-            *("float y", "y = ReduceSum<keepdims = 0>(x)"),
-            "^output 'y' has no axis of samples",
-        ),
+        (*("float y", "y = ReduceSum<keepdims = 0>(x)"), "^output 'y' has no axis of samples"),
     ],
 )
 def test_outputs_that_do_not_join_are_refused(data: Path, out: str, body: str, says: str) -> None:

@@ -9,19 +9,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.core.errors import BadInput
-from deploykit.core.evidence import Drop, Interval
-from deploykit.evaluation.latency import (
-    GROWTH,
-    CallHistogram,
-    Latency,
-    fewest_calls,
-    percentile_ms,
-)
+from deploykit.core.evidence import Interval
+from deploykit.evaluation.latency import GROWTH, CallHistogram, Latency, fewest_calls, percentile_ms
 from deploykit.evaluation.statistics import (
     FEWEST_DEPENDENT,
-    difference,
     paired_drop,
     pooled_share,
     proportion,
@@ -33,7 +25,6 @@ from deploykit.evaluation.statistics import (
     throughput,
 )
 from tests.support import campaign
-from tests.support.fake_engine import FakeEngine
 
 RUNS = 1000
 # 95 % nominal; a share of 1000 runs varies by 0.7 %, and whole ranks and counts may add a little
@@ -90,23 +81,6 @@ def test_intervals_hold_where_blocks_depend_on_each_other(correlation: float) ->
         rate += holds(throughput(500 * series * seconds, seconds), 500 * math.exp(2e-4))
         ratios += holds(ratio(500 * series, [500.0] * len(series)), 1.0)
     assert min(rate, ratios) >= 0.92 * 200
-
-
-@pytest.mark.parametrize(
-    ("interval", "found"),
-    [
-        (Interval(1.3, 1.2, 1.4), "faster"),
-        (Interval(0.7, 0.6, 0.8), "slower"),
-        (Interval(1.3, 0.9, 1.9), "no difference"),
-        (Interval(1.0, 0.97, 1.01), "no difference"),
-        (Interval(1.0, 0.99, 1.01), "practically equal"),
-        (Interval(1.015, 1.01, 1.02), "practically equal"),
-        (Interval(0.985, 0.98, 0.99), "practically equal"),
-        (Interval(1.021, 1.02, 1.022), "faster"),
-    ],
-)
-def test_a_difference_has_a_name(interval: Interval, found: str) -> None:
-    assert difference(interval) == found
 
 
 @pytest.mark.parametrize(
@@ -301,23 +275,6 @@ def test_the_fewest_samples_are_the_fewest(bound: float) -> None:
     assert equal[1] <= bound < equal[0]
 
 
-@pytest.mark.parametrize(
-    ("n", "drop", "unit", "text"),
-    [
-        (540, (0.0037, 0.0008, 0.0071), "pp", "drop 0.4 pp, 0.1 to 0.7, n = 540"),
-        (540, (-0.0002, -0.02, 0.0003), "pp", "drop 0.0 pp, -2.0 to 0.0, n = 540"),
-        (10_000, (0.0004, -0.0001, 0.0009), "pp", "drop 0.04 pp, -0.01 to 0.09, n = 10000"),
-        (540, (0.0037, 0.0008, 0.0071), "%", "mine rise 0.4 %, 0.1 to 0.7, n = 540"),
-        (540, (0.0037, 0.0008, 0.0071), "", "drop 0.0037, 0.0008 to 0.0071, n = 540"),
-    ],
-)
-def test_drop_names_its_unit(
-    n: int, drop: tuple[float, float, float], unit: str, text: str
-) -> None:
-    share = Interval(0.9, 0.8, 1.0)
-    assert Drop("mine", n, share, share, Interval(*drop), 0, 0, unit).describe() == text
-
-
 SPREAD = 0.3
 POINTS = {50: 0.0, 90: 1.281552, 99: 2.326348}  # of the normal distribution
 LATENCY_RUNS = campaign.rounds(150, 300)
@@ -455,14 +412,3 @@ def test_every_call_is_counted_in_one_bin() -> None:
 def test_a_damaged_histogram_is_refused(bins: tuple[int, ...], counts: tuple[int, ...]) -> None:
     with pytest.raises(BadInput, match="rising bins"):
         CallHistogram(bins, counts)
-
-
-def test_a_timed_point_keeps_its_calls_with_the_percentiles_that_it_states() -> None:
-    feeds = {"x": np.zeros((1, 4), np.float32)}
-    point = sweep([Setup("a", FakeEngine)], [1], Timing(0.0, 0.2, 5), lambda _: feeds)[0]
-    assert point.histogram.calls == point.samples
-    again = point.histogram.to_dict()
-    assert percentile_ms(again, 100) == pytest.approx(point.latency.max_ms, rel=HALF_A_BIN)
-    for q, stated in ((50, point.latency.p50_ms), (99, point.latency.p99_ms)):
-        if stated is not None:
-            assert percentile_ms(again, q) == pytest.approx(stated.value, rel=HALF_A_BIN)

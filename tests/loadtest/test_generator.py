@@ -95,17 +95,6 @@ def test_requests_are_binary_tensors_of_the_metadata_s_shape_and_seeded() -> Non
     assert len({raw for _, raw in bodies[0]}) > 1  # a cache would not have the answer
 
 
-def test_open_loop_sends_what_was_drawn_whatever_the_server_does() -> None:
-    sent = []
-    for status in (200, 503):
-        with StandIn(lambda _server, _n: reply(status, ANSWER)).running() as url:  # noqa: B023
-            result = load_test(url, rate=200, seed=3, **QUICK)
-        sent.append(result.sent)
-        assert (result.mode, result.concurrency, result.rate_per_s) == ("open", None, 200)
-        assert result.lag_p99_ms is not None
-    assert sent[0] == sent[1] == pytest.approx(60, abs=40)
-
-
 def test_refusals_expiries_and_failures_are_apart_and_have_no_latency() -> None:
     errors = {503: "the queue is full", 504: "too late", 500: "broken"}
     answers = [reply(200, ANSWER), *(reply(n, {"error": text}) for n, text in errors.items())]
@@ -157,14 +146,6 @@ def test_a_server_that_dies_leaves_a_result_with_failures(options: dict[str, Any
     assert 0 < result.ok < 10
     assert result.failed > 0
     assert refused in result.errors
-
-
-def test_answers_that_never_come_are_failures_and_do_not_hang() -> None:
-    server = StandIn(lambda _server, n: never() if n > 3 else reply(200, ANSWER))
-    with server.running() as url:
-        result = load(url, server.bodies, lambda r: r.ok == 3, concurrency=2, drain_s=0.1, **QUICK)
-    assert (result.ok, result.failed) == (3, 2)
-    assert result.first_error == "no answer within 0.1 s of the end"
 
 
 def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed() -> None:

@@ -148,6 +148,7 @@ def test_connections_that_all_wait_for_the_server_are_noted_and_no_fault() -> No
     found = result(replace(OPEN, connections=8), replace(finished(), waited=40, opened=8))
     assert found.limits == ()
     assert "40 requests were due while all 8 connections" in found.notes[0]
+    assert "3 requests were sent again" in result(OPEN, replace(finished(), resent=3)).notes[0]
 
 
 @pytest.mark.parametrize(("grows_s", "kept"), [(0.0, True), (0.01, True), (0.1, False)])

@@ -14,14 +14,11 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.tensors import TensorSpec
 from deploykit.loadtest.check import error_text
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.server import Server, find_server
 from deploykit.loadtest.target import (
-    RemoteModel,
     find_model,
-    make_feeds,
     make_requests,
     model_options,
 )
@@ -234,15 +231,6 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
     rows = [ids.take(range(3 * n, 3 * n + 3), axis=0, mode="wrap") for n in range(8)]
     assert sent <= {each.tobytes() for each in rows}
     assert len(sent) > 1
-
-
-def test_several_requests_share_a_bound_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploykit.loadtest.target.MOST_BYTES", 1000)
-    server = Server("u", "h", "127.0.0.1", 80)
-    small = RemoteModel(server, "m", (TensorSpec("x", "float32", ("N", 4)),))
-    large = RemoteModel(server, "m", (TensorSpec("x", "uint8", ("N", 16)),))
-    assert len(make_feeds(small, 1, 0)[1]) == 8
-    assert len(make_feeds(large, 40, 0)[1]) == 1
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5])

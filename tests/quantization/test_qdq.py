@@ -265,9 +265,7 @@ def sums(
 
 @pytest.mark.parametrize("projected", [False, True])
 @pytest.mark.parametrize("order", ["c2, {}", "{}, c2"])
-def test_what_is_added_to_a_convolution_is_int8(
-    projected: bool, order: str, tmp_path: Path
-) -> None:
+def test_what_a_convolution_adds_is_int8(projected: bool, order: str, tmp_path: Path) -> None:
     model, found = quantized(sums(projected=projected, order=order), tmp_path)
     inputs = list(writer_of(model, "add").input)
     inputs.remove("c2")  # the longer path: it fuses with the sum
@@ -399,9 +397,7 @@ def convolution(shape: tuple[int, ...] = (32, 16, 3, 3), group: int = 1) -> onnx
         ((32, 16, 3, 3), 2, 1),
     ],
 )
-def test_convolutions_without_an_fp8_kernel_stay(
-    shape: tuple[int, ...], group: int, quantized: int
-) -> None:
+def test_convolutions_without_fp8_stay(shape: tuple[int, ...], group: int, quantized: int) -> None:
     graph = Graph(convolution(shape, group))
     fp8 = to_pairs(convolution(shape, group), SEEN, "fp8")
     assert summarise(fp8).precision.get("float8") == quantized
@@ -483,7 +479,7 @@ def test_onnxruntime_computes_a_residual_block_in_integers_throughout(tmp_path: 
         ("N,8", ["QuantizeLinear", "QLinearMatMul", "DequantizeLinear", "Add", "Tanh"]),
     ],
 )
-def test_a_matmul_runs_in_integers_whatever_reads_it(
+def test_a_matmul_is_of_integers_whatever_reads_it(
     axes: str, wanted: list[str], tmp_path: Path
 ) -> None:
     model = parse(

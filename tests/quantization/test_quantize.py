@@ -106,7 +106,7 @@ def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     assert any("kept in float32" in note and "scale_up" in note for note in kept.notes)
 
 
-def test_own_metrics_and_perplexity_decide(
+def test_metrics_and_perplexity_decide(
     model: Path, calib: Path, data: Path, tmp_path: Path
 ) -> None:
     metric = tmp_path / "metric.py"
@@ -205,7 +205,7 @@ def test_auto_keeps_only_the_node_in_float32_that_int8_ruins(tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_wrong_options_are_refused(
+def test_bad_options_are_refused(
     model: Path, calib: Path, options: dict[str, object], reason: str
 ) -> None:
     before = sorted(model.parent.iterdir())
@@ -216,7 +216,7 @@ def test_wrong_options_are_refused(
 
 
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
-def test_a_model_without_halves_is_refused(
+def test_models_without_halves_are_refused(
     to: str, model: Path, calib: Path, tmp_path: Path
 ) -> None:
     integers = dk.build(model, profile="cpu", precision="int8", calib=calib, max_drop=1.0).path

@@ -19,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Split
 from deploykit.training import data as batches
-from deploykit.training import distributed
 from deploykit.training.data import Augmentation, Batches
 from deploykit.training.distributed import Processes, join_processes, parallel
 from deploykit.training.loop import run_training
@@ -204,20 +205,6 @@ def test_a_process_is_joined_on_the_gpu_of_its_weights(
     assert asked == [ids]
 
 
-def test_a_run_on_the_cpu_is_sharded_on_the_cpu_next_to_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        module = parallel(torch.nn.Linear(4, 2), Processes(0, 2), CPU, shard=True)
-        assert module.weight.device_mesh.device_type == module.weight.device.type == "cpu"
-    finally:
-        dist.destroy_process_group()
-
-
 class Layers(torch.nn.Module):
     """Blocks in a list, as transformers have them, in a module that holds most of the weights."""
 
@@ -229,14 +216,21 @@ class Layers(torch.nn.Module):
         self.head = torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.ReLU())
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_fsdp_gathers_the_blocks_inside_of_lists_and_wrappers(wrapped: bool) -> None:
-    module = Layers()
-    run = torch.nn.Sequential(module) if wrapped else module
-    names = {part: name for name, part in module.named_modules()}
-    found = [names[each] for each in distributed._blocks(run) if each in names]
-    blocks = [f"encoder.layers.{n}" for n in range(3)] + ["by_name.a", "head.0", "head"]
-    assert [each for each in found if each] == blocks  # "" is the whole
+@pytest.mark.parametrize("wrap", [lambda module: module, torch.nn.Sequential], ids=["", "wrapped"])
+def test_fsdp_shards_the_blocks_inside_of_lists_and_wrappers_on_the_cpu_next_to_a_gpu(
+    wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        run = parallel(wrap(Layers()), Processes(0, 2), CPU, shard=True)
+        names = {name for name, part in run.named_modules() if isinstance(part, FSDPModule)}
+        blocks = {f"encoder.layers.{n}" for n in range(3)} | {"by_name.a", "head.0", "head", ""}
+        assert {name.removeprefix("0.").removeprefix("0") for name in names} == blocks
+        for weight in run.parameters():
+            assert weight.device_mesh.device_type == weight.device.type == "cpu"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda", "SyncBatchNorm"), ("cpu", "BatchNorm1d")])

@@ -244,6 +244,6 @@ def start(nv: Any) -> trt.Builder:
 
 def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[Reason, ...]:
     """Explain why `parser` refused a file: one reason or more, each once."""
-    errors = map(parser.get_error, range(parser.num_errors))
+    errors = (parser.get_error(number) for number in range(parser.num_errors))
     reasons = (parser_refusal(error, lines.errors) for error in errors)
     return tuple(dict.fromkeys(reasons)) or (build_refusal(lines.errors),)

@@ -18,7 +18,7 @@ from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, Layer
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
-from deploykit.core.machine import Machine, this_machine, tool_versions
+from deploykit.core.machine import this_machine, tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
@@ -155,7 +155,11 @@ def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
         f"see whether it could be built: deploykit build {model} --profile {target.name} --check; "
         f"for this machine's CPU: deploykit build {model} --profile cpu"
     )
-    if not here or not _is_target(machine, target):
+    # as `choose_profile`; a profile that names neither board nor GPU fits any, and so does a
+    # Jetson's in a container, which does not show its device tree
+    unknown = bool(target.boards and machine.l4t and not machine.board_ids)
+    anywhere = not (target.boards or target.gpu_names)
+    if not here or not (unknown or anywhere or fits(target, machine)):
         raise Unsupported(
             f"profile '{target.name}' is not this machine, which has "
             f"{here or f'no NVIDIA GPU cuda:{gpu}'}: a TensorRT engine is built on its target",
@@ -166,15 +170,6 @@ def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
             f"profile '{target.name}' needs TensorRT, which is not installed here",
             hint=install_hint("tensorrt"),
         )
-
-
-def _is_target(machine: Machine, target: Profile) -> bool:
-    """Decide as `choose_profile` does; a profile that names neither board nor GPU fits any.
-
-    So does a Jetson's where the module is not known: a container does not show its device tree.
-    """
-    unknown = bool(target.boards and machine.l4t and not machine.board_ids)
-    return unknown or fits(target, machine) or not (target.boards or target.gpu_names)
 
 
 def _count(layers: Sequence[Layer]) -> dict[str, int]:

@@ -43,8 +43,7 @@ from deploykit.serving.transport.call import (
     reply_with,
 )
 from deploykit.serving.transport.security import PREFLIGHT
-from deploykit.serving.web import examples as guide
-from deploykit.serving.web.page import FILES, openapi
+from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi
 from deploykit.serving.web.status import Status, since_us, write_status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
@@ -265,9 +264,9 @@ class Routes:
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
-        address = guide.Address(self._scheme, host, self._grpc_port, token, self._root_path)
-        page = guide.page(self._repository, address)
-        call.reply(200, PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
+        address = Address(self._scheme, host, self._grpc_port, token, self._root_path)
+        page = guide(self._repository, address)
+        call.reply(200, PAGE_HEADERS % HTML.encode(), [page])
 
     def _index(self, call: Call) -> None:
         ready = _document(call).get("ready", False) if call.body else False

@@ -27,7 +27,8 @@ from deploykit.serving.oip.request import (
 )
 from deploykit.serving.oip.tensors import to_bytes
 
-_INPUT, _RAW_INPUT = 5, 7  # field numbers of ModelInferRequest
+_RAW_INPUT = 7  # its field number in ModelInferRequest
+_BYTES_INPUT = b"\x12\x05BYTES"  # the datatype of an input: field 2, with its length
 _RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # keys of fields 6 and 2, with length
 _CACHED_BYTES = 2048
 _CACHED_SPANS = 16
@@ -163,16 +164,8 @@ _model_of_cached = lru_cache(maxsize=256)(_model_of)
 
 
 def sends_bytes(head: bytes) -> bool:
-    """Return whether a request's only input is BYTES; its other contents are not parsed."""
-    inputs = [
-        (start, end)
-        for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS)
-        if number == _INPUT
-    ]
-    if len(inputs) != 1:
-        return False
-    fields = _fields(head, *inputs[0], _MAX_FIELDS)
-    return any(number == 2 and head[start:end] == b"BYTES" for number, _, start, end in fields)
+    """Return whether a request has an input of BYTES; it is not parsed."""
+    return _BYTES_INPUT in head
 
 
 def _count_fields(data: bytes) -> None:
@@ -246,18 +239,12 @@ def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
         if data is None:
             raise BadInput("raw_input_contents has fewer entries than there are inputs")
     else:
-        data = typed_values(item.name, item.datatype, contents)
-    return InputData(item.name, item.datatype, list(item.shape), data)
-
-
-def typed_values(name: str, datatype: str, contents: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return the values of gRPC's typed contents, given each field's. Raises BadInput."""
-    right = CONTENTS.get(datatype, "")
-    for key, values in contents.items():
-        if key != right and len(values):
+        right = CONTENTS.get(item.datatype, "")
+        for key in contents.keys() - {right}:
             of = f"belongs in {right}" if right else "has no typed contents, use raw contents"
-            raise BadInput(f"input {quote(name)}: {quote(datatype)} {of}, got {key}")
-    return list(contents.get(right, ()))
+            raise BadInput(f"{where}: {quote(item.datatype)} {of}, got {key}")
+        data = list(contents.get(right, ()))
+    return InputData(item.name, item.datatype, list(item.shape), data)
 
 
 def _parameters(message: Any) -> dict[str, Any]:

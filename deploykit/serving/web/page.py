@@ -1,14 +1,30 @@
-"""The dashboard's files by path, read once; they load nothing from other sites."""
+"""The dashboard's files by path, and the page /docs with programs that call each model.
+
+The files are read once and load nothing from other sites. The programs use the model's names, types
+and shapes; every name is escaped. /docs works without scripts: docs.js adds tabs and copy buttons.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from deploykit.core.files import LOOK
+from deploykit.core.tensors import concrete
+from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
 
+HTML = "text/html; charset=utf-8"
 _TYPES: Mapping[str, str] = {
-    ".html": "text/html; charset=utf-8",
+    ".html": HTML,
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
@@ -26,3 +42,200 @@ def openapi(root_path: str) -> bytes:
     """Return the OpenAPI document of a server at this path."""
     servers = f'"servers": [{{"url": "{root_path}"}}], "paths"'.encode()
     return _OPENAPI.replace(b'"paths"', servers, 1) if root_path else _OPENAPI
+
+
+_GUIDE = Path(__file__).with_name("guide.html")
+_MOST_VALUES = 16  # values of a request that are written as literals
+_SAMPLES = {"image": "photo.jpg", "text": "a sentence", "json": '{"key": 1}', "bytes": "file.bin"}
+_FILES = ("image", "bytes")
+
+
+@dataclass(frozen=True)
+class Address:
+    """The server's address; `host` includes the port, as in the header Host."""
+
+    scheme: str
+    host: str
+    grpc_port: int | None
+    token: bool
+    root_path: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.host}{self.root_path}"
+
+    @property
+    def curl_header(self) -> str:
+        return ' \\\n  -H "Authorization: Bearer $TOKEN"' if self.token else ""
+
+
+def guide(repository: ModelRepository, address: Address) -> bytes:
+    names = repository.served
+    links = "".join(f'<a href="#{name}">{escape(name)}</a> ' for name in names)
+    contents = f'<nav class="contents" aria-label="Models">{links}</nav>' if len(names) > 1 else ""
+    sections = [_of_pipeline(each, address) for each in repository.pipelines.values()]
+    sections += [_of_model(model, address) for model in repository.models.values()]
+    return _GUIDE.read_text("utf-8").replace("CONTENT", contents + "".join(sections)).encode()
+
+
+def _of_model(model: ServedModel, address: Address) -> str:
+    batch = f"up to {model.max_batch} rows per request"
+    if not model.max_batch:
+        batch = f"not batched: {model.not_batched}"
+    summary = f"{model.engines[0].runtime} on {model.device}, {batch}"
+    facts, since, more = model.in_use.file, model.in_use.parameters, ""
+    if facts is not None:
+        nodes = ", ".join(f"{count} {kind}" for kind, count in facts["precision"].items())
+        more = (
+            f'<p class="quiet">{escape(facts["name"])}{escape(f" · {nodes} nodes" * bool(nodes))} '
+            f'· SHA-256 <code class="hash">{facts["sha256"]}</code> · loaded {since["loaded"]}, '
+            f"generation {since['generation']}</p>"
+        )
+    programs, takes = dict[str, str](), model.task.parameters.get("takes")
+    if model.task.ready:
+        summary += f"; task: {model.task.parameters['task']}"
+    if takes is not None:
+        programs = _of_items(model.name, takes, takes, address)
+    inputs, outputs = model.signature.inputs.values(), model.signature.outputs.values()
+    lengths = model.buckets.lengths if model.buckets is not None else {}
+    sizes = {axis: min(found) for axis, found in lengths.items()}
+    shapes = []  # one row, the smallest buckets
+    for slot in inputs:
+        row = {str(slot.spec.shape[0]): 1} if model.max_batch else {}
+        shapes.append((slot, list(concrete(slot.spec, {**sizes, **row}))))
+    if not any(slot.datatype in BINARY_ONLY for slot in outputs):
+        programs["curl"] = _curl(model.name, shapes, address)
+    arrays = {slot.spec.name: _array(slot, shape) for slot, shape in shapes}
+    types = {slot.spec.name: slot.datatype for slot in inputs}
+    programs |= _triton(model.name, arrays, types, model.signature.outputs, address)
+    tensors = [
+        (kind, slot.spec.name, slot.datatype, ", ".join(map(str, slot.spec.shape)))
+        for kind, slots in (("input", inputs), ("output", outputs))
+        for slot in slots
+    ]
+    return _section(model.name, summary, more, tensors, programs)
+
+
+def _of_pipeline(pipeline: ServedPipeline, address: Address) -> str:
+    about, item = pipeline.metadata()["parameters"], _SAMPLES[pipeline.takes]
+    tensors = [
+        ("input", pipeline.input, about["takes"], "1"),
+        ("output", pipeline.output, about["gives"], "1"),
+    ]
+    value = f"open({item!r}, 'rb').read()" if pipeline.takes in _FILES else repr(item)
+    arrays, types = {pipeline.input: f"np.array([{value}], object)"}, {pipeline.input: "BYTES"}
+    programs = _of_items(pipeline.name, pipeline.takes, pipeline.input, address)
+    programs |= _triton(pipeline.name, arrays, types, [pipeline.output], address, only_grpc=True)
+    summary = f"pipeline: {about['stages'].replace(', ', ' → ')}"
+    return _section(pipeline.name, summary, "", tensors, programs)
+
+
+def _section(
+    name: str,
+    summary: str,
+    more: str,
+    tensors: Iterable[tuple[str, str, str, str]],
+    programs: Mapping[str, str],
+) -> str:
+    """Return one section. `more`: HTML. `tensors`: kind, name, type, shape."""
+    rows = "".join(
+        f'<tr><td>{kind}</td><th scope="row">{escape(each)}</th><td>{escape(datatype)}</td>'
+        f"<td>[{escape(shape)}]</td></tr>"
+        for kind, each, datatype, shape in tensors
+    )
+    blocks = "".join(
+        f'<div class="example"><h3>{title}</h3><pre tabindex="0"><code>{escape(code)}</code></pre>'
+        "</div>"
+        for title, code in programs.items()
+    )
+    return (
+        f'<section id="{name}" aria-label="{name}"><h2>{name}</h2>'
+        f'<p class="quiet">{escape(summary)}</p>'
+        f'{more}<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
+        '<th scope="col">Name</th><th scope="col">Type</th><th scope="col">Shape</th></tr></thead>'
+        f'<tbody>{rows}</tbody></table></div><div class="examples">{blocks}</div></section>'
+    )
+
+
+def _of_items(name: str, takes: str, field: str, address: Address) -> dict[str, str]:
+    """Return the programs for one kind of item. `takes`: see `_SAMPLES`; `field`: of a form."""
+    item = _SAMPLES[takes]
+    form = f"{field}=@{item}" if takes in _FILES else f"{field}={shlex.quote(item)}"
+    token = ', token=os.environ["TOKEN"]' if address.token else ""
+    return {
+        f"curl, {takes}": f"curl {address.url}/v2/models/{name}/predict{address.curl_header} "
+        f"-F {form}\n",
+        f"Python, {takes}": ("import os\n\n" if token else "")
+        + f"import deploykit as dk\n\nwith dk.client({address.url!r}{token}) as client:\n"
+        f"    print(client.predict({item!r}, {name!r}))\n",
+    }
+
+
+def _curl(name: str, shapes: list[tuple[Slot, list[int]]], address: Address) -> str:
+    """Return a program that sends a few values as JSON, or else zeros after a JSON header."""
+    call = f"curl {address.url}/v2/models/{name}/infer{address.curl_header} \\\n  "
+    sizes = [math.prod(shape) for _, shape in shapes]
+    as_json = sum(sizes) <= _MOST_VALUES and not any(s.datatype in BINARY_ONLY for s, _ in shapes)
+    inputs, zeros = [], 0
+    for (slot, shape), size in zip(shapes, sizes, strict=True):
+        value = {"BYTES": "text", "BOOL": True}.get(slot.datatype, 1)
+        data: dict[str, Any] = {"data": [value] * size}
+        if not as_json:
+            count = size * (slot.item_bytes or LENGTH_BYTES)
+            zeros, data = zeros + count, {"parameters": {"binary_data_size": count}}
+        tensor = {"name": slot.spec.name, "datatype": slot.datatype, "shape": shape, **data}
+        inputs.append(f"    {json.dumps(tensor)}")
+    body = shlex.quote('{\n  "inputs": [\n' + ",\n".join(inputs) + "\n  ]\n}")
+    if as_json:
+        return f"{call}-d {body}\n"
+    return (
+        f"header={body}\n"
+        "# zeros; send the values of your tensors, little-endian, in place of `head`\n"
+        f'{{ printf %s "$header"; head -c {zeros} /dev/zero; }} |\n'
+        f'{call}-H "Inference-Header-Content-Length: ${{#header}}" \\\n  --data-binary @-\n'
+    )
+
+
+def _array(slot: Slot, shape: list[int]) -> str:
+    if slot.datatype == "BYTES":
+        return f"np.full({shape}, 'text', object)"
+    kind = {"BF16": "ml_dtypes.bfloat16", "BOOL": "np.bool_"}.get(slot.datatype)
+    return f"np.ones({shape}, {kind or 'np.' + slot.dtype.name})"
+
+
+def _triton(
+    name: str,
+    arrays: Mapping[str, str],
+    types: Mapping[str, str],
+    outputs: Iterable[str],
+    address: Address,
+    *,
+    only_grpc: bool = False,
+) -> dict[str, str]:
+    """Return programs that use tritonclient. `arrays`: an expression for each input."""
+    host = address.host
+    grpc = f"{host if host.endswith(']') else host.rpartition(':')[0] or host}:{address.grpc_port}"
+    ways = {} if only_grpc else {"http": (host + address.root_path, "HTTP", "Authorization")}
+    if address.grpc_port is not None:
+        ways["grpc"] = grpc, "gRPC", "authorization"
+    values = "".join(f"    {each!r}: {array},\n" for each, array in arrays.items())
+    shown = "".join(f"print({each!r}, answer.as_numpy({each!r}))\n" for each in outputs)
+    imports = "import os\n" * address.token + "import ml_dtypes\n" * ("BF16" in types.values())
+    secure = ", ssl=True" if address.scheme == "https" else ""
+    found = {}
+    for kind, (place, title, key) in ways.items():
+        token = f", headers={{'{key}': 'Bearer ' + os.environ['TOKEN']}}" if address.token else ""
+        found[f"tritonclient ({title})"] = f"""{imports}import numpy as np
+import tritonclient.{kind} as client
+
+arrays = {{
+{values}}}
+types = {types!r}
+inputs = []
+for name, array in arrays.items():
+    inputs.append(client.InferInput(name, list(array.shape), types[name]))
+    inputs[-1].set_data_from_numpy(array)
+with client.InferenceServerClient("{place}"{secure}) as server:
+    answer = server.infer("{name}", inputs{token})
+{shown}"""
+    return found

@@ -26,8 +26,7 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.web import examples as guide
-from deploykit.serving.web.examples import Address
+from deploykit.serving.web.page import Address, guide
 from tests.support.fake_engine import FakeEngine, Function
 from tests.support.graphs.batch_graphs import (
     BATCHED,
@@ -472,7 +471,7 @@ def test_log_metadata_metrics_and_docs_say_whether_and_why_requests_are_not_join
     gauge = 'deploykit_model_batched{model="m",version="1"}'
     with served(reverse(), tmp_path) as repository:
         about = repository.find("m").metadata()["parameters"]
-        page = guide.page(repository, Address("http", "h", None, False))
+        page = guide(repository, Address("http", "h", None, False))
         assert f"{gauge} 0" in metrics(repository)
     assert about["batching"].startswith("off: output 'y' of a row changes")
     for text in (about["notes"], caplog.text):

@@ -87,16 +87,6 @@ def test_clients_take_turns_whatever_one_has_queued(
     assert finish(work, len(jobs)) == order.split()
 
 
-def test_a_turn_costs_the_time_that_it_took(threads: FairThreads, work: Work) -> None:
-    """One image of 100 scans is worth as many small ones."""
-    for n in range(2):
-        threads.submit(work(f"long{n}", 3.0), Peer("a"))
-    for n in range(5):
-        threads.submit(work(f"short{n}"), Peer("b"))
-    order = finish(work, 7)
-    assert order.index("long1") >= order.index("short2")
-
-
 def test_time_is_not_forgotten_between_two_requests_nor_saved(
     threads: FairThreads, work: Work
 ) -> None:

@@ -395,20 +395,15 @@ def test_a_file_system_that_hangs_keeps_no_other_model_from_reloading(
 def test_a_file_that_changes_its_size_while_it_is_hashed_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, whole, later = tmp_path / "m.onnx", 4 << 20, list[int]()
-    real, asked = os.fstat, list[int]()
-
-    def fstat(file: int) -> os.stat_result:
-        found = real(file)
-        asked.append(file)
-        if len(asked) == 2:  # it is open, and its size known
-            os.truncate(path, later[0])
-        return found
-
-    monkeypatch.setattr(os, "fstat", fstat)
+    path, whole, fstat = tmp_path / "m.onnx", 4 << 20, os.fstat
     for size in (whole - 10, whole + (3 << 20)):
+
+        def change(file: int, size: int = size) -> os.stat_result:
+            found = fstat(file)
+            os.truncate(path, size)  # it is open, and its size known
+            return found
+
         path.write_bytes(bytes(whole))
-        later[:] = [size]
-        asked.clear()
+        monkeypatch.setattr(os, "fstat", change)
         with pytest.raises(BadInput, match="changed while it was read"):
             sha256(path)

@@ -385,17 +385,6 @@ def test_a_client_that_leaves_ends_its_request_before_the_next_stage(
     assert outcomes(words, "answer", "success") == 0
 
 
-def test_the_deadline_of_a_call_ends_its_request(words: Client) -> None:
-    def ended_in_slow() -> bool:  # on a busy machine its time may be over before that
-        code, _ = refused(words, "words", "text", "wait", client_timeout=0.05)
-        assert code == "DEADLINE_EXCEEDED"
-        words.until(lambda: words.metric(IN_FLIGHT, pipeline="words") == 0)
-        return outcomes(words, "slow", "expired") + outcomes(words, "slow", "cancelled") == 1
-
-    words.until(ended_in_slow)
-    assert outcomes(words, "answer", "success") == 0
-
-
 def test_a_full_stage_refuses_at_once(words: Client) -> None:
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(words.predict, "words", b"wait") for _ in range(2)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import gzip
 import io
+import random
 import ssl
 import sys
 import zlib
@@ -20,6 +22,7 @@ from deploykit.engines.engine import Arrays
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.web.page import FILES
+from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
@@ -30,6 +33,7 @@ from tests.support.serving.grpc_cases import (
     frames,
     infer_bytes,
     serving,
+    unlimited_window,
 )
 from tests.support.serving.memory import (
     chunked,
@@ -272,6 +276,68 @@ def test_held_bytes_return_to_zero_after_every_kind_of_request(
         raw.close()
         eventually(lambda: not server.server._listener.connections)
         eventually(lambda: counted.bytes == 0)
+
+
+@pytest.mark.parametrize("seed", range(rounds(2, 100)))
+def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
+    chance = random.Random(seed)
+    data = [data for data, _ in ENDS.values()]
+    models = {"m": FakeEngine(width=WIDTH)}
+    with running(models, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
+        counted = server.server._listener.memory
+        raws: list[Raw] = []
+        for _ in range(40):
+            if len(raws) < 3 or chance.random() < 0.3:
+                raws.append(Raw(server.port))
+            raw, sent = chance.choice(raws), chance.choice(data)
+            with contextlib.suppress(OSError):
+                raw.socket.settimeout(0.05)
+                raw.send(sent[: chance.randrange(len(sent))] if chance.random() < 0.3 else sent)
+            if chance.random() < 0.3:
+                raws.remove(raw)
+                raw.close()
+            assert counted.bytes >= 0
+        for raw in raws:
+            raw.close()
+
+        def is_served() -> bool:
+            with contextlib.closing(Raw(server.port)) as alone:
+                alone.send(raw_infer(values()))
+                return alone.reply().status == 200
+
+        eventually(is_served)  # not at once: some of the closed connections are yet to be accepted
+        eventually(lambda: not server.server._listener.connections and counted.bytes == 0)
+
+
+@pytest.mark.parametrize("seed", range(rounds(2, 100)))
+def test_random_hostile_grpc_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
+    chance = random.Random(seed)
+    message = infer_bytes(width=WIDTH)
+    models = {"m": FakeEngine(width=WIDTH)}
+    with serving(models, max_held_bytes=2 * LIMIT, max_body_bytes=LIMIT) as server:
+        shared = server.grpc
+        for _ in range(12):
+            with contextlib.suppress(OSError), frames(server.port) as client:
+                client.socket.settimeout(1)
+                for stream in range(1, 2 * chance.randrange(2, 8), 2):
+                    path = chance.choice([INFER, STREAM, f"{HEALTH}Watch", "/no/thing"])
+                    more = {"grpc-encoding": "gzip"} if chance.random() < 0.4 else {}
+                    if chance.random() < 0.2:
+                        more["grpc-timeout"] = "1m"
+                    client.open(stream, path, **more)
+                    data = chance.choice([message, gzip.compress(message), b"", b"\xff" * 100_000])
+                    end, zipped = chance.random() < 0.6, int(chance.random() < 0.4)
+                    if chance.random() < 0.3:  # a message that is cut, or a stream that is reset
+                        client.send(0, 0, stream, b"\0\0\x0f\0\0" + data[: len(data) // 2][:9000])
+                    else:
+                        client.message(stream, data, end=end, compressed=zipped)
+                    if chance.random() < 0.3:
+                        client.send(3, 0, stream, bytes([0, 0, 0, 8]))
+                    assert shared.memory.bytes >= 0
+        eventually(lambda: not shared.connections)
+        eventually(lambda: server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0))
+        with unlimited_window(server.port) as client:
+            assert client.call(1, message).status == 0
 
 
 @pytest.mark.parametrize(("model", "status"), [("text", 503), ("wide", 503), ("half", 200)])

@@ -266,7 +266,7 @@ def test_a_killed_process_is_replaced_and_loses_only_its_own_connections(
         victim = fronts(server)[0]
         counts = kill_one(victim)
         assert counts.keys() <= {200, BROKEN}
-        assert counts[BROKEN] <= 12  # each connection of the dead one broke once
+        assert counts[BROKEN] <= 2 * 12  # one that connects again may still reach the dead one
         assert logged(server, "was ended by SIGKILL")
         if count != "2":
             assert kill_one(engines(server)).keys() == {200, 503}  # no connection broke
