@@ -18,7 +18,7 @@ from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.tiles import page as tiles
 from tests.support.runtimes.tiles import png
 from tests.support.serving.actions import box, choose_model, choose_way, open_page, run, values
-from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab
+from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
 from tests.support.serving.page_models import HOSTILE, bands, colours, sums
 from tests.support.serving.running import Running, running
 
@@ -30,6 +30,12 @@ from tests.support.serving.task_models import write_task_model  # noqa: E402
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +110,6 @@ def test_a_reload_keeps_the_charts(page: Tab) -> None:
     page.call("Page.reload")
     page.until("!window.old && document.querySelector('#throughput svg')")
     assert page.ask(marks) >= 2  # the server keeps them: the reloaded page has fetched once
-
-
-def test_a_model_without_image_input_starts_with_an_example(page: Tab) -> None:
-    choose_model(page, "sums")
-    ways = page.ask("[...document.querySelectorAll('#kinds input')].map((each) => each.value)")
-    assert ways == ["Example", "JSON", ".npy"]
-    assert "sum FP64 [1, 2]" in run(page)
-    assert values(page) == [0, 0]
 
 
 def test_examples_can_be_copied_and_fit_a_narrow_page(browser: Tab, served: Running) -> None:
@@ -224,8 +222,11 @@ def test_arrays_are_read_from_npy_files_of_the_right_type_and_order(
             assert page.ask("document.querySelector('#answer [role=alert]') !== null")
 
 
-def test_the_json_form_starts_with_a_valid_request(page: Tab) -> None:
+def test_a_model_without_image_input_starts_with_an_example_and_has_a_json_form(page: Tab) -> None:
     choose_model(page, "sums")
+    ways = page.ask("[...document.querySelectorAll('#kinds input')].map((each) => each.value)")
+    assert ways == ["Example", "JSON", ".npy"]
+    assert "sum FP64 [1, 2]" in run(page)
     choose_way(page, "JSON")
     run(page)
     assert values(page) == [0, 0]
