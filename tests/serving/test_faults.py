@@ -1,7 +1,8 @@
 """Faults of the engine, of the process and of the machine (F1-F20), with the real command.
 
-F1 is in workers/test_workers.py, F2 in test_shutdown.py, F4 and F5 in models/test_reload.py, F7 in
-core/test_files.py, F15 in http/test_http_faults.py, Ctrl-C in cli/test_interrupt.py.
+F1 and F8 at the start are in workers/test_workers.py, F2 in test_shutdown.py, F4 and F5 in
+models/test_reload.py, F7 in core/test_files.py, F15 in http/test_http_hostile.py, Ctrl-C in
+cli/test_interrupt.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from tests.support.serving.faults import (
     Process,
     binary,
     leaves_nothing,
-    refused,
     request,
     until,
 )
@@ -58,13 +58,6 @@ def infer_all(server: Process, *values: float) -> list[tuple[int, object]]:
         until(lambda: server.gauge("deploykit_queue_depth") == len(others))
         server.release()
         return [each.result() for each in (first, *others)]
-
-
-def test_f8_out_of_memory_at_load_exits_with_3(tmp_path: Path) -> None:
-    code, errors = refused(tmp_path, env={"FAULT_LOAD": "1"})
-    assert code == 3
-    assert "9.0 GiB needed, 1.0 GiB free" in errors
-    assert "Traceback" not in errors
 
 
 def test_f8_out_of_memory_in_a_batch_gets_503_and_the_next_succeeds(server: Process) -> None:

@@ -28,9 +28,8 @@ from deploykit.serving.serve import serve_until_stopped
 from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, mnist_like, save
 from tests.support.runtimes.large_model import write_model
-from tests.support.serving.faults import LIMIT_S, ROOT, until
+from tests.support.serving.faults import LIMIT_S, ROOT, is_running, until
 from tests.support.serving.running import infer_json
-from tests.support.serving.worker_processes import is_running
 
 needs("onnxruntime")
 
@@ -123,6 +122,10 @@ TWO_INPUTS = """
         ),
         ({"pad": {"image": 1}}, "`pad` has no effect without `buckets`"),
         ({"instances": 0}, "`instances` 0"),
+        *(
+            ({"workers": text}, f"`workers` {text}: must be a number from 1 to 256, shared:N")
+            for text in (0, -1, "x", "", "1.5", "²", "999999999999", "shared:0")
+        ),
         ({"token_file": "/nonexistent"}, "/nonexistent"),
         ({"token_file": "empty"}, "at least 16"),
         ({"token_file": "short"}, "at least 16"),

@@ -65,6 +65,13 @@ def refused(folder: Path, *options: str, **how: Any) -> tuple[int, str]:
     return process.returncode, errors.decode()
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class Process:
     """`deploykit serve`, ready; its standard error goes to a file in `folder`, or to `stderr`."""
 
