@@ -1,13 +1,12 @@
 """Faults of the engine, of the process and of the machine (F1-F20), with the real command.
 
 F1 and F8 at the start are in workers/test_workers.py, F2 in test_shutdown.py, F4 and F5 in
-models/test_reload.py, F7 in core/test_files.py, F15 in http/test_http_hostile.py, Ctrl-C in
-cli/test_interrupt.py.
+models/test_reload.py, F7 in core/test_files.py, F15 in http/test_http_hostile.py, F20 in
+observe/test_logs.py, Ctrl-C in cli/test_interrupt.py.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -34,7 +33,7 @@ from tests.support.serving.faults import (
 )
 from tests.support.serving.running import request as raw_request
 from tests.support.serving.running import running
-from tests.support.serving.serve_faulty import DTYPE, FEWER, HANG, LOST, MEMORY, POISON, SHAPE
+from tests.support.serving.serve_faulty import DTYPE, FEWER, HANG, LOST, MEMORY, POISON
 
 BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
 
@@ -106,15 +105,6 @@ def test_f19_an_output_of_wrong_type_or_rows_gets_500_for_its_request_only(
             assert (status, found) == (200, [2.0 * value + 1])
     until(lambda: any("the engine returned" in line for line in server.log_lines()[lines:]))
     assert server.status("/v2/health/ready") == 200
-
-
-def test_f19_an_output_of_another_shape_than_declared_is_answered_and_logged_once(
-    server: Process,
-) -> None:
-    lines = len(server.log_lines())
-    assert [server.infer(value)[0] for value in (SHAPE, 1, SHAPE)] == [200, 200, 200]
-    until(lambda: any("as declared" in line for line in server.log_lines()[lines:]))
-    assert sum("as declared" in line for line in server.log_lines()[lines:]) == 1
 
 
 def test_hundreds_of_failed_requests_leak_nothing(server: Process) -> None:
@@ -197,22 +187,6 @@ def test_f18_the_server_runs_without_home_and_shared_memory(tmp_path: Path) -> N
         bare = [*alone, *bare]
     with Process(tmp_path, command=[*bare, *REAL], engine="m=m.onnx") as server:
         assert server.infer(1)[0] == 200
-
-
-def test_f20_a_full_log_pipe_does_not_block_the_server(tmp_path: Path) -> None:
-    """Each failed row is a log line: far more than this pipe holds, and nobody reads it."""
-    read, write = os.pipe()
-    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    try:
-        with Process(tmp_path, stderr=write) as server:
-            for _ in range(300):
-                assert server.infer(POISON)[0] == 500
-            assert server.infer(1) == (200, [3.0])
-            server.popen.send_signal(signal.SIGTERM)
-            assert server.wait() == 0
-    finally:
-        os.close(read)
-        os.close(write)
 
 
 def test_idle_connections_keep_no_request_or_answer(tmp_path: Path) -> None:

@@ -282,34 +282,29 @@ def test_all_processes_end_with_the_program_and_leave_nothing(
     assert program.returncode == -number
 
 
-INTERRUPTED = """
-import signal, threading
-from deploykit.serving.running_server import RunningServer
-from deploykit.serving.options import ServeOptions
-
-def run(on_start, stop):
-    on_start(None, "localhost", 1, None, ["m"])
-    stop.recv(1)  # until it is to stop
-    threading.Event().wait(0.5)
-    print("ended", flush=True)
-    return 0
-
-server = RunningServer(run, ServeOptions())
-interrupt = (threading.main_thread().ident, signal.SIGINT)
-try:
-    threading.Timer(0.3, signal.pthread_kill, interrupt).start()
-    server.wait()
-except KeyboardInterrupt:
-    server.close()
-    print("closed")
-"""
-
-
 def test_ctrl_c_while_it_is_waited_for_does_not_end_the_wait_of_close() -> None:
     """Python before 3.12 takes a thread whose `join` was interrupted for ended."""
-    command = [sys.executable, "-c", INTERRUPTED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.stdout.splitlines() == ["ended", "closed"], done.stderr
+    main_thread, waits, ended = threading.main_thread().ident, threading.Event(), threading.Event()
+
+    def run(on_start: Any, stop: socket.socket) -> int:
+        on_start(None, "localhost", 1, None, ["m"])
+        waits.wait(LIMIT_S)
+        threading.Event().wait(0.2)
+        signal.pthread_kill(main_thread or 0, signal.SIGINT)
+        stop.recv(1)  # until it is to stop
+        threading.Event().wait(0.2)
+        ended.set()
+        return 0
+
+    def wait() -> None:
+        waits.set()
+        server.wait()
+
+    server = dk.RunningServer(run, ServeOptions())
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert server.close() == 0
+    assert ended.is_set()
 
 
 def test_ctrl_c_while_it_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:

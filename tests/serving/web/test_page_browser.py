@@ -17,8 +17,17 @@ from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.tiles import page as tiles
 from tests.support.runtimes.tiles import png
-from tests.support.serving.actions import box, choose_model, choose_way, open_page, run, values
-from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab
+from tests.support.serving.browser import (
+    CHROMIUM,
+    NO_CHROMIUM,
+    Tab,
+    box,
+    choose_model,
+    choose_way,
+    open_page,
+    run,
+    values,
+)
 from tests.support.serving.page_models import HOSTILE, bands, colours, sums
 from tests.support.serving.running import Running, running
 

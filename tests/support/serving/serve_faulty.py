@@ -24,7 +24,7 @@ from deploykit.serving import processes, serve, server
 from deploykit.serving.workers import group, parent, signals
 from tests.support.fake_engine import FakeEngine
 
-POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
+POISON, MEMORY, LOST, HANG, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6)
 HOLD = Path("hold")
 SETTINGS = {
     "FAULT_CONNECT_S": (group, "CONNECT_S"),
@@ -68,8 +68,6 @@ class Faulty(FakeEngine):
             time.sleep(0.001)
         y = super().__call__(feeds)["y"]
         self.ran += int((feeds["x"][:, 0] >= 100).sum())
-        if SHAPE in asked:
-            y = np.repeat(y, 2, axis=1)
         if DTYPE in asked:
             y = y.astype(np.float64)
         return {"y": y[:-1] if FEWER in asked else y}
