@@ -17,8 +17,6 @@ from tests.support.serving.running import Running
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NO_CHROMIUM = "no chromium on PATH"
 WAIT_S = 60  # a limit against hanging, not a measure
-ARROWS = ("ArrowLeft", "ArrowUp", "ArrowRight", "ArrowDown")
-KEY_CODES = {"Tab": 9, "Enter": 13, **{name: 37 + i for i, name in enumerate(ARROWS)}}
 
 
 class Tab:
@@ -96,13 +94,6 @@ class Tab:
         """What a reader sees of the first element of this selector."""
         return str(self.ask(f"document.querySelector({json.dumps(selector)}).innerText"))
 
-    def key(self, name: str, *, shift: bool = False) -> None:
-        """Press and release Tab, Enter or an arrow."""
-        key = {"key": name, "windowsVirtualKeyCode": KEY_CODES[name], "modifiers": 8 * shift}
-        text = "\r" if name == "Enter" else ""
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **key)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **key)
-
     def drag(self, points: list[tuple[float, float]]) -> None:
         """Press the left button at the first point, move through all, let go."""
         moves = [("mouseMoved", point) for point in points]
@@ -116,11 +107,9 @@ class Tab:
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
-    def look(self, *, dark: bool = False, width: int = 1280, height: int = 900) -> None:
-        """Set the colour scheme and the size of the window."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    def look(self, *, width: int = 1280) -> None:
+        """Set the width of the window."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
 
