@@ -240,6 +240,10 @@ def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None
     np.savez(tmp_path / "c.npz", x=RNG.standard_normal((60, 4)).astype(np.float32), words=words)
     made = dk.quantize(path, "int8", calib=tmp_path / "c.npz")
     assert dk.compare(made.path).parity.passed
+    assert dk.compare(path, path, data=tmp_path / "c.npz").parity.passed
+    dk.predict(path, tmp_path / "c.npz", tmp_path / "y.npz", batch=7)
+    with np.load(tmp_path / "y.npz") as answers:
+        assert answers["w"].tolist() == words.tolist()
 
 
 def test_a_division_by_zero_that_a_where_leaves_out_is_calibrated(tmp_path: Path) -> None:

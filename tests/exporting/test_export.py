@@ -261,6 +261,7 @@ def test_an_example_describes_the_inputs_of_a_file_of_weights(net: Path) -> None
         ({"batch": "-1"}, "`batch` -1: must be 'dynamic'"),
         ({"batch": 0}, "`batch` 0: must be 'dynamic'"),
         ({"example_inputs": IMAGE, "dynamic_axes": {"x": {1: "T"}}}, "not an input"),
+        ({"example_inputs": IMAGE, "dynamic_axes": {"image": {9: "T"}}}, "has no axis 9"),
         ({"dynamic_axes": {"image": {1: "T"}}}, "`dynamic_axes` needs `example_inputs`"),
         ({"example_inputs": IMAGE, "inputs": ["x:float32[N]"]}, "both describe the inputs"),
     ],

@@ -155,6 +155,7 @@ PLACES = ["input_ids:int64[N,T]", "position_ids:int64[N,T]"]
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {  # a class, or what is changed in the folder
     "no architecture": ({"config": NO_CLASS}, {}, f"{WHAT_IT_IS}.*`arch`.*`inputs`"),
     "an unknown one": ({"config": OWN_CODE}, {}, "has no model 'Mine'"),
+    "what it names itself": ({}, {"arch": "a:b"}, "so `arch` a:b has nothing to build"),
     "no tokenizer": (
         {"tokenizer": None},
         TEXT,

@@ -23,9 +23,8 @@ from deploykit.quantization.calibrate import METHODS, Range
 from deploykit.quantization.formats import TensorHistogram, fp8_numbers, int8_steps
 from deploykit.quantization.qdq import to_pairs
 from deploykit.quantization.scales import smooth
-from tests.support.graphs.data import feeds, samples, sqnr_db
+from tests.support.graphs.data import feeds, run, samples, sqnr_db, stored
 from tests.support.graphs.protos import calibrate, to_proto
-from tests.support.graphs.qdq_graphs import run, stored
 from tests.support.graphs.small import parse
 from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save
 
