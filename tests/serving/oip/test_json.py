@@ -16,11 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 from deploykit.core.errors import BadInput, DeploykitError, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
-from deploykit.engines.data.samples import random_feeds
 from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import (
-    Binary,
-    InputData,
     Request,
     RequestedOutput,
     Signature,
@@ -28,7 +25,6 @@ from deploykit.serving.oip.request import (
 )
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.tensors import to_bytes
-from deploykit.serving.shared_memory import Region
 from tests.support.campaign import rounds
 from tests.support.serving.requests import (
     DTYPES,
@@ -36,7 +32,6 @@ from tests.support.serving.requests import (
     LIMIT,
     FakeMemory,
     binary,
-    build,
     model,
     one,
     tensor,
@@ -221,14 +216,6 @@ def test_shared_memory_is_refused_when_it_is_not_enabled() -> None:
     oip.decode(body, None, model(), FakeMemory(16))
 
 
-def test_a_repeated_request_reads_the_memory_again() -> None:
-    memory, signature = FakeMemory(16), model()
-    for value in (0, 1):
-        memory.write(Region("r", 0, 16), np.full(4, value, np.float32).tobytes())
-        request = oip.decode(ask_input(**REGION), None, signature, memory)
-        assert request.feeds["x"].tolist() == [[value] * 4]
-
-
 # -- BYTES tensors: strings in and out
 
 
@@ -317,39 +304,6 @@ def test_the_size_limit_applies_to_the_sum_of_all_inputs() -> None:
         oip.decode(body, json_bytes, signature_of(specs, specs, 0, strings - 1))
 
 
-@pytest.mark.parametrize("kind", [bytes, memoryview], ids=["bytes", "memoryview"])
-def test_an_image_is_not_copied_between_the_body_and_the_engine(kind: type) -> None:
-    """The only copy is the transport's, from the socket into the body."""
-    image = values("uint8", 1, 224, 224, 3)
-    signature = model("uint8", "N", 224, 224, 3)
-    body, json_bytes = one("uint8", image)
-    payload = image.tobytes()
-    item = InputData("x", "UINT8", [*image.shape], Binary(kind(payload), 0, len(payload)))
-    for source, request in (
-        (body, oip.decode(kind(body), json_bytes, signature)),
-        (payload, oip.decode(kind(payload), 0, signature)),
-        (payload, build([item], None, {}, None, signature, binary=True)),  # as over gRPC
-    ):
-        assert np.shares_memory(request.feeds["x"], np.frombuffer(source, np.uint8))
-        np.testing.assert_array_equal(request.feeds["x"], image)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spaces", range(4))
-def test_inputs_are_equal_wherever_the_json_part_ends(dtype: str, spaces: int) -> None:
-    """A view of the body is read-only; `stack` aligns it."""
-    array = random_feeds((TensorSpec("x", dtype, ("N", 4)),), {"N": 2})["x"]
-    if dtype == "bfloat16":  # a client drops the bits that it lacks
-        array = values(dtype, 2, 4)
-    body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
-    body = body[: json_bytes - 1] + b" " * spaces + body[json_bytes - 1 :]
-    x = oip.decode(body, json_bytes + spaces, model(dtype)).feeds["x"]
-    assert x.flags.c_contiguous
-    shared = np.shares_memory(x, np.frombuffer(body, np.uint8))
-    assert not (shared and x.flags.writeable)
-    np.testing.assert_array_equal(x, array, strict=True)
-
-
 def test_bfloat16_is_rounded_as_by_ml_dtypes() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)
     ties = (bits & 0xFFFF0000) | 0x8000
@@ -381,10 +335,8 @@ DOCUMENTS: list[tuple[bytes, str]] = [
         )
     ),
     (b"[]", "must be a JSON object"),
-    (b"null", "must be a JSON object"),
     (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "more than 100 deep"),
     (b"{}", "'inputs' must be a list"),
-    (b'{"inputs": {}}', "'inputs' must be a list"),
     (b'{"inputs": []}', "at least one"),
     (b'{"inputs": [5]}', "must be an object"),
     (adding(b'"id": 5'), "'id' must be a string"),
@@ -434,8 +386,8 @@ DOCUMENTS: list[tuple[bytes, str]] = [
 TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"name": "z"}, "unknown input 'z'"),
     ({"name": ["x"]}, "unknown input"),
+    ({"name": "x\n\x1b[2J" + "é" * 1000}, "unknown input"),
     ({"datatype": "fp32"}, "is FP32, got datatype 'fp32'"),
-    ({"datatype": "INT64"}, "is FP32, got datatype 'INT64'"),
     ({"datatype": None}, "got datatype None"),
     *(({"shape": shape}, "'shape' must be a list") for shape in (4, [1.0, 4], [True, 4], [-1, -4])),
     ({"shape": [4]}, r"x:float32\[N,4\], got shape \[4\]"),
@@ -443,7 +395,6 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"shape": [1, 5], "data": [0] * 5}, r"got shape \[1, 5\]"),
     ({"shape": [9, 4], "data": [0] * 36}, "batch 9 is above 8"),
     ({"data": [1, 2, 3]}, "4 elements, 'data' has 3"),
-    ({"data": [1, 2, 3, 4, 5]}, "4 elements, 'data' has 5"),
     ({"shape": [2, 4], "data": [[1, 2, 3, 4], [5, 6]]}, "not nested like"),
     ({"shape": [2, 4], "data": [[1, 2, 3, 4], 5]}, "not nested like"),
     ({"data": [[[1], [2], [3], [4]]]}, r"'data' holds \[1\]"),
@@ -463,7 +414,6 @@ VALUES: list[tuple[str, object, str]] = [
     ("int64", 2**63, "out of range for INT64"),
     ("uint64", 2**64, "holds 1.8446744073709552e"),
     ("bool", 2, "is BOOL, 'data' holds 2"),
-    ("bool", 1, "is BOOL, 'data' holds 1"),
     ("int32", True, "holds True"),
     ("string", 1, "is BYTES, 'data' holds 1"),
 ]
@@ -481,12 +431,10 @@ RAW: list[tuple[Signature, int, str]] = [
 STRINGS: list[tuple[bytes, str]] = [
     (packed(b"ab") + struct.pack("<I", 3) + b"cd", "element 1 claims 3 bytes, 2 remain"),
     (packed(b"ab") + b"\xff\xff\xff\xff" + b"cd", "claims 4294967295 bytes, 2 remain"),
-    (packed(b"ab", b"cd", b"ef"), "6 bytes follow the last of 2"),
     (packed(b"ab", b"cd") + b"\0", "1 bytes follow the last of 2"),
     (packed(b"abcd"), "the bytes end before element 1 of 2"),
     (packed(b"abcd") + b"\0\0", "the bytes end before element 1 of 2"),
     (b"\0" * 7, "at least 8 bytes, got 7"),
-    (b"", "at least 8 bytes, got 0"),
     (packed(b"ab", b"\xff\xfe"), "element 1 is not UTF-8"),
     (packed(b"ab", "\ud800".encode(errors="surrogatepass")), "element 1 is not UTF-8"),
 ]
@@ -565,8 +513,11 @@ REFUSED: list[tuple[Sent, Signature, str]] = [
 
 @pytest.mark.parametrize(("sent", "signature", "message"), REFUSED)
 def test_an_invalid_request_is_refused(sent: Sent, signature: Signature, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match=message) as caught:
         oip.decode(*sent, signature, FakeMemory(16))
+    assert caught.value.message.isascii()
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300
 
 
 def test_a_claimed_binary_size_allocates_nothing() -> None:
@@ -580,15 +531,6 @@ def test_a_claimed_binary_size_allocates_nothing() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_client_strings_in_errors_are_short_and_printable() -> None:
-    item = {"name": "x\n\x1b[2J" + "é" * 1000, "datatype": "FP32", "shape": [1, 4], "data": []}
-    with pytest.raises(BadInput) as caught:
-        oip.decode(json.dumps({"inputs": [item]}).encode(), None, model())
-    assert caught.value.message.isascii()
-    assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 200
 
 
 # -- Any bytes, and any arrays

@@ -24,6 +24,7 @@ from tests.support.serving.browser import (
     box,
     choose_model,
     choose_way,
+    chromium,
     open_page,
     run,
     values,
@@ -39,6 +40,12 @@ from tests.support.serving.task_models import write_task_model  # noqa: E402
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
 
 
 @pytest.fixture(scope="module")
