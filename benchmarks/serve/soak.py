@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import socket
 import sys
 import tempfile
 import time
@@ -26,17 +27,32 @@ import uvloop
 
 from tests.support.onnx_zoo import linear, save
 from tests.support.serving.faults import (
+    LIMIT_S,
     REAL,
     Clients,
     Process,
     binary,
-    posted,
     request,
-    sent,
     until,
 )
 
 CONNECTIONS = 16
+
+
+def sent(server: Process, data: bytes) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little fits in between
+    client.settimeout(LIMIT_S)
+    client.connect(("127.0.0.1", server.port))
+    client.sendall(data)
+    return client
+
+
+def posted(body: bytes) -> bytes:
+    head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
+
+
 _WRONG = {"name": "x", "shape": [1, 5], "datatype": "FP32", "data": [1, 2, 3, 4, 5]}
 BAD = [posted(body) for body in (b"", b"{", b'{"inputs": []}', b"[" * 300)] + [
     posted(json.dumps({"inputs": [_WRONG]}).encode()),

@@ -262,17 +262,3 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._pool.shutdown()
-
-
-def sent(server: Process, data: bytes) -> socket.socket:
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little fits in between
-    client.settimeout(LIMIT_S)
-    client.connect(("127.0.0.1", server.port))
-    client.sendall(data)
-    return client
-
-
-def posted(body: bytes) -> bytes:
-    head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-    return f"{head}\r\n\r\n".encode() + body
