@@ -31,10 +31,10 @@ from tests.support.serving.faults import (
     REAL,
     Clients,
     Process,
-    binary,
     request,
     until,
 )
+from tests.support.serving.running import binary_request
 
 CONNECTIONS = 16
 
@@ -104,11 +104,11 @@ async def ask_on(port: int, good: bytes, share: int, tenth: Tenth, seed: int) ->
 
 async def one_tenth(server: Process, count: int, number: int) -> Tenth:
     tenth = Tenth(0, 0, 0)
-    body, head = binary(1.0, 4)
+    data = binary_request(np.ones((1, 4), np.float32))
     share = count // CONNECTIONS
     await asyncio.gather(
         *(
-            ask_on(server.port, head + body, share, tenth, number * CONNECTIONS + each)
+            ask_on(server.port, data, share, tenth, number * CONNECTIONS + each)
             for each in range(CONNECTIONS)
         )
     )
@@ -176,10 +176,10 @@ def leavers(server: Process, count: int) -> tuple[str, bool]:
 def readers(folder: Path, count: int) -> tuple[str, bool]:
     """F13: clients that never read a large answer, with the server's own 30 s."""
     width = 1 << 20
-    body, head = binary(1.0, width)
+    data = binary_request(np.ones((1, width), np.float32))
     with Process(folder, "--max-batch", "1", env={"FAULT_WIDTH": str(width)}) as server:
         before, rss = server.holds()[0], server.rss_bytes()
-        waiting = [sent(server, head + body) for _ in range(count)]
+        waiting = [sent(server, data) for _ in range(count)]
         until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
         most = (server.rss_bytes() - rss) / 2**20
         began_s = time.monotonic()

@@ -89,14 +89,6 @@ def test_disagreements_of_a_shadow_are_in_the_metrics(model: Path, tmp_path: Pat
         assert f"deploykit_shadow_disagreements_total{labels}" in read(f"{server.url}/metrics")
 
 
-def test_a_request_without_the_token_is_refused(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(f"{TOKEN}\nmore\n")
-    with dk.serve({"m": model}, token_file=tmp_path / "token") as server:
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            read(f"{server.url}/v2/models/m", token="another one of that length")
-        assert read(f"{server.url}/v2/models/m")["name"] == "m"
-
-
 TWO_INPUTS = """
     <ir_version: 9, opset_import: ["" : 17]>
     g (float[N,T] ids, float[N,1] fixed) => (float[N,T] y) { y = Add(ids, fixed) }
@@ -161,15 +153,19 @@ def test_a_file_with_any_name_is_served_under_a_valid_one(model: Path, file: str
         assert server.models == ("m",)
 
 
-def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
+def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path, tmp_path: Path) -> None:
     """It changes neither signals nor logging; a fork does not close it; another one runs too."""
 
     def settings() -> Any:
         signals = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
         return signals, list(logging.getLogger().handlers)
 
-    before = settings()
-    with dk.serve({"m": str(model)}) as server, dk.serve([model], grpc_port=None) as second:
+    before, token = settings(), tmp_path / "token"
+    token.write_text(f"{TOKEN}\nmore\n")
+    with (
+        dk.serve({"m": str(model)}, token_file=token) as server,
+        dk.serve([model], grpc_port=None) as second,
+    ):
         assert (server.models, second.grpc_url) == (("m",), None)
         assert server.url != second.url
         assert server.grpc_url is not None
@@ -178,6 +174,8 @@ def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
             os._exit(server.close())
         assert os.waitpid(pid, 0)[1] == 0
         assert read(f"{server.url}/v2/models/m")["name"] == "m"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            read(f"{server.url}/v2/models/m", token="another one of that length")
         assert settings() == before
     assert server.close() == 0
     assert "closed" in repr(server)

@@ -1,4 +1,4 @@
-"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming and aio."""
+"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming, aio."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_a_stream_answers_requests_and_errors_in_order(served: Running) -> None:
 
 
 @pytest.mark.parametrize("module", [http_aio, grpc_aio], ids=["http", "grpc"])
-def test_the_aio_client_infers_and_streams(served: Running, module: Any) -> None:
+def test_the_aio_client_infers(served: Running, module: Any) -> None:
     async def use_client() -> None:
         client = module.InferenceServerClient(address(served, module))
         try:
@@ -271,17 +271,6 @@ def test_the_aio_client_infers_and_streams(served: Running, module: Any) -> None
             calls = (client.infer(name, [tensor(module, values(name))]) for name in DTYPES * 3)
             for name, answer in zip(DTYPES * 3, await asyncio.gather(*calls), strict=True):
                 check(name, answer.as_numpy("y"))
-            if module is grpc_aio:
-
-                async def requests() -> Any:
-                    for number in range(20):
-                        item = tensor(module, np.full((1, 3), number, np.float32))
-                        yield {"model_name": "linear", "inputs": [item]}
-
-                found = [each async for each in client.stream_infer(requests())]
-                assert [(result.as_numpy("y")[0, 0], error) for result, error in found] == [
-                    (6 * number, None) for number in range(20)
-                ]
         finally:
             await client.close()
 

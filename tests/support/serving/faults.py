@@ -8,7 +8,6 @@ import operator
 import os
 import random
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -182,20 +181,6 @@ def request(*values: float, width: int = 4) -> bytes:
     item = {"name": "x", "datatype": "FP32", "shape": [len(values), width]}
     data = [[value] * width for value in values]
     return json.dumps({"inputs": [{**item, "data": data}]}).encode()
-
-
-def binary(value: float, width: int) -> tuple[bytes, bytes]:
-    """A request for one row of `width` equal values, bytes in and bytes out, and its head."""
-    size = 4 * width
-    item = {"name": "x", "datatype": "FP32", "shape": [1, width]}
-    inputs = [{**item, "parameters": {"binary_data_size": size}}]
-    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    head = (
-        f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Length: {len(text) + size}\r\n"
-        f"Inference-Header-Content-Length: {len(text)}\r\n\r\n"
-    )
-    return text + struct.pack("<f", value) * width, head.encode()
 
 
 def answer(status: int, body: bytes) -> Any:
