@@ -126,6 +126,7 @@ def test_hundreds_of_failed_requests_leak_nothing(server: Process) -> None:
 
 FULL = "mount -t tmpfs -o size=1m none out && cp before out/m.onnx"
 BUILD = '"$@" build m.onnx --profile cpu -o out/m.onnx --force'
+KEPT = "cat out/m.onnx > after; ls -A out > left; exit $code"
 
 
 def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(tmp_path: Path) -> None:
@@ -135,21 +136,14 @@ def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(tmp_path: Path) -> N
     alone = ["unshare", "--mount", "sh", "-c"]
     if subprocess.run([*alone, FULL], cwd=tmp_path, check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    script = (
-        f"{FULL} && {{ {BUILD}; code=$?; cat out/m.onnx > after; ls -A out > left; exit $code; }}"
-    )
+    script = f"{FULL} && {{ {BUILD}; code=$?; {KEPT}; }}"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*alone, script, "sh", *REAL],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 3, done.stderr
-    assert "error: out/m.onnx: no space left on the disk" in done.stderr
-    assert "Traceback" not in done.stderr
+    command = [*alone, script, "sh", *REAL]
+    done = subprocess.run(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, check=False)
+    errors = done.stderr.decode()
+    assert done.returncode == 3, errors
+    assert "error: out/m.onnx: no space left on the disk" in errors
+    assert "Traceback" not in errors
     assert (tmp_path / "after").read_bytes() == b"what was there before"
     assert (tmp_path / "left").read_text().split() == ["m.onnx"]
 
