@@ -83,21 +83,6 @@ def serving(
         server.stop(0).wait()
 
 
-def test_grpc_is_loaded_as_http_is() -> None:
-    seen: list[bytes] = []
-
-    def infer(request: bytes, _context: object) -> bytes:
-        seen.append(request)
-        return answer()
-
-    with serving(infer) as url:
-        result = load(url, seen, at_least(3), batch=5, rate=100.0, **QUICK)
-    assert (result.protocol, result.model, result.shapes) == ("grpc", "m", {"x": (5, 3)})
-    assert result.sent == result.ok == len(seen) - 1 >= 3  # one more was the probe
-    assert result.server == {"server": "native", "version": "7", "platform": "native"}
-    assert len(set(seen)) > 1
-
-
 def test_a_server_that_ends_old_connections_loses_no_call() -> None:
     age = [("grpc.max_connection_age_ms", 60), ("grpc.max_connection_age_grace_ms", 5000)]
     with serving(options=age) as url:

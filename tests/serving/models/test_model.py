@@ -469,7 +469,9 @@ def test_log_metadata_metrics_and_docs_say_whether_and_why_requests_are_not_join
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gauge = 'deploykit_model_batched{model="m",version="1"}'
-    with served(reverse(), tmp_path) as repository:
+    x = np.arange(20, dtype=np.float32).reshape(5, 4)
+    with served(reverse(), tmp_path, max_batch=2) as repository:
+        assert np.array_equal(answer(repository, x), x[::-1])  # of any number of rows
         about = repository.find("m").metadata()["parameters"]
         page = guide(repository, Address("http", "h", None, False))
         assert f"{gauge} 0" in metrics(repository)
@@ -480,15 +482,6 @@ def test_log_metadata_metrics_and_docs_say_whether_and_why_requests_are_not_join
     with served(linear(), tmp_path) as repository:
         assert repository.find("m").metadata()["parameters"]["batching"] == "on"
         assert f"{gauge} 1" in metrics(repository)
-
-
-@pytest.mark.parametrize("max_batch", [1, 2, 32])
-def test_a_dependent_model_takes_requests_of_any_number_of_rows(
-    tmp_path: Path, max_batch: int
-) -> None:
-    with served(reverse(), tmp_path, max_batch=max_batch) as repository:
-        x = np.arange(20, dtype=np.float32).reshape(5, 4)
-        assert np.array_equal(answer(repository, x), x[::-1])
 
 
 def test_a_model_that_is_assumed_to_be_batched_is_batched(tmp_path: Path) -> None:

@@ -442,10 +442,7 @@ def test_json_above_the_limit_is_refused_with_the_other_formats(words: Client) -
     headers = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
     status, answer = words.predict("echo", gzipped, **headers)
     assert (status, "the JSON is longer than 24 MiB" in answer["error"]) == (413, True)
-
-
-def test_a_text_has_the_limit_as_json_only(words: Client) -> None:
-    text = b'"' + b"," * (MOST_JSON_VALUES + 1) + b'"'
+    text = b'"' + b"," * (MOST_JSON_VALUES + 1) + b'"'  # a text has the limit as JSON only
     status, answer = words.predict("words", text, Content_Type="application/json")
     assert (status, LIMIT_MESSAGE in answer["error"]) == (413, True)
     assert words.predict("words", text) == (200, {"done": [text.decode()]})
