@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import helper
 
@@ -27,22 +26,6 @@ from tests.support.bundles import boot, proven_model
 from tests.support.onnx_zoo import conv_relu, linear, make, mnist_like, save
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def relu(*shape: int | str) -> onnx.ModelProto:
-    return make([helper.make_node("Relu", ["x"], ["y"])], {"x": shape}, {"y": shape}, {})
-
-
-def quantized() -> onnx.ModelProto:
-    """An INT8 pair before a Relu."""
-    pair = ["x", "scale", "zero"], ["q"]
-    nodes = [
-        helper.make_node("QuantizeLinear", *pair),
-        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
-        helper.make_node("Relu", ["d"], ["y"]),
-    ]
-    values = {"scale": np.float32(0.1), "zero": np.int8(0)}
-    return make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, values)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +175,8 @@ def test_samples_that_are_given_take_the_place_of_recorded_ones(
 
 
 def test_a_dynamic_axis_needs_its_sizes_for_tensorrt(tmp_path: Path) -> None:
-    path = proven_model(tmp_path / "m.onnx", relu("N", "T", 4))
+    shape, node = ("N", "T", 4), helper.make_node("Relu", ["x"], ["y"])
+    path = proven_model(tmp_path / "m.onnx", make([node], {"x": shape}, {"y": shape}, {}))
     with pytest.raises(dk.BadInput, match="'T', is dynamic and has no range"):
         dk.bundle(path, "l4", out=tmp_path / "out")
     made = dk.bundle(path, "l4", out=tmp_path / "out", axes=["T=1,8,16"])
@@ -228,12 +212,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(int8: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `REFUSED` names."""
     folder = tmp_path_factory.mktemp("inputs")
     for name in ("m.onnx", "bf16.onnx"):
         proven_model(folder / name)
-    save(quantized(), folder / "int8.onnx")
+    shutil.copyfile(int8["tensorrt"], folder / "int8.onnx")
     (folder / "m.trt").write_bytes(b"ftrt" + bytes(64))
     manifest = folder / "bf16.onnx.json"
     manifest.write_text(manifest.read_text().replace('"float32":', '"bfloat16":'))

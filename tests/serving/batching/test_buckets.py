@@ -20,6 +20,7 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.options import ServeOptions
+from tests.support.fake_engine import Function
 from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.warming import Lengths
 
@@ -127,36 +128,29 @@ def test_the_check_skips_lengths_that_the_engine_refuses() -> None:
         buckets(Lengths(9)).check(Lengths(9), 8)
 
 
-class Leaking(Lengths):
-    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-        return {"y": super().__call__(feeds)["y"] + feeds["x"].sum(dtype=np.float32)}
+TEXT, SAME = "x:float32[N,T]", "y:float32[N,T]"
 
 
-class Lost(Lengths):
-    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-        if len(feeds["x"]) == 1:
-            raise DeviceLost("gone")
-        return super().__call__(feeds)
-
-
-class Uncut(Lengths):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs = (TensorSpec("y", "float32", ("N", "M")),)  # as long as T, but not by name
+def lost(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if len(feeds["x"]) == 1:
+        raise DeviceLost("gone")
+    return {"y": feeds["x"]}
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "words"),
+    ("engine", "error", "words"),
     [
-        (Leaking, BadInput, "output 'y'"),  # rows that affect each other
-        (Uncut, BadInput, "changes by inf"),  # its padding cannot be removed
-        (Lost, DeviceLost, "gone"),  # no refused length
+        # rows that affect each other
+        (Function(lambda x: {"y": x["x"] + x["x"].sum()}, TEXT, SAME), BadInput, "output 'y'"),
+        # as long as T, but not by name: its padding cannot be removed
+        (Function(lambda x: {"y": x["x"]}, TEXT, "y:float32[N,M]"), BadInput, "changes by inf"),
+        (Function(lost, TEXT, SAME), DeviceLost, "gone"),  # no refused length
     ],
+    ids=["rows", "uncut", "lost"],
 )
 def test_a_model_whose_padding_changes_its_outputs_is_refused(
-    kind: type[Lengths], error: type[Exception], words: str
+    engine: Engine, error: type[Exception], words: str
 ) -> None:
-    engine = kind()
     with pytest.raises(error, match=words):
         buckets(engine).check(engine, 8)
 

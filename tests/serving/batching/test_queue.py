@@ -181,13 +181,6 @@ def test_next_us_is_the_earliest_deadline_or_end_of_a_delay() -> None:
     assert queue.next_us() == 110
 
 
-def test_add_wakes_an_engine_only_when_a_batch_can_be_due() -> None:
-    at_once = RequestQueue(BatchPolicy(4))
-    assert [at_once.add(pending(n)) for n in range(3)] == [True] * 3
-    delayed = RequestQueue(BatchPolicy(4, 100))
-    assert [delayed.add(pending(n)) for n in range(4)] == [True, False, False, True]
-
-
 DUE = {  # rows and arrival of each request, the delay, the time, and how many are taken
     "the queue is empty": ([], 0, 0, 0),
     "an idle engine takes one at once": ([(1, 0)], 0, 0, 1),
