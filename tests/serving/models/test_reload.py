@@ -15,12 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-import onnx.parser
 import onnxruntime
 import pytest
-from onnx import numpy_helper
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import sha256
@@ -313,14 +309,12 @@ from deploykit.engines.engine import load
 
 folder = Path(sys.argv[1])
 engine = load(folder / "m.onnx", "cpu")
-rows = {"i": np.arange(4, dtype=np.int64) * 250}
-before = engine(rows)["y"]
+row = {"x": np.ones((1, 1 << 20), np.float32)}
 for name in ("m.onnx", "w.bin"):
     os.truncate(folder / name, 0)
-assert np.array_equal(engine(rows)["y"], before)
+assert (engine(row)["y"] == 3).all()
 sys.stdout.write("alive")
 """
-HEADER = '<ir_version: 10, opset_import: ["" : 18]> g '
 
 
 @pytest.mark.skipif(
@@ -329,11 +323,7 @@ HEADER = '<ir_version: 10, opset_import: ["" : 18]> g '
 )
 def test_truncated_weights_do_not_end_the_process(tmp_path: Path) -> None:
     """ONNX Runtime maps external weights: reading truncated ones was a SIGBUS (-7)."""
-    text = "(int64[N] i) => (float[N,2000] y) { y = Gather (w, i) }"
-    found = onnx.parser.parse_model(HEADER + text)
-    table = np.random.default_rng(0).standard_normal((1000, 2000), dtype=np.float32)
-    found.graph.initializer.append(numpy_helper.from_array(table, "w"))
-    onnx.save(found, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin")
+    model(tmp_path / "m.onnx", 2.0, width=1 << 20, external=True)
     command = [sys.executable, "-c", TRUNCATED, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (ran.returncode, ran.stdout) == (0, "alive"), ran.stderr
