@@ -41,11 +41,11 @@ from tests.support.serving.running import (
     Reply,
     Running,
     binary_request,
-    free_axis,
     infer_json,
     request,
     running,
 )
+from tests.support.serving.warming import Lengths
 
 INFER = "/v2/models/m/infer"
 LIVE = request("GET", "/v2/health/live")
@@ -568,7 +568,7 @@ BIG = infer_json([0.123456] * WIDTH, [1, WIDTH])
 @contextmanager
 def serving(**options: Any) -> Iterator[Running]:
     """`m` takes rows of any length, `small` of four."""
-    with running({"small": FakeEngine(), "m": free_axis()}, **options) as server:
+    with running({"small": FakeEngine(), "m": Lengths()}, **options) as server:
         yield server
 
 
