@@ -176,6 +176,7 @@ COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
     "two largest scores within 1 %": (floats(0.0, 9.96, 9.97), floats(0.0, 9.97, 9.96), True),
     "a single number within 1 %": (floats(99.1), floats(100.0), True),
     "near zero": (floats(1e-9), floats(0.0), True),
+    "from zero": (floats(1e-3), floats(0.0), False),
     "half precision": (np.float16([[100.1]]), floats(100.0), True),
     "both NaN": (floats(math.nan), floats(math.nan), True),
     "one infinite": (floats(1.0), floats(math.inf), False),
