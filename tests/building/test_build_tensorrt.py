@@ -9,7 +9,7 @@ import functools
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -53,21 +53,13 @@ def layers(*kinds: str, **more: Any) -> str:
     return json.dumps({"Layers": items})
 
 
-def built(
-    model: Path,
-    folder: Path,
-    data: Path | None = None,
-    max_drop: float | None = None,
-    **shapes: Any,
-) -> Any:
+def built(model: Path, folder: Path, shapes: Shapes | None = None, **gate: Any) -> Any:
     """Build for a target that this machine is not."""
     stage, l4 = folder / "stage", load_profile("l4")
     stage.mkdir()
-    request = QuantizeRequest(
-        to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop
-    )
+    request = QuantizeRequest(to="fp32", runtime="tensorrt", target=l4, **gate)
     source = Artefact.open(model)
-    job = BuildJob(source, l4, request, Shapes(**shapes), stage / "m.trt", folder / "m.trt")
+    job = BuildJob(source, l4, request, shapes or Shapes(), stage / "m.trt", folder / "m.trt")
     plan = find_builder("tensorrt")(source, job.tmp, l4, job.shapes, None)
     return prove_plan(plan, source, job)
 
@@ -77,7 +69,7 @@ GEMM = LAYERS.replace("node_of_m + node_of_y", "gemm")
 
 def test_an_engine_that_cannot_run_here_is_kept_as_unverified(rig: Rig, tmp_path: Path) -> None:
     rig.use(layers=GEMM)
-    made = built(rig.model, tmp_path, batch="2,4,64")
+    made = built(rig.model, tmp_path, Shapes(batch="2,4,64"))
     assert made.path.read_bytes()[1:4] == b"trt"
     manifest = Artefact(made.path).manifest
     assert manifest is not None
@@ -99,11 +91,11 @@ def test_an_engine_that_cannot_run_here_is_kept_as_unverified(rig: Rig, tmp_path
 class Machine:
     """A machine with an L4, and a model to build there; `machine(...)`: what its TensorRT does."""
 
-    def __init__(self, model: Path, enter: Callable[..., Behaviour]) -> None:
-        self.model, self.folder, self._enter = model, model.parent, enter
+    def __init__(self, model: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+        self.model, self.folder, self._stack, self._patch = model, model.parent, stack, patch
 
     def __call__(self, **more: Any) -> Behaviour:
-        return self._enter(**more)
+        return self._stack.enter_context(gpu_machine(self.folder, self._patch, **more))
 
     def build(self, **options: Any) -> Any:
         return dk.build(self.model, "l4", **options)
@@ -111,13 +103,8 @@ class Machine:
 
 @pytest.fixture(name="machine")
 def machine_fixture(affine_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    folder = affine_onnx.parent / "machine"
-    folder.mkdir()
     with ExitStack() as stack:
-        yield Machine(
-            affine_onnx,
-            lambda **more: stack.enter_context(gpu_machine(folder, monkeypatch, **more)),
-        )
+        yield Machine(affine_onnx, stack, monkeypatch)
 
 
 def test_the_manifest_records_the_engines_facts_and_its_source(machine: Machine) -> None:
