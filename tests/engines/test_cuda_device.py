@@ -172,14 +172,11 @@ def test_a_call_under_way_at_the_end_of_a_process_is_waited_for_within_a_limit(
     [
         ("Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 12", "580.65.06"),
         ("x86_64 Kernel Module  535.104.05  Sat Aug 19", "535.104.05"),
-        (None, ""),
     ],
 )
-def test_driver_version_is_read_from_the_kernel(
-    tmp_path: Path, line: str | None, version: str
-) -> None:
-    if line is not None:
-        (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {line}\n")
+def test_driver_version_is_read_from_the_kernel(tmp_path: Path, line: str, version: str) -> None:
+    assert driver.driver_version(tmp_path / "version") == ""
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {line}\n")
     assert driver.driver_version(tmp_path / "version") == version
 
 

@@ -211,10 +211,11 @@ def test_engines_that_share_weights_run_in_threads_of_their_own() -> None:
         engines = [found.engine, *(found.engine.share(graphs=SIZES) for _ in range(2))]
 
         def run(number: int) -> bool:
-            return all(right(engines[number], 1 + n % 9, start=100 * number + n) for n in range(60))
+            engine = engines[number // 2]  # and two threads take turns on each
+            return all(right(engine, 1 + n % 9, start=100 * number + n) for n in range(60))
 
-        with ThreadPoolExecutor(len(engines)) as pool:
-            assert all(pool.map(run, range(len(engines))))
+        with ThreadPoolExecutor(2 * len(engines)) as pool:
+            assert all(pool.map(run, range(2 * len(engines))))
         for engine in engines:
             engine.close()
 
