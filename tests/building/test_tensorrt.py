@@ -202,18 +202,6 @@ def test_without_tensorrt_the_extra_is_named(rig: Rig) -> None:
     assert install_command("tensorrt") in (caught.value.hint or "")
 
 
-def test_weights_outside_the_models_folder_are_refused(rig: Rig) -> None:
-    does = rig.use()
-    graph = linear()
-    for tensor in graph.graph.initializer:
-        tensor.ClearField("raw_data")
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        tensor.external_data.add(key="location", value="../secret")
-    with pytest.raises(BadInput, match="outside the model's folder"):
-        rig.build(save(graph, rig.model))
-    assert "strong" not in does.seen
-
-
 @pytest.mark.parametrize(
     ("profile", "option", "message"),
     [
