@@ -400,81 +400,76 @@ sys.modules["cuda"] = None
 from deploykit.core.subprocesses import main
 main()
 """
+AND_ENDS = "import time; time.sleep(0.3); open('ended', 'w')"
 
 
-def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def build_apart(
+    rig: Rig, patch: pytest.MonkeyPatch, code: str, on_progress: Any = None
+) -> BuildResult:
+    """Build in a process that runs this code, in the test's folder."""
     command = [sys.executable, "-c", code]
-    monkeypatch.setattr(
-        "deploykit.core.subprocesses.module_command", lambda _module, number: [*command, number]
+    patch.setattr(
+        "deploykit.core.subprocesses.module_command", lambda _, number: [*command, number]
     )
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-
-
-def build_apart(model: Path, out: Path, on_progress: Any = None) -> BuildResult:
-    return build_engine(Artefact.open(model), out, load_profile(ORIN), Shapes(), on_progress)
+    patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    patch.chdir(rig.out.parent)
+    source = Artefact.open(rig.model)
+    return build_engine(source, rig.out, load_profile(ORIN), Shapes(), on_progress)
 
 
 def test_a_shared_memory_builds_in_another_process_and_reports_progress(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child(monkeypatch, CHILD.format(error=None))
     phases: list[str] = []
-    built = build_apart(rig.model, rig.out, lambda phase, _share: phases.append(phase))
+    code = CHILD.format(error=None)
+    built = build_apart(rig, monkeypatch, code, lambda phase, _share: phases.append(phase))
     assert "tensorrt" not in sys.modules
     assert rig.out.exists()
     assert built.built_on["tensorrt"] == "10.3.0"
     assert {"parsing", "Building engine", "built"} <= set(phases)
 
 
-def test_an_error_there_is_the_error_here_and_nothing_is_interrupted(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """An interrupt then is a traceback among the messages of a device."""
-    end = f"import time; time.sleep(0.3); open({str(tmp_path / 'ended')!r}, 'w')"
-    child(monkeypatch, CHILD.format(error="no tactics within workspace limit") + end)
-    with pytest.raises(Unsupported, match="no kernel fits into the workspace") as caught:
-        build_apart(rig.model, rig.out)
-    assert caught.value.hint == "a larger `workspace_bytes` in the profile"
-    assert not rig.out.exists()
-    assert (tmp_path / "ended").exists()
+WORKSPACE = CHILD.format(error="no tactics within workspace limit")
 
 
 @pytest.mark.parametrize(
-    ("end", "error", "says"),
+    ("code", "error", "says"),
     [
-        ("os.kill(os.getpid(), 9)", OutOfMemory, "the system ended it"),
-        ("os.kill(os.getpid(), 11)", DeploykitError, "ended with code -11"),
+        (WORKSPACE + AND_ENDS, Unsupported, "no kernel fits into the workspace"),
+        ("import os; os.kill(os.getpid(), 9)", OutOfMemory, "the system ended it"),
+        ("import os; os.kill(os.getpid(), 11)", DeploykitError, "ended with code -11"),
     ],
 )
-def test_a_build_that_is_killed_is_an_error_with_its_cause(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, end: str, error: type, says: str
+def test_an_error_there_is_the_error_here_and_nothing_is_interrupted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, code: str, error: type, says: str
 ) -> None:
-    child(monkeypatch, f"import os; {end}")
+    """An interrupt then is a traceback among the messages of a device."""
     with pytest.raises(error, match=says) as caught:
-        build_apart(rig.model, rig.out)
+        build_apart(rig, monkeypatch, code)
     assert type(caught.value) is error
+    assert not rig.out.exists()
+    assert Path("ended").exists() is (error is Unsupported)
+    if error is Unsupported:
+        assert caught.value.hint == "a larger `workspace_bytes` in the profile"
 
 
-def test_an_interrupted_caller_stops_the_build(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    mark = tmp_path / "stopped"
-    code = f"""
+STOPPED = """
 import signal, sys, time
 from multiprocessing.connection import Connection
 try:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     pipe = Connection(int(sys.argv[1]))
     pipe.send(("progress", "x", 0.1))
     time.sleep(60)
 except KeyboardInterrupt:
-    open({str(mark)!r}, "w").close()
+    open("stopped", "w").close()
 """
-    child(monkeypatch, code)
 
+
+def test_an_interrupted_caller_stops_the_build(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(phase: str, share: float) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_apart(rig.model, rig.out, stop)
-    assert mark.exists()
+        build_apart(rig, monkeypatch, STOPPED, stop)
+    assert Path("stopped").exists()

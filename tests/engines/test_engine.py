@@ -24,13 +24,6 @@ from tests.support.serving.running import WAIT_S
 BARE = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 
 
-def test_content_decides_not_the_name(affine_onnx: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    renamed = affine_onnx.rename(affine_onnx.with_suffix(".trt"))
-    with load(renamed, "cpu") as engine:
-        assert engine.runtime.startswith("onnxruntime")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

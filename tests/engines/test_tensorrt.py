@@ -23,7 +23,6 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda import errors as codes
 from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost, cuda_error
-from deploykit.engines.cuda.execution import round_up
 from deploykit.engines.tensorrt.log import logger, recorder
 from tests.support.campaign import rounds
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, replaced, tensor
@@ -49,15 +48,6 @@ def opened_fixture() -> Iterator[Opened]:
 
 
 # what an engine says of itself
-
-
-def test_an_engine_describes_itself() -> None:
-    with Opened(notes=("loaded on trust",)).engine as engine:
-        assert engine.inputs == (TensorSpec("x", "float32", ("N", 4)),)
-        assert engine.outputs == (TensorSpec("y", "float32", ("N", 4)),)
-        assert (engine.max_batch, engine.device) == (32, "cuda:0")
-        assert engine.runtime == "tensorrt 10.13.3.9"
-        assert engine.notes == ("loaded on trust",)
 
 
 @pytest.mark.parametrize(
@@ -115,19 +105,6 @@ def test_tensor_that_numpy_cannot_carry_is_unsupported(item: Any, says: str) -> 
 
 
 # calls
-
-
-def test_wrong_feeds_are_refused_before_tensorrt(opened: Opened) -> None:
-    before = len(opened.cuda.calls)
-    for batch in (0, 33):
-        words = rf"m\.trt: input 'x': axis N is {batch}, built for 1 to 32"
-        with pytest.raises(BadInput, match=words):
-            opened.engine({"x": rows(batch)})
-    for feeds in ({}, {"x": rows(1).astype(np.float64)}, {"x": rows(1), "z": rows(1)}):
-        with pytest.raises(BadInput):
-            opened.engine(feeds)
-    assert len(opened.cuda.calls) == before
-    assert right(opened.engine, 1)
 
 
 def test_the_copy_times_of_the_last_call_are_reported() -> None:
@@ -482,7 +459,8 @@ def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened:
 
 
 def test_an_engine_built_for_a_dla_core_runs_on_it() -> None:
-    with Opened(dla=1) as found:
+    with Opened(dla=1, notes=("loaded on trust",)) as found:
+        assert found.engine.notes == ("loaded on trust",)
         assert found.nv.does.seen["runtime_dla"] == 1
 
 
@@ -519,12 +497,6 @@ def test_larger_batch_replaces_the_buffers_and_frees_the_old_ones_first() -> Non
         assert found.cuda.held()["device"] == 2
     held = found.cuda.names("allocate", "free")
     assert held[:6] == ["allocate", "allocate", *["free", "allocate"] * 2]
-
-
-def test_sizes_are_rounded_up_by_a_quarter_at_most() -> None:
-    for nbytes in (1, 511, 512, 513, 4097, 123_456_789):
-        assert nbytes <= round_up(nbytes) <= nbytes * 1.25 + 512
-        assert round_up(nbytes) % 512 == 0
 
 
 def test_third_call_waits_for_the_first_of_two_slots_and_keeps_its_answer() -> None:
@@ -683,22 +655,18 @@ def test_rows_are_not_padded_where_an_output_is_not_one_per_row() -> None:
 # errors of the CUDA path: memory that runs out, a lost device, closing, and what codes mean
 
 
-def test_out_of_memory_says_need_and_free_and_a_smaller_call_still_runs() -> None:
-    with Opened(profiles=LARGE, cuda=FakeCuda(total_bytes=100_000)) as found:
-        assert right(found.engine, 100)
-        words = r"cuda:0: out of memory: .* MiB needed, .* MiB free"
-        with pytest.raises(OutOfMemory, match=words) as caught:
-            found.engine({"x": rows(5000)})
-        assert (caught.value.exit_code, caught.value.http_status) == (3, 503)
-        assert right(found.engine, 100)
-
-
-@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc"])
-def test_memory_that_the_driver_refuses_is_an_error_and_nothing_is_held(call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [("cuMemAlloc", ": .* MiB needed, .* MiB free"), ("cuMemHostAlloc", " in cuMemHostAlloc")],
+)
+def test_memory_that_the_driver_refuses_is_an_error_and_nothing_is_held(
+    call: str, says: str
+) -> None:
     with Opened(profiles=LARGE) as found:
         found.cuda.library.fakecuda_fail(f"{call}:2@2".encode())
-        with pytest.raises(OutOfMemory, match="cuda:0: out of memory"):
+        with pytest.raises(OutOfMemory, match=f"cuda:0: out of memory{says}") as caught:
             found.engine({"x": rows(5000)})
+        assert (caught.value.exit_code, caught.value.http_status) == (3, 503)
         assert right(found.engine, 5000)
 
 

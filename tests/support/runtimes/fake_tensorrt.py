@@ -125,7 +125,6 @@ class Behaviour:
     dla_cores: int = 0
     warnings: tuple[str, ...] = ()  # logged while it builds
     needs_plugins: bool = False  # the graph has a node that NVIDIA's own plugins run
-    hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
     layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
     strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
     cache_refused: str = ""  # by "create", which gives an empty one, or by "set"
@@ -176,7 +175,7 @@ class FakeTensorRt:
         self.BuilderFlag = _names("FP16 BF16 INT8 FP8 INT4 TF32 GPU_FALLBACK VERSION_COMPATIBLE")
         self.MemoryPoolType = _names("WORKSPACE")
         self.ProfilingVerbosity = _names("DETAILED")
-        self.HardwareCompatibilityLevel = _names(does.hardware)
+        self.HardwareCompatibilityLevel = _names("NONE AMPERE_PLUS")  # 10.13 has one more
         self.DeviceType = _names("GPU DLA")
         self.LayerInformationFormat = _names("ONELINE JSON")
 
