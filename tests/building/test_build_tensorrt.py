@@ -24,10 +24,8 @@ import deploykit as dk
 from deploykit.building.build import check_build
 from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.build import cache_path
 from deploykit.building.tensorrt.prove import build_engine, prove_plan
 from deploykit.core.artefact import Artefact
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
@@ -40,6 +38,7 @@ from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, Rig, r
 from tests.support.runtimes.gpu_machine import LAYER, LAYERS, gpu_machine, plan
 
 ENDS = ("Inputs", "Outputs")
+ORIN = "jetson-orin-nano-8gb"
 
 
 def layers(*kinds: str, **more: Any) -> str:
@@ -330,36 +329,39 @@ def test_the_workspace_fits_the_free_memory_of_a_shared_gpu(machine: Machine) ->
 # which target this machine is
 
 
+TWO = {
+    "gpus": (
+        Gpu("NVIDIA L4", 1, "580", "8.9"),
+        Gpu("NVIDIA A100-SXM4-80GB", 1, "580", "8.0"),
+    )
+}
+NANO = {"gpus": (), "board_ids": ("nvidia,p3767-0005", "nvidia,tegra234"), "l4t": "36.4.3"}
+WITH_SMI = NANO | {"gpus": (Gpu("Orin (nvgpu)", None, "540.4.0", "8.7"),), "l4t": None}
+
+
 @pytest.mark.parametrize(
-    ("number", "right", "wrong"), [(0, "l4", "a100-80gb"), (1, "a100-80gb", "l4")]
+    ("machine_is", "number", "right", "wrong"),
+    [
+        (TWO, 0, "l4", "a100-80gb"),
+        (TWO, 1, "a100-80gb", "l4"),
+        (NANO, 0, ORIN, "jetson-orin-nx-16gb"),  # by its board, not by the name of its GPU
+        (WITH_SMI, 0, ORIN, "jetson-orin-nx-16gb"),
+    ],
 )
-def test_the_gpu_that_was_chosen_must_be_the_target(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int, right: str, wrong: str
+def test_the_gpu_or_board_that_was_chosen_must_be_the_target(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    machine_is: dict[str, Any],
+    number: int,
+    right: str,
+    wrong: str,
 ) -> None:
-    l4, a100 = Gpu("NVIDIA L4", 1, "580", "8.9"), Gpu("NVIDIA A100-SXM4-80GB", 1, "580", "8.0")
-    two = replace(this_machine(), gpus=(l4, a100))
-    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: two)
+    here = replace(this_machine(), **machine_is)
+    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: here)
     with replaced("tensorrt", FakeTensorRt()):
         build_tensorrt.check_here(load_profile(right), Artefact(rig.model), number)
-        with pytest.raises(dk.Unsupported, match=f"'{wrong}' is not this machine, which has"):
+        with pytest.raises(dk.Unsupported, match=f"'{wrong}' is not this machine"):
             build_tensorrt.check_here(load_profile(wrong), Artefact(rig.model), number)
-    names = {cache_path("10.3", with_gpu(two, each)) for each in (0, 1)}
-    assert len(names) == 2  # each kind of GPU has a timing cache
-
-
-def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
-    nano = replace(this_machine(), gpus=(gpu,), board_ids=("nvidia,p3767-0005", "nvidia,tegra234"))
-    without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
-    for here in (nano, without_smi):
-        monkeypatch.setattr(build_tensorrt, "this_machine", lambda here=here: here)
-        with replaced("tensorrt", FakeTensorRt()):
-            build_tensorrt.check_here(load_profile(ORIN), Artefact(rig.model))
-        words = "profile 'jetson-orin-nx-16gb' is not this machine"
-        with pytest.raises(dk.Unsupported, match=words):
-            build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(rig.model))
 
 
 def test_a_target_of_another_machine_is_refused_with_what_works_here(rig: Rig) -> None:
@@ -389,7 +391,6 @@ def test_a_refused_check_fails_and_names_the_reason(rig: Rig) -> None:
 
 # in a process of its own, as on boards where CPU and GPU share memory
 
-ORIN = "jetson-orin-nano-8gb"
 CHILD = """
 import sys
 from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt

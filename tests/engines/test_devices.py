@@ -112,19 +112,14 @@ def test_a_gpu_or_a_driver_that_was_lost_does_not_hide_the_others(
 
 
 def test_only_known_values_become_samples_and_each_throttle_reason_a_series() -> None:
-    about = {"name": 'A "B"', "index": "0", "source": "nvml"}
-    state = GpuState("GPU-1", 'A "B"', 0, "nvml", utilization=0.5)
-    assert list(gpu_samples(state)) == [
-        ("deploykit_gpu_info", {"gpu_uuid": "GPU-1", **about}, 1),
-        ("nv_gpu_utilization", {"gpu_uuid": "GPU-1"}, 0.5),
-    ]
-    reasons = {
-        labels["reason"]: value
+    state = GpuState("GPU-1", "B", 0, "nvml", utilization=0.5)
+    assert [name for name, *_ in gpu_samples(state)] == ["deploykit_gpu_info", "nv_gpu_utilization"]
+    reasons = [
+        (labels["reason"], value)
         for name, labels, value in gpu_samples(replace(state, throttled=("sw_thermal",)))
         if name == "deploykit_gpu_throttled"
-    }
-    assert len(reasons) == 5
-    assert [reason for reason, value in reasons.items() if value] == ["sw_thermal"]
+    ]
+    assert (len(reasons), [reason for reason, on in reasons if on]) == (5, ["sw_thermal"])
 
 
 # which GPU is cuda:0
