@@ -109,9 +109,7 @@ def test_every_profile_has_predictions(model: Path) -> None:
     assert {each.precision for each in on("v100", model).predictions} == {"fp32", "fp16"}
 
 
-def test_the_probe_runs_once_and_is_kept(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_runs_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kept one, and without a profile that needs it, nothing is measured."""
 
     def fail(*_args: object, **_more: object) -> None:
@@ -263,9 +261,7 @@ def test_external_weights_are_not_read(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_options_out_of_range_are_bad_input(
-    sequence: Path, options: dict[str, Any], message: str
-) -> None:
+def test_bad_options_are_refused(sequence: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((BadInput, NotFound), match=re.escape(message)):
         dk.plan(sequence, **{"profiles": ["l4"], **options})
     (sequence.parent / "m.trt").write_bytes(b"ftrt" + bytes(100))
@@ -466,9 +462,7 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, content: str) -> None:
     assert kept() is None
 
 
-def test_a_cache_that_cannot_be_written_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "file"))
     (note,) = store_calibration(round_calibration())
@@ -502,7 +496,7 @@ class Event:
             if what == "arrives":
                 queue = self.queues[to[number]]
                 ns = int(now_s * 1e9)
-                request = Pending({}, 1, (), _ignore, ns, 1 << 62, 1 << 62, decode_us=number)
+                request = Pending({}, 1, (), lambda _: None, ns, 1 << 62, 1 << 62, decode_us=number)
                 if queue.add(request) is None:
                     self.taken_s[number] = math.inf
                 self._push(now_s, 2, "looks", to[number])
@@ -528,10 +522,6 @@ class Event:
     def _push(self, at_s: float, rank: int, what: str, number: int) -> None:
         """At one time arrivals come first: an engine that is free takes all that is there."""
         heapq.heappush(self.heap, (at_s, rank, next(self.order), what, number))
-
-
-def _ignore(_: Pending) -> None:
-    """These requests have no client."""
 
 
 def poisson(rate_per_s: float, count: int, seed: int = 1) -> list[float]:

@@ -106,9 +106,7 @@ def test_fp16_that_overflows_fails_as_on_a_gpu(tmp_path: Path) -> None:
     assert any("kept in float32" in note and "scale_up" in note for note in kept.notes)
 
 
-def test_metrics_and_perplexity_decide(
-    model: Path, calib: Path, data: Path, tmp_path: Path
-) -> None:
+def test_metrics_or_perplexity_decide(model: Path, calib: Path, data: Path, tmp_path: Path) -> None:
     metric = tmp_path / "metric.py"
     lines = ("def margin(outputs, labels):", "return outputs['logits'][range(len(labels)), labels]")
     metric.write_text("\n    ".join(lines))
@@ -216,9 +214,7 @@ def test_bad_options_are_refused(
 
 
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
-def test_models_without_halves_are_refused(
-    to: str, model: Path, calib: Path, tmp_path: Path
-) -> None:
+def test_models_without_half_are_refused(to: str, model: Path, calib: Path, tmp_path: Path) -> None:
     integers = dk.build(model, profile="cpu", precision="int8", calib=calib, max_drop=1.0).path
     with pytest.raises(dk.BadInput, match=r"no node of it would compute in b?float16"):
         dk.quantize(integers, to, out=tmp_path / "half.onnx")
@@ -310,7 +306,6 @@ UNUSUAL = {
 
 
 def unusual(folder: Path, body: str, kind: str = "float32") -> tuple[Path, Path]:
-    """The model and samples for it."""
     name, array = kind.removesuffix("32"), np.dtype(kind).type
     constants = {"W": W.astype(array), "none": np.zeros((8, 0), array), "one": array(1)}
     model = parse(f"({name}[N,8] x) => ({name}[N,8] y)", body, 17, **constants)
