@@ -56,11 +56,9 @@ NEW = "JetPack 7.0 (L4T 38.2.1) is not for NVIDIA Jetson Orin Nano 8 GB: "
 WARNINGS = [  # changes to the board's files, and how the one warning begins
     ({RELEASE: "# R36 (release), REVISION: 3.0"}, OLD + "install JetPack 6.1 or later"),
     ({RELEASE: "# R38 (release), REVISION: 2.1"}, NEW + "install JetPack 6.1 or later"),
-    ({RELEASE: "# R32 (release), REVISION: 7.1"}, "L4T 32.7.1 belongs to no JetPack release"),
     ({RELEASE: "# R99 (release), REVISION: 1.0"}, "L4T 99.1.0 belongs to no JetPack release"),
     ({RELEASE: "garbage"}, f"the JetPack release is not known: /{RELEASE}"),
     ({"etc/nvpmodel.conf": "< POWER_MODEL ID=1 NAME=CUSTOM >"}, "power mode CUSTOM is not"),
-    ({"var/lib/nvpmodel/status": "pmode:0007"}, "the power mode is not known"),
     ({"var/lib/nvpmodel/status": "\0\xff"}, "the power mode is not known"),
     (THROTTLED, "NVIDIA Jetson Orin Nano Developer Kit lowers its clocks now: sw_thermal"),
 ]
@@ -79,10 +77,8 @@ def test_what_does_not_fit_the_module_or_its_profile_is_a_warning(
     [
         ("4.4", "", "", ""),
         ("4.7", "", "", "L4T 36.4.7: allocating GPU memory can fail"),
-        ("5.0", "", "", "L4T 36.5.0: allocating GPU memory can fail"),
         ("4.4", "27.5.1", "", ""),
         ("4.4", "28.0.4", "", "Docker 28 needs iptables' table raw"),
-        ("4.4", "29.1.0", "", "Docker 29 needs iptables' table raw"),
         ("4.4", "", "10.16.2.1", "TensorRT 10.16.2.1 on an Orin refuses INT8 pairs with float16"),
         ("4.4", "", "10.3.0", ""),
     ],
@@ -121,7 +117,6 @@ def server(name: str, *, driver: str = "580.65.06", memory: int = 0, **packages:
         ("570.86.15", {"nvidia_cuda_runtime": "13.0.96"}, "CUDA 13, which nvidia-cuda-runtime"),
         ("520.61.05", {"nvidia_cuda_runtime_cu12": "12.8"}, "CUDA 12, which .* 525 or later"),
         ("570.86.15", {"nvidia_cuda_runtime_cu12": "12.8"}, ""),
-        ("535.1", {"tensorrt_cu12": "10.16"}, ""),
         ("[N/A]", {"tensorrt_cu13": "11.4"}, ""),
     ],
 )
