@@ -382,9 +382,7 @@ def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
     ("logits", "labels", "message"),
     [
         (np.zeros((2, 3, 4)), np.zeros((2, 2), int), r"labels of shape \(2, 2\)"),
-        (np.zeros((2, 4)), np.zeros((2, 3), int), r"labels of shape \(2, 3\)"),
         (np.zeros((2,)), np.zeros((), int), "need a first output of"),
-        (np.zeros((2, 0)), np.zeros(2, int), "need a first output of"),
         (np.zeros((2, 4)), np.zeros(2), "integer labels, got float64 and float64"),
         (np.zeros((2, 4), int), np.zeros(2, int), "needs logits"),
         (np.zeros((2, 4)), np.array([0, 4]), "labels run from 0 to 4, the vocabulary has 4 tokens"),
@@ -701,7 +699,6 @@ def test_figures_of_a_known_difference() -> None:
     ("a", "b", "error"),
     [
         ([0.2e-30, 1e-30], [0.3e-30, 1e-30], 0.1),
-        ([0.2e5, 1e5], [0.3e5, 1e5], 0.1),
         ([1e-5, -1e-5], [-1e-5, 1e-5], 2.0),
         ([0.0, 0.0], [0.0, 1e-20], 1.0),
     ],
@@ -724,7 +721,6 @@ INTEGERS = "1 of 2 integers or booleans differ"
         ([1.0, INF], [1.0, INF], "float32", BOTH),
         ([1.0, 2.0], [1.0, NAN], "float32", ONE_SIDE),
         ([1.0, 2.0], [1.0, INF], "float32", ONE_SIDE),
-        ([1.0, -INF], [1.0, 2.0], "float32", ONE_SIDE),
         ([1.0, INF], [1.0, -INF], "float32", ONE_SIDE),
         ([NAN], [NAN], "float32", "nothing could be compared"),
         ([2**60, 1], [2**60 + 1, 1], "int64", INTEGERS),

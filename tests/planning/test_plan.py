@@ -249,13 +249,11 @@ def test_external_weights_are_not_read(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"slo_ms": float("nan")}, "`slo_ms` must be 1e-09 to 1e+15, got nan"),
-        ({"slo_ms": 0.0}, "`slo_ms`"),
         ({"rate_per_s": 5.0}, "`rate_per_s` needs the latency"),
         ({"slo_ms": 5.0, "rate_per_s": 1e300}, "`rate_per_s` must be 1e-09 to 1e+15, got 1e+300"),
         ({"batches": []}, "`batches` must be"),
         ({"batches": [1 << 40]}, "`batches` must be"),
         ({"axes": {"D": 4}}, "no dynamic axis 'D'; it has: T"),
-        ({"axes": {"N": 4}}, "no dynamic axis 'N'"),
         ({"axes": {"T": 0}}, "`axes` T=0: must be 1 or more"),
         ({"profiles": ["l44"]}, "no profile 'l44'"),
     ],
@@ -454,12 +452,9 @@ def test_a_calibration_is_kept_for_the_same_cpu_threads_and_runtime(
     for other in ({"cpu": "another"}, {"runtime": "onnxruntime 0.1"}, {"version": 0}):
         store_calibration(replace(found, **other))  # type: ignore[arg-type]
         assert kept() is None
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}'])
-def test_a_damaged_file_is_measured_again(tmp_path: Path, content: str) -> None:
-    (tmp_path / "cache" / f"cpu-calibration-{default_threads()}.json").write_text(content)
-    assert kept() is None
+    for damaged in ("", "[]", '{"version": 1}'):
+        (tmp_path / f"cpu-calibration-{default_threads()}.json").write_text(damaged)
+        assert kept() is None
 
 
 def test_an_unwritable_cache_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
