@@ -80,20 +80,6 @@ def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, 
     assert dk.compare(path, path, data=tmp_path / "x.npy").parity.passed
 
 
-def test_golden_samples_do_for_a_model_that_takes_no_random_inputs(tmp_path: Path) -> None:
-    head = "(float[N,4] x, int64[N] ids) => (float[N,4] y)"
-    body = "a = Gather(T, ids) s = Add(x, a) y = MatMul(s, W)"
-    path = write_text(tmp_path, head, body, {"T": W[:1], "W": W})
-    x, ids = RNG.standard_normal((60, 4)).astype(np.float32), np.zeros(60, np.int64)
-    np.savez(tmp_path / "c.npz", x=x, ids=ids)
-    integers = dk.quantize(path, "int8", calib=tmp_path / "c.npz").path
-    found = dk.compare(path, integers)
-    assert found.parity.passed
-    assert found.note == f"the inputs are the golden samples of {integers.name}"
-    with pytest.raises(dk.BadInput, match="no random inputs"):
-        dk.compare(path, integers, batch=3)
-
-
 X4 = "(float[N,4] x) => (float[N,4] y)"
 
 

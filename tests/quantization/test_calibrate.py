@@ -65,17 +65,6 @@ def test_every_float_tensor_has_a_range_and_no_other(tmp_path: Path) -> None:
     assert list(calibrate(path, samples(int64_ids())).ranges) == ["embedded", "y"]
 
 
-def test_percentiles_drop_an_outlier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image = feeds(mnist_like(), 512)["image"]
-    image[3, 0, 5, 5] = 50.0
-    data = Samples({"image": image}, None, "data.npz")
-    found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), data, method="percentile")
-    assert found.ranges["image"].high == 50.0
-    # of 400 000 normal values two are left out: 4.4 and above
-    assert 4.0 < found.clipped["image"].high < 5.5
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_sees_masks_large_weights_and_nan(tmp_path: Path, method: str) -> None:
     model = parse(ROWS, "y = Add(x, mask)", mask=[0, 0, 0, -np.inf])
@@ -419,23 +408,14 @@ def test_a_smoothed_graph_computes_the_same_to_the_last_bit_and_loses_far_less_t
     inputs = feeds(model, 50, seed=1)
     wanted = answer(before, inputs, tmp_path)
     np.testing.assert_array_equal(answer(after, inputs, tmp_path), wanted)
+    if not shape.get("residual"):  # the factors go into the LayerNorm
+        assert after.summary.operators == before.summary.operators
     quality = []
     for graph in (before, after):
         pairs = to_pairs(graph, calibrating.calibrate(graph, samples(model, 64)))
         got = answer(pairs.save(tmp_path / "int8.onnx"), inputs, tmp_path)
         quality.append(sqnr_db(wanted, got))
     assert quality[1] > quality[0] + (10 if not shape.get("residual") else 0)
-
-
-def test_the_factors_go_into_the_layer_norm_where_nothing_else_reads_it(tmp_path: Path) -> None:
-    before, after, _ = smoothed(layer_norm(), tmp_path)
-    kinds = [[node.op_type for node in graph.model.graph.node] for graph in (before, after)]
-    assert kinds[1] == kinds[0]
-    factors = [
-        weights_of(smoothed(layer_norm(gemm=gemm, peak=64.0), tmp_path)[1])["scale_smoothed"]
-        for gemm in (False, True)
-    ]
-    np.testing.assert_array_equal(*factors)
 
 
 def test_channels_that_are_never_active_give_no_factor(tmp_path: Path) -> None:

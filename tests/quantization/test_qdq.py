@@ -18,7 +18,6 @@ import pytest
 from onnx import TensorProto, helper
 
 import deploykit as dk
-from deploykit.building.onnxruntime import build
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import CALIBRATED
 from deploykit.core.runtime import TARGET_RUNTIMES
@@ -192,19 +191,13 @@ def test_a_node_whose_input_was_infinite_stays_float(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runtime", TARGET_RUNTIMES)
 def test_skipped_nodes_read_what_they_read_before(runtime: str, tmp_path: Path) -> None:
-    def int8_names(model: onnx.ModelProto) -> set[str]:
-        """Nodes whose first two inputs are both dequantized."""
-        made = {name for node in pairs(model, "DequantizeLinear") for name in node.output}
-        nodes = [node for node in model.graph.node if len(node.input) > 1]
-        return {node.name for node in nodes if made.issuperset(node.input[:2])}
-
     found = calibrate(save(mnist_like(), tmp_path / "m.onnx"), samples(mnist_like()))
-    whole = to_pairs(mnist_like(), found, runtime=runtime)
-    assert int8_names(whole) == set(quantizable(mnist_like())) == {"conv1", "conv2", "head"}
+    assert set(quantizable(mnist_like())) == {"conv1", "conv2", "head"}
     int8 = to_pairs(mnist_like(), found, runtime=runtime, keep_float32=("conv2", "relu2"))
-    conv = next(node for node in int8.graph.node if node.name == "conv2")
-    assert list(conv.input) == ["p1", "w2", "b2"]
-    assert int8_names(int8) == {"conv1", "head"}
+    read = {node.name: node.input[:2] for node in int8.graph.node}
+    assert list(writer_of(int8, "c2").input) == ["p1", "w2", "b2"]
+    for name in ("conv1", "head"):
+        assert {writer_of(int8, each).op_type for each in read[name]} == {"DequantizeLinear"}
 
 
 # Transposed convolutions and residual sums, where TensorRT has INT8 kernels for them
@@ -377,12 +370,10 @@ def convolution(shape: tuple[int, ...] = (32, 16, 3, 3), group: int = 1) -> onnx
     ("shape", "group", "quantized"),
     [
         ((32, 16, 3, 3), 1, 2),
-        ((16, 16, 1, 1), 1, 2),
         ((32, 32, 5, 5), 1, 2),
         ((64, 3, 7, 7), 1, 1),  # ResNet's first: "could not find any implementation"
         ((32, 8, 3, 3), 1, 1),
         ((8, 32, 3, 3), 1, 1),
-        ((32, 16, 7, 7), 1, 1),
         ((32, 1, 3, 3), 32, 1),
         ((32, 16, 3, 3), 2, 1),
     ],
@@ -450,14 +441,6 @@ def test_onnxruntime_gets_an_int32_bias_of_the_product_scale(tmp_path: Path) -> 
     assert values[bias.input[0]].dtype == np.int32
     restored = values[bias.input[0]] * values[bias.input[1]]
     np.testing.assert_allclose(restored, stored(linear())["b"], atol=product.max() / 2)
-
-
-def test_onnxruntime_computes_a_residual_block_in_integers_throughout(tmp_path: Path) -> None:
-    source = sums(end="r = Relu(add) y = GlobalAveragePool(r)")
-    done = optimised(quantized(source, tmp_path, "onnxruntime")[0], tmp_path)
-    assert (done.count("QLinearConv"), done.count("QLinearAdd")) == (3, 1)
-    assert not {"Conv", "Add", "Relu"} & set(done)
-    assert done.count("QuantizeLinear") == 1  # of the input
 
 
 @pytest.mark.parametrize(
@@ -545,18 +528,6 @@ def test_moved_pairs_give_what_was_written_for_that_runtime(make: Make, tmp_path
     wanted = run(to_proto(graphs["onnxruntime"]), inputs, tmp_path / "wanted.onnx")
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     assert moved.summary.operators == graphs["onnxruntime"].summary.operators
-
-
-def test_onnx_runtime_runs_moved_pairs_of_a_file_in_integers(tmp_path: Path) -> None:
-    written(mnist_like, tmp_path)["tensorrt"].save(tmp_path / "typed.onnx")
-    before = Graph.open(tmp_path / "typed.onnx")
-    moved = move_pairs(before, "onnxruntime")
-    integers = []
-    for name, graph in (("before", before), ("moved", moved.save(tmp_path / "moved.onnx"))):
-        build(graph.path, tmp_path / f"{name}.built.onnx")
-        integers.append(Graph.open(tmp_path / f"{name}.built.onnx").precision.get("int8", 0))
-    assert integers[0] == 0
-    assert integers[1] >= 3
 
 
 def test_nodes_in_float32_stay_there(tmp_path: Path) -> None:
