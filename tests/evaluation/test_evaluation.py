@@ -453,9 +453,6 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
         find_metric(f"{users}:missing")
 
 
-# Which axis of an output holds classes, by the shapes of the inputs of the same call
-
-
 @pytest.mark.parametrize(
     ("name", "output", "inputs", "axis"),
     [
@@ -815,14 +812,9 @@ def test_the_same_mask_of_infinities_on_both_sides_passes_but_is_shown() -> None
 def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     """As of x.std(1) at one step; where nothing else has one, or the two differ, it counts."""
 
-    def engine(*values: float) -> Function:
-        answers = iter(values)
-        return Function(
-            lambda f: {"y": np.full((len(f["x"]), 1), next(answers), "f")}, X, "y:float32[N,1]"
-        )
-
     def passed(a: tuple[float, ...], b: tuple[float, ...], *, random: bool = True) -> list[int]:
-        parity = compare_engines(engine(*a), engine(*b), feeds_of(1, 2), random=random)
+        engines = [in_turn(*([[value] * 2] for value in values)) for values in (a, b)]
+        parity = compare_engines(*engines, feeds_of(1, 2), random=random)
         return [row.batch for row in parity.rows] if parity.passed else []
 
     assert passed((NAN, 1.0), (NAN, 1.0)) == [2]

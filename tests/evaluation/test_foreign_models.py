@@ -552,8 +552,6 @@ def test_compare_and_bench_use_as_many_rows_as_fit_and_say_so(
         assert f"parity: {note}" in report.notes
 
 
-# Models of others that run at some sizes only
-
 # name -> head, body, and the sizes that must be among those that run
 SIZED = {
     "least": (  # an audio front end: 65 samples or more

@@ -115,9 +115,6 @@ def test_a_share_of_pixels_has_the_spread_of_its_samples_not_that_of_yes_and_no(
     assert pooled_share(0 * ones, 0 * ones) is None
 
 
-# What a candidate loses against its reference, and the samples that shows it
-
-
 def scores(both: int, lost: int, gained: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
     """Reference and candidate, right (1) or wrong (0), in an order that keeps the pairs."""
     pairs = [(1, 1)] * both + [(1, 0)] * lost + [(0, 1)] * gained + [(0, 0)] * neither
@@ -370,9 +367,6 @@ def test_latency_reports_what_the_samples_allow() -> None:
         "needs": {"p90_ms": 36, "p99_ms": 368},
         "lost": 0,
     }
-
-
-# Histograms: percentiles taken from them are those of the calls, within half a bin
 
 
 @pytest.mark.parametrize("scale_s", [1e-7, 1e-3, 10.0, 1e4], ids=str)

@@ -301,9 +301,6 @@ def test_int8_placed_for_tensorrt_is_predicted_as_the_cpu_runs_it(tmp_path: Path
     assert latency["tensorrt"] > float32 > latency["onnxruntime"]
 
 
-# one prediction
-
-
 def target(name: str, **changes: object) -> Target:
     calibration = round_calibration() if name == "cpu" else None
     found = target_of(replace(load_profile(name), **changes), calibration)  # type: ignore[arg-type]
@@ -413,9 +410,6 @@ def test_sizes_that_leave_tensor_cores_idle_are_named_with_their_share() -> None
     assert first.share == pytest.approx(16 / 24)
     assert second.node == "odder"
     assert alignment(product(1, 64)) == ()
-
-
-# the probe
 
 
 def test_a_probe_measures_every_kind_below_its_ceilings() -> None:

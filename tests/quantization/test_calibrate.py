@@ -138,9 +138,6 @@ def test_bad_samples_are_refused(tmp_path: Path, batch: int | str, x: np.ndarray
         calibrate(save(gemm(batch), tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))
 
 
-# The histogram of a tensor, and what each calibrator reads in it
-
-
 def histogram(*batches: np.ndarray) -> TensorHistogram:
     counts = TensorHistogram()
     for batch in batches:
@@ -216,9 +213,6 @@ def test_an_error_in_a_channel_counts_by_its_importance() -> None:
     for scale in (1.0, 40.0, 3000.0):  # the weights are kept while the limit grows
         counts.add(normal(1000, scale).reshape(-1, 2))
     assert counts.weighted.sum() == pytest.approx(3 * 500 * 1.25)
-
-
-# The numbers that are stored
 
 
 def test_every_number_is_rounded_to_the_nearest_e4m3_number_and_ties_to_even() -> None:
@@ -375,9 +369,6 @@ def test_integers_have_no_signal_to_noise(data: Path, tmp_path: Path, kept: list
     alone = quantize(save(layer_norm(), tmp_path / "y.onnx"), "int8", data)[1]
     assert record.sqnr_db == (alone.sqnr_db if "y" in kept else {})
     assert record.method in METHODS
-
-
-# What smoothing does to a graph
 
 
 def smoothed(model: onnx.ModelProto, tmp_path: Path) -> tuple[Graph, Graph, tuple[str, ...]]:

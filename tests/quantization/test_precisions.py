@@ -598,14 +598,18 @@ def lstm(directions: int = 1, extra: int = 0, **attributes: object) -> onnx.Mode
 @needs_exact_sums
 @pytest.mark.parametrize(
     "model",
-    [linear(), int64_ids(), mnist_like(), layers(), gemm(), gemm("transB = 1")],
-    ids=["gemm", "ids", "cnn", "shared", "square", "transposed"],
+    [
+        *(linear(), int64_ids(), mnist_like(), layers(), gemm(), gemm("transB = 1")),
+        *(lstm(), lstm(2, extra=5, direction="bidirectional")),
+    ],
+    ids=["gemm", "ids", "cnn", "shared", "square", "transposed", "lstm", "all of lstm"],
 )
 def test_outputs_are_close_on_any_data(model: onnx.ModelProto, tmp_path: Path) -> None:
     int8 = written(model)
     onnx.checker.check_model(int8, full_check=True)
     assert specs(int8) == specs(model)
-    for scale in (1.0, 1e3):  # there is no range to leave
+    saturates = model.graph.node[0].op_type == "LSTM"
+    for scale in (1.0,) if saturates else (1.0, 1e3):  # there is no range to leave
         inputs = {
             name: array * np.float32(scale) if array.dtype == np.float32 else array
             for name, array in feeds(model, 32).items()
@@ -625,13 +629,6 @@ def test_onnxruntime_runs_a_layer_and_its_bias_in_one_kernel(count: int, tmp_pat
     assert not {"MatMulInteger", "Add", "Cast", "Mul"} & set(done), done
     built = Graph.open(tmp_path / "optimised.onnx")
     assert built.precision["int8"] == count  # as the files of quantize_dynamic are read, too
-
-
-@pytest.mark.parametrize("model", [lstm(), lstm(2, extra=5, direction="bidirectional")])
-def test_an_lstm_is_close_with_any_of_its_inputs(model: onnx.ModelProto, tmp_path: Path) -> None:
-    int8 = written(model)
-    onnx.checker.check_model(int8, full_check=True)
-    assert quality_db(model, int8, feeds(model, 32), tmp_path) > LEAST_DYNAMIC_DB
 
 
 def test_an_lstm_becomes_the_operator_of_onnxruntime(tmp_path: Path) -> None:

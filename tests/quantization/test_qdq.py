@@ -200,9 +200,6 @@ def test_skipped_nodes_read_what_they_read_before(runtime: str, tmp_path: Path) 
         assert {writer_of(int8, each).op_type for each in read[name]} == {"DequantizeLinear"}
 
 
-# Transposed convolutions and residual sums, where TensorRT has INT8 kernels for them
-
-
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_transposed_convolutions_are_close_in_int8(group: int, norm: bool, tmp_path: Path) -> None:
@@ -240,9 +237,7 @@ def unet() -> onnx.ModelProto:
     )
 
 
-def sums(
-    *, projected: bool = False, order: str = "c2, {}", end: str = "y = Relu(add)"
-) -> onnx.ModelProto:
+def sums(*, projected: bool = False, order: str = "c2, {}") -> onnx.ModelProto:
     """Two blocks as in ResNet: the skipped tensor as it is, or through a convolution."""
     random = np.random.default_rng(0)
     same = "<pads = [1, 1, 1, 1]>"
@@ -251,7 +246,7 @@ def sums(
         "(float[N,16,8,8] x) => (float[N,16,H,W] y)",
         f"""c0 = Conv{same}(x, w0) r0 = Relu(c0) c1 = Conv{same}(r0, w1) r1 = Relu(c1)
             c2 = Conv{same}(r1, w2) {short}
-            add = Add({order.format("s" if projected else "r0")}) {end}""",
+            add = Add({order.format("s" if projected else "r0")}) y = Relu(add)""",
         **{f"w{i}": random.standard_normal((16, 16, 3, 3)) / 16 for i in range(4)},
     )
 
@@ -530,20 +525,13 @@ def test_moved_pairs_give_what_was_written_for_that_runtime(make: Make, tmp_path
     assert moved.summary.operators == graphs["onnxruntime"].summary.operators
 
 
-def test_nodes_in_float32_stay_there(tmp_path: Path) -> None:
-    graphs = written(mnist_like, tmp_path, keep_float32=("conv2",))
-    moved = move_pairs(graphs["tensorrt"], "onnxruntime")
-    assert moved.precision == graphs["onnxruntime"].precision
-
-
 def test_a_graph_without_ranges_or_with_half_nodes_is_not_moved(tmp_path: Path) -> None:
-    graph = written(mnist_like, tmp_path)["tensorrt"]
+    graphs = written(mnist_like, tmp_path, keep_float32=("conv2",))
+    graph = graphs["tensorrt"]
+    assert move_pairs(graph, "onnxruntime").precision == graphs["onnxruntime"].precision
     assert move_pairs(half_precision.to_half(graph)[0], "onnxruntime") is None
     del graph.model.metadata_props[:]
     assert move_pairs(graph, "onnxruntime") is None
-
-
-# Pairs of another tool are placed by their own scales
 
 
 def written_by_onnxruntime(
@@ -715,9 +703,6 @@ def test_what_is_not_pairs_in_float32_is_left(why: str) -> None:
         model = mnist_like()
     graph = half_precision.to_half(Graph(model))[0] if why == "half" else Graph(model)
     assert move_foreign_pairs(graph, "onnxruntime") is None
-
-
-# A build for a CPU of such files
 
 
 def foreign(tmp_path: Path, *kinds: str, activation_type: str = "QInt8") -> tuple[Path, Path]:

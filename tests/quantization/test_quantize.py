@@ -241,9 +241,6 @@ def test_low_argmax_agreement_is_a_warning(tmp_path: Path) -> None:
     assert any("change their answer" in note for note in made.notes)
 
 
-# Gates: what a failed one leaves behind, and what it carries
-
-
 def test_a_build_that_fails_parity_is_kept_as_rejected(model: Path, tmp_path: Path) -> None:
     """A float16 graph, computed in float32 by ONNX Runtime's CPU, is not equal to the last bit."""
     half, out = dk.quantize(model, "fp16").path, tmp_path / "built.onnx"
@@ -299,8 +296,6 @@ def test_a_build_in_int8_is_gated_on_its_own_file(model: Path, data: Path, tmp_p
 def test_outputs_of_a_sigmoid_are_those_that_may_find_nothing(body: str, found: set[str]) -> None:
     assert share_outputs(Graph(parse("(float[N,4] x) => (float[N,4] y)", body))) == found
 
-
-# Graphs of unusual form: a file that passes, or one line that is true
 
 RANDOM = np.random.default_rng(0)
 W = RANDOM.standard_normal((8, 8)) / 3
@@ -536,9 +531,6 @@ def test_a_level_that_cannot_be_made_is_a_step_that_says_why() -> None:
     assert (outcome.best, len(outcome.record.steps)) == (None, 1)
 
 
-# A search that is cut short, by its budget or by Ctrl-C
-
-
 def test_the_time_budget_keeps_what_had_passed() -> None:
     network = Network(100, {"int8": fails(30), "fp16": {}})
     outcome = network.search(35)  # both as they are, 5 s of ranking, one candidate
@@ -576,9 +568,6 @@ def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
     levels = [replace(network.level("int8"), sensitivity=interrupted), network.level("fp16")]
     outcome = search(levels, network.evaluate, budget=Budget(0.0, math.inf, lambda: 0.0))
     assert (outcome.record.precision, outcome.record.stopped) == ("fp16", "interrupted")
-
-
-# How sensitivity is measured and ranked
 
 
 def test_nodes_with_most_sensitivity_per_saving_come_first() -> None:
