@@ -1,9 +1,4 @@
-"""Files that belong together: external weights move, are hashed and rejected with their model.
-
-What was made for ONNX Runtime is refused for a target with TensorRT. What was never run on its
-device is proven when it is opened, or refused; there the machine is made of Python below our
-runtime, see `tests.support.runtimes.gpu_machine`.
-"""
+"""Files that belong together, and engines that are proven when opened: a fake GPU machine's."""
 
 from __future__ import annotations
 

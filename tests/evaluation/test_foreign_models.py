@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import defs
 
 import deploykit as dk
 from deploykit.core.tensors import parse_spec
@@ -444,55 +443,40 @@ def test_auto_tries_what_needs_a_newer_opset_too(tmp_path: Path) -> None:
     assert any("opset 11, converted to 13" in note for note in made.notes)
 
 
-FEWEST = 400  # models; there were 448 of 191 operators in onnx 1.23
-LEAST_DB = 15.0
-
-
-def models() -> Iterator[tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]]:
-    """Yield one model for each operator and opset that ONNX Runtime runs, its feeds and answers."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    schemas, seen = defs.get_all_schemas_with_history(), set[tuple[str, int]]()
-    for case in collect_testcases(None):
-        if case.model is None or not case.data_sets or not case.model.graph.node:
-            continue
-        kind, inputs = case.model.graph.node[0].op_type, case.data_sets[0][0]
-        feeds = {v.name: a for v, a in zip(case.model.graph.input, inputs, strict=False)}
-        versions = {each.since_version for each in schemas if each.name == kind}
-        for version in sorted(each for each in versions if each >= 7 and (kind, each) not in seen):
-            model = onnx.ModelProto()
-            model.CopyFrom(case.model)
-            for each in model.opset_import:
-                each.version = each.version if each.domain else version
-            model.ir_version = min(10, max(model.ir_version, 4))
-            try:
-                onnx.checker.check_model(model, full_check=True)
-                wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
-            except Exception:  # noqa: BLE001 - not of that opset, or not ONNX Runtime's
-                continue
-            seen.add((kind, version))
-            yield model, feeds, wanted
-
-
 @only_in_a_campaign
 @pytest.mark.filterwarnings("ignore")  # onnx's own cases overflow on purpose
 def test_each_operator_is_cast_or_refused_and_computes_the_same(tmp_path: Path) -> None:
-    path, count, wrong = tmp_path / "m.onnx", 0, []
-    for model, inputs, wanted in models():
-        count += 1
+    from onnx.backend.test.case.node import collect_testcases
+
+    path, seen, wrong = tmp_path / "m.onnx", set[str](), []
+    for case in collect_testcases(None):
+        model = case.model
+        if model is None or not case.data_sets or model.graph.node[0].op_type in seen:
+            continue
+        inputs = zip(model.graph.input, case.data_sets[0][0], strict=False)
+        feeds = {value.name: array for value, array in inputs}
+        for each in model.opset_import:
+            each.version = each.version if each.domain else min(each.version, 21)
+        model.ir_version = min(10, model.ir_version)
         onnx.save(model, path)
+        try:
+            onnx.checker.check_model(path, full_check=True)
+            expected = onnxruntime.InferenceSession(path).run(None, feeds)
+        except Exception:  # noqa: BLE001 - not of that opset, or not ONNX Runtime's
+            continue
+        seen.add(model.graph.node[0].op_type)
         dk.inspect(path)
         try:
             made = dk.quantize(path, "fp16", force=True)
         except (dk.BadInput, dk.GateFailed, dk.Unsupported):
             continue
-        answers = onnxruntime.InferenceSession(made.path).run(None, inputs)
-        for want, got in zip(wanted, answers, strict=True):
+        answers = onnxruntime.InferenceSession(made.path).run(None, feeds)
+        for want, got in zip(expected, answers, strict=True):
             if isinstance(want, np.ndarray) and want.dtype.kind == "f" and want.size:
-                x, y = want.astype(np.float64), got.astype(np.float64)
-                if ((x - y) ** 2).sum() > (x**2).sum() * 10 ** (-LEAST_DB / 10):
-                    wrong.append(f"{model.graph.name}, opset {model.opset_import[0].version}")
-    assert count >= FEWEST
+                noise = np.square(want.astype(np.float64) - got).sum()
+                if noise > np.square(want.astype(np.float64)).sum() * 10**-1.5:  # 15 dB
+                    wrong.append(model.graph.name)
+    assert len(seen) >= 150
     assert wrong == []
 
 
@@ -507,10 +491,7 @@ def test_parity_sizes_cover_batches_lengths_and_image_sizes_within_limits() -> N
 
 
 def wide(path: Path, side: int, weight: float = 0.0) -> Path:
-    """A convolution to 64 channels, 67 MB for each row of 512 x 512, and the channels' maxima.
-
-    Outputs of that size would only take time: the bound is on the largest tensor in the graph.
-    """
+    """A convolution to 64 channels, 67 MB for each row of 512 x 512, and the channels' maxima."""
     head = f"(float[N,1,{side},{side}] x) => (float[N,64,1,1] z)"
     body = "y = Conv(x, w) z = GlobalMaxPool(y)"
     return save(parse(head, body, w=np.full((64, 1, 1, 1), weight)), path)

@@ -28,7 +28,6 @@ from deploykit.planning import probe
 from deploykit.planning.capacity import (
     QUEUE,
     ReplicaModel,
-    by_batch,
     capacity,
     latencies_s,
     p99_s,
@@ -463,9 +462,9 @@ GROWING = tuple(0.004 + 0.002 * size for size in range(1, 9))
 
 
 class Event:
-    """Several servers as they run: their real queues, and the clock as a heap of events.
+    """Servers with their real queues, and the clock as a heap of events; none of the model's code.
 
-    Each arrival goes to the replica named in `to`. Nothing is shared with the model under test.
+    Each arrival goes to the replica named in `to`.
     """
 
     def __init__(self, replica: ReplicaModel, replicas: int) -> None:
@@ -565,12 +564,6 @@ def test_a_bound_near_the_service_time_leaves_no_room_for_a_queue() -> None:
     assert found.replicas is None or found.rate_each_per_s < 2
     late = capacity(1, 0.01, {1: 0.00995}, request_s=1e-4)
     assert (late.replicas, late.why) == (None, "a request alone takes 10.1 ms")
-
-
-def test_batches_between_two_that_are_given_lie_on_a_line() -> None:
-    assert by_batch({1: 1.0, 3: 3.0, 5: 7.0}) == (1.0, 2.0, 3.0, 5.0, 7.0)
-    assert by_batch({4: 2.0}) == (2.0, 2.0, 2.0, 2.0)
-    assert len(by_batch({1: 1.0, 1 << 40: 2.0})) == 4096
 
 
 def test_the_largest_batch_is_the_one_that_carries_most() -> None:

@@ -238,11 +238,7 @@ WIDTH, OUTLIERS = 32, (3, 17)
 def layer_norm(
     *, residual: bool = False, gemm: bool = False, peak: float = 100.0, axis: int = -1
 ) -> onnx.ModelProto:
-    """A LayerNorm with outlier channels and two MatMuls of its output, added up.
-
-    `residual`: an Add reads the LayerNorm, too. `gemm`: the second of them is a Gemm with
-    transposed weights. `peak`: of the outlier channels, which the MatMuls meet with small weights.
-    """
+    """A LayerNorm with outlier channels, of `peak`, and two MatMuls of its output, added up."""
     rng = np.random.default_rng(0)
     weights = {
         "scale": rng.uniform(0.5, 1.5, WIDTH).astype(np.float32),
@@ -378,10 +374,6 @@ def smoothed(model: onnx.ModelProto, tmp_path: Path) -> tuple[Graph, Graph, tupl
     return graph, other.save(tmp_path / "smoothed.onnx"), names
 
 
-def weights_of(graph: Graph) -> dict[str, np.ndarray]:
-    return stored(to_proto(graph))
-
-
 def answer(graph: Graph, inputs: dict[str, np.ndarray], tmp_path: Path) -> np.ndarray:
     return run(to_proto(graph), inputs, tmp_path / "answer.onnx")
 
@@ -417,5 +409,5 @@ def test_channels_that_are_never_active_give_no_factor(tmp_path: Path) -> None:
     dead = list(calibrating.calibrate(graph, samples(layer_norm(), 64)).channel_peaks["normal"])
     for channel in OUTLIERS:
         dead[channel] = 0.0  # any factor would be a guess
-    assert np.isfinite(weights_of(smooth(graph, {"normal": dead})[0])["scale_smoothed"]).all()
+    assert np.isfinite(stored(to_proto(smooth(graph, {"normal": dead})[0]))["scale_smoothed"]).all()
     assert smoothed(mnist_like(), tmp_path)[2] == ()  # nothing to smooth

@@ -501,7 +501,6 @@ def test_onnxruntime_runs_in_integers_all_that_is_given_scales(kind: str, tmp_pa
     assert done.count("QLinearConv") >= 1, done
 
 
-RUNTIMES = ("tensorrt", "onnxruntime")
 MOST_LOST_DB = 3.0  # of signal to noise by the move: half a bit
 OPERATORS = ["Conv", "Gemm", "MatMul"]
 
@@ -511,7 +510,7 @@ def written(make: Make, tmp_path: Path, **options: object) -> dict[str, Graph]:
     path = save(model, tmp_path / "float.onnx")
     found = calibrate(path, samples(model, 64))
     source = Graph.open(path)
-    return {name: qdq.to_pairs(source, found, runtime=name, **options) for name in RUNTIMES}
+    return {name: qdq.to_pairs(source, found, runtime=name, **options) for name in TARGET_RUNTIMES}
 
 
 @pytest.mark.parametrize("make", ZOO)
