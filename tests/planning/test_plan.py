@@ -31,7 +31,6 @@ from deploykit.planning.capacity import (
     capacity,
     latencies_s,
     p99_s,
-    served_s,
 )
 from deploykit.planning.plan import alignment
 from deploykit.planning.predict import (
@@ -571,11 +570,6 @@ def test_the_largest_batch_is_the_one_that_carries_most() -> None:
     assert capacity(1, 0.05, service_s).max_batch == 8
     assert capacity(1, 0.05, service_s | {32: 0.01}).max_batch == 32
     assert capacity(1, 0.005, service_s | {32: 0.01}).max_batch == 8  # 32 are too late at once
-
-
-def test_the_server_takes_longer_for_a_call_the_longer_the_engine_had_the_caches() -> None:
-    own_us = [(served_s(each) - each) * 1e6 for each in (0.0, 4e-4, 1.6e-3, 2e-3, 1.0)]
-    assert own_us == [pytest.approx(each) for each in (40, 58, 112, 130, 130)]
 
 
 def test_the_server_s_own_time_bounds_a_fast_engine() -> None:
