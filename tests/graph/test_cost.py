@@ -28,7 +28,6 @@ from deploykit.graph.cost import (
 )
 from deploykit.graph.graph import Graph
 from deploykit.graph.shapes import fixed_shapes
-from tests.support.graphs.cost_graphs import PEAKS, costs
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, mix, node_costs, summarise, to_pairs
 from tests.support.onnx_zoo import (
@@ -41,6 +40,23 @@ from tests.support.onnx_zoo import (
     save,
     two_inputs,
 )
+
+PEAKS = {"fp32": 1e12, "fp16": 4e12, "int8": 8e12}
+
+
+def costs(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, Shape],
+    outputs: Sequence[str],
+    weights: Mapping[str, np.ndarray] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, NodeCost]:
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()]
+    ends = [helper.make_empty_tensor_value_info(name) for name in outputs]
+    stored = [onnx.numpy_helper.from_array(array, n) for n, array in (weights or {}).items()]
+    graph = helper.make_graph(list(nodes), "g", values, ends, stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return {cost.name: cost for cost in node_costs(model, sizes or {})}
 
 
 class Convolutions:
