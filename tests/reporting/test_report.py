@@ -23,7 +23,7 @@ from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.evaluation.statistics import ratio
 from deploykit.reporting.compare import compare_reports
 from deploykit.reporting.machine_load import Outside, Window
-from deploykit.reporting.points import Point, best, crossover
+from deploykit.reporting.points import Point, crossover
 from deploykit.reporting.report import PeakMemory, Report, read, speedup, write
 from deploykit.reporting.tables import best_by_batch, details, summary
 from deploykit.reporting.tables import machine as machine_table
@@ -152,8 +152,6 @@ def damage(document: Any, path: str, value: object) -> None:
     ("path", "value", "message"),
     [
         ("points.0.latency", MISSING, "is not a complete Point"),
-        ("serving.0.ok", MISSING, "is not a complete LoadResult"),
-        ("accuracy.0.drop", MISSING, "is not a complete Accuracy"),
         ("points.0.batch", "8", "'points'[0]: 'batch' must be an integer"),
         ("points.0.batch", 10**400, "'points'[0]: 'batch' must be below 2^63"),
         ("points.0.duration_s", None, "'points'[0]: 'duration_s' must be a finite number"),
@@ -339,14 +337,6 @@ def test_memory_and_compute_alone_have_tables(report: Report) -> None:
     assert row["end to end p50 (ms)"].startswith("0.210")
 
 
-def test_too_few_calls_for_a_percentile_are_reported_not_hidden(report: Report) -> None:
-    few = report.to_dict()
-    for point in few["points"]:
-        point["latency"]["p99_ms"] = None
-        point["samples"] = 40
-    assert "too few: 40" in [cell for row in summary(few).rows for cell in row]
-
-
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_times_that_are_no_number_above_0_are_refused(value: float, report: Report) -> None:
     with pytest.raises(BadInput, match="`slo_ms` must be a number above 0"):
@@ -402,16 +392,6 @@ def test_ahead_is_more_than_processes_differ_where_only_one_timed_both(
     assert crossover(*pair) == in_one
     ten = [[replace(point, processes=10) for point in side] for side in pair]
     assert crossover(*ten) == in_ten
-
-
-def test_best_by_throughput_is_the_highest_and_by_p50_the_lowest() -> None:
-    first, second, third = points(b1=(10, 12), b2=(30, 32), b4=(20, 22))
-    assert best([first, second, third]).batch == 2
-    assert best([first, second, third], by="p50").batch == 1
-    unknown = replace(first, latency=Latency(3, None, None, None, 1.0))
-    assert best([unknown, second], by="p50").batch == 2
-    with pytest.raises(BadInput, match="no point has a p50 figure"):
-        best([unknown], by="p50")
 
 
 def test_the_best_of_the_cpu_is_right_on_the_cpu_and_in_the_closed_loop(report: Report) -> None:
