@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from deploykit.benchmarking.timing import Setup, Timing, sweep
-from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.reporting import machine_load
 from deploykit.reporting.machine_load import Watch, Window, invalid, marks, sum_up
 from deploykit.reporting.points import Point
 from tests.support.fake_engine import FakeEngine
+from tests.support.measure.virtual_time import feeds
 
 HZ = os.sysconf("SC_CLK_TCK")
 CPUS, OWN, OTHER = 2, os.getpid(), 77  # of the machine, whatever this one has
@@ -144,9 +144,6 @@ class Disturbed(FakeEngine):
 def timed(
     machine: Machine, other: list[float], batches: tuple[int, ...] = (1,)
 ) -> tuple[list[Point], Watch]:
-    def feeds(batch: int) -> Arrays:
-        return random_feeds(FakeEngine().inputs, {"N": batch})
-
     machine.now_s, watch = 0.0, machine.watch()
     setups = [Setup(label, lambda: Disturbed(machine, other)) for label in "AB"]
     timing = Timing(0.0, 2.5, rounds=10)

@@ -24,15 +24,11 @@ from deploykit.reporting.points import Point
 from deploykit.reporting.report import NotMeasured, PointEnergy, Report, speedup
 from deploykit.reporting.tables import best_by_batch, details, summary
 from deploykit.reporting.verdict import verdict
-from tests.support.measure.simulated import bare_point
+from tests.support.measure.simulated import bare_point, plain
 
 BASE = "fp32 CPU (baseline)"
 BATCHES = (1, 2, 4, 8, 16, 32)
 Change = Callable[[Report], Report]
-
-
-def plain(text: str) -> str:
-    return text.replace("\u202f", " ")
 
 
 def sentences(report: Report) -> list[str]:
@@ -390,4 +386,3 @@ def test_one_process_leaves_room_for_what_it_cannot_show() -> None:
         sides = ((MODEL, 1000), (COPY, rate))
         rounds = [point(label, 1, 1, [each * 0.999, each * 1.001] * 10, 1) for label, each in sides]
         assert sentences(copied(rounds))[0].startswith(expected)
-
