@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import helper
 
 from deploykit.engines.engine import load
 from deploykit.graph import cost as kinds
@@ -17,42 +17,29 @@ from deploykit.graph.graph import Graph
 from deploykit.graph.shapes import fixed_shapes
 from deploykit.planning import probe as chains
 from deploykit.planning.probe import Chain
-from tests.support.onnx_zoo import make
+from tests.support.graphs.small import parse
 
 
 def pairs(operator: str, bias: str, after: str, zero: np.generic) -> onnx.ModelProto:
     """`operator` on quantized tensors. `after`: what its result goes through, "Relu Q"."""
-    matrix = (8, 8, 3, 3) if operator == "Conv" else (8, 8)
-    weights: dict[str, np.ndarray] = {
-        "w8": np.ones(matrix, np.int8),
-        "b": np.ones(8, np.float32),
-        "b32": np.ones(8, np.int32),
-        "s": np.array(0.1, np.float32),
-        "s2": np.array(0.01, np.float32),
-        "zero": np.asarray(zero),
-        "zero8": np.array(0, np.int8),
-    }
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["xq"]),
-        helper.make_node("DequantizeLinear", ["xq", "s", "zero"], ["xd"], name="dq"),
-        helper.make_node("DequantizeLinear", ["w8", "s", "zero8"], ["w"], name="dq of weights"),
-    ]
-    inputs = ["xd", "w", *["b"] * bool(bias)]
-    if bias == "int32":
-        del weights["b"]
-        nodes.append(helper.make_node("DequantizeLinear", ["b32", "s2"], ["b"]))
-    nodes.append(helper.make_node(operator, inputs, ["made"], name="node"))
-    last = "made"
+    matrix, shape = ((8, 8, 3, 3), "8,6,6") if operator == "Conv" else ((8, 8), "8")
+    body = "xq = QuantizeLinear(x, s, zero) xd = DequantizeLinear(xq, s, zero) "
+    body += "w = DequantizeLinear(w8, s, zero8) "
+    body += "b = DequantizeLinear(b32, s2) " if bias == "int32" else ""
+    body += f"node = {operator}(xd, w{', b' * bool(bias)}) "
+    last = "node"
     for step in after.split():
         if step == "Q":
-            nodes.append(helper.make_node("QuantizeLinear", [last, "s", "zero"], ["yq"], name="q"))
-            nodes.append(helper.make_node("DequantizeLinear", ["yq", "s", "zero"], ["yd"]))
+            body += f"yq = QuantizeLinear({last}, s, zero) yd = DequantizeLinear(yq, s, zero) "
+            last = "yd"
         else:
-            nodes.append(helper.make_node(step, [last], ["cut"]))
-        last = nodes[-1].output[0]
-    nodes.append(helper.make_node("Neg", [last], ["y"]))
-    shape = (2, 8, 6, 6) if operator == "Conv" else (2, 8)
-    return make(nodes, {"x": shape}, {"y": ("N",) * len(shape)}, weights)
+            body += f"cut = {step}({last}) "
+            last = "cut"
+    weights: dict[str, Any] = {"w8": np.ones(matrix, np.int8), "s": 0.1, "s2": 0.01}
+    weights |= {"b32": np.ones(8, np.int32)} if bias == "int32" else {"b": np.ones(8)}
+    head = f"(float[2,{shape}] x) => (float[] y)"
+    weights |= {"zero": zero, "zero8": np.int8(0)}
+    return parse(head, f"{body} y = Neg({last})", **weights)
 
 
 @pytest.mark.parametrize("zero", [np.uint8(128), np.uint8(0), np.int8(0)], ids=repr)
@@ -81,12 +68,12 @@ def test_pairs_that_a_cpu_has_no_kernel_for_are_converted_in_every_call() -> Non
     known = fixed_shapes(Graph(pairs("Conv", "", "Relu Q", np.int8(0))), {})
     found = {cost.name: cost for cost in costs_of(known, on_cpu=True)}
     elements = 2 * 8 * 6 * 6
-    assert found["dq"].traffic_bytes == elements * (1 + 4)
-    assert found["dq of weights"].traffic_bytes == 8 * 8 * 9 * (1 + 4)
-    assert found["q"].traffic_bytes == 2 * 8 * 4 * 4 * (4 + 1)  # not in the convolution's kernel
+    assert found["xd"].traffic_bytes == elements * (1 + 4)
+    assert found["w"].traffic_bytes == 8 * 8 * 9 * (1 + 4)
+    assert found["yq"].traffic_bytes == 2 * 8 * 4 * 4 * (4 + 1)  # not in the convolution's kernel
     assert found["node"].read_bytes == elements * 4
     compiled = {cost.name: cost for cost in costs_of(known)}
-    assert [compiled[name].traffic_bytes for name in ("dq", "dq of weights", "q")] == [0, 0, 0]
+    assert [compiled[name].traffic_bytes for name in ("xd", "w", "yq")] == [0, 0, 0]
 
 
 CHAINS = [
@@ -144,7 +131,5 @@ def test_every_kind_but_other_has_a_chain() -> None:
 )
 def test_an_activation_is_of_the_kind_that_takes_as_long(operator: str, kind: str) -> None:
     """ONNX Runtime computes HardSwish as two nodes: it takes as long as tanh."""
-    nodes = [helper.make_node(operator, ["x"], ["y"], name="n")]
-    graph = Graph(make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {}))
-    (cost,) = node_costs(graph, {"N": 1})
+    (cost,) = node_costs(Graph(parse("(float[N,4] x) => (float[] y)", f"y = {operator}(x)")), {})
     assert cost.kind == kind
