@@ -21,15 +21,10 @@ from tests.support.graphs.protos import (
     to_half,
     to_pairs,
 )
-from tests.support.onnx_zoo import (
-    conv_relu,
-    linear,
-    make,
-    mnist_like,
-    save,
-    two_inputs,
-)
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import conv_relu, linear, mnist_like, save, two_inputs
 
+ROWS = "(float[N,4] x) => (float[] y)"
 LIMIT = 20_000  # of the 31 KB of mnist_like's head, say: one file "cannot hold" it
 
 
@@ -57,10 +52,8 @@ def test_a_saved_graph_loads_back_equal_and_saving_again_gives_the_same_bytes(
 
 
 def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path) -> None:
-    node = helper.make_node("Relu", ["x"], ["y"], name="relu")
-    model = make([node], {"x": ("a", "b", 3)}, {"y": ("a", "b", 3)}, {})
-    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [1]))
-    model.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.float32), "w"))
+    head = "(float[a,b,3] x, float[1] w) => (float[a,b,3] y)"
+    model = parse(head, "y = Relu(x) unused = Neg(w)", w=np.ones(1))
     for value in (model.graph.input[0], model.graph.output[0]):
         for axis in value.type.tensor_type.shape.dim[:2]:
             axis.Clear()
@@ -99,36 +92,16 @@ def test_precision_of_a_quantized_graph_counts_nodes_as_int8_whose_inputs_all_ar
     summary = summarise(to_pairs(mnist_like(), calibrate(path, samples(mnist_like()))))
     assert summary.precision == {"float32": 4, "int8": 3}
     assert summary.parameters == summarise(mnist_like()).parameters  # scales are none
-    weights = {
-        "w": np.ones((4, 3), np.int8),
-        "scale": np.array(0.1, np.float32),
-        "zero": np.array(0, np.int8),
-    }
-    of_weights = [
-        helper.make_node("DequantizeLinear", ["w", "scale"], ["W"], name="dq"),
-        helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul"),
-    ]
-    of_one_input = [
-        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"], name="q"),
-        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"], name="dq"),
-        helper.make_node("Add", ["d", "x"], ["y"], name="add"),
-    ]
-    for nodes, width in ((of_weights, 3), (of_one_input, 4)):
-        model = make(nodes, {"x": ("N", 4)}, {"y": ("N", width)}, weights)
-        assert summarise(model).precision == {"float32": 1}
+    weights = {"w": np.ones((4, 3), np.int8), "scale": 0.1, "zero": np.int8(0)}
+    pair = "q = QuantizeLinear(x, scale, zero) d = DequantizeLinear(q, scale, zero)"
+    for body in ("d = DequantizeLinear(w, scale) y = MatMul(x, d)", f"{pair} y = Add(d, x)"):
+        assert summarise(parse(ROWS, body, **weights)).precision == {"float32": 1}
 
 
 def test_nodes_in_bodies_are_counted() -> None:
-    body = helper.make_graph(
-        [helper.make_node("Neg", ["x"], ["n"], name="neg")],
-        "body",
-        [],
-        [helper.make_tensor_value_info("n", TensorProto.FLOAT, None)],
-    )
-    node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)
-    weights = {"c": np.array(True)}
-    model = make([node], {"x": ("N", 4)}, {"y": ("N", 4)}, weights)
-    assert summarise(model).operators == {"If": 1, "Neg": 2}
+    branch = "() => (float[] n) { n = Neg(x) }"
+    body = f"y = If <then_branch = t {branch}, else_branch = e {branch}> (c)"
+    assert summarise(parse(ROWS, body, c=np.array(True))).operators == {"If": 1, "Neg": 2}
 
 
 def test_weights_above_the_limit_are_external_aligned_and_used(
@@ -156,12 +129,7 @@ def test_weights_above_the_limit_are_external_aligned_and_used(
 def test_weights_stored_as_numbers_are_written_as_bytes(tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32)
     tensor = helper.make_tensor("W", TensorProto.FLOAT, (4, 300), weight.ravel().tolist())
-    model = make(
-        [helper.make_node("MatMul", ["x", "W"], ["y"], name="m")],
-        {"x": ("N", 4)},
-        {"y": ("N", 300)},
-        {"W": weight},
-    )
+    model = parse("(float[N,4] x) => (float[N,300] y)", "y = MatMul(x, W)", W=weight)
     model.graph.initializer[0].CopyFrom(tensor)
     save_graph(model, tmp_path / "m.onnx", limit_bytes=1000)
     (read,) = load_graph(tmp_path / "m.onnx").graph.initializer
