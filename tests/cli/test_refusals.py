@@ -79,6 +79,7 @@ REFUSED = {  # the command line without `deploykit` -> what stderr says
     "export evil.pt": "--allow-pickle",
     "inspect evil.pt": "--allow-pickle",
     "quantize model.onnx": "--to",
+    "quantize evil.pt --to fp16": "is a PyTorch file",
     "quantize model.onnx --to fp12": "fp12",
     "quantize model.onnx --to INT8": "did you mean int8, int8-dynamic",
     "quantize model.onnx --to fp16 --metric top7": "top7",
