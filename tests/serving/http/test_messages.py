@@ -344,7 +344,7 @@ def test_unknown_model_names_add_no_metrics(small: Running) -> None:
 
 def test_json_that_decodes_above_the_body_limit_gets_413() -> None:
     """200,000 zeros are below the limit as JSON and above it as FP32."""
-    with running({"m": free_axis()}, max_body_bytes=700_000) as server:
+    with running({"m": Lengths()}, max_body_bytes=700_000) as server:
         reply = server.ask("POST", INFER, infer_json([0] * 200_000, [1, 200_000]))
         assert reply.status == 413
         assert "`max_body_bytes`" in reply.json["error"]
@@ -580,7 +580,7 @@ def test_a_body_of_any_size_split_anywhere_arrives_whole(count: int) -> None:
     """From one packet to many; a body after its head is received directly into its buffer."""
     rows = np.random.default_rng(count).random((1, count), dtype=np.float32)
     data = binary_request(rows)
-    with running({"m": free_axis()}, HttpLimits(stall_s=600)) as server:
+    with running({"m": Lengths()}, HttpLimits(stall_s=600)) as server:
         raw = server.connect()
         raw.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         cuts = [0, 7, 150, len(data) // 2, len(data) - 1, len(data)]
