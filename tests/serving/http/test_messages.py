@@ -41,11 +41,11 @@ from tests.support.serving.running import (
     Reply,
     Running,
     binary_request,
-    free_axis,
     infer_json,
     request,
     running,
 )
+from tests.support.serving.warming import Lengths
 
 INFER = "/v2/models/m/infer"
 LIVE = request("GET", "/v2/health/live")
@@ -340,7 +340,7 @@ def test_unknown_model_names_add_no_metrics(small: Running) -> None:
 
 def test_json_that_decodes_above_the_body_limit_gets_413() -> None:
     """200,000 zeros are below the limit as JSON and above it as FP32."""
-    with running({"m": free_axis()}, max_body_bytes=700_000) as server:
+    with running({"m": Lengths()}, max_body_bytes=700_000) as server:
         reply = server.ask("POST", INFER, infer_json([0] * 200_000, [1, 200_000]))
         assert reply.status == 413
         assert "`max_body_bytes`" in reply.json["error"]
@@ -564,7 +564,7 @@ BIG = infer_json([0.123456] * WIDTH, [1, WIDTH])
 @contextmanager
 def serving(**options: Any) -> Iterator[Running]:
     """`m` takes rows of any length, `small` of four."""
-    with running({"small": FakeEngine(), "m": free_axis()}, **options) as server:
+    with running({"small": FakeEngine(), "m": Lengths()}, **options) as server:
         yield server
 
 
@@ -576,7 +576,7 @@ def test_a_body_of_any_size_split_anywhere_arrives_whole(count: int) -> None:
     """From one packet to many; a body after its head is received directly into its buffer."""
     rows = np.random.default_rng(count).random((1, count), dtype=np.float32)
     data = binary_request(rows)
-    with running({"m": free_axis()}, HttpLimits(stall_s=600)) as server:
+    with running({"m": Lengths()}, HttpLimits(stall_s=600)) as server:
         raw = server.connect()
         raw.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         cuts = [0, 7, 150, len(data) // 2, len(data) - 1, len(data)]
