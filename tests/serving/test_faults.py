@@ -1,7 +1,7 @@
 """Faults of the engine, of the process and of the machine (F1-F20), with the real command.
 
 F1 and F8 at the start are in workers/test_workers.py, F2 in test_shutdown.py, F4 and F5 in
-models/test_reload.py, F7 in core/test_files.py, F15 in http/test_http_hostile.py, F20 in
+models/test_reload.py, F7 in core/test_files.py, F15 in http/test_messages.py, F20 in
 observe/test_logs.py, Ctrl-C in cli/test_interrupt.py.
 """
 
