@@ -1,8 +1,7 @@
-"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming, aio."""
+"""The real tritonclient over HTTP and gRPC: sync, asynchronous and streaming."""
 
 from __future__ import annotations
 
-import asyncio
 import queue
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,9 +19,7 @@ from tests.support.serving.running import WAIT_S, Running, running
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
-http_aio = pytest.importorskip("tritonclient.http.aio")
 grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-import tritonclient.grpc.aio as grpc_aio  # noqa: E402
 from tritonclient.grpc import service_pb2  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
@@ -72,7 +69,7 @@ def client(served: Running, triton: Any) -> Iterator[Any]:
 
 
 def address(server: Running, module: Any) -> str:
-    port = server.port if module in (http, http_aio) else server.server.grpc_port
+    port = server.port if module is http else server.server.grpc_port
     return f"localhost:{port}"
 
 
@@ -260,21 +257,6 @@ def test_a_stream_answers_requests_and_errors_in_order(served: Running) -> None:
                 assert final.bool_param
                 assert result.as_numpy("y")[0, 0] == 6 * number
         client.stop_stream()
-
-
-@pytest.mark.parametrize("module", [http_aio, grpc_aio], ids=["http", "grpc"])
-def test_the_aio_client_infers(served: Running, module: Any) -> None:
-    async def use_client() -> None:
-        client = module.InferenceServerClient(address(served, module))
-        try:
-            assert await client.is_server_ready()
-            calls = (client.infer(name, [tensor(module, values(name))]) for name in DTYPES * 3)
-            for name, answer in zip(DTYPES * 3, await asyncio.gather(*calls), strict=True):
-                check(name, answer.as_numpy("y"))
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(use_client(), WAIT_S))
 
 
 STATUSES = {
