@@ -292,11 +292,8 @@ def call(name: str, *arguments: Any) -> Any:
         (call("get_model_config", "absent"), "404", "there is no model"),
         *((call(f"{what}_model", "linear"), "501", "not offered") for what in ("load", "unload")),
         (call("get_trace_settings", "linear"), "501", "not offered"),
-        (call("get_log_settings"), "501", "not offered"),
         (call("get_system_shared_memory_status"), "501", "not offered"),
-        (call("get_cuda_shared_memory_status"), "501", "not offered"),
         (call("register_system_shared_memory", "r", "/key", 64), "501", "not offered"),
-        (call("register_cuda_shared_memory", "r", b"", 0, 64), "501", "not offered"),
     ],
 )
 def test_an_error_has_the_same_message_and_its_status_over_both(
