@@ -105,7 +105,6 @@ TWO_INPUTS = """
         ({"buckets": ["T"]}, "AXIS=16,32,64"),
         ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
         ({"buckets": ["T=8:x"]}, "INPUT=VALUE"),
-        ({"buckets": ["T=8:x=y"]}, "INPUT=VALUE"),
         ({"buckets": ["T=8:x=1,x=2"]}, "each name once"),
         ({"buckets": ["T=8", "T=16"]}, "each name once"),
         *(
@@ -119,7 +118,6 @@ TWO_INPUTS = """
             for text in (0, -1, "x", "", "1.5", "²", "999999999999", "shared:0")
         ),
         ({"token_file": "/nonexistent"}, "/nonexistent"),
-        ({"token_file": "empty"}, "at least 16"),
         ({"token_file": "short"}, "at least 16"),
         ({"log_format": "xml"}, "`log_format` xml"),
         ({"tls_cert": Path("x.pem")}, "must be given together"),
@@ -131,7 +129,6 @@ def test_contradictory_serve_options_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
 ) -> None:
     monkeypatch.chdir(model.parent)
-    Path("empty").write_text("\n")
     Path("short").write_text("abc\n")
     save(linear(), Path("linear.onnx"))
     save(onnx.parser.parse_model(TWO_INPUTS), Path("two.onnx"))

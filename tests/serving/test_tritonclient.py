@@ -1,8 +1,7 @@
-"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming, aio."""
+"""The real tritonclient over HTTP and gRPC: sync, asynchronous and streaming."""
 
 from __future__ import annotations
 
-import asyncio
 import queue
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,9 +19,7 @@ from tests.support.serving.running import WAIT_S, Running, running
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
-http_aio = pytest.importorskip("tritonclient.http.aio")
 grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-import tritonclient.grpc.aio as grpc_aio  # noqa: E402
 from tritonclient.grpc import service_pb2  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
@@ -72,7 +69,7 @@ def client(served: Running, triton: Any) -> Iterator[Any]:
 
 
 def address(server: Running, module: Any) -> str:
-    port = server.port if module in (http, http_aio) else server.server.grpc_port
+    port = server.port if module is http else server.server.grpc_port
     return f"localhost:{port}"
 
 
@@ -262,21 +259,6 @@ def test_a_stream_answers_requests_and_errors_in_order(served: Running) -> None:
         client.stop_stream()
 
 
-@pytest.mark.parametrize("module", [http_aio, grpc_aio], ids=["http", "grpc"])
-def test_the_aio_client_infers(served: Running, module: Any) -> None:
-    async def use_client() -> None:
-        client = module.InferenceServerClient(address(served, module))
-        try:
-            assert await client.is_server_ready()
-            calls = (client.infer(name, [tensor(module, values(name))]) for name in DTYPES * 3)
-            for name, answer in zip(DTYPES * 3, await asyncio.gather(*calls), strict=True):
-                check(name, answer.as_numpy("y"))
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(use_client(), WAIT_S))
-
-
 STATUSES = {
     "400": "INVALID_ARGUMENT",
     "404": "NOT_FOUND",
@@ -310,11 +292,8 @@ def call(name: str, *arguments: Any) -> Any:
         (call("get_model_config", "absent"), "404", "there is no model"),
         *((call(f"{what}_model", "linear"), "501", "not offered") for what in ("load", "unload")),
         (call("get_trace_settings", "linear"), "501", "not offered"),
-        (call("get_log_settings"), "501", "not offered"),
         (call("get_system_shared_memory_status"), "501", "not offered"),
-        (call("get_cuda_shared_memory_status"), "501", "not offered"),
         (call("register_system_shared_memory", "r", "/key", 64), "501", "not offered"),
-        (call("register_cuda_shared_memory", "r", b"", 0, 64), "501", "not offered"),
     ],
 )
 def test_an_error_has_the_same_message_and_its_status_over_both(

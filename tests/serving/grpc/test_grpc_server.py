@@ -57,8 +57,8 @@ class Busy:
 def run_busy(
     path: str = f"{SERVICE}/ModelInfer", limits: Http2Limits | None = None, **options: Any
 ) -> Iterator[Busy]:
-    engine = GatedEngine()
-    with serving({"m": engine}, limits, **{"max_batch": 1, "queue": 2, **options}) as server:
+    engine, options = GatedEngine(), {"queue": 2, "timeout_ms": 600_000, **options}
+    with serving({"m": engine}, limits, max_batch=1, **options) as server:
         engine.warm = True
         try:
             with frames(server.port) as client:

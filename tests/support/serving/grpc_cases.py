@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -29,7 +29,6 @@ STREAM = f"{SERVICE}/ModelStreamInfer"
 LIVE = f"{SERVICE}/ServerLive"
 INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNIMPLEMENTED = 3, 4, 8, 12
 FLOW_CONTROL_ERROR, CALM = 3, 11
-T = TypeVar("T")
 
 
 class Echo(FakeEngine):
@@ -56,10 +55,10 @@ class Serving(Running):
         self.grpc = self.server._grpc
         self.repository = self.server.repository
 
-    def see(self, what: Callable[[], T]) -> T:
+    def see(self, what: Callable[[], Any]) -> Any:
         """Call a function on the loop."""
 
-        async def call() -> T:
+        async def call() -> Any:
             return what()
 
         return asyncio.run_coroutine_threadsafe(call(), self.server._loop).result(WAIT_S)
