@@ -23,7 +23,6 @@ needs("onnxruntime", "PIL", "tokenizers", "hpack")
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 
 QUICK: dict[str, Any] = {"concurrency": 2, "duration_s": 0.2}
-SAY = "def say(text: str) -> bytes:\n    return text.upper().encode()\n"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[dk.RunningServer]:
-    (folder / "say.py").write_text(SAY)
+    (folder / "say.py").write_text("def say(text: str) -> bytes: return text.upper().encode()\n")
     models = [write_task_model(folder, kind) for kind in ("classify", "text-classify")]
     pipelines = [write_pipeline(folder), folder / "say.py"]
     with dk.serve(models, pipelines=pipelines, device="cpu") as running:

@@ -54,10 +54,6 @@ async def limited(server: StandIn) -> bytes:
     return reply(200, ANSWER)
 
 
-def slow_server() -> StandIn:
-    return StandIn(lambda server, _n: limited(server))
-
-
 def test_closed_loop_counts_every_request_once() -> None:
     server = StandIn()
     with server.running() as url:
@@ -219,7 +215,7 @@ def test_a_generator_that_used_up_its_core_tries_again_with_more_processes(
 
 def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
     seen: list[str] = []
-    with slow_server().running() as url:
+    with StandIn(lambda server, _n: limited(server)).running() as url:
         result = load_test(url, on_progress=lambda text, _share: seen.append(text), **QUICK)
     assert result.mode == "open"
     assert result.capacity_per_s is not None

@@ -23,6 +23,7 @@ from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import ANSWER, StandIn, reply
 
 grpc = pytest.importorskip("grpc")
+hpack = pytest.importorskip("hpack")
 
 QUICK: dict[str, Any] = {"warmup_s": 0.0, "duration_s": 0.3}
 Y = np.array([[0.25, -1.0]], np.float32)
@@ -188,13 +189,6 @@ def answer(array: np.ndarray = Y, name: str = "y") -> bytes:
     return response.SerializeToString()
 
 
-def metadata(datatype: str = "FP32", shape: Sequence[int] = (-1, 3)) -> bytes:
-    inputs = [{"name": "x", "datatype": datatype, "shape": shape}]
-    outputs = [{"name": "y", "datatype": "FP32", "shape": [1, 2]}]
-    about = {"platform": "native", "inputs": inputs, "outputs": outputs}
-    return encode("ModelMetadataResponse", name="m", **about)
-
-
 INDEX = encode("RepositoryIndexResponse", models=[{"name": "m"}])
 
 
@@ -202,15 +196,17 @@ INDEX = encode("RepositoryIndexResponse", models=[{"name": "m"}])
 def serving(
     infer: Callable[[bytes, Any], bytes] = lambda _request, _context: answer(),
     index: Callable[[bytes, Any], bytes] = lambda _request, _context: INDEX,
-    about: bytes = b"",
     options: Sequence[tuple[str, int]] = (),
 ) -> Iterator[str]:
     """A server of grpcio's with the methods that a load test calls; yields its URL."""
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
+    outputs = [{"name": "y", "datatype": "FP32", "shape": [1, 2]}]
+    about = {"platform": "native", "inputs": inputs, "outputs": outputs}
 
     def describe(request: bytes, context: Any) -> bytes:
         if request != encode("ModelMetadataRequest", name="m"):
             context.abort(grpc.StatusCode.NOT_FOUND, "no such model: 50 %")
-        return about or metadata()
+        return encode("ModelMetadataResponse", name="m", **about)
 
     server_metadata = encode("ServerMetadataResponse", name="native", version="7")
     methods = {
@@ -321,22 +317,16 @@ STATUS = b"\x00\x0bgrpc-status"
 WITHOUT = "an answer without a gRPC status (HTTP status 200)"
 
 
-def encode_length(value: bytes) -> bytes:
-    """As HPACK writes the length of a string."""
-    more = len(value) - 127
-    return bytes([len(value)] if more < 0 else [127, more % 128 | 128, more // 128])
-
-
 def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
-    data = call_of(message)
+    data, block = call_of(message), hpack.Encoder().encode([(b"grpc-status", code)], huffman=False)
     return (
         frame(4, 0, 0, struct.pack(">HI", 5, 1 << 14))
         + frame(6, 0, 0, b"12345678")
         + frame(1, 4, stream, HEAD)
         + frame(0, 8, stream, b"\x03" + data[:7] + b"\0\0\0")  # padded
         + frame(0, 0, stream, data[7:])
-        + frame(1, 1, stream, STATUS)
-        + frame(9, 4, stream, encode_length(code) + code)
+        + frame(1, 1, stream, block[:12])
+        + frame(9, 4, stream, block[12:])
     )
 
 

@@ -127,12 +127,9 @@ def measured(slo_us: int, policy: BatchPolicy, times_us: dict[int, float]) -> St
     return steering
 
 
-STEP = poisson((4, 200), (4, 800), (4, 3000), (4, 200))
-
-
 def test_the_p99_stays_within_the_slo_in_every_second_of_a_load_step() -> None:
     """200, 800, 3,000 (three times what there is capacity for) and again 200 requests a second."""
-    answers = steered(affine, 32, STEP).answers
+    answers = steered(affine, 32, poisson((4, 200), (4, 800), (4, 3000), (4, 200))).answers
     assert max(within(answers, n, n + 1)[0] for n in range(16)) <= SLO_US
     assert within(answers, 0, 8)[1] <= 0.03
     assert within(answers, 12.1)[1] == 0

@@ -50,14 +50,11 @@ IN_FLIGHT = "deploykit_pipeline_in_flight"
 STAGE_IN_FLIGHT = "deploykit_pipeline_stage_in_flight"
 
 
-SAY = "def said(data: bytes) -> bytes:\n    return data[::-1]\n"
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """All pipelines; nothing waits in it."""
     folder = tmp_path_factory.mktemp("server")
-    (folder / "say.py").write_text(SAY)
+    (folder / "say.py").write_text("def said(data: bytes) -> bytes: return data[::-1]\n")
     files = [write_pipeline(folder), *write_words(folder), folder / "say.py"]
     with served(*files, grpc_port=0, max_batch=32) as client:
         yield client
