@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -418,14 +419,6 @@ def test_errors_of_other_libraries_keep_their_meaning(
         opened.engine({"x": rows(2)})
 
 
-@pytest.mark.parametrize("call", ["deserialize_cuda_engine", "set_input_shape"])
-def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> None:
-    opened = Opened(noise={call: NOISE})
-    opened.nv.fail = {RUNS: "the reason\n  followed by\n  a dump of the graph"}
-    with pytest.raises(Unsupported, match=r"the reason$"):
-        opened.engine({"x": rows(2)})
-
-
 def test_an_inspector_or_an_allocator_that_is_refused_is_a_deploykit_error() -> None:
     late = Opened((X, tensor("y", "OUTPUT", [-1, 4], late=True)))
     late.nv.fail = {"create_engine_inspector": "the reason"}
@@ -710,15 +703,11 @@ def test_a_call_that_fails_for_another_reason_costs_neither_the_device_nor_a_slo
 def test_closing_ends_the_calls_under_way_and_does_not_raise_on_a_lost_device(lost: bool) -> None:
     with Opened(graphs=[1], scratch=64) as found:
         assert all(right(found.engine, 1) for _ in range(3))
-        tickets = [found.engine.submit({"x": rows(1, start=n)}) for n in range(2)]
+        ticket = found.engine.submit({"x": rows(1)})
         if lost:
             found.cuda.lose("LaunchFailure")
-    for n, ticket in enumerate(tickets):
-        if lost:
-            with pytest.raises(DeviceLost):
-                ticket.result()
-        else:
-            np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1, start=n) + 1)
+    with pytest.raises(DeviceLost) if lost else nullcontext():
+        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1) + 1)
 
 
 # what CUDA's codes mean
