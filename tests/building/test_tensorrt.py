@@ -198,6 +198,16 @@ def test_without_tensorrt_the_extra_is_named(rig: Rig) -> None:
     assert install_command("tensorrt") in (caught.value.hint or "")
 
 
+def test_weights_outside_the_models_folder_are_refused(rig: Rig) -> None:
+    does = rig.use()
+    onnx.save_model(linear(), rig.model, save_as_external_data=True, size_threshold=0, location="w")
+    model = onnx.load(rig.model, load_external_data=False)
+    model.graph.initializer[0].external_data[0].value = "../w"
+    with pytest.raises(BadInput, match="outside the model's folder"):
+        rig.build(save(model, rig.model))
+    assert "parsed" not in does.seen  # TensorRT would read the file
+
+
 @pytest.mark.parametrize(
     ("profile", "option", "message"),
     [
