@@ -43,38 +43,9 @@ same_for_all = _rows("y = Mul(x, zero)", zero=[0.0])
 
 DEPENDENT: Mapping[str, Make] = {
     "reverse": reverse,
-    "top_k": _rows("k = Shape<start = 0, end = 1>(x) y, order = TopK<axis = 0>(x, k)"),
     "softmax": _rows("y = Softmax<axis = 0>(x)"),
-    "cumsum": _rows("y = CumSum(x, axis)", axis=0),
-    "layer_norm": _rows(
-        "mean = ReduceMean(x, axes) off = Sub(x, mean) square = Mul(off, off) "
-        "variance = ReduceMean(square, axes) positive = Add(variance, epsilon) "
-        "deviation = Sqrt(positive) y = Div(off, deviation)",
-        axes=[0],
-        epsilon=1e-5,
-    ),
-    "instance_norm": _rows(  # over axis 0, which stands where the pixels do
-        "columns = Transpose(x) image = Unsqueeze(columns, first) "
-        "normal = InstanceNormalization(image, ones, zeros) "
-        "back = Squeeze(normal, first) y = Transpose(back)",
-        first=[0],
-        ones=[1.0] * 4,
-        zeros=[0.0] * 4,
-    ),
-    "batch_norm": _rows(  # with the statistics of the batch, as in training
-        "y, mean, variance = BatchNormalization<training_mode = 1>(x, one, zero, zero, one)",
-        one=[1.0] * 4,
-        zero=[0.0] * 4,
-    ),
     "attention": attention,
     "similarity": similarity,
-    # with another name for the second axis, as an exporter may write it
-    "hidden_similarity": _rows("other = Transpose(x) y = MatMul(x, other)", out="N,M"),
-    "arg_max": _rows(
-        "best = ArgMax<axis = 0, keepdims = 1>(x) number = Cast<to = 1>(best) "
-        "rows = Mul(x, zero) y = Add(rows, number)",
-        zero=0.0,
-    ),
     "row_number": _rows(  # adds a hundredth of the number of its row
         "rows = Shape<start = 0, end = 1>(x) count = Squeeze(rows) "
         "numbers = Range(zero, count, one) floats = Cast<to = 1>(numbers) "
@@ -83,11 +54,6 @@ DEPENDENT: Mapping[str, Make] = {
         one=1,
         last=[1],
         hundredth=0.01,
-    ),
-    "gather_first": _rows(
-        "row = Gather<axis = 0>(x, first) rows = Mul(x, zero) y = Add(rows, row)",
-        first=[0],
-        zero=0.0,
     ),
     "rows_above_zero": _rows(  # how many there are depends on the values
         "column = Gather<axis = 1>(x, first) kept = Greater(column, zero) "
