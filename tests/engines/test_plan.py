@@ -98,21 +98,20 @@ def test_plan_of_this_machine_is_read_whole_and_its_manifest_once(plan: Path) ->
     ("change", "says"),
     [
         (lambda _: b"", "the file is empty"),
-        (lambda content: content[: len(content) // 2], "SHA-256 differs"),
         (lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:], "SHA-256 differs"),
         (lambda _: b"vtrt" + bytes(1000), "TensorRT for RTX"),
         (lambda _: linear().SerializeToString(), "is an ONNX file, a TensorRT engine is needed"),
     ],
-    ids=["empty", "half", "bit", "rtx", "onnx"],
+    ids=["empty", "bit", "rtx", "onnx"],
 )
-@pytest.mark.parametrize("trust", [False, True])
 def test_damaged_plan_is_refused_trusted_or_not(
-    plan: Path, change: Callable[[bytes], bytes], says: str, trust: bool
+    plan: Path, change: Callable[[bytes], bytes], says: str
 ) -> None:
     plan.write_bytes(change(CONTENT))
-    with pytest.raises((BadInput, Unsupported), match=says) as caught:
-        open_plan(plan, HERE, trust)
-    assert caught.value.exit_code == (3 if "RTX" in says else 2)
+    for trust in (False, True):
+        with pytest.raises((BadInput, Unsupported), match=says) as caught:
+            open_plan(plan, HERE, trust)
+        assert caught.value.exit_code == (3 if "RTX" in says else 2)
 
 
 @pytest.mark.parametrize(
