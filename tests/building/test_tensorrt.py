@@ -332,11 +332,7 @@ def test_the_workspace_fits_into_the_free_memory(
 
 @pytest.mark.parametrize(
     ("number", "raised", "again"),
-    [
-        (signal.SIGINT, KeyboardInterrupt, True),
-        (signal.SIGTERM, SystemExit, False),
-        (signal.SIGTERM, SystemExit, True),
-    ],
+    [(signal.SIGINT, KeyboardInterrupt, True), (signal.SIGTERM, SystemExit, False)],
 )
 def test_a_signal_stops_the_build_at_its_next_step_and_a_second_one_at_once(
     rig: Rig, number: signal.Signals, raised: type[BaseException], again: bool
