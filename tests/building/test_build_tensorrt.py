@@ -244,12 +244,8 @@ def test_the_engines_accuracy_is_gated_on_labelled_data(
         assert caught.value.result.manifest.evidence.parity.passed is True
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("other", [-1, 4]), ("x", [-1, 4, 4])], ids=["name", "rank"]
-)
-def test_an_engine_of_other_inputs_is_refused(
-    machine: Machine, name: str, shape: list[int]
-) -> None:
+@pytest.mark.parametrize(("name", "shape"), [("other", [-1, 4]), ("x", [-1, 4, 4])])
+def test_an_engine_of_other_inputs_is_refused(machine: Machine, name: str, shape: Any) -> None:
     sizes = [[n, *shape[1:]] for n in (1, 8, 32)]
     tensors = fake.tensor(name, "INPUT", shape), fake.tensor("y", "OUTPUT", shape)
     machine(content=fake.plan_bytes(tensors, [{name: sizes}], layers=LAYERS))

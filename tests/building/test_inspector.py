@@ -51,7 +51,6 @@ FUSED = "[ONNX Layer: /conv/Conv]\x1f[ONNX Layer: /relu/Relu]"
                 "Float": "float32",
                 "BFloat16": "bfloat16",
                 "FP8": "float8",
-                "Row major linear FP32": "float32",
                 "Channel major FP16 format where channel % 8 == 0": "float16",
                 "Four wide channel vectorized row major Int8 format": "int8",
             }.items()

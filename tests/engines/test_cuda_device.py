@@ -34,10 +34,6 @@ def a_new_machine() -> Iterator[None]:
         yield
 
 
-def nothing_is_held() -> bool:
-    return [library().fakecuda_held(kind) for kind in range(6)] == [0] * 6
-
-
 @pytest.mark.usefixtures("a_new_machine")
 def test_device_is_described_and_holds_its_primary_context_once() -> None:
     before = library().fakecuda_holders(1)
@@ -76,7 +72,7 @@ def test_one_thread_serves_two_devices_in_turn() -> None:
             np.testing.assert_array_equal(ticket.result()["y"], rows(2, start=n))
     for run in runs:
         run.close()
-    assert nothing_is_held()
+    assert [library().fakecuda_held(kind) for kind in range(6)] == [0] * 6
 
 
 def test_an_answer_may_be_waited_for_by_a_thread_that_never_used_cuda() -> None:

@@ -387,14 +387,11 @@ HWMON = "sys/bus/i2c/devices/1-004{}/hwmon/hwmon3/{}"
     [
         (AGX_ORIN, 3, 3.8 + 1.9 + 4.0),
         (AGX_ORIN | SMALL, 4, 9.88),
-        *(  # no rail is counted twice where a total is measured
-            (AGX_ORIN | rail("1-0042", 2, total, 5000, 3000), 4, 15.0)
-            for total in ("VDD_IN", "POM_5V_IN", "VIN")
-        ),
+        # no rail is counted twice where a total is measured
+        (AGX_ORIN | rail("1-0042", 2, "POM_5V_IN", 5000, 3000), 4, 15.0),
         (rail("1-0040", 1, "VDD_GPU", 20000, 100), 1, None),  # of another board, Thor: a part
         # the offset of an idle rail is no power, and an impossible reading unknown
         (rail("1-0040", 1, "VDD_IN", 5000, -80), 1, 0.0),
-        (rail("1-0040", 1, "VDD_IN", 0, 500), 1, 0.0),
         (rail("1-0040", 1, "VDD_IN", -5000, 100), 0, None),
         (rail("1-0040", 1, "VDD_IN", 5000, 10**9), 0, None),
     ],
@@ -437,24 +434,20 @@ def test_every_zone_is_read_but_those_that_are_off(tmp_path: Path) -> None:
     assert read_zones(write(tmp_path, files)) == (("gpu", 50.0), ("tj", 51.5))
 
 
-def alert(at: int, name: str, state: object) -> dict[str, object]:
-    base = f"sys/class/thermal/cooling_device{at}"
-    return {f"{base}/type": name, f"{base}/cur_state": state, f"{base}/max_state": 2}
-
-
 @pytest.mark.parametrize(
-    ("files", "throttled"),
+    ("name", "state", "throttled"),
     [
-        (alert(0, "gpu-throttle-alert", 1), ("sw_thermal",)),
-        (alert(0, "gpu-throttle-alert", 0), ()),
-        (alert(0, "pwm-fan", 3) | alert(1, "cpu-throttle-alert", 0), ()),  # a fan is no throttling
-        (alert(0, "pwm-fan", 3), None),
-        (alert(0, "gpu-throttle-alert", "x"), None),
+        ("gpu-throttle-alert", 1, ("sw_thermal",)),
+        ("gpu-throttle-alert", 0, ()),
+        ("pwm-fan", 3, None),  # a fan is no throttling
+        ("gpu-throttle-alert", "x", None),
     ],
 )
 def test_a_thermal_alert_is_throttling(
-    tmp_path: Path, files: dict[str, object], throttled: tuple[str, ...] | None
+    tmp_path: Path, name: str, state: object, throttled: tuple[str, ...] | None
 ) -> None:
+    base = "sys/class/thermal/cooling_device0"
+    files = {f"{base}/type": name, f"{base}/cur_state": state, f"{base}/max_state": 2}
     assert jetson(tmp_path, ORIN_NANO, files).throttled == throttled
 
 

@@ -27,18 +27,12 @@ BARE = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(
-            ({"device": name}, "`device`: unknown value")
-            for name in ("gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n")
-        ),
+        *(({"device": name}, "`device`: unknown value") for name in ("gpu", "cuda:x", "", "cpu\n")),
         ({"threads": 0}, "`threads` must be 1 or more"),
         ({"cuda_graphs": [4, 0]}, "`cuda_graphs` are batch sizes of 1 or more"),
     ],
-    ids=str,
 )
-def test_a_wrong_option_is_refused(
-    affine_onnx: Path, options: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_option_is_refused(affine_onnx: Path, options: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         load(str(affine_onnx), **options)
 

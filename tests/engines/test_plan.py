@@ -98,38 +98,29 @@ def test_plan_of_this_machine_is_read_whole_and_its_manifest_once(plan: Path) ->
     ("change", "says"),
     [
         (lambda _: b"", "the file is empty"),
-        (lambda content: content[: len(content) // 2], "SHA-256 differs"),
         (lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:], "SHA-256 differs"),
         (lambda _: b"vtrt" + bytes(1000), "TensorRT for RTX"),
         (lambda _: linear().SerializeToString(), "is an ONNX file, a TensorRT engine is needed"),
     ],
-    ids=["empty", "half", "bit", "rtx", "onnx"],
+    ids=["empty", "bit", "rtx", "onnx"],
 )
-@pytest.mark.parametrize("trust", [False, True])
 def test_damaged_plan_is_refused_trusted_or_not(
-    plan: Path, change: Callable[[bytes], bytes], says: str, trust: bool
+    plan: Path, change: Callable[[bytes], bytes], says: str
 ) -> None:
     plan.write_bytes(change(CONTENT))
-    with pytest.raises((BadInput, Unsupported), match=says) as caught:
-        open_plan(plan, HERE, trust)
-    assert caught.value.exit_code == (3 if "RTX" in says else 2)
-
-
-NO_ENGINE = r"m\.trt\.json does not describe an engine"
+    for trust in (False, True):
+        with pytest.raises((BadInput, Unsupported), match=says) as caught:
+            open_plan(plan, HERE, trust)
+        assert caught.value.exit_code == (3 if "RTX" in says else 2)
 
 
 @pytest.mark.parametrize(
-    ("manifest", "says"),
-    [
-        (described(b"another"), "SHA-256 differs"),
-        (replace(described(), sha256=""), NO_ENGINE),
-        (replace(described(), format="onnx"), NO_ENGINE),
-        (replace(described(), evidence=Evidence(weights=WeightsFile("../x", "00"))), NO_ENGINE),
-    ],
+    "other",
+    [{"sha256": ""}, {"format": "onnx"}, {"evidence": Evidence(weights=WeightsFile("../x", "00"))}],
 )
-def test_manifest_of_something_else_is_refused(plan: Path, manifest: Any, says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        check_plan(plan, manifest, HERE)
+def test_manifest_of_something_else_is_refused(plan: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"m\.trt\.json does not describe an engine"):
+        check_plan(plan, replace(described(), **other), HERE)
 
 
 def test_a_hostile_manifest_gives_one_short_line_of_printable_characters(plan: Path) -> None:

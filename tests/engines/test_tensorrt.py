@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,8 @@ def test_engines_that_share_weights_take_memory_for_contexts_only() -> None:
             engine({"x": rows(1)})
 
 
-@pytest.mark.parametrize(("ended", "kind"), [("closed", DeploykitError), ("lost", DeviceLost)])
-def test_an_engine_that_is_closed_or_lost_takes_no_memory(
-    ended: str, kind: type[DeploykitError]
-) -> None:
+@pytest.mark.parametrize("ended", ["closed", "lost"])
+def test_an_engine_that_is_closed_or_lost_takes_no_memory(ended: str) -> None:
     with Opened(memory=MEMORY) as found:
         if ended == "closed":
             found.engine.close()
@@ -175,10 +174,9 @@ def test_an_engine_that_is_closed_or_lost_takes_no_memory(
             with pytest.raises(DeviceLost):
                 found.engine({"x": rows(1)})
         used = found.cuda.used_bytes
-        with pytest.raises(kind, match=ended):
-            found.engine.prepare(calls(8), joined=True)
-        with pytest.raises(kind, match=ended):
-            found.engine.share()
+        for take in (lambda: found.engine.prepare(calls(8), joined=True), found.engine.share):
+            with pytest.raises(DeploykitError, match=ended):
+                take()
         assert found.cuda.used_bytes == used
 
 
@@ -224,7 +222,6 @@ def test_opening_makes_the_context_of_the_optimum() -> None:
         (5000, {"scratch": 50_000}, "needed"),
         (100_500, {"memory": MEMORY}, r"create_execution_context.*free of"),
     ],
-    ids=["plan", "scratch", "context"],
 )
 def test_too_little_memory_is_refused_at_load(
     total: int, memory: Mapping[str, Any], says: str
@@ -415,14 +412,6 @@ def test_errors_of_other_libraries_keep_their_meaning(
 ) -> None:
     opened.nv.fail = {RUNS: line}
     with pytest.raises(kind, match=r"m\.trt: cuda:0"):
-        opened.engine({"x": rows(2)})
-
-
-@pytest.mark.parametrize("call", ["deserialize_cuda_engine", "set_input_shape"])
-def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> None:
-    opened = Opened(noise={call: NOISE})
-    opened.nv.fail = {RUNS: "the reason\n  followed by\n  a dump of the graph"}
-    with pytest.raises(Unsupported, match=r"the reason$"):
         opened.engine({"x": rows(2)})
 
 
@@ -710,15 +699,11 @@ def test_a_call_that_fails_for_another_reason_costs_neither_the_device_nor_a_slo
 def test_closing_ends_the_calls_under_way_and_does_not_raise_on_a_lost_device(lost: bool) -> None:
     with Opened(graphs=[1], scratch=64) as found:
         assert all(right(found.engine, 1) for _ in range(3))
-        tickets = [found.engine.submit({"x": rows(1, start=n)}) for n in range(2)]
+        ticket = found.engine.submit({"x": rows(1)})
         if lost:
             found.cuda.lose("LaunchFailure")
-    for n, ticket in enumerate(tickets):
-        if lost:
-            with pytest.raises(DeviceLost):
-                ticket.result()
-        else:
-            np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1, start=n) + 1)
+    with pytest.raises(DeviceLost) if lost else nullcontext():
+        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1) + 1)
 
 
 # what CUDA's codes mean

@@ -169,7 +169,6 @@ class FakeTensorRt:
         self.made: list[weakref.ref[Context]] = []
         self.fail: dict[str, str] = {}  # name of a call -> the line it logs when it fails, once
         self.recorded = True  # False: as Myelin was seen to, to the logger alone
-        self.noise: dict[str, str] = {}  # the same of calls that go on to succeed, each time
         number = {"STRONGLY_TYPED": does.strong_number}
         self.NetworkDefinitionCreationFlag: Any = enum.IntEnum("Creation", number)
         self.BuilderFlag = _names("FP16 BF16 INT8 FP8 INT4 TF32 GPU_FALLBACK VERSION_COMPATIBLE")
@@ -209,7 +208,6 @@ class FakeTensorRt:
         return Runtime(self)
 
     def failed(self, call: str, owner: Any = None) -> bool:
-        self.report(self.noise.get(call, ""), owner)
         line = self.fail.pop(call, "")
         self.report(line, owner)
         return bool(line)

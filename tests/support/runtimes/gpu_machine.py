@@ -99,7 +99,6 @@ class Opened:
         *,
         cuda: FakeCuda | None = None,
         fail: dict[str, str] | None = None,
-        noise: dict[str, str] | None = None,
         scratch: int = 0,
         memory: Mapping[str, int] | None = None,
         notes: tuple[str, ...] = (),
@@ -109,7 +108,7 @@ class Opened:
     ) -> None:
         self.cuda = cuda or FakeCuda()
         self.nv = fake.FakeTensorRt(self.cuda, computes=computes)
-        self.nv.fail, self.nv.noise = fail or {}, noise or {}
+        self.nv.fail = fail or {}
         content = fake.plan_bytes(tensors, profiles, scratch=scratch, **memory or {})
         plan = PlanFile(content, notes, host_code=False, dla=dla)
         self.engine = TensorRtEngine(self.nv, self.cuda, Path("m.trt"), plan, manifest, **options)
