@@ -286,28 +286,25 @@ def test_resizing_and_cropping_are_torchvisions(transforms: Any, interpolation: 
 
 
 FREE = ImageInput("image", 0, 0, "shortest-edge", 20, padding=7)
+LETTER = image_input(60, 60, resize=LETTERBOX, padding=7)
 
 
 @pytest.mark.parametrize(
-    ("size", "rule", "shape", "inner"),
+    ("size", "rule", "shape", "box"),
     [
-        ((50, 100), image_input(60, 60, resize="letterbox", padding=7), (60, 60), (15, 0, 45, 60)),
-        ((100, 50), image_input(60, 60, resize="letterbox", padding=7), (60, 60), (0, 15, 60, 45)),
+        ((50, 100), LETTER, (60, 60), (15, 0, 45, 60)),
+        ((100, 50), LETTER, (60, 60), (0, 15, 60, 45)),
         ((35, 100), FREE, (20, 57), (0, 0, 20, 57)),
         ((35, 100), replace(FREE, multiple=8), (24, 64), (0, 0, 20, 57)),
     ],
 )
 def test_an_image_that_keeps_its_ratio_is_filled_up(
-    size: tuple[int, int],
-    rule: ImageInput,
-    shape: tuple[int, int],
-    inner: tuple[int, int, int, int],
+    size: tuple[int, int], rule: ImageInput, shape: tuple[int, int], box: tuple[int, ...]
 ) -> None:
-    top, left, bottom, right = inner
+    top, left, bottom, right = box
     found = read_image(encoded(noise(*size)), rule)
-    resized = Image.fromarray(noise(*size)).resize(
-        (right - left, bottom - top), Image.Resampling.BILINEAR
-    )
+    inner = (right - left, bottom - top)
+    resized = Image.fromarray(noise(*size)).resize(inner, Image.Resampling.BILINEAR)
     expected = np.full((*shape, 3), 7, np.uint8)
     expected[top:bottom, left:right] = np.asarray(resized)
     np.testing.assert_array_equal(found.pixels, expected)

@@ -241,27 +241,22 @@ def test_weights_that_two_nodes_share_open_on_every_cpu_and_stay_exact(
 
 
 @pytest.mark.parametrize(
-    ("version", "features", "name", "refused"),
+    ("version", "features", "name"),
     [
-        ("1.29.0", ("avx2",), "MatMulInteger", True),
-        ("1.30.0", ("avx2",), "MatMulInteger", False),
-        ("1.23.2", ("avx2", "avx_vnni"), "MatMulInteger", False),
-        ("1.23.2", ("avx2",), "QLinearConv", False),
+        ("1.29.0", "avx2", "MatMulInteger"),
+        ("1.30.0", "avx2", "MatMulInteger"),
+        ("1.23.2", "avx2 avx_vnni", "MatMulInteger"),
+        ("1.23.2", "avx2", "QLinearConv"),
     ],
 )
 def test_an_onnx_runtime_that_cuts_sums_is_refused_where_it_would(
-    version: str,
-    features: tuple[str, ...],
-    name: str,
-    refused: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    version: str, features: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ort, "__version__", version)
-    monkeypatch.setattr(files, "cpu_features", lambda _: features)
+    monkeypatch.setattr(files, "cpu_features", lambda _: features.split())
     monkeypatch.setattr(files.platform, "machine", lambda: "x86_64")
     path = one_operator(name, tmp_path)
-    if refused:
+    if version == "1.29.0":
         with pytest.raises(Unsupported, match="cuts the sums of this model's INT8 products"):
             load(path)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -195,48 +196,32 @@ class TakesTwo(torch.nn.Module):
         return x + mask
 
 
-REFUSED: dict[str, tuple[torch.nn.Module, str, str, str]] = {
+NO = "the model does not take"
+REFUSED: dict[str, tuple[torch.nn.Module, str, str]] = {
     "a shape": (
         torch.nn.Linear(4, 2),
         "x:float32[N,5]",
         r"does not take x:float32\[N,5\] .*N=2\): RuntimeError: .*mat1",
-        "",
     ),
     "a fixed axis": (
         Function(lambda x: x.reshape(2, 4)),
         "x:float32[N,4]",
-        "axis N is not dynamic in this model.*size of 2",
-        "fixed size",
+        "axis N is not dynamic in this model.*size of 2.*fixed size",
     ),
-    "an error of the user's own": (Function(fails), "x:float32[N]", "OddError: first$", ""),
-    "one more": (
-        Takes(),
-        "x:float32[N,4] y:float32[N,4]",
-        "the model does not take",
-        "the model's forward takes: x",
-    ),
-    "one less": (
-        TakesTwo(),
-        "x:int64[N,4]",
-        "missing 1 required .*argument: 'mask'",
-        "",
-    ),
-    "no batch": (
-        Takes(),
-        "x:float32[3]",
-        "the model does not take",
-        "its batch axis is missing: 'x:float32[N,3]'",
-    ),
-    "nothing to advise": (Takes(), "x:float32[N,3]", "the model does not take", "None"),
+    "an error of the user's own": (Function(fails), "x:float32[N]", "OddError: first "),
+    "one more": (Takes(), "x:float32[N,4] y:float32[N,4]", f"{NO}.*forward takes: x"),
+    "one less": (TakesTwo(), "x:int64[N,4]", "missing 1 required .*argument: 'mask'"),
+    "no batch": (Takes(), "x:float32[3]", f"{NO}.*batch axis is missing: 'x:float32.N,3.'"),
+    "nothing to advise": (Takes(), "x:float32[N,3]", f"{NO}.* None$"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(case: str) -> None:
-    module, inputs, reason, hint = REFUSED[case]
-    with pytest.raises(BadInput, match=reason) as caught:
+    module, inputs, reason = REFUSED[case]
+    with pytest.raises(BadInput) as caught:
         described(module, *inputs.split())
-    assert hint in str(caught.value.hint)
+    assert re.search(reason, f"{caught.value.message} {caught.value.hint}")
 
 
 # --- inputs ---

@@ -203,24 +203,18 @@ def test_the_copy_shares_the_weights_instead_of_doubling_the_memory() -> None:
     assert copied is not net.conv.weight
 
 
-class Pair(torch.nn.Module):  # type: ignore[misc, name-defined]
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(16, 4)
-
-    def forward(self, ids: Any, scale: Any) -> Any:
-        return {"sum": (self.embed(ids) * scale).sum(-1)}
-
-
 def test_a_dict_is_passed_by_name_and_extra_dynamic_axes_are_named(tmp_path: Path) -> None:
-    example = {"scale": torch.ones(2, 5, 1), "ids": torch.zeros(2, 5, dtype=torch.int64)}
-    axes = {"ids": {1: "T"}, "scale": {1: "T"}}
-    made = dk.export(Pair(), example, out=tmp_path / "m.onnx", dynamic_axes=axes)
+    def scaled(me: Any, ids: Any, scale: Any) -> Any:
+        return {"sum": (functional.embedding(ids, me.table) * scale).sum(-1)}
+
+    example = {"other": torch.ones(2, 5, 1), "x": torch.zeros(2, 5, dtype=torch.int64)}
+    axes = {"x": {1: "T"}, "other": {1: "T"}}
+    made = dk.export(Applied(scaled), example, out=tmp_path / "m.onnx", dynamic_axes=axes)
     inputs = {str(spec) for spec in made.manifest.inputs}
-    assert inputs == {"ids:int64[N,T]", "scale:float32[N,T,1]"}
+    assert inputs == {"x:int64[N,T]", "other:float32[N,T,1]"}
     assert [str(spec) for spec in made.manifest.outputs] == ["sum:float32[N,T]"]
-    specs, _ = live.specs_from(Pair(), (example["ids"], example["scale"]))  # by position
-    assert [spec.name for spec in specs] == ["ids", "scale"]
+    specs, _ = live.specs_from(Applied(scaled), (example["x"], example["other"]))  # by position
+    assert [spec.name for spec in specs] == ["x", "other"]
 
 
 def test_an_example_describes_the_inputs_of_a_file_of_weights(net: Path) -> None:

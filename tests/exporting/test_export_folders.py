@@ -144,51 +144,41 @@ OWN_CODE = {
     "auto_map": {"AutoModel": "modeling_mine.Mine", "AutoConfig": "modeling_mine.Config"},
 }
 TEXT, EMBED = {"task": "text-classify"}, {"task": "embed"}
+NO_FIT = "does not fit transformers' "
 PLACES = ["input_ids:int64[N,T]", "position_ids:int64[N,T]"]
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {  # a class, or what is changed in the folder
-    "no architecture": ({"config": NO_CLASS}, {}, f"{WHAT_IT_IS}.*`arch`.*`inputs`"),
-    "an unknown one": ({"config": OWN_CODE}, {}, "has no model 'Mine'"),
-    "what it names itself": ({}, {"arch": "a:b"}, "so `arch` a:b has nothing to build"),
-    "no tokenizer": (
-        {"tokenizer": None},
-        TEXT,
-        "needs the model's tokenizer; .*tokenizer.json: no such file",
-    ),
-    "no tokens": ({"tokenizer": "{}"}, TEXT, "tokenizer.json: is not a tokenizer.json"),
-    "no JSON": ({"tokenizer": "{"}, TEXT, "tokenizer.json: is not valid JSON"),
-    "more tokens than the model": (
-        {"tokenizer": MORE_TOKENS},
-        TEXT,
-        "has token 32, the model's tokens are 0 to 31",
-    ),
-    "too long": ({}, TEXT | {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
-    "labels": ({}, TEXT | {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
-    "an image": (
-        {},
-        {"task": "classify"},
-        "is for one image; the model takes input_ids.*for a text: `task` embed or text-classify",
-    ),
+FILES: dict[str, tuple[dict[str, Any], str]] = {  # what is changed in the folder
+    "no tokenizer": ({"tokenizer": None}, "needs the model's tokenizer; .*json: no such file"),
+    "no tokens": ({"tokenizer": "{}"}, "tokenizer.json: is not a tokenizer.json"),
+    "no JSON": ({"tokenizer": "{"}, "tokenizer.json: is not valid JSON"),
+    "more tokens": ({"tokenizer": MORE_TOKENS}, "has token 32, the model's tokens are 0 to 31"),
     "a regression": (
         {"config": {"problem_type": "regression"}},
-        TEXT,
-        "the outputs are numbers, not classes",
+        "the outputs are numbers, not cla",
     ),
-    "a second input": ({}, TEXT | {"inputs": PLACES}, "nothing fills position_ids"),
-    "pooled scores": ({}, TEXT | {"pooling": "mean"}, "`pooling` does not go with `task` text"),
-    "scores as a vector": (
-        {},
-        EMBED,
-        "does not fit transformers' BertForSequenceClassification: its outputs are logits",
-    ),
+}
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "what it names itself": ({"arch": "a:b"}, "so `arch` a:b has nothing to build"),
+    "too long": (TEXT | {"max_length": 65}, "`max_length` 65: the model has 64 positions"),
+    "labels": (TEXT | {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
+    "an image": ({"task": "classify"}, "is for one image; .*for a text: `task` embed or text-clas"),
+    "a second input": (TEXT | {"inputs": PLACES}, "nothing fills position_ids"),
+    "pooled scores": (TEXT | {"pooling": "mean"}, "`pooling` does not go with `task` text"),
+    "scores as a vector": (EMBED, f"{NO_FIT}BertForSequenceClassification: its outputs are logits"),
+}
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {  # a class, or what is changed
+    "no architecture": ({"config": NO_CLASS}, {}, f"{WHAT_IT_IS}.*`arch`.*`inputs`"),
+    "an unknown one": ({"config": OWN_CODE}, {}, "has no model 'Mine'"),
     "unknown pooling": ("BertModel", EMBED | {"pooling": "max"}, "`pooling` max: unknown"),
     **{
         f"two heads, {given}": (
             "BertForPreTraining",
             given,
-            "does not fit transformers' BertForPreTraining: .*seq_relationship_logits",
+            f"{NO_FIT}BertForPreTraining: .*seq_relationship_logits",
         )
         for given in (TEXT, EMBED, EMBED | {"pooling": "mean"})
     },
+    **{case: (files, TEXT, reason) for case, (files, reason) in FILES.items()},
+    **{case: ({}, *row) for case, row in OPTIONS.items()},
 }
 
 
@@ -345,26 +335,20 @@ def test_a_live_model_of_images_has_its_own_configuration(tmp_path: Path) -> Non
 
 # --- Lightning ---
 
-NET = """
-import torch
 
-class Net(torch.nn.Module):
-    def __init__(self, hidden, dropout=0.0):
+class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(4, hidden)
-        self.last = torch.nn.Linear(hidden, 2)
+        self.first, self.last = torch.nn.Linear(4, hidden), torch.nn.Linear(hidden, 2)
+        self.dropout = dropout
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         return self.last(self.first(x))
-"""
 
 
 def lightning(path: Path, **more: Any) -> dict[str, Any]:
     """Write a checkpoint as Lightning does, with a loss that has weights of its own."""
-    (path.parent / "net.py").write_text(NET)
-    scope: dict[str, Any] = {}
-    exec(NET, scope)
-    weights = {f"model.{name}": value for name, value in scope["Net"](8).state_dict().items()}
+    weights = {f"model.{name}": value for name, value in Net(8).state_dict().items()}
     document = {
         "epoch": 3,
         "pytorch-lightning_version": "2.5.0",
@@ -373,7 +357,7 @@ def lightning(path: Path, **more: Any) -> dict[str, Any]:
         **more,
     }
     torch.save(document, path)
-    return {"model": path, "arch": f"{path.parent}/net.py:Net", "inputs": ["x:float32[N,4]"]}
+    return {"model": path, "arch": f"{__file__}:Net", "inputs": ["x:float32[N,4]"]}
 
 
 @pytest.mark.parametrize("own_dict", [False, True])

@@ -256,11 +256,7 @@ def short() -> Any:
 
 @pytest.mark.parametrize(("module", "given", "said"), REFUSED)
 def test_a_refusal_names_its_cause_with_its_line_and_a_cure(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    module: Any,
-    given: dict[str, Any],
-    said: tuple[str, ...],
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], module: Any, given: Any, said: Any
 ) -> None:
     with pytest.raises(DeploykitError) as caught:
         dk.export(module.eval(), out=tmp_path / "m.onnx", **given)
