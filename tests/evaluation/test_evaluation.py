@@ -267,7 +267,6 @@ def test_a_bound_that_bounds_nothing_is_refused_not_ignored() -> None:
         ((1e-6, 1.0), (2e-6, 0.0), ("y",), False, True),
         ((1e-6, 1.0), (2e-6, 1.0), (), False, False),  # a quantity may be small
         ((1e-6, 1.0), (2e-3, 1.0), ("y",), False, False),  # one that finds something
-        ((0.5, 1.0), (0.9, 1.0), ("y",), False, False),
     ],
 )
 @pytest.mark.parametrize("samples", [None, samples_of(40, labelled=False)])
@@ -460,9 +459,7 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
         ("score", (2, 1), [(2, 3, 8, 8)], None),
         ("y", (2,), [(2, 4)], None),
         ("logits", (2, 7, 30), [(2, 7), (2, 7)], 2),  # tokens
-        ("logits", (2, 7, 30), [(2, 7, 80)], 2),  # frames of speech
         ("boxes", (2, 3234, 4), [(2, 3, 320, 320)], None),
-        ("scores", (2, 3234, 91), [(2, 3, 320, 320)], None),
         ("output0", (2, 84, 8400), [(2, 3, 640, 640)], None),
         ("output0", (2, 3, 4), [(2, 3, 640, 640)], None),  # three boxes, not three channels
         ("mask", (2, 5, 8, 8), [(2, 3, 8, 8)], 1),
@@ -625,10 +622,9 @@ def test_boxes_without_an_area_and_no_boxes_are_compared(count: int) -> None:
         {**found(3), "boxes": np.full((3, 4), np.nan, np.float32)},
         {"output0": np.ones((1, 5, 6), np.float32)},  # no area
         {"output0": np.random.default_rng(0).standard_normal((1, 5, 6)).astype(np.float32)},
-        {"output0": np.zeros((1, 5, 6), np.float32)},
         found(5000),
     ],
-    ids=["raw head", "negative", "NaN", "ones", "noise", "zeros", "too many"],
+    ids=["raw head", "negative", "NaN", "ones", "noise", "too many"],
 )
 def test_what_is_not_certainly_a_detector_is_compared_as_it_is(outputs: Outputs) -> None:
     assert pair(outputs, outputs)[2] == {}
@@ -803,12 +799,6 @@ def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
     assert compare_engines(engine, engine, [feeds]).worst.batch == 5
 
 
-def test_the_same_mask_of_infinities_on_both_sides_passes_but_is_shown() -> None:
-    parity = compare(constant([[1.0, -math.inf]]), constant([[1.0, -math.inf]]))
-    assert parity.passed
-    assert not parity.worst.finite
-
-
 def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     """As of x.std(1) at one step; where nothing else has one, or the two differ, it counts."""
 
@@ -822,6 +812,9 @@ def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     assert passed((NAN, 1.0), (0.0, 1.0)) == []
     assert passed((NAN, NAN), (NAN, NAN)) == []
     assert passed((INF, 1.0), (INF, 1.0)) == [2]
+    masked = constant([[1.0, -INF]])
+    parity = compare(masked, masked)  # the same mask of infinities passes, but is shown
+    assert (parity.passed, parity.worst.finite) == (True, False)
 
 
 def test_the_gate_names_output_batch_and_figure() -> None:
