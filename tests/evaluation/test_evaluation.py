@@ -202,15 +202,6 @@ def test_without_labels_fifteen_decibels_are_the_bound(db: float, passed: bool) 
     assert (unused.drop, unused.passed) == (None, True)
 
 
-def test_the_worst_output_decides() -> None:
-    specs = (f"y:float32[N,{CLASSES}]", f"z:float32[N,{CLASSES}]")
-    a = function(lambda x: {"y": x, "z": x}, *specs)
-    b = function(lambda x: {"y": x, "z": x * np.float32(0.5)}, *specs)
-    found = evaluate(a, b, samples=samples_of(8, labelled=False))
-    assert not found.passed
-    assert found.why.startswith("output 'z' at batch 8: SQNR 6.0 dB")
-
-
 def test_agreement_is_reported_with_its_interval_and_bounded_where_a_bound_is_given() -> None:
     data = samples_of(256, marked=4, labelled=False)
     found = evaluate(identity(), flipping(), samples=data)
@@ -357,6 +348,10 @@ def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.Mo
         assert drop.drop.value == pytest.approx(perplexity(worse) / perplexity(logits) - 1)
         assert drop.drop.low < drop.drop.value < drop.drop.high
         assert (drop.unit, drop.n) == ("%", 8)
+    for count, label, why in ((9, -100, "no sample has a label"), (1, 0, "needs 2 values")):
+        scores = scored(PERPLEXITY, logits[:count], np.full((count, 6), label))
+        with pytest.raises(BadInput, match=why):
+            drop_of(scores, scores)
 
 
 def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precision() -> None:
@@ -367,14 +362,6 @@ def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precis
     gap = float(half[0, 0]) - float(half[0, 1])
     found = log_likelihood({"y": half}, np.array([1]))
     assert found[0] == pytest.approx(-gap - math.log1p(math.exp(-gap)))
-
-
-def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
-    logits = np.random.default_rng(0).standard_normal((4, 2, 4))
-    for count, label, why in ((4, -100, "no sample has a label"), (1, 0, "needs 2 values")):
-        scores = scored(PERPLEXITY, logits[:count], np.full((count, 2), label))
-        with pytest.raises(BadInput, match=why):
-            drop_of(scores, scores)
 
 
 @pytest.mark.parametrize(

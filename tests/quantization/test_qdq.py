@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -542,24 +539,21 @@ def written_by_onnxruntime(
         def get_next(self) -> Mapping[str, np.ndarray] | None:
             return next(self.left, None)
 
-    logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()):
-        quantization.quantize_static(
-            save(model, tmp_path / "float.onnx"),
-            tmp_path / "foreign.onnx",
-            Reader(),
-            per_channel=True,
-            activation_type=quantization.QuantType[activation_type],
-            weight_type=quantization.QuantType.QInt8,
-            op_types_to_quantize=OPERATORS,
-            extra_options={
-                "ActivationSymmetric": True,
-                "QuantizeBias": False,
-                "OpTypesToExcludeOutputQuantization": OPERATORS,
-                **options,
-            },
-        )
-    logging.disable(logging.NOTSET)
+    quantization.quantize_static(
+        save(model, tmp_path / "float.onnx"),
+        tmp_path / "foreign.onnx",
+        Reader(),
+        per_channel=True,
+        activation_type=quantization.QuantType[activation_type],
+        weight_type=quantization.QuantType.QInt8,
+        op_types_to_quantize=OPERATORS,
+        extra_options={
+            "ActivationSymmetric": True,
+            "QuantizeBias": False,
+            "OpTypesToExcludeOutputQuantization": OPERATORS,
+            **options,
+        },
+    )
     return Graph.open(tmp_path / "foreign.onnx")
 
 
