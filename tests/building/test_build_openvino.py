@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import helper
 
 import deploykit as dk
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.manifest import load_manifest
-from tests.support.onnx_zoo import make, mnist_like, save
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import mnist_like, save
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed")
 
@@ -110,8 +110,7 @@ def test_what_openvino_cannot_is_refused_and_leaves_no_file(
 
     with pytest.raises(BadInput, match=r"runs OpenVINO, which has no such options"):
         dk.build(model, "cpu-openvino", shapes=dk.Shapes(dla=3))
-    nodes = [helper.make_node("Det", ["x"], ["y"], name="det")]
-    det = make(nodes, {"x": ("N", 3, 3)}, {"y": ("N",)}, {})
+    det = parse("(float[N,3,3] x) => (float[N] y)", "y = Det(x)")
     with pytest.raises(Unsupported, match="OpenVINO has no operator Det"):
         dk.build(save(det, model.with_name("det.onnx")), "cpu-openvino")
     real = storage.write

@@ -5,62 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.building.build import check_build
 from deploykit.building.tensorrt import module
-from deploykit.building.tensorrt.build import (
-    build,
-    check,
-)
+from deploykit.building.tensorrt.build import build, check
 from deploykit.building.tensorrt.options import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.engines.tensorrt.log import logger, recorder
 from tests.support.builders.nvidia_cases import ask, checked, needs, options
 from tests.support.graphs.protos import to_half
+from tests.support.graphs.small import parse
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
     linear,
-    make,
     mnist_like,
     save,
     two_inputs,
 )
 
 pytestmark = [ask, needs]
-INT8 = TensorProto.INT8
 Model = onnx.ModelProto
-
-
-def raw(
-    nodes: Sequence[onnx.NodeProto],
-    weights: dict[str, np.ndarray] | None = None,
-    *,
-    kind: int = TensorProto.FLOAT,
-    domain: str = "",
-) -> Model:
-    """From x [N,4] to y of one kind; not checked, as refused graphs are what is wanted."""
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", kind, ["N", 4])],
-        [helper.make_tensor_value_info("y", kind, None)],
-        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
-    )
-    opsets = [helper.make_opsetid("", 18)] + ([helper.make_opsetid(domain, 1)] if domain else [])
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
-
-
-def node(kind: str, inputs: str, output: str, name: str = "", **more: Any) -> onnx.NodeProto:
-    return helper.make_node(kind, inputs.split(), [output], name=name, **more)
 
 
 @pytest.mark.parametrize("graph", [linear, conv_relu, two_inputs, int64_ids, mnist_like])
@@ -76,12 +47,8 @@ def test_a_good_file_is_accepted_and_nothing_is_written(
 
 
 def test_a_named_axis_is_found_in_the_file(tmp_path: Path) -> None:
-    model = make([node("Relu", "x", "y")], {"x": ("N", "T", 4)}, {"y": ("N", "T", 4)}, {})
+    model = parse("(float[N,T,4] x) => (float[N,T,4] y)", "y = Relu(x)")
     assert checked(model, tmp_path, axes={"T": AxisRange(2, 24, 32)}).accepted
-    with pytest.raises(BadInput, match="input 'x': axis 1, 'T'"):
-        checked(model, tmp_path)
-    with pytest.raises(BadInput, match="`axes`: no input"):
-        checked(linear(), tmp_path, axes={"T": AxisRange(2, 24, 32)})
 
 
 # types
@@ -106,13 +73,10 @@ def test_what_the_parser_takes_in_float32_it_takes_as_we_cast_it(
     operator: str, tmp_path: Path
 ) -> None:
     """Asked by operator and type: its documents list some with a type that it refuses."""
-    nodes = [
-        node("Relu", "x", "r", "relu"),
-        node(operator, "r", "o", "own"),
-        node("Cast", "o", "y", "cast", to=TensorProto.FLOAT),
-    ]
+    nodes = f"[relu] r = Relu(x) [own] o = {operator}(r) [cast] y = Cast <to = 1> (o)"
+    model = parse("(float[N,4,6,6] x) => (float[N,C,H,W] y)", nodes)
     try:
-        model = make(nodes, {"x": ("N", 4, 6, 6)}, {"y": ("N", "C", "H", "W")}, {})
+        onnx.checker.check_model(model, full_check=True)
         model = onnx.shape_inference.infer_shapes(model)
         del model.graph.output[0].type.tensor_type.shape.dim[:]
         halves = [to_half(model, to)[0] for to in ("fp16", "bf16")]
@@ -146,52 +110,40 @@ def test_ctrl_c_in_the_middle_of_a_build_ends_it(tmp_path: Path) -> None:
 # what is refused
 
 
-def foreign() -> Model:
-    return raw([node("Magic", "x", "y", "m", domain="acme")], domain="acme")
+ENDS = "(float[N,4] x) => (float[] y)"
+FOREIGN = parse(ENDS, "[m] y = acme.Magic(x)")
+FOREIGN.opset_import.add(domain="acme", version=1)
+PAIR = "q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z)"
+STORED = "[bias_dq] f = DequantizeLinear(w, s, z) y = Add(x, f)"
 
 
-def quantized(zero: np.ndarray, stored: np.ndarray | None = None) -> Model:
-    """A pair on x with zero point `zero`, or `stored` dequantized and added to x."""
-    weights = {"s": np.array(0.1, np.float32), "z": zero}
-    if stored is None:
-        nodes = [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y")]
-        return raw(nodes, weights)
-    nodes = [node("DequantizeLinear", "w s z", "f", "bias_dq"), node("Add", "x f", "y", "add")]
-    return raw(nodes, {**weights, "w": stored})
+def quantized(zero: np.generic, nodes: str) -> Model:
+    """A pair on x with zero point `zero`, or four ones of its type dequantized and added to x."""
+    return parse(ENDS, nodes, s=np.float32(0.1), z=zero, w=np.ones(4, zero.dtype))
 
 
-INTEGERS = {
-    "s": np.array(0.1, np.float32),
-    "z": np.array(0, np.int8),
-    "w": np.ones((4, 4), np.int8),
-}
+INT8 = "(int8[N,4] x) => (int8[] y)"
+INTEGERS = {"s": np.float32(0.1), "z": np.int8(0), "w": np.ones((4, 4), np.int8)}
 
 
 @pytest.mark.parametrize(
     ("graph", "words"),
     [
-        (raw([node("Det", "x", "d", "det"), node("Unique", "x", "y", "uniq")]), ["Det", "Unique"]),
-        (raw([node("Det", "x", "y")]), ["Det '#0'"]),
-        (foreign(), ["Magic 'm' needs a plugin"]),
+        (parse(ENDS, "d = Det(x) y = Unique(x)"), ["Det 'd'", "Unique 'y'"]),
+        (FOREIGN, ["Magic 'm' needs a plugin"]),
         (
-            raw([node("Identity", "x", "y", "id")], kind=TensorProto.STRING),
+            parse("(string[N,4] x) => (string[] y)", "y = Identity(x)"),
             ["a type that TensorRT does not support, such as string"],
         ),
         (
-            raw([node("QLinearMatMul", "x s z w s z s z", "y", "qmm")], INTEGERS, kind=INT8),
+            parse(INT8, "[qmm] y = QLinearMatMul(x, s, z, w, s, z, s, z)", **INTEGERS),
             ["QLinearMatMul 'qmm' is an integer operator of ONNX Runtime"],
         ),
-        (
-            quantized(np.array(0, np.int32), np.ones(4, np.int32)),
-            ["'bias_dq' dequantizes an int32 bias"],
-        ),
-        (quantized(np.array(3, np.int8)), ["zero point other than 0"]),
-        (
-            quantized(np.array(128, np.uint8), np.ones(4, np.uint8)),
-            ["TensorRT supports symmetric INT8 only"],
-        ),
+        (quantized(np.int32(0), STORED), ["'bias_dq' dequantizes an int32 bias"]),
+        (quantized(np.int8(3), PAIR), ["zero point other than 0"]),
+        (quantized(np.uint8(128), STORED), ["TensorRT supports symmetric INT8 only"]),
     ],
-    ids=["two", "no name", "domain", "text", "QOperator", "int32 bias", "asymmetric", "uint8"],
+    ids=["two", "domain", "text", "QOperator", "int32 bias", "asymmetric", "uint8"],
 )
 def test_each_refusal_of_the_parser_is_explained(
     graph: Model, words: list[str], tmp_path: Path
@@ -203,9 +155,9 @@ def test_each_refusal_of_the_parser_is_explained(
 
 
 def test_types_that_disagree_are_bad_input(tmp_path: Path) -> None:
-    nodes = [node("Cast", "x", "h", "half", to=TensorProto.FLOAT16), node("Div", "h x", "y", "div")]
+    mixed = parse(ENDS, "h = Cast <to = 10> (x) [div] y = Div(h, x)")
     with pytest.raises(BadInput, match="Div 'div' mixes the types Half and Float"):
-        checked(raw(nodes), tmp_path)
+        checked(mixed, tmp_path)
 
 
 def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) -> None:
@@ -220,7 +172,7 @@ def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) ->
 def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> None:
     found = checked(linear(), tmp_path, workspace_bytes=1024)
     assert found.problems == ("no kernel fits into the workspace",)
-    assert "plugin" in checked(foreign(), tmp_path).problems[0]
+    assert "plugin" in checked(FOREIGN, tmp_path).problems[0]
     assert checked(linear(), tmp_path).accepted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import pty
 import re
@@ -76,7 +75,7 @@ def test_verbose_prints_each_step_in_a_log_with_the_seconds_since_the_start(
     ran = run("predict", model, samples, "-o", tmp_path / "out.npz", "--batch", 1)
     assert not {"\r", "\x1b"} & {*ran.err}
     assert all(line.startswith("predict: ") for line in ran.err.splitlines())
-    ran = run("quantize", model, "--to", "fp16", "-v")
+    ran = run("-v", "quantize", model, "--to", "fp16")
     steps = re.findall(r"quantize --to fp16: +\d+ %  (.+), after \d+\.\d s\s", ran.err)
     assert steps == ["reading the model", "converting to fp16", "measuring accuracy"]
     assert "`" not in ran.out  # a parameter in a note is spelled as its flag
@@ -179,17 +178,6 @@ def test_closed_streams_and_paths_where_only_ascii_may_be_printed_are_no_error(m
     table = ran_by_shell("{}", ["inspect", path], PYTHONIOENCODING="ascii")
     assert (table.returncode, table.stderr) == (0, "")
     assert r"m\xfc\u2192.onnx" in table.stdout
-
-
-@pytest.mark.parametrize("words", [("-v", "quantize"), ("quantize", "-v"), ("quantize", "--debug")])
-def test_verbose_works_before_and_after_the_command(
-    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    monkeypatch.setattr(logging.root, "setLevel", seen.append)
-    assert run(*words, "nothing.onnx", "--to", "fp16").code == 2
-    assert seen == [logging.DEBUG if "--debug" in words else logging.INFO]
 
 
 def test_a_parameter_in_an_error_is_spelled_as_its_flag(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -187,11 +186,6 @@ def test_exit_codes_and_statuses_are_the_published_ones() -> None:
     assert all(issubclass(kind, errors.DeploykitError) for kind in kinds)
     found = [(kind.exit_code, kind.http_status, kind.grpc_status) for kind in kinds]
     assert found == list(CODES.values())
-
-
-def test_message_and_hint_survive_a_process_boundary() -> None:
-    error = pickle.loads(pickle.dumps(errors.BadInput("m.onnx: is empty", hint="make it again")))
-    assert (str(error), error.hint) == ("m.onnx: is empty", "make it again")
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deploykit.building.tensorrt.options import ranges
 from scripts.gpu import builds, carry, leak, run, server, session
 from scripts.gpu.steps import PYTHON, ROOT, Result, Step, figures, run_step
 from scripts.nvidia import fetch
-from tests.support.campaign import only_in_a_campaign, rounds
-from tests.support.runtimes.cases import CASES, Case, plan_options
+from tests.support.campaign import rounds
 
 MIB = leak.MIB
 
@@ -136,21 +133,6 @@ def planned(parts: Sequence[str], tmp_path: Path) -> list[Step]:
     return list(run.planned(parts, [], [], 10, tmp_path, tmp_path))
 
 
-@only_in_a_campaign
-@pytest.mark.torch
-def test_what_a_gpu_trains_first_is_trained_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    monkeypatch.setattr(run, "absent", lambda _runtime: "")
-    step = planned(["train"], tmp_path)[1]
-    here = ["cpu" if word == "cuda" else word for word in step.command]
-    result = run_step(replace(step, command=here), 300, tmp_path)
-    assert (result.status, result.why) == ("passed", "")
-    assert result.figures["accuracy"] > 0.9
-    assert (tmp_path / "trained-1.pt").is_file()
-
-
 def test_every_suite_selects_tests_of_its_runtime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no GPU is, each is skipped for its runtime; all they name is in the checkout."""
     monkeypatch.setattr(run, "absent", lambda runtime: f"no {runtime}")
@@ -190,15 +172,6 @@ def test_every_option_of_build_has_a_step_and_a_replay(tmp_path: Path) -> None:
     assert only.skip == "not installed"
     builds.make(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"cnn.onnx", "calib.npz"}
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_can_be_built_by_a_tensorrt(case: Case, tmp_path: Path) -> None:
-    """Of fixed shapes, too: five tests failed on them before TensorRT was asked."""
-    options = plan_options(tmp_path, case)
-    assert set(ranges(case.input_specs, options.batch, options.axes)) == {
-        spec.name for spec in case.input_specs
-    }
 
 
 @pytest.mark.parametrize("program", ["faults", "lock"])

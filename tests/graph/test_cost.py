@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from numpy.typing import ArrayLike
+from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
+from deploykit.engines.engine import load
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import (
     COMPUTE,
@@ -20,6 +24,7 @@ from deploykit.graph.cost import (
     Ceilings,
     Curve,
     NodeCost,
+    costs_of,
     node_time,
     peak_bytes,
     predicted_s,
@@ -28,133 +33,86 @@ from deploykit.graph.cost import (
 )
 from deploykit.graph.graph import Graph
 from deploykit.graph.shapes import fixed_shapes
+from deploykit.planning import probe as chains
+from deploykit.planning.probe import Chain
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, mix, node_costs, summarise, to_pairs
-from tests.support.onnx_zoo import (
-    Shape,
-    conv_relu,
-    int64_ids,
-    linear,
-    make,
-    mnist_like,
-    save,
-    two_inputs,
-)
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save, two_inputs
 
-PEAKS = {"fp32": 1e12, "fp16": 4e12, "int8": 8e12}
+PEAKS = {"fp32": 1e12, "fp16": 4e12, "int8": 8e12}  # of a made-up target
+TARGET = Ceilings(PEAKS, 1e9)
+IMAGE, ROWS = "float[1,2,8,8] x", "(float[N,4] x) => (float[] y)"
 
 
 def costs(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Mapping[str, Shape],
-    outputs: Sequence[str],
-    weights: Mapping[str, np.ndarray] | None = None,
-    sizes: Mapping[str, int] | None = None,
+    head: str, body: str, sizes: Mapping[str, int] | None = None, **constants: ArrayLike
 ) -> dict[str, NodeCost]:
-    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()]
-    ends = [helper.make_empty_tensor_value_info(name) for name in outputs]
-    stored = [onnx.numpy_helper.from_array(array, n) for n, array in (weights or {}).items()]
-    graph = helper.make_graph(list(nodes), "g", values, ends, stored)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    return {cost.name: cost for cost in node_costs(model, sizes or {})}
-
-
-class Convolutions:
-    """Writes convolutions one after the other; weights are inputs, as only their shapes count."""
-
-    def __init__(self, channels: int, size: int) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self.inputs: dict[str, Shape] = {"x": ("N", channels, size, size)}
-        self.channels, self.last = channels, "x"
-
-    def conv(self, channels: int, kernel: int, stride: int = 1, source: str = "") -> str:
-        number = len(self.nodes)
-        source = source or self.last
-        before = self.channels
-        self.inputs[f"w{number}"] = (channels, before, kernel, kernel)
-        options = {"strides": [stride] * 2, "pads": [kernel // 2] * 4}
-        self.last, self.channels = f"t{number}", channels
-        self.add("Conv", [source, f"w{number}"], options)
-        return self.last
-
-    def add(self, kind: str, inputs: Sequence[str], options: Mapping[str, object]) -> None:
-        self.last = f"t{len(self.nodes)}"
-        name = f"n{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, inputs, [self.last], name=name, **options))
+    """Costs by the name of a node's first output."""
+    graph = parse(head, body, **constants)
+    return {cost.name: cost for cost in node_costs(graph, sizes or {})}
 
 
 def test_resnet18_has_the_operations_that_torchvision_states() -> None:
-    net = Convolutions(3, 224)
-    net.conv(64, 7, 2)
-    net.add("MaxPool", [net.last], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4})
+    channels_of = {"x": 3, "pool": 64}
+    inputs, lines = ["float[N,3,224,224] x", "float[1000,512] w"], []
+
+    def conv(source: str, channels: int, kernel: int, stride: int = 1) -> str:
+        out, options = f"t{len(lines)}", f"strides = {[stride] * 2}, pads = {[kernel // 2] * 4}"
+        inputs.append(f"float[{channels},{channels_of[source]},{kernel},{kernel}] w{out}")
+        lines.append(f"{out} = Conv <{options}> ({source}, w{out})")
+        channels_of[out] = channels
+        return out
+
+    pool = "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]"
+    lines.append(f"pool = MaxPool <{pool}> ({conv('x', 64, 7, 2)})")
+    last = "pool"
     for channels in (64, 128, 256, 512):
-        for block in range(2):
-            stride = 2 if block == 0 and channels > 64 else 1
-            entry, before = net.last, net.channels
-            net.conv(channels, 3, stride)
-            end = net.conv(channels, 3)
+        for stride in (1 if channels == 64 else 2, 1):
+            entry, last = last, conv(conv(last, channels, 3, stride), channels, 3)
             if stride == 2:
-                net.channels = before
-                net.conv(channels, 1, 2, source=entry)
-            net.last = end
-    net.add("GlobalAveragePool", [net.last], {})
-    net.add("Flatten", [net.last], {})
-    net.inputs["w"] = (1000, 512)
-    net.add("Gemm", [net.last, "w"], {"transB": 1})
-    found = costs(net.nodes, net.inputs, [net.last]).values()
+                conv(entry, channels, 1, 2)
+    lines.append(f"a = GlobalAveragePool({last}) f = Flatten(a) y = Gemm <transB = 1> (f, w)")
+    found = costs(f"({', '.join(inputs)}) => (float[] y)", " ".join(lines)).values()
     products = sum(c.flops or 0 for c in found if c.operator in ("Conv", "Gemm"))
     assert products / 2e9 == pytest.approx(1.814, abs=5e-4)  # torchvision: GFLOPS 1.81
 
 
-def one(kind: str, inputs: Mapping[str, Shape], outputs: int = 1, **attributes: object) -> NodeCost:
-    names = [f"y{number}" for number in range(outputs)]
-    node = helper.make_node(kind, list(inputs), names, name="n", **attributes)
-    return costs([node], inputs, names)["n"]
-
-
 @pytest.mark.parametrize(
-    ("kind", "inputs", "attributes", "flops"),
+    ("inputs", "call", "flops"),
     [
-        ("MatMul", {"a": (5, 7, 3), "b": (3, 4)}, {}, 2 * 5 * 7 * 4 * 3),
-        ("MatMul", {"a": (2, 8, 7, 3), "b": (2, 8, 3, 7)}, {}, 2 * 2 * 8 * 7 * 7 * 3),
-        ("Gemm", {"a": (6, 5), "b": (5, 4)}, {}, 2 * 6 * 5 * 4),
-        ("Gemm", {"a": (6, 5), "b": (6, 4)}, {"transA": 1}, 2 * 6 * 5 * 4),
-        ("Conv", {"x": (1, 8, 9, 9), "w": (16, 2, 3, 3)}, {"group": 4}, 2 * 16 * 49 * 2 * 9),
-        ("ConvTranspose", {"x": (1, 8, 5, 5), "w": (8, 4, 2, 2)}, {"strides": [2, 2]}, 6400),
-        ("MaxPool", {"x": (1, 2, 8, 8)}, {"kernel_shape": [2, 2], "strides": [2, 2]}, 2 * 16 * 4),
-        ("GlobalAveragePool", {"x": (1, 2, 8, 8)}, {}, 128),
-        ("Softmax", {"x": (2, 10)}, {}, 100),
-        ("Einsum", {"a": (3, 4, 5), "b": (3, 5, 6)}, {"equation": "bij,bjk->bik"}, 2 * 3 * 120),
-        ("Relu", {"x": (2, 10)}, {}, 20),
-        ("Add", {"a": (2, 10), "b": (10,)}, {}, 20),
-        ("Transpose", {"x": (2, 10)}, {}, 0),
+        ("float[5,7,3] a, float[3,4] b", "MatMul(a, b)", 2 * 5 * 7 * 4 * 3),
+        ("float[2,8,7,3] a, float[2,8,3,7] b", "MatMul(a, b)", 2 * 2 * 8 * 7 * 7 * 3),
+        ("float[6,5] a, float[5,4] b", "Gemm(a, b)", 2 * 6 * 5 * 4),
+        ("float[6,5] a, float[6,4] b", "Gemm <transA = 1> (a, b)", 2 * 6 * 5 * 4),
+        ("float[1,8,9,9] x, float[16,2,3,3] w", "Conv <group = 4> (x, w)", 2 * 16 * 49 * 2 * 9),
+        ("float[1,8,5,5] x, float[8,4,2,2] w", "ConvTranspose <strides = [2, 2]> (x, w)", 6400),
+        (IMAGE, "MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", 2 * 16 * 4),
+        (IMAGE, "GlobalAveragePool(x)", 128),
+        ("float[2,10] x", "Softmax(x)", 100),
+        ("float[3,4,5] a, float[3,5,6] b", 'Einsum <equation = "bij,bjk->bik"> (a, b)', 720),
+        ("float[2,10] x", "Relu(x)", 20),
+        ("float[2,10] a, float[10] b", "Add(a, b)", 20),
+        ("float[2,10] x", "Transpose(x)", 0),
+        *(  # 12 steps, batch 2, both directions
+            (
+                f"float[12,2,5] x, float[2,{7 * gates},5] w, float[2,{7 * gates},7] r",
+                f'{kind} <hidden_size = 7, direction = "bidirectional"> (x, w, r)',
+                2 * 12 * 2 * 2 * gates * 7 * (5 + 7),
+            )
+            for kind, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1))
+        ),
     ],
 )
-def test_operations_by_hand(
-    kind: str, inputs: Mapping[str, Shape], attributes: Mapping[str, object], flops: int
-) -> None:
-    assert one(kind, inputs, **attributes).flops == flops
-
-
-@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
-def test_a_recurrent_layer_runs_its_gates_at_each_step_in_both_directions(
-    kind: str, gates: int
-) -> None:
-    steps, batch, width, hidden = 12, 2, 5, 7
-    shapes = {
-        "x": (steps, batch, width),
-        "w": (2, gates * hidden, width),
-        "r": (2, gates * hidden, hidden),
-    }
-    cost = one(kind, shapes, hidden_size=hidden, direction="bidirectional")
-    assert cost.flops == 2 * steps * batch * 2 * gates * hidden * (width + hidden)
+def test_operations_by_hand(inputs: str, call: str, flops: int) -> None:
+    assert costs(f"({inputs}) => (float[] y)", f"y = {call}")["y"].flops == flops
 
 
 def test_dynamic_axes_take_the_sizes_that_are_given_and_are_one_otherwise() -> None:
-    node = helper.make_node("MatMul", ["x", "w"], ["y"], name="n")
     for sizes, flops in (({}, 24), ({"N": 5, "T": 7}, 24 * 35)):
-        found = costs([node], {"x": ("N", "T", 4), "w": (4, 3)}, ["y"], sizes=sizes)
-        assert found["n"].flops == flops
+        head = "(float[N,T,4] x, float[4,3] w) => (float[N,M,3] y)"
+        found = costs(head, "y = MatMul(x, w)", sizes)
+        assert found["y"].flops == flops
     model = linear()
     model.graph.input[0].type.tensor_type.shape.dim[0].Clear()
     assert node_costs(model, {"N": 3})[0].flops == 2 * 3 * 4 * 3  # as specs names it
@@ -162,90 +120,51 @@ def test_dynamic_axes_take_the_sizes_that_are_given_and_are_one_otherwise() -> N
         node_costs(linear(), {"N": 0})
 
 
-def test_shapes_are_followed_through_arithmetic_on_shapes() -> None:
-    """As torch writes it: inference alone does not see through the Reshape of a shape."""
-    nodes = [
-        helper.make_node("Shape", ["x"], ["s"], name="s", start=0, end=2),
-        helper.make_node("ReduceProd", ["s"], ["p"], name="p", keepdims=0),
-        helper.make_node("Gather", ["s", "zero"], ["first"], name="first"),
-        helper.make_node("Gather", ["s", "one"], ["second"], name="second"),
-        helper.make_node("Mul", ["first", "second"], ["m"], name="m"),
-        helper.make_node("Reshape", ["m", "flat"], ["rows"], name="rows"),
-        helper.make_node("Concat", ["rows", "four"], ["shape"], name="shape", axis=0),
-        helper.make_node("Reshape", ["x", "shape"], ["y"], name="reshape"),
-        helper.make_node("MatMul", ["y", "w"], ["z"], name="n"),
-    ]
-    weights = {
-        "zero": np.array(0),
-        "one": np.array(1),
-        "flat": np.array([-1]),
-        "four": np.array([4]),
-        "w": np.ones((4, 3), np.float32),
-    }
-    found = costs(nodes, {"x": ("N", "T", 4)}, ["z"], weights, {"N": 2, "T": 5})
-    assert found["n"].flops == 2 * 10 * 4 * 3
+SHAPES = """
+    s = Shape <start = 0, end = 2> (x) p = ReduceProd <keepdims = 0> (s)
+    first = Gather(s, zero) second = Gather(s, one) m = Mul(first, second)
+    rows = Reshape(m, flat) shape = Concat <axis = 0> (rows, four)
+    y = Reshape(x, shape) z = MatMul(y, w)
+"""
+MASK = f"""
+    two = Constant <value_ints = [2]> () zeros = ConstantOfShape(two)
+    whole = Cast <to = {TensorProto.INT64}> (zeros) threes = Add(whole, three)
+    square = Expand(one, threes) shape = Shape(square) r = Reshape(x, shape) z = MatMul(r, r)
+"""
 
 
-def test_shapes_that_are_generated_are_followed_too() -> None:
-    """A mask as torch's older exporter writes it, its constants in nodes."""
-    nodes = [
-        helper.make_node("Constant", [], ["two"], value_ints=[2]),
-        helper.make_node("ConstantOfShape", ["two"], ["zeros"], name="zeros"),
-        helper.make_node("Cast", ["zeros"], ["whole"], name="whole", to=TensorProto.INT64),
-        helper.make_node("Add", ["whole", "three"], ["threes"], name="threes"),
-        helper.make_node("Expand", ["one", "threes"], ["square"], name="square"),
-        helper.make_node("Shape", ["square"], ["shape"], name="shape"),
-        helper.make_node("Reshape", ["x", "shape"], ["r"], name="r"),
-        helper.make_node("MatMul", ["r", "r"], ["y"], name="n"),
-    ]
-    weights = {"three": np.array([3, 3]), "one": np.ones((1,), np.float32)}
-    assert costs(nodes, {"x": ("N",)}, ["y"], weights, {"N": 9})["n"].flops == 2 * 27
+def test_shapes_are_followed_through_arithmetic_on_shapes_and_where_they_are_generated() -> None:
+    """As torch's exporters write them: inference alone does not see through these."""
+    weights = {"zero": 0, "one": 1, "flat": [-1], "four": [4], "w": np.ones((4, 3))}
+    found = costs("(float[N,T,4] x) => (float[] z)", SHAPES, {"N": 2, "T": 5}, **weights)
+    assert found["z"].flops == 2 * 10 * 4 * 3
+    found = costs("(float[N] x) => (float[] z)", MASK, {"N": 9}, three=[3, 3], one=np.ones(1))
+    assert found["z"].flops == 2 * 27
 
 
-@pytest.mark.parametrize("kind", ["ConstantOfShape", "Range"])
-def test_a_huge_constant_is_not_made(kind: str) -> None:
+@pytest.mark.parametrize("call", ["ConstantOfShape(huge)", "Range(zero, end, one)"])
+def test_a_huge_constant_is_not_made(call: str) -> None:
     """10^12 elements would be 8 TB."""
-    inputs = {"ConstantOfShape": ["huge"], "Range": ["zero", "end", "one"]}[kind]
-    nodes = [
-        helper.make_node(kind, inputs, ["c"], name="c"),
-        helper.make_node("NonZero", ["x"], ["z"], name="unknown"),
-    ]
-    weights = {
-        "huge": np.array([10**6, 10**6]),
-        "zero": np.array(0),
-        "end": np.array(10**12),
-        "one": np.array(1),
-    }
-    found = costs(nodes, {"x": ("N",)}, ["c", "z"], weights)
-    assert found["c"].flops == 0
+    weights = {"huge": [10**6, 10**6], "zero": 0, "end": 10**12, "one": 1}
+    body = f"c = {call} z = NonZero(x)"
+    assert costs("(float[N] x) => (float[] c, int64[] z)", body, **weights)["c"].flops == 0
 
 
 def test_what_is_not_known_is_none_and_is_named() -> None:
-    nodes = [
-        helper.make_node("NonZero", ["x"], ["places"], name="places"),
-        helper.make_node("Transpose", ["places"], ["rows"], name="rows"),
-        helper.make_node("Relu", ["x"], ["y"], name="relu"),
-    ]
-    found = costs(nodes, {"x": ("N", 4)}, ["rows", "y"])
+    body = "places = NonZero(x) rows = Transpose(places) y = Relu(x)"
+    found = costs("(float[N,4] x) => (int64[] rows, float[] y)", body)
     assert found["places"].flops is None
     assert found["rows"].write_bytes is None
     assert unknown(found.values()) == ("places", "rows")
-    assert predicted_s(found.values(), Ceilings(PEAKS, 1e9)) > 0
+    assert predicted_s(found.values(), TARGET) > 0
 
 
 def test_a_damaged_graph_and_a_body_that_runs_an_unknown_number_of_times_are_not_known() -> None:
-    nodes = [
-        helper.make_node("Gather", ["four", "nine"], ["g"], name="outside"),
-        helper.make_node("Reshape", ["x", "g"], ["r"], name="reshape"),
-        helper.make_node("Relu", ["r"], ["y"], name="n"),
-    ]
-    weights = {"four": np.array([4]), "nine": np.array([9])}
-    assert costs(nodes, {"x": ("N", 4)}, ["y"], weights)["n"].flops is None
-    inner = helper.make_tensor_value_info("n", TensorProto.FLOAT, None)
-    body = helper.make_graph([helper.make_node("Neg", ["x"], ["n"])], "body", [], [inner])
-    node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)
-    found = costs([node], {"x": ("N", 4)}, ["y"], {"c": np.array(True)})
-    assert unknown(found.values()) == ("if",)
+    body = "g = Gather(four, nine) r = Reshape(x, g) y = Relu(r)"
+    assert costs(ROWS, body, four=[4], nine=[9])["y"].flops is None
+    branch = "() => (float[] n) { n = Neg(x) }"
+    body = f"y = If <then_branch = a {branch}, else_branch = b {branch}> (c)"
+    assert unknown(costs(ROWS, body, c=np.array(True)).values()) == ("y",)
 
 
 def test_nodes_without_a_name_get_the_names_that_reports_use() -> None:
@@ -257,13 +176,10 @@ def test_nodes_without_a_name_get_the_names_that_reports_use() -> None:
 
 
 def test_functions_are_looked_into() -> None:
-    inside = [helper.make_node("Add", ["a", "a"], ["b"], name="add")]
-    opset = helper.make_opsetid("", 18)
-    model = make([helper.make_node("Neg", ["x"], ["y"])], {"x": ("N", 4)}, {"y": ("N", 4)}, {})
-    model.graph.node[0].CopyFrom(helper.make_node("Twice", ["x"], ["y"], domain="local"))
-    model.opset_import.append(helper.make_opsetid("local", 1))
-    model.functions.append(helper.make_function("local", "Twice", ["a"], ["b"], inside, [opset]))
-    (found,) = node_costs(model, {"N": 3})
+    twice = '<domain: "local", opset_import: ["" : 18]> Twice (a) => (b) { b = Add(a, a) }'
+    opsets = '<ir_version: 10, opset_import: ["" : 18, "local" : 1]>'
+    graph = "g (float[N,4] x) => (float[N,4] y) { y = local.Twice(x) }"
+    (found,) = node_costs(onnx.parser.parse_model(f"{opsets} {graph} {twice}"), {"N": 3})
     assert (found.operator, found.flops) == ("Add", 12)
 
 
@@ -285,12 +201,7 @@ def test_an_activation_runs_inside_the_convolution_before_it() -> None:
 
 
 def test_a_tensor_that_two_nodes_read_goes_through_memory() -> None:
-    nodes = [
-        helper.make_node("Relu", ["x"], ["r"], name="r"),
-        helper.make_node("Neg", ["r"], ["n"], name="n"),
-        helper.make_node("Add", ["r", "n"], ["y"], name="y"),
-    ]
-    found = costs(nodes, {"x": (10,)}, ["y"])
+    found = costs("(float[10] x) => (float[] y)", "r = Relu(x) n = Neg(r) y = Add(r, n)")
     assert (found["r"].write_bytes, found["n"].read_bytes) == (40, 80)  # Add, inside Neg, reads r
     assert (found["n"].write_bytes, found["y"].read_bytes) == (40, 0)
 
@@ -318,30 +229,20 @@ def test_int8_weights_and_activations_are_a_byte_each(tmp_path: Path) -> None:
 
 
 def test_dequantized_weights_are_counted_where_they_are_used() -> None:
-    nodes = [
-        helper.make_node("DequantizeLinear", ["q", "scale"], ["W"], name="dq"),
-        helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul"),
-    ]
-    nodes.append(helper.make_node("Reshape", ["y", "shape"], ["z"], name="reshape"))
-    weights = {"q": np.ones((4, 3), np.int8), "scale": np.array(0.1, np.float32)}
-    weights["shape"] = np.array([3, 2])
-    found = costs(nodes, {"x": (2, 4)}, ["z"], weights)
-    assert found["reshape"].weight_bytes == 0  # a shape is no weight
+    body = "dq = DequantizeLinear(q, scale) product = MatMul(x, dq) z = Reshape(product, shape)"
+    weights = {"q": np.ones((4, 3), np.int8), "scale": 0.1, "shape": [3, 2]}
+    found = costs("(float[2,4] x) => (float[] z)", body, **weights)
+    assert found["z"].weight_bytes == 0  # a shape is no weight
     assert (found["dq"].weight_bytes, found["dq"].traffic_bytes) == (0, 0)
-    assert (found["matmul"].weight_bytes, found["matmul"].precision) == (12, "float32")
+    assert (found["product"].weight_bytes, found["product"].precision) == (12, "float32")
 
 
 def test_views_and_nodes_of_constants_cost_nothing() -> None:
-    nodes = [
-        helper.make_node("Transpose", ["w"], ["t"], name="t"),
-        helper.make_node("Neg", ["t"], ["minus"], name="minus"),
-        helper.make_node("Flatten", ["x"], ["f"], name="flatten"),
-        helper.make_node("MatMul", ["f", "minus"], ["y"], name="n"),
-    ]
-    found = costs(nodes, {"x": (2, 2, 2)}, ["y"], {"w": np.ones((3, 4), np.float32)})
+    body = "t = Transpose(w) minus = Neg(t) flat = Flatten(x) y = MatMul(flat, minus)"
+    found = costs("(float[2,2,2] x) => (float[] y)", body, w=np.ones((3, 4)))
     assert (found["minus"].flops, found["minus"].traffic_bytes) == (0, 0)
-    assert found["flatten"].traffic_bytes == 0
-    assert (found["n"].flops, found["n"].weight_bytes) == (2 * 2 * 4 * 3, 48)
+    assert found["flat"].traffic_bytes == 0
+    assert (found["y"].flops, found["y"].weight_bytes) == (2 * 2 * 4 * 3, 48)
 
 
 def test_the_mix_agrees_with_the_summary(tmp_path: Path) -> None:
@@ -359,34 +260,28 @@ def test_the_mix_contains_the_share_of_each_precision(tmp_path: Path) -> None:
     assert document["shares"]["flops"]["int8"] > 0.9
     assert document["weights"] == {"float32": 8 + 16 + 10, "int8": 72 + 1152 + 7840}
     assert document["unknown"] == []
-    copy = make([helper.make_node("Identity", ["x"], ["y"])], {"x": ("N",)}, {"y": ("N",)}, {})
+    copy = parse("(float[N] x) => (float[N] y)", "y = Identity(x)")
     assert mix(copy, {}).to_dict()["shares"]["flops"] == {}  # it computes nothing
 
 
 def test_a_weight_that_two_nodes_share_is_one_weight() -> None:
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["h"], name="a"),
-        helper.make_node("MatMul", ["h", "w"], ["y"], name="b"),
-    ]
-    model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {"w": np.ones((4, 4), np.float32)})
+    model = parse(ROWS, "h = MatMul(x, w) y = MatMul(h, w)", w=np.ones((4, 4)))
     assert mix(model, {}).weights == {"float32": 16}
 
 
-TARGET = Ceilings(PEAKS, 1e9)
-
-
-def cost(precision: str = "float32", flops: int = 0, moved: int = 0) -> NodeCost:
-    return NodeCost("n", "Conv", precision, flops, moved, 0, 0)
+def cost(flops: int = 0, moved: int = 0, weights: int = 0, **more: Any) -> NodeCost:
+    values = {"precision": "float32", "kind": kinds.CONVOLUTION} | more
+    return replace(NodeCost("n", "Conv", "", flops, moved, weights, 0), **values)
 
 
 @pytest.mark.parametrize(
     ("node", "seconds"),
     [
-        (cost(flops=10**9, moved=10), 1e-3),
-        (cost(flops=10, moved=10**6), 1e-3),
-        (cost("float16", flops=10**9), 2.5e-4),
-        (cost("int8", flops=10**9), 1.25e-4),
-        (cost("float8", flops=10**9), 1e-3),  # no peak of its own: that of fp32
+        (cost(10**9, 10), 1e-3),
+        (cost(10, 10**6), 1e-3),
+        (cost(10**9, precision="float16"), 2.5e-4),
+        (cost(10**9, precision="int8"), 1.25e-4),
+        (cost(10**9, precision="float8"), 1e-3),  # no peak of its own: that of fp32
     ],
 )
 def test_a_node_takes_the_longer_of_its_arithmetic_and_its_traffic(
@@ -416,12 +311,6 @@ CURVE = Curve((10.0, 1000.0), (1e-6, 1e-5))
 SIMPLE = Ceilings({"fp32": 1e9, "int8": 4e9}, 1e9, launch_s=1e-6)
 
 
-def conv(
-    flops: int = 0, moved: int = 0, weights: int = 0, kind: str = kinds.CONVOLUTION
-) -> NodeCost:
-    return NodeCost("n", "Conv", "float32", flops, moved, weights, 0, kind=kind)
-
-
 @pytest.mark.parametrize(
     ("work", "seconds"),
     [(0, 0.0), (1, 1e-7), (10, 1e-6), (100, 10**-5.5), (1000, 1e-5), (5000, 5e-5)],
@@ -433,20 +322,20 @@ def test_a_curve_is_straight_in_logarithms_and_proportional_outside(
 
 
 @pytest.mark.parametrize(
-    ("cost", "limit"),
-    [(conv(10**6, 10), COMPUTE), (conv(10, 10**6), MEMORY), (conv(10, 10), LAUNCH)],
+    ("node", "limit"),
+    [(cost(10**6, 10), COMPUTE), (cost(10, 10**6), MEMORY), (cost(10, 10), LAUNCH)],
 )
-def test_a_node_is_limited_by_what_takes_most_of_its_time(cost: NodeCost, limit: str) -> None:
-    assert node_time(cost, SIMPLE).limit == limit
-    assert node_time(cost, SIMPLE).launch_s == 1e-6
-    assert node_time(conv(100, 0), SIMPLE).launch_s == 0  # inside another kernel
+def test_a_node_is_limited_by_what_takes_most_of_its_time(node: NodeCost, limit: str) -> None:
+    assert node_time(node, SIMPLE).limit == limit
+    assert node_time(node, SIMPLE).launch_s == 1e-6
+    assert node_time(cost(100, 0), SIMPLE).launch_s == 0  # inside another kernel
 
 
 def test_a_measured_curve_replaces_the_peak_and_counts_only_weights_as_traffic() -> None:
     measured = replace(SIMPLE, curves={"fp32 convolution": Curve((1e6,), (2e-3,))})
-    time = node_time(conv(10**6, 10**9), measured)
+    time = node_time(cost(10**6, 10**9), measured)
     assert time.seconds == pytest.approx(2e-3)
-    assert node_time(conv(10**6, 1, weights=10**7), measured).memory_s == pytest.approx(1e-2)
+    assert node_time(cost(10**6, 1, weights=10**7), measured).memory_s == pytest.approx(1e-2)
 
 
 def test_a_precision_without_a_curve_of_its_own_takes_that_of_fp32() -> None:
@@ -454,64 +343,50 @@ def test_a_precision_without_a_curve_of_its_own_takes_that_of_fp32() -> None:
     curves = {name: Curve((1.0,), (each,)) for name, each in seconds.items()}
     measured = replace(SIMPLE, curves=curves)
     for precision, each in (("int8", 0.5), ("float16", 1.0)):
-        cost = replace(conv(1, 1), precision=precision)
-        assert node_time(cost, measured).seconds == pytest.approx(each)
+        assert node_time(cost(1, 1, precision=precision), measured).seconds == pytest.approx(each)
 
 
 def test_a_recurrent_node_takes_each_step_after_the_other() -> None:
     measured = replace(SIMPLE, launch_s=0.0, curves={"fp32 recurrent": CURVE})
-    cost = replace(conv(1000, 1, kind=kinds.RECURRENT), steps=100)
-    assert node_time(cost, measured).seconds == pytest.approx(100 * 1e-6)
+    node = cost(1000, 1, kind=kinds.RECURRENT, steps=100)
+    assert node_time(node, measured).seconds == pytest.approx(100 * 1e-6)
 
 
 def test_what_moves_data_follows_its_bytes() -> None:
     measured = replace(SIMPLE, curves={"fp32 movement": CURVE})
-    time = node_time(conv(0, 1000, kind=kinds.MOVEMENT), measured)
+    time = node_time(cost(0, 1000, kind=kinds.MOVEMENT), measured)
     assert time.seconds == pytest.approx(1e-5)
     assert time.limit == MEMORY
 
 
 KIB = 1024  # each tensor: 256 float32
-ROW, HALVES = ("N", 256), ("N", 128, 2)
 
 
 def peak(model: onnx.ModelProto, batch: int = 1, scale: float = 1.0) -> int:
     return peak_bytes(fixed_shapes(Graph(model), {"N": batch}), lambda _name: scale)
 
 
-def node(kind: str, *names: str, **attributes: object) -> onnx.NodeProto:
-    return helper.make_node(kind, list(names[:-1]), [names[-1]], name=names[-1], **attributes)
+def chain(*names: str) -> str:
+    return " ".join(f"{made} = Relu({source})" for source, made in pairwise(names))
 
 
-def chain(*names: str) -> list[onnx.NodeProto]:
-    return [node("Relu", *each) for each in pairwise(names)]
-
-
-VIEW = node("Reshape", "a", "shape", "view")
+VIEW = "view = Reshape(a, shape)"
+ROW, HALVES = "float[N,256]", "float[N,128,2]"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "outputs", "tensors"),
+    ("body", "outputs", "tensors"),
     [
-        (chain("x", "a", "b", "y"), {"y": ROW}, 3),
-        ([*chain("x", "a", "b", "c"), node("Add", "c", "a", "y")], {"y": ROW}, 4),
+        (chain("x", "a", "b", "y"), f"{ROW} y", 3),
+        (f"{chain('x', 'a', 'b', 'c')} y = Add(c, a)", f"{ROW} y", 4),
         (
-            [*chain("x", "a"), VIEW, *chain("x", "c"), *chain("view", "d")],
-            {"c": ROW, "d": HALVES},
+            f"{chain('x', 'a')} {VIEW} {chain('x', 'c')} {chain('view', 'd')}",
+            f"{ROW} c, {HALVES} d",
             4,
         ),
-        ([*chain("x", "a"), VIEW, *chain("x", "b", "c", "y")], {"view": HALVES, "y": ROW}, 4),
-        (
-            [
-                *chain("x", "a"),
-                VIEW,
-                node("Reshape", "a", "shape", "v"),
-                node("Add", "view", "v", "y"),
-            ],
-            {"y": HALVES},
-            3,
-        ),
-        ([node("MatMul", "x", "w", "y")], {"y": ROW}, 2),
+        (f"{chain('x', 'a')} {VIEW} {chain('x', 'b', 'c', 'y')}", f"{HALVES} view, {ROW} y", 4),
+        (f"{chain('x', 'a')} {VIEW} v = Reshape(a, shape) y = Add(view, v)", f"{HALVES} y", 3),
+        ("y = MatMul(x, w)", f"{ROW} y", 2),
     ],
     ids=[
         "a chain has two at a time and its input",
@@ -522,21 +397,131 @@ VIEW = node("Reshape", "a", "shape", "view")
         "weights are no activations",
     ],
 )
-def test_the_peak_is_of_the_tensors_that_are_alive(
-    nodes: list[onnx.NodeProto], outputs: dict[str, tuple[str | int, ...]], tensors: int
-) -> None:
-    stored = {"shape": np.array([-1, 128, 2]), "w": np.ones((256, 256), np.float32)}
-    used = {name for each in nodes for name in each.input}
-    weights = {name: array for name, array in stored.items() if name in used}
-    model = make(nodes, {"x": ROW}, outputs, weights)
+def test_the_peak_is_of_the_tensors_that_are_alive(body: str, outputs: str, tensors: int) -> None:
+    weights = {"shape": [-1, 128, 2], "w": np.ones((256, 256))}
+    model = parse(f"({ROW} x) => ({outputs})", body, **weights)
     assert peak(model) == tensors * KIB
     assert peak(model, 7, scale=0.5) == tensors * 7 * KIB / 2
 
 
 def test_what_a_body_reads_from_outside_stays_alive() -> None:
-    inner = helper.make_tensor_value_info("inner", TensorProto.FLOAT, None)
-    body = helper.make_graph([node("Add", "kept", "kept", "inner")], "body", [], [inner])
-    nodes = [*chain("x", "kept"), *chain("x", "a", "b")]
-    nodes.append(node("If", "c", "d", then_branch=body, else_branch=body))
-    nodes.append(node("Add", "b", "d", "y"))
-    assert peak(make(nodes, {"x": ROW}, {"y": ROW}, {"c": np.array(True)})) >= 4 * KIB
+    branch = "() => (float[] inner) { inner = Add(kept, kept) }"
+    body = f"{chain('x', 'kept')} {chain('x', 'a', 'b')} d = If <then_branch = t {branch}, "
+    body += f"else_branch = e {branch}> (c) y = Add(b, d)"
+    model = parse(f"({ROW} x) => ({ROW} y)", body, c=np.array(True))
+    assert peak(model) >= 4 * KIB
+
+
+def pairs(operator: str, bias: str, after: str, zero: np.generic) -> onnx.ModelProto:
+    """`operator` on quantized tensors. `after`: what its result goes through, "Relu Q"."""
+    matrix, shape = ((8, 8, 3, 3), "8,6,6") if operator == "Conv" else ((8, 8), "8")
+    body = "xq = QuantizeLinear(x, s, zero) xd = DequantizeLinear(xq, s, zero) "
+    body += "w = DequantizeLinear(w8, s, zero8) "
+    body += "b = DequantizeLinear(b32, s2) " if bias == "int32" else ""
+    body += f"node = {operator}(xd, w{', b' * bool(bias)}) "
+    last = "node"
+    for step in after.split():
+        if step == "Q":
+            body += f"yq = QuantizeLinear({last}, s, zero) yd = DequantizeLinear(yq, s, zero) "
+            last = "yd"
+        else:
+            body += f"cut = {step}({last}) "
+            last = "cut"
+    weights: dict[str, Any] = {"w8": np.ones(matrix, np.int8), "s": 0.1, "s2": 0.01}
+    weights |= {"b32": np.ones(8, np.int32)} if bias == "int32" else {"b": np.ones(8)}
+    head = f"(float[2,{shape}] x) => (float[] y)"
+    weights |= {"zero": zero, "zero8": np.int8(0)}
+    return parse(head, f"{body} y = Neg({last})", **weights)
+
+
+@pytest.mark.parametrize("zero", [np.uint8(128), np.uint8(0), np.int8(0)], ids=repr)
+@pytest.mark.parametrize("after", ["", "Q", "Relu Q"])
+@pytest.mark.parametrize(
+    ("operator", "bias"),
+    [("Conv", ""), ("Conv", "float"), ("Gemm", "float"), ("Gemm", "int32"), ("MatMul", "")],
+)
+def test_a_cpu_runs_in_integers_what_onnx_runtime_does(
+    operator: str, bias: str, after: str, zero: np.generic, tmp_path: Path
+) -> None:
+    model = pairs(operator, bias, after, zero)
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    runs = {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
+    integers = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat"} & runs
+    known = fixed_shapes(Graph(model), {})
+    found = {cost.name: cost for cost in costs_of(known, on_cpu=True)}
+    assert found["node"].precision == ("int8" if integers else "float32")
+    assert {each.precision for each in costs_of(known) if each.name == "node"} == {"int8"}
+
+
+def test_pairs_that_a_cpu_has_no_kernel_for_are_converted_in_every_call() -> None:
+    known = fixed_shapes(Graph(pairs("Conv", "", "Relu Q", np.int8(0))), {})
+    found = {cost.name: cost for cost in costs_of(known, on_cpu=True)}
+    elements = 2 * 8 * 6 * 6
+    assert found["xd"].traffic_bytes == elements * (1 + 4)
+    assert found["w"].traffic_bytes == 8 * 8 * 9 * (1 + 4)
+    assert found["yq"].traffic_bytes == 2 * 8 * 4 * 4 * (4 + 1)  # not in the convolution's kernel
+    assert found["node"].read_bytes == elements * 4
+    compiled = {cost.name: cost for cost in costs_of(known)}
+    assert [compiled[name].traffic_bytes for name in ("xd", "w", "yq")] == [0, 0, 0]
+
+
+CHAINS = [
+    chains.convolution(kinds.CONVOLUTION, 8, 6, 3),
+    chains.convolution(kinds.POINTWISE, 8, 6, 1),
+    chains.convolution(kinds.DEPTHWISE, 8, 6, 3),
+    chains.convolution(kinds.STEM, 8, 6, 3),
+    chains.convolution(kinds.CONVOLUTION, 8, 6, 3, precision="int8"),
+    chains.product(4, 16),
+    chains.product(4, 16, precision="int8"),
+    chains.attention(2, 5),
+    chains.recurrent(4, 3, 2),
+    *(
+        chains.passing(kind, 2048)
+        for kind in (
+            kinds.SIMPLE,
+            kinds.FUNCTION,
+            kinds.NORMALISATION,
+            kinds.POOLING,
+            kinds.MOVEMENT,
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda each: f"{each.precision} {each.kind}")
+def test_a_chain_holds_equal_nodes_of_its_kind_with_the_work_it_states(
+    chain: Chain, tmp_path: Path
+) -> None:
+    found = [c for c in kinds.node_costs(chain.graph, {}) if c.kind == chain.kind and c.precision]
+    assert len(found) == chain.count
+    dtype = "int8" if chain.precision == "int8" else "float32"
+    assert {cost.precision for cost in found} == {dtype}
+    assert {cost.steps for cost in found} == {chain.steps}
+    if chain.flops:
+        assert {cost.flops for cost in found} == {chain.flops}
+        assert chain.work == chain.flops / chain.steps
+    else:
+        alone = costs_of(fixed_shapes(chain.graph, {}), on_cpu=True)
+        assert {cost.traffic_bytes for cost in alone[1:]} == {chain.work}
+    path = tmp_path / "chain.onnx"
+    chain.graph.save(path, temporary=True)
+    with load(path, "cpu", threads=1) as engine:
+        (answer,) = engine({"x": np.zeros(chain.shape, np.float32)}).values()
+    assert answer.size
+
+
+def test_every_kind_but_other_has_a_chain() -> None:
+    assert {chain.kind for chain in CHAINS} == set(kinds.KINDS) - {kinds.OTHER}
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [("HardSwish", kinds.FUNCTION), ("HardSigmoid", kinds.SIMPLE), ("Relu", kinds.SIMPLE)],
+)
+def test_an_activation_is_of_the_kind_that_takes_as_long(operator: str, kind: str) -> None:
+    """ONNX Runtime computes HardSwish as two nodes: it takes as long as tanh."""
+    (activation,) = node_costs(parse(ROWS, f"y = {operator}(x)"), {})
+    assert activation.kind == kind

@@ -3,34 +3,30 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.core.errors import BadInput
 from deploykit.graph.edit import fold, raise_opset
 from tests.support.graphs.data import feeds
 from tests.support.graphs.protos import edit, to_proto
-from tests.support.onnx_zoo import make, mnist_like
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import mnist_like
 
+ROWS = "(float[N,4] x) => (float[] y)"
 NORM = ["scale", "shift", "mean", "variance"]
 
 
 def conv_norm(*, bias: bool = True, epsilon: float = 1e-5, tap: bool = False) -> onnx.ModelProto:
     """Conv -> BatchNormalization; with `tap` the convolution's output is an output too."""
     random = np.random.default_rng(0)
-    weights = {name: random.uniform(0.5, 2, 3).astype(np.float32) for name in NORM}
-    weights["W"] = random.standard_normal((3, 2, 1, 1)).astype(np.float32)
-    weights["b"] = random.standard_normal(3).astype(np.float32)
-    inputs = ["x", "W", "b"] if bias else ["x", "W"]
-    if not bias:
-        del weights["b"]
-    nodes = [
-        helper.make_node("Conv", inputs, ["c"], name="conv"),
-        helper.make_node("BatchNormalization", ["c", *NORM], ["y"], name="norm", epsilon=epsilon),
-    ]
-    shape = ("N", 3, 4, 4)
-    outputs = {"y": shape, "c": shape} if tap else {"y": shape}
-    return make(nodes, {"x": ("N", 2, 4, 4)}, outputs, weights)
+    weights = {name: random.uniform(0.5, 2, 3) for name in NORM}
+    weights["W"] = random.standard_normal((3, 2, 1, 1))
+    weights["b"] = random.standard_normal(3)
+    outputs = f"float[N,3,4,4] y{', float[N,3,4,4] c' * tap}"
+    body = f"c = Conv(x, W{', b' * bias}) "
+    body += f"y = BatchNormalization <epsilon = {epsilon:f}> (c, {', '.join(NORM)})"
+    return parse(f"(float[N,2,4,4] x) => ({outputs})", body, **weights)
 
 
 def folded(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -65,31 +61,19 @@ def test_a_convolution_whose_output_is_read_elsewhere_is_not_folded() -> None:
 
 
 def test_weights_behind_constant_nodes_become_initializers() -> None:
-    weight = np.arange(12, dtype=np.float32).reshape(3, 4)
-    nodes = [
-        helper.make_node(
-            "Constant", [], ["k"], name="constant", value=numpy_helper.from_array(weight)
-        ),
-        helper.make_node("Transpose", ["k"], ["t"], name="transpose", perm=[1, 0]),
-        helper.make_node("MatMul", ["x", "t"], ["y"], name="matmul"),
-    ]
-    model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 3)}, {})
-    model = folded(model)
+    weight = np.arange(12, dtype=np.float32)
+    constant = f"k = Constant <value = float[3,4] {{{', '.join(map(str, weight))}}}> ()"
+    model = folded(parse(ROWS, f"{constant} t = Transpose(k) y = MatMul(x, t)"))
     assert [node.op_type for node in model.graph.node] == ["MatMul"]
     (only,) = model.graph.initializer
     assert only.name == "t"
-    np.testing.assert_array_equal(numpy_helper.to_array(only), weight.T)
+    np.testing.assert_array_equal(numpy_helper.to_array(only), weight.reshape(3, 4).T)
 
 
 def test_a_constant_that_a_body_reads_is_kept() -> None:
-    value = helper.make_tensor_value_info("n", onnx.TensorProto.FLOAT, None)
-    body = helper.make_graph(
-        [helper.make_node("Identity", ["w"], ["n"], name="same")], "body", [], [value]
-    )
-    node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)
-    weights = {"c": np.array(True), "w": np.ones(4, np.float32)}
-    model = make([node], {"x": ("N", 4)}, {"y": (4,)}, weights)
-    model = folded(model)
+    branch = "() => (float[] n) { n = Identity(w) }"
+    body = f"y = If <then_branch = t {branch}, else_branch = e {branch}> (c)"
+    model = folded(parse(ROWS, body, c=np.array(True), w=np.ones(4)))
     assert {tensor.name for tensor in model.graph.initializer} == {"c", "w"}
 
 
@@ -106,30 +90,24 @@ def test_a_raised_graph_is_valid_and_computes_the_same(least: int) -> None:
     np.testing.assert_array_equal(ReferenceEvaluator(model).run(None, inputs)[0], wanted)
 
 
-def node(kind: str, inputs: list[str], **attributes: object) -> onnx.ModelProto:
-    made = helper.make_node(kind, inputs, ["y"], name="guilty", **attributes)
-    weights = {"one": np.ones(3, np.float32)}
-    model = make(
-        [helper.make_node("Relu", ["x"], ["y"], name="relu")], {"x": ("N", 3)}, {}, weights
-    )
-    model.graph.node[0].CopyFrom(made)
-    return model
+def node(call: str) -> onnx.ModelProto:
+    return parse("(float[N,3] x) => (float[] y)", f"[guilty] y = {call}", one=np.ones(3))
 
 
 @pytest.mark.parametrize(
-    ("now", "model"),
+    ("now", "call"),
     [
-        (17, node("ReduceMean", ["x"], axes=[1])),  # axes became an input
-        (17, node("Split", ["x"])),  # equal parts need a count
-        (17, node("Resize", ["x", "", "one"])),
-        (18, node("AveragePool", ["x"], kernel_shape=[2], ceil_mode=1)),
-        (18, node("GridSample", ["x", "x"], mode="bilinear")),  # its modes have other names
-        (20, node("GroupNormalization", ["x", "one", "one"], num_groups=1)),
-        (12, node("ReduceSum", ["x"], axes=[1])),
+        (17, "ReduceMean <axes = [1]> (x)"),  # axes became an input
+        (17, "Split(x)"),  # equal parts need a count
+        (17, 'Resize(x, "", one)'),
+        (18, "AveragePool <kernel_shape = [2], ceil_mode = 1> (x)"),
+        (18, 'GridSample <mode = "bilinear"> (x, x)'),  # its modes have other names
+        (20, "GroupNormalization <num_groups = 1> (x, one, one)"),
+        (12, "ReduceSum <axes = [1]> (x)"),
     ],
-    ids=lambda value: value.graph.node[0].op_type if isinstance(value, onnx.ModelProto) else None,
 )
-def test_an_operator_that_changed_its_meaning_is_named(now: int, model: onnx.ModelProto) -> None:
+def test_an_operator_that_changed_its_meaning_is_named(now: int, call: str) -> None:
+    model = node(call)
     model.opset_import[0].version = now
     with pytest.raises(BadInput, match=rf"'guilty': \w+ of opset {now}") as caught:
         raise_opset(model, 21)
@@ -138,6 +116,6 @@ def test_an_operator_that_changed_its_meaning_is_named(now: int, model: onnx.Mod
 
 
 def test_an_average_pool_without_ceil_mode_is_raised() -> None:
-    model = node("AveragePool", ["x"], kernel_shape=[2])
+    model = node("AveragePool <kernel_shape = [2]> (x)")
     raise_opset(model, 19)
     assert model.opset_import[0].version == 19

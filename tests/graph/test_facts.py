@@ -4,115 +4,98 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from deploykit.core.errors import BadInput
 from deploykit.graph import parse
 from deploykit.graph.facts import FLOAT16, external_files, read_facts
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import varint
-from tests.support.graphs.small import node, value, write_graph
+from tests.support.onnx_zoo import save
 
-FLOAT, HALF, BOOL, INT64 = (
-    TensorProto.FLOAT,
-    TensorProto.FLOAT16,
-    TensorProto.BOOL,
-    TensorProto.INT64,
-)
-ADD = node("Add", ["x", "w"], ["y"])
-IDENTITY = node("Identity", ["x"], ["y"])
-HALVE = [node("Cast", ["x"], ["h"], to=HALF), node("Cast", ["h"], ["y"], to=FLOAT)]
-OPSETS = [helper.make_opsetid("", 18)]
+HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
+ROW, ANY = "(float[N,4] x)", "(float[N,4] y)"
+HALVE = f"h = Cast <to = {HALF}> (x) y = Cast <to = 1> (h)"
+ONES = {"w": np.ones(4, np.float32)}
 
 
-def choose(nodes: list[onnx.NodeProto]) -> onnx.NodeProto:
-    branch = helper.make_graph(nodes, "branch", [], [value("y")])
-    return node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)
+def write(
+    folder: Path, body: str, head: str = f"{ROW} => {ANY}", functions: str = "", **weights: Any
+) -> Path:
+    """A graph that no checker has seen; the domain `local` has the functions."""
+    opsets = '<ir_version: 10, opset_import: ["" : 18, "local" : 1]>'
+    model = onnx.parser.parse_model(f"{opsets} g {head} {{ {body} }} {functions}")
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    model.graph.initializer.extend(tensors)
+    return save(model, folder / "m.onnx")
 
 
-def looping() -> onnx.NodeProto:
-    """Answers y = x, taken over as many times as the input `count` says."""
-    body = helper.make_graph(
-        [node("Identity", ["go"], ["go_on"]), node("Identity", ["before"], ["after"])],
-        "body",
-        [value("i", INT64, []), value("go", BOOL, []), value("before")],
-        [value("go_on", BOOL, []), value("after")],
-    )
-    return node("Loop", ["count", "", "x"], ["y"], body=body)
+def function(name: str, head: str, body: str) -> str:
+    opsets = 'opset_import: ["" : 18, "local" : 1]'
+    return f'<domain: "local", {opsets}> {name} {head} {{ {body} }}'
 
 
-def function(name: str, inputs: list[str], nodes: list[onnx.NodeProto]) -> dict[str, Any]:
-    made = helper.make_function("local", name, inputs, ["y"], nodes, OPSETS)
-    return {"nodes": [node(name, inputs, ["y"], domain="local")], "functions": [made]}
+def choose(body: str) -> str:
+    branch = f"() => (float[] y) {{ {body} }}"
+    return f"y = If <then_branch = t {branch}, else_branch = e {branch}> (flag)"
 
 
-def range_of(source: str) -> list[onnx.NodeProto]:
-    """A Range as long as a value or a size of x; in reverse order, which ONNX Runtime accepts."""
-    how_many = [
-        node("ReduceMax", ["x"], ["most"], keepdims=0),
-        node("Cast", ["most"], ["count"], to=INT64),
-    ]
-    if source == "Shape":
-        how_many = [node("Shape", ["x"], ["shape"], end=1), node("Squeeze", ["shape"], ["count"])]
-    limit = node("Constant", [], ["limit"], value_int=1)
-    return [node("Range", ["limit", "count", "limit"], ["y"]), *how_many[::-1], limit]
-
-
-COUNTED = [value("x"), value("count", INT64, []), value("flag", BOOL, [])]
-FLAG = node("Cast", ["x"], ["flag"], to=BOOL)
-ONES = np.ones(4, np.float16)
+# y = x, taken over as many times as the input `count` says
+LOOP = """y = Loop <body = b (int64 i, bool go, float[] before) => (bool go_on, float[] after) {
+    go_on = Identity(go) after = Identity(before)
+}> (count, "", x)"""
+COUNTED = f"(float[N,4] x, int64 count, bool flag) => {ANY}"
+REPEAT = function("Repeat", "(x, count) => (y)", LOOP)
+# a Range as long as a value or a size of x; in reverse order, which ONNX Runtime accepts
+LIMIT = "limit = Constant <value_int = 1> ()"
+RANGE = "y = Range(limit, count, limit)"
+OF_A_VALUE = f"{RANGE} count = Cast <to = {INT64}> (m) m = ReduceMax <keepdims = 0> (x) {LIMIT}"
+OF_A_SHAPE = f"{RANGE} count = Squeeze(shape) shape = Shape <end = 1> (x) {LIMIT}"
 TEN = {"t": np.full((10,), 10, np.int64)}  # FLOAT16 is 10 in ONNX; here it is no type
 
 
-HALF_AT: dict[str, dict[str, Any]] = {
-    "weight": {"nodes": [ADD], "weights": {"a": np.ones(4, np.float32), "w": ONES}},
-    "input": {"nodes": HALVE[1:], "inputs": [value("h", HALF)]},
-    "output": {"nodes": [IDENTITY], "outputs": [value("y", HALF)]},
-    "cast": {"nodes": HALVE},
-    "constant": {"nodes": [node("Constant", [], ["w"], value=numpy_helper.from_array(ONES)), ADD]},
-    "branch": {"nodes": [choose(HALVE)]},
-    "function": function("Halve", ["x"], HALVE),
-}
-NOWHERE: dict[str, dict[str, Any]] = {
-    "float32": {"nodes": [ADD], "weights": {"w": np.ones(4, np.float32)}},
-    "ten": {"nodes": [node("Concat", ["x"], ["y"], axis=10)], "weights": TEN},
-}
+@pytest.mark.parametrize(
+    ("half", "body", "more"),
+    [
+        (True, "y = Add(x, w)", {"a": ONES["w"], "w": np.ones(4, np.float16)}),
+        (True, "y = Cast <to = 1> (h)", {"head": f"(float16[N,4] h) => {ANY}"}),
+        (True, "y = Identity(x)", {"head": f"{ROW} => (float16[N,4] y)"}),
+        (True, HALVE, {}),
+        (True, "w = Constant <value = float16[1] {1}> () y = Add(x, w)", {}),
+        (True, choose(HALVE), {}),
+        (True, "y = local.H(x)", {"functions": function("H", "(x) => (y)", HALVE)}),
+        (False, "y = Add(x, w)", ONES),
+        (False, "y = Concat <axis = 10> (x)", TEN),
+    ],
+)
+def test_half_precision_is_seen_wherever_it_is(
+    tmp_path: Path, half: bool, body: str, more: dict[str, Any]
+) -> None:
+    assert (FLOAT16 in read_facts(write(tmp_path, body, **more)).element_types) is half
 
 
-@pytest.mark.parametrize("where", [*HALF_AT, *NOWHERE])
-def test_half_precision_is_seen_wherever_it_is(tmp_path: Path, where: str) -> None:
-    path = write_graph(tmp_path / "m", **(HALF_AT | NOWHERE)[where])
-    assert (FLOAT16 in read_facts(path).element_types) is (where in HALF_AT)
-
-
-NAMED = node("Identity", ["x"], ["Loop"], name="Loop", doc_string="Loop")
-SLOWED: dict[str, dict[str, Any]] = {
-    "value": {"nodes": range_of("ReduceMax")},
-    "If": {"nodes": [FLAG, choose([IDENTITY])]},
-    "NonZero": {"nodes": [node("NonZero", ["x"], ["y"])]},
-    "loop in a branch": {"nodes": [choose([looping()])], "inputs": COUNTED},
-    "loop in a function": {
-        **function("Repeat", ["x", "count"], [looping()]),
-        "inputs": COUNTED[:2],
-    },
-}
-NOT_SLOWED: dict[str, dict[str, Any]] = {
-    "shape": {"nodes": range_of("Shape")},
-    "name alone": {"nodes": [NAMED, node("Identity", ["Loop"], ["y"])]},
-}
-
-
-@pytest.mark.parametrize("case", [*SLOWED, *NOT_SLOWED])
-def test_work_that_follows_from_values_is_seen(tmp_path: Path, case: str) -> None:
-    path = write_graph(tmp_path / "m", **(SLOWED | NOT_SLOWED)[case])
-    assert read_facts(path).slowed_by_values is (case in SLOWED)
+@pytest.mark.parametrize(
+    ("slowed", "body", "more"),
+    [
+        (True, OF_A_VALUE, {}),
+        (True, f"flag = Cast <to = 9> (x) {choose('y = Identity(x)')}", {}),
+        (True, "y = NonZero(x)", {}),
+        (True, choose(LOOP), {"head": COUNTED}),
+        (True, "y = local.Repeat(x, count)", {"head": COUNTED, "functions": REPEAT}),
+        (False, OF_A_SHAPE, {}),
+        (False, "[Loop] Loop = Identity(x) y = Identity(Loop)", {}),  # a name alone
+    ],
+)
+def test_work_that_follows_from_values_is_seen(
+    tmp_path: Path, slowed: bool, body: str, more: dict[str, Any]
+) -> None:
+    assert read_facts(write(tmp_path, body, **more)).slowed_by_values is slowed
 
 
 def deep() -> bytes:
@@ -145,44 +128,30 @@ def test_a_file_that_holds_no_model_is_refused(tmp_path: Path, content: bytes, w
     assert external_files(path) == []
 
 
-def local(name: str, nodes: list[onnx.NodeProto]) -> onnx.FunctionProto:
-    return helper.make_function(
-        "l", name, ["x"], ["y"], nodes, [*OPSETS, helper.make_opsetid("l", 1)]
-    )
+def nest(body: str) -> str:
+    """28 functions, each of which calls the next as `body` does."""
+    bodies = [*(body.replace("F", f"F{n + 1}") for n in range(28)), "y = Identity(x)"]
+    return " ".join(function(f"F{n}", "(x) => (y)", each) for n, each in enumerate(bodies))
 
 
-def call(name: str, source: str, made: str) -> onnx.NodeProto:
-    return node(name, [source], [made], domain="l")
-
-
-def branches(name: str) -> list[onnx.NodeProto]:
-    """Calls the function `name` in both branches of an If."""
-    then, other = (
-        helper.make_graph([call(name, "x", made)], made, [], [value(made)]) for made in "ab"
-    )
-    always = helper.make_tensor("c", BOOL, [], [1])
-    constant = node("Constant", [], ["c"], value=always)
-    return [constant, node("If", ["c"], ["y"], then_branch=then, else_branch=other)]
-
-
-def twice(name: str) -> list[onnx.NodeProto]:
-    return [call(name, "x", "a"), call(name, "a", "y")]
-
-
-def nest(body: Callable[[str], list[onnx.NodeProto]]) -> list[onnx.FunctionProto]:
-    return [*(local(f"F{n}", body(f"F{n + 1}")) for n in range(28)), local("F28", [IDENTITY])]
-
-
-LARGE = numpy_helper.from_array(np.zeros(25_000, np.float32))
-CONSTANT = [node("Constant", [], ["c"], value=LARGE), node("Add", ["x", "c"], ["y"])]
+THEN, ELSE = (f"{name} () => (float[] {name}) {{ {name} = local.F(x) }}" for name in "ab")
+CONSTANT = (
+    "c = Constant <value = float[25000] {" + ", ".join(["0"] * 25_000) + "}> () y = Add(x, c)"
+)
 EXPANDING = {
-    "twice in one another": ([call("F0", "x", "y")], nest(twice)),
-    "in branches": ([call("F0", "x", "y")], nest(branches)),
-    "a large constant": (
-        [*(call("F", "x", f"a{n}") for n in range(5000)), call("F", "x", "y")],
-        [local("F", CONSTANT)],
+    "twice in one another": ("y = local.F0(x)", nest("a = local.F(x) y = local.F(a)")),
+    "in branches": (
+        "y = local.F0(x)",
+        nest(
+            "c = Constant <value = bool {1}> () "
+            f"y = If <then_branch = {THEN}, else_branch = {ELSE}> (c)"
+        ),
     ),
-    "itself": ([call("F", "x", "y")], [local("F", [call("F", "x", "y")])]),
+    "a large constant": (
+        " ".join(f"{name} = local.F(x)" for name in (*(f"a{n}" for n in range(5000)), "y")),
+        function("F", "(x) => (y)", CONSTANT),
+    ),
+    "itself": ("y = local.F(x)", function("F", "(x) => (y)", "y = local.F(x)")),
 }
 
 
@@ -191,8 +160,8 @@ EXPANDING = {
 def test_functions_that_expand_without_end_are_counted_not_inlined(
     tmp_path: Path, case: str, read: Any
 ) -> None:
-    nodes, functions = EXPANDING[case]
-    path = write_graph(tmp_path / "m", nodes, functions=functions)
+    body, functions = EXPANDING[case]
+    path = write(tmp_path, body, functions=functions)
     with pytest.raises(BadInput, match=r"functions call one another so often|calls itself"):
         read(path)
 
@@ -201,19 +170,18 @@ def test_large_weights_are_not_read_and_a_file_that_was_replaced_is_read_again(
     tmp_path: Path,
 ) -> None:
     weights = {"w": np.ones((300, 4), np.float32), "v": np.ones(4, np.float32)}
-    path = write_graph(tmp_path / "m", [ADD], weights=weights)
+    path = write(tmp_path, "y = Add(x, w)", **weights)
     model, spots = parse.parse_model(path)
     assert [len(tensor.raw_data) for tensor in model.graph.initializer] == [0, 16]
     (offset, length) = spots[0]
     assert path.read_bytes()[offset : offset + length] == weights["w"].tobytes()
-    assert isinstance(model, onnx.ModelProto)
     assert read_facts(path).operators == {"Add"}
-    write_graph(path, [node("Relu", ["x"], ["y"]), node("Relu", ["x"], ["z"])])
+    write(tmp_path, "y = Relu(x) z = Relu(x)")
     assert read_facts(path).operators == {"Relu"}
 
 
 def test_facts_load_neither_onnx_nor_its_checker(tmp_path: Path) -> None:
-    path = write_graph(tmp_path / "m", [IDENTITY])
+    path = write(tmp_path, "y = Identity(x)")
     code = (
         "import sys; from pathlib import Path; from deploykit.graph.facts import read_facts; "
         f"read_facts(Path({str(path)!r})); sys.exit('onnx' in sys.modules)"

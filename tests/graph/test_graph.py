@@ -8,8 +8,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core import files
+from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import load
+from deploykit.engines.onnxruntime.engine import open_engine
 from deploykit.graph.graph import Graph, name_nodes
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import (
@@ -21,15 +23,10 @@ from tests.support.graphs.protos import (
     to_half,
     to_pairs,
 )
-from tests.support.onnx_zoo import (
-    conv_relu,
-    linear,
-    make,
-    mnist_like,
-    save,
-    two_inputs,
-)
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import conv_relu, linear, mnist_like, save, two_inputs
 
+ROWS = "(float[N,4] x) => (float[] y)"
 LIMIT = 20_000  # of the 31 KB of mnist_like's head, say: one file "cannot hold" it
 
 
@@ -57,10 +54,8 @@ def test_a_saved_graph_loads_back_equal_and_saving_again_gives_the_same_bytes(
 
 
 def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path) -> None:
-    node = helper.make_node("Relu", ["x"], ["y"], name="relu")
-    model = make([node], {"x": ("a", "b", 3)}, {"y": ("a", "b", 3)}, {})
-    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [1]))
-    model.graph.initializer.append(numpy_helper.from_array(np.ones(1, np.float32), "w"))
+    head = "(float[a,b,3] x, float[1] w) => (float[a,b,3] y)"
+    model = parse(head, "y = Relu(x) unused = Neg(w)", w=np.ones(1))
     for value in (model.graph.input[0], model.graph.output[0]):
         for axis in value.type.tensor_type.shape.dim[:2]:
             axis.Clear()
@@ -99,36 +94,16 @@ def test_precision_of_a_quantized_graph_counts_nodes_as_int8_whose_inputs_all_ar
     summary = summarise(to_pairs(mnist_like(), calibrate(path, samples(mnist_like()))))
     assert summary.precision == {"float32": 4, "int8": 3}
     assert summary.parameters == summarise(mnist_like()).parameters  # scales are none
-    weights = {
-        "w": np.ones((4, 3), np.int8),
-        "scale": np.array(0.1, np.float32),
-        "zero": np.array(0, np.int8),
-    }
-    of_weights = [
-        helper.make_node("DequantizeLinear", ["w", "scale"], ["W"], name="dq"),
-        helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul"),
-    ]
-    of_one_input = [
-        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"], name="q"),
-        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"], name="dq"),
-        helper.make_node("Add", ["d", "x"], ["y"], name="add"),
-    ]
-    for nodes, width in ((of_weights, 3), (of_one_input, 4)):
-        model = make(nodes, {"x": ("N", 4)}, {"y": ("N", width)}, weights)
-        assert summarise(model).precision == {"float32": 1}
+    weights = {"w": np.ones((4, 3), np.int8), "scale": 0.1, "zero": np.int8(0)}
+    pair = "q = QuantizeLinear(x, scale, zero) d = DequantizeLinear(q, scale, zero)"
+    for body in ("d = DequantizeLinear(w, scale) y = MatMul(x, d)", f"{pair} y = Add(d, x)"):
+        assert summarise(parse(ROWS, body, **weights)).precision == {"float32": 1}
 
 
 def test_nodes_in_bodies_are_counted() -> None:
-    body = helper.make_graph(
-        [helper.make_node("Neg", ["x"], ["n"], name="neg")],
-        "body",
-        [],
-        [helper.make_tensor_value_info("n", TensorProto.FLOAT, None)],
-    )
-    node = helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body)
-    weights = {"c": np.array(True)}
-    model = make([node], {"x": ("N", 4)}, {"y": ("N", 4)}, weights)
-    assert summarise(model).operators == {"If": 1, "Neg": 2}
+    branch = "() => (float[] n) { n = Neg(x) }"
+    body = f"y = If <then_branch = t {branch}, else_branch = e {branch}> (c)"
+    assert summarise(parse(ROWS, body, c=np.array(True))).operators == {"If": 1, "Neg": 2}
 
 
 def test_weights_above_the_limit_are_external_aligned_and_used(
@@ -156,12 +131,7 @@ def test_weights_above_the_limit_are_external_aligned_and_used(
 def test_weights_stored_as_numbers_are_written_as_bytes(tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32)
     tensor = helper.make_tensor("W", TensorProto.FLOAT, (4, 300), weight.ravel().tolist())
-    model = make(
-        [helper.make_node("MatMul", ["x", "W"], ["y"], name="m")],
-        {"x": ("N", 4)},
-        {"y": ("N", 300)},
-        {"W": weight},
-    )
+    model = parse("(float[N,4] x) => (float[N,300] y)", "y = MatMul(x, W)", W=weight)
     model.graph.initializer[0].CopyFrom(tensor)
     save_graph(model, tmp_path / "m.onnx", limit_bytes=1000)
     (read,) = load_graph(tmp_path / "m.onnx").graph.initializer
@@ -179,3 +149,106 @@ def test_nodes_without_a_name_or_with_anothers_get_one_of_their_own() -> None:
     assert renamed == ["Conv_0_", *names[1:3], "Conv_3", "Conv_0", *names[5:]]
     name_nodes(model)
     assert [node.name for node in model.graph.node] == renamed
+
+
+GOOD = mnist_like().SerializeToString()
+
+
+def change(code: str) -> onnx.ModelProto:
+    """The linear model after a statement about `model`, its `graph` and its first `node`."""
+    model = linear()
+    body = helper.make_graph([helper.make_node("Nope", [], ["n"], name="deep")], "body", [], [])
+    names = {
+        "choose": helper.make_node("If", ["x"], ["z"], then_branch=body, else_branch=body),
+        "removed": helper.make_node("Upsample", ["y", "s"], ["z"], name="up"),
+        "own": helper.make_opsetid("my.own", 1),
+    }
+    exec(code, {"model": model, "graph": model.graph, "node": model.graph.node[0], **names})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("node.op_type = 'Gemmm'", ["'gemm'", "Gemmm"]),
+        ("node.domain = 'my.own'; model.opset_import.append(own)", ["'gemm'", "my.own"]),
+        ("graph.node.append(choose)", ["'deep'"]),
+        ("graph.node.append(removed)", ["Upsample"]),
+        ("graph.initializer.append(graph.initializer[0])", ["two initializers have the name 'W'"]),
+        ("graph.input.append(graph.input[0])", ["two inputs have the name"]),
+        ("model.opset_import[0].version = 999", ["opset 999"]),
+        ("model.opset_import[0].version = -1", ["opset -1"]),
+        ("model.ir_version = 99", ["IR version 99"]),
+        ("del model.opset_import[:]", ["no opset"]),
+        ("node.input[0] = 'phantom'", ["phantom"]),
+        ("graph.initializer[0].dims[:] = [-4]", ["tensor 'W'"]),
+        ("graph.initializer[0].dims[:] = [2**62, 8]", ["tensor 'W'"]),
+        ("graph.initializer[0].dims[:] = [5, 3]", ["tensor 'W'"]),
+        ("graph.initializer[0].data_type = 99", ["element type 99"]),
+    ],
+)
+def test_an_invalid_model_is_bad_input_naming_the_culprit(
+    tmp_path: Path, code: str, words: list[str]
+) -> None:
+    path = save(change(code), tmp_path / "bad.onnx")
+    with pytest.raises(BadInput) as caught:
+        load_graph(path)
+    message = f"{caught.value.message} {caught.value.hint}"
+    assert all(word in message for word in ("bad.onnx", *words))
+
+
+def test_an_engine_refuses_two_initializers_of_one_name_too(tmp_path: Path) -> None:
+    path = save(change("graph.initializer.append(graph.initializer[0])"), tmp_path / "m.onnx")
+    with pytest.raises(BadInput, match="two initializers have the name 'W'"):
+        open_engine(path, "cpu")
+
+
+def test_domains_that_onnxruntime_writes_are_accepted(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.node[0].op_type = "FusedGemm"
+    model.graph.node[0].domain = "com.microsoft"
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    assert load_graph(save(model, tmp_path / "m.onnx")) == model
+
+
+def external(folder: Path, location: str, **entries: str) -> Path:
+    """The linear model whose W (48 bytes) is said to lie at `location`."""
+    model = linear()
+    weight = model.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": location, **entries}.items():
+        weight.external_data.add(key=key, value=value)
+    return save(model, folder / "m.onnx")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder in a folder with other files."""
+    inner = tmp_path / "model"
+    inner.mkdir()
+    return inner
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["of one folder", "of another folder"])
+def test_a_model_and_its_data_may_be_links_to_files_of_one_folder(
+    folder: Path, beside: bool
+) -> None:
+    """As every file of a snapshot of Hugging Face's is."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    values = np.arange(12, dtype=np.float32)
+    data = (blobs if beside else folder.parent) / "secret.bin"
+    data.write_bytes(values.tobytes())
+    external(blobs, "w.bin").rename(blobs / "0a1b")
+    (folder / "m.onnx").symlink_to("../blobs/0a1b")
+    (folder / "w.bin").symlink_to(f"../{data.relative_to(folder.parent)}")
+    if not beside:
+        with pytest.raises(BadInput, match="symbolic link") as caught:
+            load_graph(folder / "m.onnx")
+        assert "cp -L" in str(caught.value.hint)
+        return
+    (tensor,) = load_graph(folder / "m.onnx").graph.initializer[:1]
+    np.testing.assert_array_equal(numpy_helper.to_array(tensor).ravel(), values)
+    with open_engine(folder / "m.onnx", "cpu") as engine:
+        assert engine.inputs[0].name == "x"

@@ -5,13 +5,13 @@ Each refusal here was also seen from the parser of TensorRT 11.4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.profile import load_profile
@@ -19,36 +19,16 @@ from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch
 from tests.support import onnx_zoo
 from tests.support.graphs.protos import unsupported
-
-FLOAT, UINT8, INT64 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT64
-
+from tests.support.graphs.small import parse
 
 NEWEST = load_profile("h100-sxm")
 
 
-def graph(
-    *nodes: onnx.NodeProto,
-    read: int = FLOAT,
-    written: int = FLOAT,
-    weights: Sequence[tuple[str, np.ndarray]] = (),
-) -> onnx.ModelProto:
-    """A model x -> y of these nodes; every node is named after its operator."""
-    for node in nodes:
-        node.name = node.op_type.lower()
-    body = helper.make_graph(
-        list(nodes),
-        "g",
-        [helper.make_tensor_value_info("x", read, ["N", 4, 8, 8])],
-        [helper.make_tensor_value_info("y", written, None)],
-        [numpy_helper.from_array(array, name) for name, array in weights],
-    )
-    domains = {node.domain for node in nodes} - {""}
-    imports = [helper.make_opsetid("", 20), *(helper.make_opsetid(d, 1) for d in domains)]
-    return helper.make_model(body, opset_imports=imports, ir_version=10)
-
-
-def node(operator: str, *inputs: str, out: str = "y", **options: object) -> onnx.NodeProto:
-    return helper.make_node(operator, list(inputs or ("x",)), [out], **options)
+def graph(body: str, kind: str = "float", out: str = "float", **weights: Any) -> onnx.ModelProto:
+    """A model x -> y of these nodes, in which `com.microsoft` and `mine` are domains too."""
+    model = parse(f"({kind}[N,4,8,8] x) => ({out}[] y)", body, opset=20, **weights)
+    model.opset_import.extend(helper.make_opsetid(d, 1) for d in ("com.microsoft", "mine"))
+    return model
 
 
 @pytest.mark.parametrize("profile", ["h100-sxm", "jetson-orin-nano-8gb", "v100", "cpu"])
@@ -58,23 +38,16 @@ def test_plain_models_have_no_findings(profile: str) -> None:
         assert unsupported(make(), target) == ()
 
 
-@pytest.mark.parametrize(("kind", "found"), [(TensorProto.BFLOAT16, 1), (TensorProto.FLOAT16, 0)])
-def test_support_is_asked_by_operator_and_type(kind: int, found: int) -> None:
-    both = [node("Relu", out="r"), node("HardSwish", "r")]
-    problems = unsupported(graph(*both, read=kind, written=kind), NEWEST)
+@pytest.mark.parametrize(("kind", "found"), [("bfloat16", 1), ("float16", 0)])
+def test_support_is_asked_by_operator_and_type(kind: str, found: int) -> None:
+    problems = unsupported(graph("r = Relu(x) y = HardSwish(r)", kind, kind), NEWEST)
     assert [each.operator for each in problems] == ["HardSwish"] * found
 
 
 def test_every_bad_node_is_listed_those_in_bodies_too() -> None:
-    body = helper.make_graph(
-        [helper.make_node("Unique", ["x"], ["u"], name="inner")],
-        "then",
-        [],
-        [helper.make_tensor_value_info("u", FLOAT, None)],
-    )
-    condition = ("c", np.array(True))
-    both = helper.make_node("If", ["c"], ["y"], then_branch=body, else_branch=body)
-    found = unsupported(graph(node("Det", out="d"), both, weights=[condition]), NEWEST)
+    branch = "() => (float[] u) { [inner] u = Unique(x) }"
+    both = f"y = If <then_branch = t {branch}, else_branch = e {branch}> (c)"
+    found = unsupported(graph(f"[det] d = Det(x) {both}", c=np.array(True)), NEWEST)
     assert [problem.node for problem in found] == ["det", "inner", "inner"]
     assert found[0].to_dict() == {
         "node": "det",
@@ -93,10 +66,10 @@ def test_every_bad_node_is_listed_those_in_bodies_too() -> None:
 )
 def test_an_operator_of_another_domain_is_a_stranger(domain: str, profile: str, says: str) -> None:
     target = load_profile(profile)
-    found = unsupported(graph(node("FusedMatMul", "x", "x", domain=domain)), target)
+    found = unsupported(graph(f"y = {domain}.FusedMatMul(x, x)"), target)
     assert len(found) == bool(says)
     assert all(word in problem.why for problem in found for word in says.split())
-    assert profile != "cpu" or unsupported(graph(node("Det")), target) == ()
+    assert profile != "cpu" or unsupported(graph("y = Det(x)"), target) == ()
 
 
 @pytest.mark.parametrize("profile", ["h100-sxm", "cpu"])
@@ -105,7 +78,7 @@ def test_a_function_of_the_models_own_is_no_stranger_and_its_nodes_are_checked(
 ) -> None:
     imports = [helper.make_opsetid("", 20)]
     for operator in ("Relu", "Det"):
-        model = graph(node("Zap", domain="mine"))
+        model = graph("y = mine.Zap(x)")
         inside = [helper.make_node(operator, ["a"], ["b"], name="within")]
         model.functions.append(helper.make_function("mine", "Zap", ["a"], ["b"], inside, imports))
         found = [problem.node for problem in unsupported(model, load_profile(profile))]
@@ -113,11 +86,9 @@ def test_a_function_of_the_models_own_is_no_stranger_and_its_nodes_are_checked(
 
 
 def test_bytes_may_come_in_and_be_cast_but_nothing_else() -> None:
-    cast = node("Cast", "x", to=FLOAT)
-    assert unsupported(graph(cast, read=UINT8), NEWEST) == ()
-    turned = [node("Transpose", out="t"), node("Cast", "t", to=FLOAT)]
-    (problem,) = unsupported(graph(*turned, read=UINT8), NEWEST)
-    assert (problem.node, "cast it first" in problem.why) == ("transpose", True)
+    assert unsupported(graph("y = Cast <to = 1> (x)", "uint8"), NEWEST) == ()
+    (problem,) = unsupported(graph("t = Transpose(x) y = Cast <to = 1> (t)", "uint8"), NEWEST)
+    assert (problem.node, "cast it first" in problem.why) == ("t", True)
 
 
 @pytest.mark.parametrize(
@@ -128,61 +99,42 @@ def test_bytes_may_come_in_and_be_cast_but_nothing_else() -> None:
     ],
 )
 def test_a_type_that_tensorrt_has_no_tensors_of_is_named(kind: str, says: str) -> None:
-    there = node("Cast", out="t", to=getattr(TensorProto, kind))
-    found = unsupported(graph(there, node("Cast", "t", to=FLOAT)), NEWEST)
-    assert says in found[0].why
+    there = f"t = Cast <to = {getattr(TensorProto, kind)}> (x)"
+    assert says in unsupported(graph(f"{there} y = Cast <to = 1> (t)"), NEWEST)[0].why
 
 
 @pytest.mark.parametrize(("kind", "words"), [(np.int32, "biases"), (np.uint8, "uint8")])
 def test_weights_are_quantized_to_what_tensorrt_takes(kind: type, words: str) -> None:
-    model = graph(
-        node("DequantizeLinear", "w", "s", out="d"),
-        node("Add", "x", "d"),
-        weights=[("w", np.ones(8, kind)), ("s", np.float32(1).reshape(()))],
-    )
+    model = graph("d = DequantizeLinear(w, s) y = Add(x, d)", w=np.ones(8, kind), s=1.0)
     (problem,) = unsupported(model, NEWEST)
     assert words in problem.why
 
 
-def one_pair(zero: str) -> tuple[onnx.NodeProto, onnx.NodeProto]:
-    return (
-        node("QuantizeLinear", "x", "scale", zero, out="q"),
-        node("DequantizeLinear", "q", "scale", zero),
-    )
+PAIR = "q = QuantizeLinear(x, scale, {0}) y = DequantizeLinear(q, scale, {0})"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "why"),
+    ("body", "why"),
     [
-        (one_pair("zero"), ""),
-        (one_pair("three"), "zero point is not 0"),
-        ((node("DequantizeLinear", "bias", "scale"),), "dequantizes int32"),
-        ((node("MatMulInteger", "steps", "steps"),), "only between Q/DQ pairs"),
-        ((node("Gelu", domain="com.microsoft"),), "only ONNX Runtime has this operator"),
+        (PAIR.format("zero"), ""),
+        (PAIR.format("three"), "zero point is not 0"),
+        ("y = DequantizeLinear(bias, scale)", "dequantizes int32"),
+        ("y = MatMulInteger(steps, steps)", "only between Q/DQ pairs"),
+        ("y = com.microsoft.Gelu(x)", "only ONNX Runtime has this operator"),
     ],
-    ids=["symmetric", "asymmetric", "int32 bias", "integers", "foreign operator"],
 )
 def test_a_graph_shows_that_it_was_made_for_onnxruntime(
-    nodes: Sequence[onnx.NodeProto], why: str, tmp_path: Path
+    body: str, why: str, tmp_path: Path
 ) -> None:
-    weights = {
-        "scale": np.float32(0.1),
-        "zero": np.int8(0),
-        "three": np.int8(3),
-        "bias": np.ones(4, np.int32),
-        "steps": np.ones((4, 4), np.int8),
-    }
-    arrays = [(name, np.asarray(array)) for name, array in weights.items()]
-    model = graph(*nodes, weights=arrays)
+    weights = {"scale": 0.1, "zero": np.int8(0), "three": np.int8(3), "bias": np.ones(4, np.int32)}
+    model = graph(body, **weights, steps=np.ones((4, 4), np.int8))
     path = tmp_path / "m.onnx"
     onnx.save(model, path)
     error = find_mismatch(Artefact(path), Graph(model), load_profile("jetson-orin-nano-8gb"))
     assert why in str(error)
     assert (error is None) is (why == "")
     assert find_mismatch(Artefact(path), Graph(model), load_profile("cpu")) is None
-    if why in ("", "zero point is not 0"):
+    if body.startswith("q = "):
         found = unsupported(model, NEWEST)
-        assert [problem.node for problem in found] == ["quantizelinear", "dequantizelinear"] * bool(
-            why
-        )
+        assert [problem.node for problem in found] == ["q", "y"] * bool(why)
         assert all("zero point" in problem.why for problem in found[:1])

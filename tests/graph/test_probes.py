@@ -4,21 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.evaluation.divergence import Pair
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, expose, shared, simulate, to_half, to_pairs
-from tests.support.onnx_zoo import (
-    conv_relu,
-    int64_ids,
-    make,
-    mnist_like,
-    overflow,
-    save,
-    two_inputs,
-)
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import int64_ids, mnist_like, overflow, save, two_inputs
+
+ROWS = "(float[N] x) => (float[N] y)"
 
 
 def nodes_of(pairs: tuple[Pair, ...]) -> list[str]:
@@ -61,15 +56,10 @@ def test_a_graph_shares_every_tensor_with_itself_and_its_halves(to: str) -> None
 
 
 def test_of_a_tensor_and_its_copy_the_one_that_a_node_computes_is_compared() -> None:
-    nodes = [
-        helper.make_node("Relu", ["x"], ["r_float16"], name="relu"),
-        helper.make_node("Cast", ["r_float16"], ["r_dequantized"], name="cast", to=1),
-        helper.make_node("Neg", ["r_dequantized"], ["y"], name="neg"),
-    ]
-    a = make(nodes, {"x": ("N",)}, {"y": ("N",)}, {})
-    nodes[0].output[0], nodes[1].input[0] = "r_bfloat16", "r_bfloat16"
-    nodes[1].output[0], nodes[2].input[0] = "r_float16_", "r_float16_"
-    b = make(nodes, {"x": ("N",)}, {"y": ("N",)}, {})
+    a, b = (
+        parse(ROWS, f"[relu] {made} = Relu(x) {cast} = Cast <to = 1> ({made}) y = Neg({cast})")
+        for made, cast in (("r_float16", "r_dequantized"), ("r_bfloat16", "r_float16_"))
+    )
     assert shared(a, b)[0] == Pair("r_float16", "r_bfloat16", "relu", "Relu")
 
 
@@ -101,15 +91,14 @@ def test_two_exports_share_nothing_and_one_name_for_two_operators_is_chance() ->
 
 
 def test_a_normalisation_folded_into_its_convolution_is_still_the_same_tensor() -> None:
-    norm = helper.make_node("BatchNormalization", ["c", "s", "s", "s", "v"], ["y"], name="norm")
-    nodes = [conv_relu().graph.node[0], norm]
-    weights = {t.name: numpy_helper.to_array(t) for t in conv_relu().graph.initializer}
-    weights |= {"s": np.ones(4, np.float32), "v": np.ones(4, np.float32)}
-    shape = {"x": ("N", 1, 8, 8)}, {"y": ("N", 4, 8, 8)}
-    model = make(nodes, *shape, weights)
-    conv = helper.make_node("Conv", ["x", "W"], ["y"], name="conv", pads=[1] * 4)
-    folded = make([conv], *shape, weights)
-    assert nodes_of(shared(model, folded)) == ["norm"]
+    head = "(float[N,1,8,8] x) => (float[N,4,8,8] y)"
+    conv, weights = (
+        "Conv <pads = [1, 1, 1, 1]> (x, W)",
+        {"W": np.ones((4, 1, 3, 3)), "s": np.ones(4)},
+    )
+    both = f"[conv] c = {conv} [norm] y = BatchNormalization(c, s, s, s, s)"
+    folded = parse(head, f"[conv] y = {conv}", **weights)
+    assert nodes_of(shared(parse(head, both, **weights), folded)) == ["norm"]
 
 
 def test_integer_tensors_are_pairs_and_constants_and_strings_are_not() -> None:
@@ -117,9 +106,6 @@ def test_integer_tensors_are_pairs_and_constants_and_strings_are_not() -> None:
     model.graph.node.insert(0, helper.make_node("Constant", [], ["one"], value_float=1.0))
     assert nodes_of(shared(model, model)) == ["scale_up", "scale_down", "add_one"]
     assert nodes_of(shared(int64_ids(), int64_ids())) == ["embed", "project"]
-    node = helper.make_node("Identity", ["x"], ["y"], name="same")
-    model = make([node], {"x": ("N",)}, {"y": ("N",)}, {})
-    for kind, names in ((TensorProto.INT64, ["same"]), (TensorProto.STRING, [])):
-        for value in (*model.graph.input, *model.graph.output):
-            value.type.tensor_type.elem_type = kind
+    for kind, names in (("int64", ["y"]), ("string", [])):
+        model = parse(f"({kind}[N] x) => ({kind}[N] y)", "y = Identity(x)")
         assert nodes_of(shared(model, model)) == names

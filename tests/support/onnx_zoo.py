@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 OPSET = 18
 IR_VERSION = 10
@@ -25,79 +25,74 @@ def save(model: onnx.ModelProto, path: Path) -> Path:
     return path
 
 
+def zoo(text: str, weights: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """A checked model in ONNX's own text, with these initializers."""
+    head = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}], producer_name: "zoo">'
+    model = parser.parse_model(f"{head} zoo {text}")
+    model.graph.initializer.extend(numpy_helper.from_array(v, name) for name, v in weights.items())
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
 def linear() -> onnx.ModelProto:
-    """One Gemm, y = x @ W + b: x float32[N,4] -> y float32[N,3]."""
-    weights = _weights(1, W=(4, 3), b=(3,))
-    nodes = [helper.make_node("Gemm", ["x", "W", "b"], ["y"], name="gemm")]
-    return make(nodes, {"x": ("N", 4)}, {"y": ("N", 3)}, weights)
+    """One Gemm, y = x @ W + b."""
+    text = "(float[N,4] x) => (float[N,3] y) { [gemm] y = Gemm(x, W, b) }"
+    return zoo(text, _weights(1, W=(4, 3), b=(3,)))
 
 
 def conv_relu() -> onnx.ModelProto:
-    """Image x float32[N,1,8,8] -> Conv 3x3 to 4 channels, padded -> Relu -> y float32[N,4,8,8]."""
-    weights = _weights(2, W=(4, 1, 3, 3), b=(4,))
-    nodes = [
-        helper.make_node("Conv", ["x", "W", "b"], ["c"], name="conv", pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["c"], ["y"], name="relu"),
-    ]
-    return make(nodes, {"x": ("N", 1, 8, 8)}, {"y": ("N", 4, 8, 8)}, weights)
+    text = """(float[N,1,8,8] x) => (float[N,4,8,8] y) {
+        [conv] c = Conv <pads = [1, 1, 1, 1]> (x, W, b)
+        [relu] y = Relu(c)
+    }"""
+    return zoo(text, _weights(2, W=(4, 1, 3, 3), b=(4,)))
 
 
 def two_inputs() -> onnx.ModelProto:
-    """Inputs a, b float32[N,4] -> sum = a + b, product = a * b, each float32[N,4]."""
-    nodes = [
-        helper.make_node("Add", ["a", "b"], ["sum"], name="add"),
-        helper.make_node("Mul", ["a", "b"], ["product"], name="mul"),
-    ]
-    row = ("N", 4)
-    return make(nodes, {"a": row, "b": row}, {"sum": row, "product": row}, {})
+    text = """(float[N,4] a, float[N,4] b) => (float[N,4] sum, float[N,4] product) {
+        [add] sum = Add(a, b)
+        [mul] product = Mul(a, b)
+    }"""
+    return zoo(text, {})
 
 
 def overflow() -> onnx.ModelProto:
-    """Compute y = (x * 1e4) * 1e-4 + 1: x float32[N,4] -> y float32[N,4].
+    """Compute y = (x * 1e4) * 1e-4 + 1.
 
     The tensor `product` leaves the range of float16 once |x| is above 6.55.
     """
-    weights = {
-        "up": np.array(1e4, np.float32),
-        "down": np.array(1e-4, np.float32),
-        "one": np.array(1.0, np.float32),
-    }
-    nodes = [
-        helper.make_node("Mul", ["x", "up"], ["product"], name="scale_up"),
-        helper.make_node("Mul", ["product", "down"], ["back"], name="scale_down"),
-        helper.make_node("Add", ["back", "one"], ["y"], name="add_one"),
-    ]
-    return make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, weights)
+    text = """(float[N,4] x) => (float[N,4] y) {
+        [scale_up] product = Mul(x, up)
+        [scale_down] back = Mul(product, down)
+        [add_one] y = Add(back, one)
+    }"""
+    weights = {"up": 1e4, "down": 1e-4, "one": 1.0}
+    return zoo(text, {name: np.array(value, np.float32) for name, value in weights.items()})
 
 
 def int64_ids() -> onnx.ModelProto:
-    """Inputs ids int64[N,5] in 0..9 -> embedding of 8 -> MatMul -> y float32[N,5,3]."""
-    weights = _weights(3, table=(10, 8), W=(8, 3))
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["embedded"], name="embed", axis=0),
-        helper.make_node("MatMul", ["embedded", "W"], ["y"], name="project"),
-    ]
-    return make(nodes, {"ids": ("N", 5)}, {"y": ("N", 5, 3)}, weights, integers=("ids",))
+    """Ids in 0..9 -> embedding of 8 -> MatMul."""
+    text = """(int64[N,5] ids) => (float[N,5,3] y) {
+        [embed] embedded = Gather <axis = 0> (table, ids)
+        [project] y = MatMul(embedded, W)
+    }"""
+    return zoo(text, _weights(3, table=(10, 8), W=(8, 3)))
 
 
 def mnist_like() -> onnx.ModelProto:
-    """A small CNN: image float32[N,1,28,28] -> logits float32[N,10]."""
-    weights = _weights(
-        4, w1=(8, 1, 3, 3), b1=(8,), w2=(16, 8, 3, 3), b2=(16,), w3=(784, 10), b3=(10,)
-    )
-    same = {"pads": [1, 1, 1, 1]}
-    half = {"kernel_shape": [2, 2], "strides": [2, 2]}
-    nodes = [
-        helper.make_node("Conv", ["image", "w1", "b1"], ["c1"], name="conv1", **same),
-        helper.make_node("Relu", ["c1"], ["r1"], name="relu1"),
-        helper.make_node("MaxPool", ["r1"], ["p1"], name="pool1", **half),
-        helper.make_node("Conv", ["p1", "w2", "b2"], ["c2"], name="conv2", **same),
-        helper.make_node("Relu", ["c2"], ["r2"], name="relu2"),
-        helper.make_node("MaxPool", ["r2"], ["p2"], name="pool2", **half),
-        helper.make_node("Flatten", ["p2"], ["flat"], name="flatten"),
-        helper.make_node("Gemm", ["flat", "w3", "b3"], ["logits"], name="head"),
-    ]
-    return make(nodes, {"image": ("N", 1, 28, 28)}, {"logits": ("N", 10)}, weights)
+    """A small CNN."""
+    text = """(float[N,1,28,28] image) => (float[N,10] logits) {
+        [conv1] c1 = Conv <pads = [1, 1, 1, 1]> (image, w1, b1)
+        [relu1] r1 = Relu(c1)
+        [pool1] p1 = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r1)
+        [conv2] c2 = Conv <pads = [1, 1, 1, 1]> (p1, w2, b2)
+        [relu2] r2 = Relu(c2)
+        [pool2] p2 = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r2)
+        [flatten] flat = Flatten(p2)
+        [head] logits = Gemm(flat, w3, b3)
+    }"""
+    shapes = {"w1": (8, 1, 3, 3), "b1": (8,), "w2": (16, 8, 3, 3), "b2": (16,)}
+    return zoo(text, _weights(4, **shapes, w3=(784, 10), b3=(10,)))
 
 
 def make(

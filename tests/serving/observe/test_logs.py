@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from typing import TextIO
 
 import pytest
 
@@ -20,51 +21,36 @@ from tests.support.serving.running import WAIT_S
 log = logging.getLogger("deploykit.serving.test")
 
 
-class Reader:
-    """The reading end of a pipe; it reads only in `read_all`."""
-
-    def __init__(self) -> None:
-        self._read, self.write = os.pipe()
-
-    def read_all(self) -> list[str]:
-        """Every line until the other end is closed."""
-        with os.fdopen(os.dup(self._read), encoding="utf-8") as stream:
-            return stream.read().splitlines()
-
-    def close(self) -> None:
-        for end in (self.write, self._read):
-            with suppress(OSError):  # closed already
-                os.close(end)
-
-
 @contextmanager
-def logged(kind: str = "text") -> Iterator[tuple[LogQueue, Reader]]:
-    reader = Reader()
-    queue = configure(kind, reader.write)
-    try:
-        yield queue, reader
-    finally:
-        queue.close()
-        reader.close()
+def logged(kind: str = "text") -> Iterator[tuple[LogQueue, TextIO, Callable[[], None]]]:
+    """A queue of log lines, the end of its pipe that is read, and what closes the other end."""
+    read, write = os.pipe()
+    with open(read, encoding="utf-8") as reader, open(write, "wb") as writer:  # noqa: PTH123
+        queue = configure(kind, write)
+
+        def end() -> None:
+            queue.close()
+            writer.close()
+
+        try:
+            yield queue, reader, end
+        finally:
+            end()
 
 
 def lines_of(kind: str, act: Callable[[], object]) -> list[str]:
-    with logged(kind) as (queue, reader):
+    with logged(kind) as (_, reader, end):
         act()
-        queue.close()
-        os.close(reader.write)
-        return reader.read_all()
+        end()
+        return reader.read().splitlines()
 
 
-def test_a_text_line_has_time_level_logger_and_message() -> None:
+def test_a_line_has_time_level_logger_message_and_as_json_extra_fields() -> None:
+    extra = {"status": 400, "model": "m", "level": "forged", "odd": object}
     (line,) = lines_of("text", lambda: log.info("model '%s' is %d ms old", "m", 7))
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO serving\.test: model 'm' is 7 ms old", line
     )
-
-
-def test_a_json_line_has_time_level_logger_message_and_extra_fields() -> None:
-    extra = {"status": 400, "model": "m", "level": "forged", "odd": object}
     (line,) = lines_of("json", lambda: log.warning("no: %s", "x", extra=extra))
     found = json.loads(line)
     assert list(found)[:4] == ["time", "level", "logger", "message"]
@@ -102,7 +88,10 @@ def test_an_error_with_its_traceback_is_one_line_of_limited_length(kind: str) ->
     assert len(long) < 20_000
 
 
-def test_warnings_of_other_libraries_are_logged_and_their_info_is_not() -> None:
+def test_closing_restores_the_loggers_and_other_libraries_log_warnings_alone() -> None:
+    root, ours = logging.getLogger(), logging.getLogger("deploykit")
+    before = (list(root.handlers), ours.level)
+
     def act() -> None:
         logging.getLogger("asyncio").warning("slow")
         logging.getLogger("asyncio").info("chatter")
@@ -110,46 +99,34 @@ def test_warnings_of_other_libraries_are_logged_and_their_info_is_not() -> None:
 
     (line,) = lines_of("text", act)
     assert line.endswith("WARNING asyncio: slow")
-
-
-def test_closing_restores_the_loggers() -> None:
-    root, ours = logging.getLogger(), logging.getLogger("deploykit")
-    before = (list(root.handlers), ours.level)
-    with logged():
-        assert ours.isEnabledFor(logging.INFO)
     assert (list(root.handlers), ours.level) == before
     assert samples() == []
 
 
 def test_a_record_that_cannot_be_formatted_is_counted_and_skipped() -> None:
-    with logged() as (queue, reader):
+    with logged() as (queue, reader, end):
         queue.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
         log.info("still here")
-        queue.close()
+        end()
         assert queue.dropped == 1
-        os.close(reader.write)
-        assert [line.partition(": ")[2] for line in reader.read_all()][-1:] == ["still here"]
-
-
-# -- a reader that does not read
+        assert reader.read().splitlines()[-1].endswith(": still here")
 
 
 def test_a_full_pipe_drops_lines_and_reports_how_many_later(
     eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
-    with logged() as (queue, reader):
+    with logged() as (queue, reader, end):
         for i in range(3000):  # the pipe holds 64 KiB, some 260 lines; 1,000 wait
             log.info("%d %s", i, "x" * 200)
         dropped = queue.dropped
         (sample,) = samples()
         assert 0 < sample.value == dropped <= 3000 - QUEUE_RECORDS
         found: list[str] = []
-        draining = threading.Thread(target=lambda: found.extend(reader.read_all()))
+        draining = threading.Thread(target=lambda: found.extend(reader.read().splitlines()))
         draining.start()
         eventually(queue.queue.empty)
         log.info("after")
-        queue.close()
-        os.close(reader.write)
+        end()
         draining.join(WAIT_S)
         reports = [line for line in found if "log lines were dropped" in line]
         assert sum(int(line.split()[3]) for line in reports) == dropped

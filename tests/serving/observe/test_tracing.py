@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
-from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending
+from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.observe.tracing import QUEUE_REQUESTS, Tracer
-from tests.support.serving.loops import KEY, row
-from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
+from tests.support.serving.running import WAIT_S, infer_json, running
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -132,8 +130,8 @@ def test_the_standard_variables_name_the_service_and_its_attributes(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "shop")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test,service.name=no")
     sent(collector, lambda tracer: tracer.watch("m").record_run(run(pending())))
-    assert collector.attributes["service.name"] == "shop"
-    assert collector.attributes["deployment.environment"] == "test"
+    found = [collector.attributes[n] for n in ("service.name", "deployment.environment")]
+    assert found == ["shop", "test"]
     assert collector.attributes["service.version"]
 
 
@@ -162,34 +160,23 @@ def test_a_request_over_http_is_traced_with_its_id_refused_ones_too(
         assert "compute" in {span.name for span in collector.spans}
 
 
-def test_a_request_that_finds_a_full_queue_is_traced(collector: Collector) -> None:
-    def request(trace: str | None = None) -> Pending:
-        never_us = 1 << 60
-        return Pending(row(1), 1, KEY, lambda _: None, 0, never_us, never_us, trace=trace)
-
-    engine = GatedEngine()
-    with Tracer(collector.url) as tracer:
-        policy = BatchPolicy(queue=1)
-        with Batcher([engine], policy, name="m", watchers=[tracer.watch("m")]) as batcher:
-            engine.warm = True
-            batcher.submit(request())
-            assert engine.entered.acquire(timeout=WAIT_S)
-            batcher.submit(request())
-            with pytest.raises(Overloaded):
-                batcher.submit(request(PARENT))
-            engine.gate.set()
-    root = collector.root()
-    assert "the queue of model 'm' is full" in root.status.message
-
-
 def test_the_span_of_a_failed_request_carries_the_error(collector: Collector) -> None:
-    late = pending()
+    late, refused = pending(), pending(PARENT)
     late.error = Expired("the request waited 40 ms, past its time limit")
-    spans = sent(collector, lambda tracer: tracer.watch("m").record_failure(late, 5_040_100))
-    root = next(span for span in spans if span.name == "infer m")
-    assert root.status.code == 2
+    refused.error = Overloaded("the queue is full")
+
+    def fail(tracer: Tracer) -> None:
+        watcher = tracer.watch("m")
+        watcher.record_failure(late, 5_040_100)
+        watcher.record_refusal(refused)
+
+    spans = sent(collector, fail)
+    assert collector.root().status.message == "the queue is full"
+    root, *others = [span for span in spans if span.parent_span_id.hex() != SPAN]
+    assert (root.name, root.status.code) == ("infer m", 2)
     assert root.status.message == "the request waited 40 ms, past its time limit"
-    assert [span.name for span in spans] == ["infer m", "decode", "queue"]
+    stages = [span.name for span in others if span.parent_span_id == root.span_id]
+    assert stages == ["decode", "queue"]
 
 
 @pytest.mark.parametrize(
