@@ -264,7 +264,6 @@ def test_names_that_clash_are_avoided() -> None:
 ARANGE = """sizes = Shape<start = 1, end = 2>(x) length = Squeeze(sizes)
             limit = Cast<to = 1>(length) positions = Range(zero, limit, one) """
 INDICES = {
-    "positions added": f"{ARANGE} small = Mul(positions, tiny) y = Add(x, small)",
     # angles as Hugging Face computes them: an outer product of frequencies and positions
     "rotary": f"""{ARANGE} row = Unsqueeze(positions, first) angles = MatMul(frequencies, row)
         waves = Cos(angles) wave = ReduceSum<keepdims = 1>(waves, first) y = Mul(x, wave)""",
