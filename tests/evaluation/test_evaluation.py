@@ -200,6 +200,10 @@ def test_without_labels_fifteen_decibels_are_the_bound(db: float, passed: bool) 
     assert not evaluate(identity(), noisy(9.5), samples=None).passed
     unused = evaluate(identity(), noisy(20), samples=samples_of(64))  # labels without a metric
     assert (unused.drop, unused.passed) == (None, True)
+    specs = (f"y:float32[N,{CLASSES}]", f"z:float32[N,{CLASSES}]")
+    a, b = (function(lambda x, f=f: {"y": x, "z": x * np.float32(f)}, *specs) for f in (1, 0.5))
+    worst = evaluate(a, b, samples=samples_of(8, labelled=False))
+    assert (worst.passed, worst.why[:34]) == (False, "output 'z' at batch 8: SQNR 6.0 dB")
 
 
 def test_agreement_is_reported_with_its_interval_and_bounded_where_a_bound_is_given() -> None:

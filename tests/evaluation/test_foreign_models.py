@@ -508,6 +508,8 @@ def test_compare_and_bench_use_as_many_rows_as_fit_and_say_so(
         report = dk.bench([first, second], **options)
         assert max(row["batch"] for row in report.parity[0]["rows"]) == 8
         assert f"parity: {note}" in report.notes
+        monkeypatch.setattr(feeds, "MOST_CALL_BYTES", 1)
+        assert max(row.batch for row in dk.compare(first, first).parity.rows) == 2
 
 
 # name -> head, body, and the sizes that must be among those that run
