@@ -200,15 +200,10 @@ def test_without_labels_fifteen_decibels_are_the_bound(db: float, passed: bool) 
     assert not evaluate(identity(), noisy(9.5), samples=None).passed
     unused = evaluate(identity(), noisy(20), samples=samples_of(64))  # labels without a metric
     assert (unused.drop, unused.passed) == (None, True)
-
-
-def test_the_worst_output_decides() -> None:
     specs = (f"y:float32[N,{CLASSES}]", f"z:float32[N,{CLASSES}]")
-    a = function(lambda x: {"y": x, "z": x}, *specs)
-    b = function(lambda x: {"y": x, "z": x * np.float32(0.5)}, *specs)
-    found = evaluate(a, b, samples=samples_of(8, labelled=False))
-    assert not found.passed
-    assert found.why.startswith("output 'z' at batch 8: SQNR 6.0 dB")
+    a, b = (function(lambda x, f=f: {"y": x, "z": x * np.float32(f)}, *specs) for f in (1, 0.5))
+    worst = evaluate(a, b, samples=samples_of(8, labelled=False))
+    assert (worst.passed, worst.why[:34]) == (False, "output 'z' at batch 8: SQNR 6.0 dB")
 
 
 def test_agreement_is_reported_with_its_interval_and_bounded_where_a_bound_is_given() -> None:
@@ -267,7 +262,6 @@ def test_a_bound_that_bounds_nothing_is_refused_not_ignored() -> None:
         ((1e-6, 1.0), (2e-6, 0.0), ("y",), False, True),
         ((1e-6, 1.0), (2e-6, 1.0), (), False, False),  # a quantity may be small
         ((1e-6, 1.0), (2e-3, 1.0), ("y",), False, False),  # one that finds something
-        ((0.5, 1.0), (0.9, 1.0), ("y",), False, False),
     ],
 )
 @pytest.mark.parametrize("samples", [None, samples_of(40, labelled=False)])
@@ -358,6 +352,10 @@ def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.Mo
         assert drop.drop.value == pytest.approx(perplexity(worse) / perplexity(logits) - 1)
         assert drop.drop.low < drop.drop.value < drop.drop.high
         assert (drop.unit, drop.n) == ("%", 8)
+    for count, label, why in ((9, -100, "no sample has a label"), (1, 0, "needs 2 values")):
+        scores = scored(PERPLEXITY, logits[:count], np.full((count, 6), label))
+        with pytest.raises(BadInput, match=why):
+            drop_of(scores, scores)
 
 
 def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precision() -> None:
@@ -368,14 +366,6 @@ def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precis
     gap = float(half[0, 0]) - float(half[0, 1])
     found = log_likelihood({"y": half}, np.array([1]))
     assert found[0] == pytest.approx(-gap - math.log1p(math.exp(-gap)))
-
-
-def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
-    logits = np.random.default_rng(0).standard_normal((4, 2, 4))
-    for count, label, why in ((4, -100, "no sample has a label"), (1, 0, "needs 2 values")):
-        scores = scored(PERPLEXITY, logits[:count], np.full((count, 2), label))
-        with pytest.raises(BadInput, match=why):
-            drop_of(scores, scores)
 
 
 @pytest.mark.parametrize(
@@ -460,9 +450,7 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
         ("score", (2, 1), [(2, 3, 8, 8)], None),
         ("y", (2,), [(2, 4)], None),
         ("logits", (2, 7, 30), [(2, 7), (2, 7)], 2),  # tokens
-        ("logits", (2, 7, 30), [(2, 7, 80)], 2),  # frames of speech
         ("boxes", (2, 3234, 4), [(2, 3, 320, 320)], None),
-        ("scores", (2, 3234, 91), [(2, 3, 320, 320)], None),
         ("output0", (2, 84, 8400), [(2, 3, 640, 640)], None),
         ("output0", (2, 3, 4), [(2, 3, 640, 640)], None),  # three boxes, not three channels
         ("mask", (2, 5, 8, 8), [(2, 3, 8, 8)], 1),
@@ -625,10 +613,9 @@ def test_boxes_without_an_area_and_no_boxes_are_compared(count: int) -> None:
         {**found(3), "boxes": np.full((3, 4), np.nan, np.float32)},
         {"output0": np.ones((1, 5, 6), np.float32)},  # no area
         {"output0": np.random.default_rng(0).standard_normal((1, 5, 6)).astype(np.float32)},
-        {"output0": np.zeros((1, 5, 6), np.float32)},
         found(5000),
     ],
-    ids=["raw head", "negative", "NaN", "ones", "noise", "zeros", "too many"],
+    ids=["raw head", "negative", "NaN", "ones", "noise", "too many"],
 )
 def test_what_is_not_certainly_a_detector_is_compared_as_it_is(outputs: Outputs) -> None:
     assert pair(outputs, outputs)[2] == {}
@@ -803,12 +790,6 @@ def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
     assert compare_engines(engine, engine, [feeds]).worst.batch == 5
 
 
-def test_the_same_mask_of_infinities_on_both_sides_passes_but_is_shown() -> None:
-    parity = compare(constant([[1.0, -math.inf]]), constant([[1.0, -math.inf]]))
-    assert parity.passed
-    assert not parity.worst.finite
-
-
 def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     """As of x.std(1) at one step; where nothing else has one, or the two differ, it counts."""
 
@@ -822,6 +803,9 @@ def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     assert passed((NAN, 1.0), (0.0, 1.0)) == []
     assert passed((NAN, NAN), (NAN, NAN)) == []
     assert passed((INF, 1.0), (INF, 1.0)) == [2]
+    masked = constant([[1.0, -INF]])
+    parity = compare(masked, masked)  # the same mask of infinities passes, but is shown
+    assert (parity.passed, parity.worst.finite) == (True, False)
 
 
 def test_the_gate_names_output_batch_and_figure() -> None:

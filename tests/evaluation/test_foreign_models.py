@@ -14,10 +14,8 @@ import onnxruntime
 import pytest
 
 import deploykit as dk
-from deploykit.core.tensors import parse_spec
 from deploykit.evaluation import feeds
-from deploykit.evaluation.feeds import first_rows, parity_sizes, random_inputs, rows_that_fit
-from deploykit.graph.graph import Graph
+from deploykit.evaluation.feeds import random_inputs
 from tests.support.campaign import only_in_a_campaign
 from tests.support.graphs.small import parse, write_text
 from tests.support.onnx_zoo import save
@@ -228,7 +226,6 @@ def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None
 
 
 def test_a_division_by_zero_that_a_where_leaves_out_is_calibrated(tmp_path: Path) -> None:
-    """sin(x) / x, as resamplers have it."""
     body = "s = Sin(x) d = Div(s, x) z = Equal(x, zero) k = Where(z, one, d) y = MatMul(k, W)"
     constants = {"W": W, "zero": np.float32(0), "one": np.float32(1)}
     path = write_text(tmp_path, X4, body, constants)
@@ -267,7 +264,6 @@ NAMES = {
 
 
 def rename(model: onnx.ModelProto, names: dict[str, str]) -> onnx.ModelProto:
-    """ONNX's text syntax takes no "?" for an axis."""
     for value in (*model.graph.input, *model.graph.output):
         for axis in value.type.tensor_type.shape.dim:
             if axis.dim_param in names:
@@ -480,30 +476,11 @@ def test_each_operator_is_cast_or_refused_and_computes_the_same(tmp_path: Path) 
     assert wrong == []
 
 
-def test_parity_sizes_cover_batches_lengths_and_image_sizes_within_limits() -> None:
-    sizes = parity_sizes([parse_spec("ids:int64[N,T]"), parse_spec("image:float32[N,3,H,64]")])
-    assert [each["N"] for each in sizes] == [1, 2, 7, 32]
-    assert len({each["T"] for each in sizes}) == 4
-    assert all(each["H"] >= 64 for each in sizes)
-    assert parity_sizes([parse_spec("x:float32[2,3]")]) == [{}]
-    sizes = parity_sizes([parse_spec("x:float32[N,3]")], {"N": (2, 8)})
-    assert [each["N"] for each in sizes] == [2, 7, 8]
-
-
 def wide(path: Path, side: int, weight: float = 0.0) -> Path:
     """A convolution to 64 channels, 67 MB for each row of 512 x 512, and the channels' maxima."""
     head = f"(float[N,1,{side},{side}] x) => (float[N,64,1,1] z)"
     body = "y = Conv(x, w) z = GlobalMaxPool(y)"
     return save(parse(head, body, w=np.full((64, 1, 1, 1), weight)), path)
-
-
-@pytest.mark.parametrize(("side", "rows"), [(16, 32), (256, 8), (512, 2), (4096, 2)])
-def test_only_rows_that_fit_into_memory_are_compared(tmp_path: Path, side: int, rows: int) -> None:
-    model = wide(tmp_path / "m.onnx", side)
-    inputs = [{"x": np.empty((n, 1, side, side), np.uint8)} for n in (1, 2, 7, 32)]
-    assert rows_that_fit(inputs, model) == rows
-    sizes = [len(each["x"]) for each in first_rows(inputs, rows, Graph.open(model).inputs)]
-    assert sizes == [min(n, rows) for n in (1, 2, 7, 32)]
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -531,6 +508,8 @@ def test_compare_and_bench_use_as_many_rows_as_fit_and_say_so(
         report = dk.bench([first, second], **options)
         assert max(row["batch"] for row in report.parity[0]["rows"]) == 8
         assert f"parity: {note}" in report.notes
+        monkeypatch.setattr(feeds, "MOST_CALL_BYTES", 1)
+        assert max(row.batch for row in dk.compare(first, first).parity.rows) == 2
 
 
 # name -> head, body, and the sizes that must be among those that run
@@ -654,9 +633,3 @@ def test_sizes_of_no_input_are_refused(tmp_path: Path, given: dict[str, object],
     with pytest.raises(dk.BadInput, match="have theirs"):
         dk.compare(path, path, data=data, axis={"T": 160})
     assert dk.quantize(path, "fp16", data=data, batch=4).evaluation.samples == 16
-
-
-def test_an_engine_is_run_with_no_fewer_rows_than_it_takes(tmp_path: Path) -> None:
-    with dk.load(write_sized(tmp_path, "step"), "cpu") as engine:
-        sizes = random_inputs(engine, {"T": 160}, {"N": (4, 16)}).sizes
-    assert [each["N"] for each in sizes] == [4, 7, 16]

@@ -186,7 +186,7 @@ def test_a_latency_that_no_target_meets_fails_after_the_answer(model: Path) -> N
 
 def test_a_rate_is_carried_by_replicas(model: Path) -> None:
     load = on("cpu", model, slo_ms=50, rate_per_s=1e6).capacity
-    assert load.replicas > 1
+    assert (load.replicas - 1) * load.rate_each_per_s < 1e6 <= load.replicas * load.rate_each_per_s
     assert load.p99_ms <= 50
     l4 = on("l4", model, slo_ms=50, rate_per_s=1e6)
     assert l4.capacity.server_busy == pytest.approx(1, abs=0.05)
@@ -547,14 +547,6 @@ def test_two_replicas_behind_a_random_spread_hold_the_bound_at_twice_the_rate() 
         to = np.random.default_rng(2).integers(2, size=len(arrivals_s)).tolist()
         taken_s = Event(replica, 2).run(arrivals_s, to)
         assert (float(np.quantile(taken_s, 0.99)) <= bound_s) is holds
-
-
-@pytest.mark.parametrize("rate", [10.0, 1e12])
-def test_as_many_replicas_as_the_rate_needs_and_no_more(rate: float) -> None:
-    found = capacity(rate, 0.05, {1: SERVICE_S})
-    assert (found.replicas - 1) * found.rate_each_per_s < rate
-    assert rate <= found.replicas * found.rate_each_per_s
-    assert SERVICE_S * 1e3 <= found.p99_ms <= 50
 
 
 def test_a_bound_near_the_service_time_leaves_no_room_for_a_queue() -> None:

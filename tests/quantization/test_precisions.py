@@ -264,7 +264,6 @@ def test_names_that_clash_are_avoided() -> None:
 ARANGE = """sizes = Shape<start = 1, end = 2>(x) length = Squeeze(sizes)
             limit = Cast<to = 1>(length) positions = Range(zero, limit, one) """
 INDICES = {
-    "positions added": f"{ARANGE} small = Mul(positions, tiny) y = Add(x, small)",
     # angles as Hugging Face computes them: an outer product of frequencies and positions
     "rotary": f"""{ARANGE} row = Unsqueeze(positions, first) angles = MatMul(frequencies, row)
         waves = Cos(angles) wave = ReduceSum<keepdims = 1>(waves, first) y = Mul(x, wave)""",
@@ -456,11 +455,11 @@ def layer(inputs: int = 256, kind: str = "MatMul") -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("bits", "inputs", "block"), [(8, 256, 0), (4, 256, 128), (4, 96, 32)])
+@pytest.mark.parametrize(("bits", "rows", "block"), [(8, 256, 0), (4, 256, 128), (4, 96, 32)])
 def test_weights_have_a_scale_per_output_or_block(
-    kind: str, bits: int, inputs: int, block: int, tmp_path: Path
+    kind: str, bits: int, rows: int, block: int, tmp_path: Path
 ) -> None:
-    model = layer(inputs, kind)
+    model = layer(rows, kind)
     small = to_weight_only(model, f"int{bits}-weight-only", least_elements=1)
     onnx.checker.check_model(small, full_check=True)
     assert summarise(small).opset == {"ai.onnx": 21 if block else 18}
@@ -473,11 +472,16 @@ def test_weights_have_a_scale_per_output_or_block(
     shape = [24, 24]
     if block:
         assert helper.get_node_attr_value(node, "block_size") == block
-        shape[axis] = inputs // block
+        shape[axis] = rows // block
     assert list(tensors[node.input[1]].dims) == (shape if block else [24])
     weight = tensors[node.input[0]]
     assert weight.data_type == (TensorProto.INT4 if block else TensorProto.INT8)
-    assert len(weight.raw_data) == inputs * 24 * bits // 8
+    assert len(weight.raw_data) == rows * 24 * bits // 8
+    half, kept = to_half(small, "fp16")
+    assert (kept, summarise(half).operators["Cast"]) == ((), 2)
+    inputs = feeds(model, 8)
+    wanted = run(model, inputs, tmp_path / "a.onnx")
+    assert sqnr_db(wanted, in_true_halves(half, inputs)[0]) > LEAST_SQNR_DB[bits] - 1
 
 
 def test_layers_that_no_block_divides_and_small_ones_stay_and_a_weight_is_stored_once() -> None:
@@ -492,17 +496,6 @@ def test_layers_that_no_block_divides_and_small_ones_stay_and_a_weight_is_stored
     model = parse(head, "a = MatMul(x, W) b = MatMul(x, W)", W=np.eye(32))
     small = to_weight_only(model, INT8, least_elements=1)
     assert summarise(small).operators == {"DequantizeLinear": 1, "MatMul": 2}
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_float16_goes_on_top(bits: int, tmp_path: Path) -> None:
-    model = layer()
-    half, kept = to_half(to_weight_only(model, f"int{bits}-weight-only", least_elements=1), "fp16")
-    assert kept == ()
-    assert [n.op_type for n in half.graph.node] == ["DequantizeLinear", "Cast", "MatMul", "Cast"]
-    inputs = feeds(model, 8)
-    wanted = run(model, inputs, tmp_path / "a.onnx")
-    assert sqnr_db(wanted, in_true_halves(half, inputs)[0]) > LEAST_SQNR_DB[bits] - 1
 
 
 # A CPU computes half precision in float32; the simulation rounds as a GPU does

@@ -1,13 +1,7 @@
-"""INT8 pairs: their scales, what is left as it was, and those that are placed for another runtime.
-
-They were written for TensorRT, by us or by another tool.
-"""
+"""INT8 pairs: their scales, what is left as it was, and how they move to another runtime."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -238,7 +232,6 @@ def unet() -> onnx.ModelProto:
 
 
 def sums(*, projected: bool = False, order: str = "c2, {}") -> onnx.ModelProto:
-    """Two blocks as in ResNet: the skipped tensor as it is, or through a convolution."""
     random = np.random.default_rng(0)
     same = "<pads = [1, 1, 1, 1]>"
     short = f"s = Conv{same}(r0, w3)" if projected else ""
@@ -546,24 +539,21 @@ def written_by_onnxruntime(
         def get_next(self) -> Mapping[str, np.ndarray] | None:
             return next(self.left, None)
 
-    logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()):
-        quantization.quantize_static(
-            save(model, tmp_path / "float.onnx"),
-            tmp_path / "foreign.onnx",
-            Reader(),
-            per_channel=True,
-            activation_type=quantization.QuantType[activation_type],
-            weight_type=quantization.QuantType.QInt8,
-            op_types_to_quantize=OPERATORS,
-            extra_options={
-                "ActivationSymmetric": True,
-                "QuantizeBias": False,
-                "OpTypesToExcludeOutputQuantization": OPERATORS,
-                **options,
-            },
-        )
-    logging.disable(logging.NOTSET)
+    quantization.quantize_static(
+        save(model, tmp_path / "float.onnx"),
+        tmp_path / "foreign.onnx",
+        Reader(),
+        per_channel=True,
+        activation_type=quantization.QuantType[activation_type],
+        weight_type=quantization.QuantType.QInt8,
+        op_types_to_quantize=OPERATORS,
+        extra_options={
+            "ActivationSymmetric": True,
+            "QuantizeBias": False,
+            "OpTypesToExcludeOutputQuantization": OPERATORS,
+            **options,
+        },
+    )
     return Graph.open(tmp_path / "foreign.onnx")
 
 
@@ -597,9 +587,6 @@ def blocks(activation: str = "{1} = Relu({0})", *, join: str = "Add") -> onnx.Mo
             last = act(f"{block}_sum")
         else:
             parts = act(body)
-            if join == "Split":  # cut in two and swapped
-                lines.append(f"{block}_0, {block}_1 = Split<axis = 1, num_outputs = 2>({parts})")
-                parts = f"{block}_1, {block}_0"
             lines.append(f"{block}_cat = Concat<axis = 1>({parts}, {last})")
             last = act(conv(f"{block}3", f"{block}_cat", 16))
     conv("y", last)
@@ -611,7 +598,6 @@ CASES: dict[str, Callable[[], onnx.ModelProto]] = {
     "sequence": mnist_like,
     "residual": blocks,
     "silu": lambda: blocks(SILU),
-    "split": lambda: blocks(join="Split"),
     "clip": lambda: blocks("{1} = Clip({0}, least, most)"),
     "silu concat": lambda: blocks(SILU, join="Concat"),
 }

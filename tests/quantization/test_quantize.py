@@ -1,7 +1,4 @@
-"""`quantize` as a user calls it, and the search that `auto` does.
-
-The search runs on a made-up network, where error adds up over the narrow nodes, and on a real one.
-"""
+"""`quantize` as a user calls it, and the search of `auto`, on a made-up network and a real one."""
 
 from __future__ import annotations
 

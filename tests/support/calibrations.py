@@ -15,7 +15,7 @@ OPS_PER_S, BYTES_PER_S, LAUNCH_S, CALL_S = 100e9, 10e9, 1e-6, 5e-6
 _WORK = (1e3, 1e6, 1e9)
 
 
-def round_calibration(runtime: str = "") -> CpuCalibration:
+def round_calibration() -> CpuCalibration:
     """Times of a node in proportion to its work."""
     rates = {f"fp32 {kind}": OPS_PER_S for kind in kinds.ARITHMETIC}
     rates |= {f"int8 {kind}": 4 * OPS_PER_S for kind in (kinds.CONVOLUTION, kinds.PRODUCT)}
@@ -27,7 +27,7 @@ def round_calibration(runtime: str = "") -> CpuCalibration:
         version=VERSION,
         cpu=machine.cpu,
         threads=default_threads(),
-        runtime=runtime or f"onnxruntime {machine.packages.get('onnxruntime', '')}",
+        runtime=f"onnxruntime {machine.packages.get('onnxruntime', '')}",
         created="2026-01-01T00:00:00+00:00",
         call_s=CALL_S,
         launch_s=LAUNCH_S,

@@ -94,13 +94,6 @@ BATCHED: Mapping[str, Make] = {
     "mnist_like": onnx_zoo.mnist_like,
     "int64_ids": onnx_zoo.int64_ids,
     "two_inputs": onnx_zoo.two_inputs,
-    "lstm_batch_first": _steps(
-        "N,T",
-        "3",
-        "steps = Transpose<perm = [1, 0, 2]>(x) all = LSTM<hidden_size = 3>(steps, W, R) "
-        "states = Squeeze(all, direction) y = Transpose<perm = [1, 0, 2]>(states)",
-        **_LSTM,
-    ),
     "batched_attention": _steps("N,T", "4", f"keys = Transpose<perm = [0, 2, 1]>(x) {_ATTENTION}"),
     "two_ids": partial(  # word ids below 10 and segment ids below 2, as BERT's
         parse,

@@ -44,8 +44,6 @@ def in_true_halves(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> lis
 
 
 ZOO = [linear, conv_relu, int64_ids, mnist_like]
-
-
 Make = Callable[[], onnx.ModelProto]
 
 
