@@ -383,6 +383,7 @@ def test_each_layer_has_its_share_and_those_that_do_not_add_up_are_marked(
         ("pool", "MaxPool", "1.00", "25.6 %"),
         ("5 001 others", "–", "0.300", "7.69 %"),
     ]
+    assert len(layer_rows(replace(TIMES, count=3).to_dict())) == 3
     note = plain(layer_note(replace(TIMES, sum_ms=sum_ms).to_dict()))
     assert f"add up to {100 * sum_ms / 4:.3g} % of a call of 4.00 ms without the profiler" in note
     assert "0.0800 µs more for each layer" in note  # 0.4 ms for 5,003

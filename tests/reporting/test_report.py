@@ -338,6 +338,8 @@ def test_crossover_is_the_first_batch_from_which_a_stays_ahead(
     slow_then_fast = points(b1=(120, 130), b2=(80, 95), b4=(50, 60), b8=(40, 50))
     assert crossover(slow_then_fast, CPU, by="p50") == 4
     assert crossover(CPU, slow_then_fast, by="p50") is None
+    unknown = [replace(p, latency=Latency(3, None, None, None, 1.0)) for p in CPU]
+    assert crossover(unknown, CPU, by="p50") is None
     with pytest.raises(BadInput, match="no batch size was measured on both"):
         crossover(points(b3=(1, 2)), CPU)
 

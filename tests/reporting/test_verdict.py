@@ -126,6 +126,7 @@ METERED = "alone: int8 CPU 1.20 mJ; fp32 CPU (baseline) 2.50 mJ (from RAPL packa
         (roofline(900.0, 100.0), "64 is compute-bound: it reaches 90 % of what the comp"),
         (roofline(10.0, 1.0), "is bound by neither compute nor memory, but by launches"),
         (mostly_copies, "is bound by copies and launches: 75 % of a call"),
+        (new(slo_ms=0.01), "int8 CPU none; fp32 CPU (baseline) none"),
         (new(slo_ms=3.0), "3.00 ms at p99: int8 CPU 11 800 inferences/s at batch 16; fp32 CPU"),
         (new(energy=(energy("int8 CPU", 1.2e-3), energy(BASE, 2.5e-3))), METERED),
         (
