@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -194,8 +193,6 @@ def test_each_precision_is_tried_in_openvino_and_bfloat16_where_the_cpu_has_it(
     found, gaps = find_rivals(every, machine("avx512_bf16"), tmp_path)
     assert [each.label for each in found] == ["OpenVINO fp32", "OpenVINO int8", "OpenVINO bf16"]
     assert [each.what for each in gaps] == ["PyTorch on the CPU"]
-    again = pickle.loads(pickle.dumps(found))  # as sessions in processes of their own open them
-    assert [each.to_dict() for each in again] == [each.to_dict() for each in found]
     other = tmp_path / "other.onnx"
     other.write_bytes(model.read_bytes() + b"\x32\x01x")  # doc_string
     found, _ = find_rivals(open_entries([model, copy_of(model), other]), machine(), tmp_path)
@@ -309,9 +306,6 @@ def test_a_checkpoint_is_timed_in_processes_of_its_own_in_both_precisions(tmp_pa
         assert isinstance(engine, ProcessEngine)
         np.testing.assert_allclose(engine(inputs)["logits"], found_half, rtol=0.1, atol=0.05)
         assert engine.runtime.startswith("torch ")
-
-
-# the search for the fastest settings
 
 
 def search(candidates: Sequence[CpuSettings], call_s: Callable[[CpuSettings], float]) -> CpuSearch:

@@ -140,9 +140,6 @@ def test_a_rate_that_holds_only_in_a_short_run_is_lowered() -> None:
     assert found.why == "p99 is not within 5 ms at 3.31 queries/s, the lowest rate tried"
 
 
-# queries in real time
-
-
 class Stalling(FakeEngine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if len(self.batches) == 5:
@@ -180,8 +177,6 @@ def test_a_failing_engine_ends_the_run() -> None:
         replay([FakeEngine(), Failing()], FEEDS, np.arange(1000) * 0.001, 10.0, 1000)
     assert set(threading.enumerate()) <= before
 
-
-# in a benchmark
 
 ALL = ["offline", "single-stream", "multi-stream", "server"]
 

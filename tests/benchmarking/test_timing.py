@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -55,9 +52,6 @@ def bench() -> Bench:
     return Bench()
 
 
-# one block
-
-
 def test_the_calls_add_up_to_the_block_and_one_that_has_begun_is_finished() -> None:
     block, _ = run(lambda call: 0.1 if call % 2 else 0.2)
     assert block.calls_ns.tolist() == [200_000_000, 100_000_000, 200_000_000]
@@ -103,49 +97,17 @@ def test_sessions_that_are_done_keep_the_load_up_for_the_others() -> None:
     assert len(block.calls_ns) == 5 + 1  # what was done beyond the share does not count
 
 
-def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
-    """In a process of its own: a signal that came too late would end the tests."""
-    code = "from tests.benchmarking.test_timing import interrupt_two_sessions as run; run()"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def interrupt_two_sessions() -> None:
-    once = threading.Lock()  # a second signal would come when nothing waits for it
-    workers = set()
-
-    def latency_s(_: int) -> float:
-        workers.add(threading.current_thread())
-        at_work = all(len(engine.batches) > 100 for engine in engines)
-        if at_work and once.acquire(blocking=False):
-            os.kill(os.getpid(), signal.SIGINT)
-        return 0.005
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start jobs without
-    clock = VirtualTime()
-    engines: list[Timed] = []
-    engines += [Timed(clock, latency_s, [], "") for _ in range(2)]
-    with pytest.raises(KeyboardInterrupt):
-        run_block(engines, FEEDS, 4, LONG_S, clock)
-    assert len(workers) == 2
-    assert not any(worker.is_alive() for worker in workers - {threading.current_thread()})
-    assert max(len(engine.batches) for engine in engines) < 1_000_000
-
-
-@pytest.mark.parametrize(("fails", "enabled"), [(False, True), (False, False), (True, True)])
-def test_garbage_is_not_collected_in_calls_and_afterwards_as_before(
-    enabled: bool, fails: bool
-) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_not_collected_in_calls_and_afterwards_as_before(enabled: bool) -> None:
     seen = set()
 
     def latency_s(call: int) -> float:
         seen.add(gc.isenabled())
-        return failing(BadInput, 3 if fails else -1)(call)
+        return failing(BadInput, 3)(call)
 
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(BadInput) if fails else contextlib.nullcontext():
+        with pytest.raises(BadInput):
             run(latency_s, latency_s)
         assert (seen, gc.isenabled()) == ({False}, enabled)
     finally:
@@ -188,9 +150,6 @@ def test_two_calls_in_flight_are_timed_each_and_their_rate_is_that_of_the_engine
     assert block.rows == 4 * 50
     assert block.rate == pytest.approx(400)
     assert block.seconds == pytest.approx(0.5)
-
-
-# turns
 
 
 def test_a_point_holds_what_was_timed(bench: Bench) -> None:
@@ -285,19 +244,13 @@ def test_batches_that_make_no_sense_open_nothing(bench: Bench, batches: tuple[in
     assert bench.engines == []
 
 
-# warm-up
-
-
 def test_what_happens_before_the_engine_is_warm_is_not_timed(bench: Bench) -> None:
     cold = bench.setup("A", lambda call: 0.1 if call < 20 else 0.005)
     (point,) = bench.sweep(cold, timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
     assert (point.latency.max_ms, point.note) == (5.0, "")
-
-
-def test_warm_up_ends_when_four_windows_agree(bench: Bench) -> None:
     bench.sweep(bench.setup("A", 0.1), timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
-    # four windows of 1 s, then two rounds of 0.5 s, each after one untimed call
-    assert len(bench.engines[0].batches) == 40 + 2 * (1 + 5)
+    # four windows of 1 s that agree, then two rounds of 0.5 s, each after one untimed call
+    assert len(bench.engines[1].batches) == 40 + 2 * (1 + 5)
 
 
 def sped_up(bench: Bench, window_s: float, until_s: float) -> Callable[[int], float]:
@@ -353,8 +306,6 @@ def test_warm_up_that_never_settles_is_bounded_and_noted(bench: Bench) -> None:
     assert 3.0 <= ended_s[1] < 3.5  # when round 1 was reported; a running call was finished
 
 
-# fresh processes
-
 SHORT = Timing(0.0, 0.04, rounds=4)
 
 
@@ -402,8 +353,6 @@ def test_intervals_are_those_over_processes_or_over_blocks_whichever_are_wider()
     alike = make_point([measured(80.0, 120.0), measured(120.0, 80.0)]).throughput_per_s
     assert alike.high - alike.low > 30
 
-
-# sessions in processes of their own
 
 TWO_ROWS = {"x": np.ones((2, 4), np.float32)}
 

@@ -277,9 +277,6 @@ def test_markdown_holds_the_verdict_the_tables_and_the_command(
     assert widths == {7}
 
 
-# notebooks
-
-
 def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     page = (Path(__file__).parents[2] / "docs/api.md").read_text(encoding="utf-8")

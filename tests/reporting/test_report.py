@@ -114,7 +114,6 @@ def test_a_report_of_version_1_is_read(report: Report, tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[]", "not a deploykit report"),
         ('{"report": 3}', "a report of version 3; this deploykit reads up to 2"),
-        ('{"report": true}', "not a deploykit report"),
         ('{"report": 1}', "is not a complete Report"),
         ("[" * 100_000, "not valid JSON"),
     ],
@@ -208,9 +207,6 @@ def test_places_without_a_report_are_refused(report: Report, tmp_path: Path) -> 
     assert "| ∞ |" in (tmp_path / "report.md").read_text("utf-8")
 
 
-# what it says
-
-
 @pytest.mark.parametrize("change", [{"batch": 16}, {"scenario": "server"}, {"rounds": 3}], ids=str)
 def test_a_ratio_is_paired_by_round_of_equal_measurements(
     change: dict[str, Any], report: Report
@@ -219,13 +215,8 @@ def test_a_ratio_is_paired_by_round_of_equal_measurements(
     assert speedup(a, b) == ratio(a.round_rates, b.round_rates)
     with pytest.raises(BadInput, match=f"cannot be compared: {next(iter(change))}"):
         speedup(a, replace(b, **change))
-
-
-def test_the_document_holds_ratios_only_between_equals(report: Report) -> None:
     points = tuple(p for p in report.points if p.label == report.baseline or p.batch >= 8)
-    found = replace(report, points=points).speedups
-    assert {item.batch for item in found} == {8, 16, 32, 64}
-    assert {item.label for item in found} == {"fp32 CPU, 2 × 1", "fp16 CPU", "int8 CPU"}
+    assert {item.batch for item in replace(report, points=points).speedups} == {8, 16, 32, 64}
     assert replace(report, points=points, baseline="no such setup").speedups == ()
 
 
@@ -259,7 +250,8 @@ def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was(
     def at(label: str, batch: int, device: str, ms: float, rate: float) -> Point:
         latency = Latency(100, Interval(ms, ms, ms), None, None, ms)
         per_s = Interval(rate, rate, rate)
-        return bare_point(label, batch, device=device, latency=latency, throughput_per_s=per_s)
+        measured = {"latency": latency, "throughput_per_s": per_s, "round_rates": (rate, rate)}
+        return bare_point(label, batch, device=device, **measured)
 
     timed = (
         at("fp32 CPU", 1, "cpu", 2.0, 500.0),
@@ -276,19 +268,6 @@ def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was(
     assert cells["best CPU, inferences/s"].endswith("int8, 2 sessions")
     assert cells["best GPU, inferences/s"].endswith("fp16, GPU")
     assert (table.rows[1][0], table.rows[1][-1]) == ("8", "not measured")
-
-
-def test_nothing_is_derived_from_a_run_whose_gpu_was_throttled(
-    report: Report, tmp_path: Path
-) -> None:
-    throttled = replace(report, throttled=("sw_thermal",))
-    throttled = replace(throttled, verdict=verdict(throttled))
-    assert "The GPU was throttled (sw_thermal): no speed-up is stated." in throttled.verdict[0]
-    assert "×" not in " ".join(throttled.verdict)
-    assert throttled.to_dict()["speedups"] == throttled.to_dict()["crossovers"] == []
-    write(throttled, tmp_path)
-    assert read(tmp_path / "report.json") == throttled
-    assert "no speed-up is stated" in (tmp_path / "report.md").read_text()
 
 
 def test_a_report_of_a_jetson_without_its_power_mode_is_marked(report: Report) -> None:
@@ -329,9 +308,6 @@ def test_memory_and_compute_alone_have_tables(report: Report) -> None:
     assert row["end to end p50 (ms)"].startswith("0.210")
 
 
-# who is ahead, and from which batch on
-
-
 def points(**rates: tuple[float, float]) -> list[Point]:
     """Points by batch ("b8") with the ends of the interval that both figures of them get."""
     found = []
@@ -362,6 +338,8 @@ def test_crossover_is_the_first_batch_from_which_a_stays_ahead(
     slow_then_fast = points(b1=(120, 130), b2=(80, 95), b4=(50, 60), b8=(40, 50))
     assert crossover(slow_then_fast, CPU, by="p50") == 4
     assert crossover(CPU, slow_then_fast, by="p50") is None
+    unknown = [replace(p, latency=Latency(3, None, None, None, 1.0)) for p in CPU]
+    assert crossover(unknown, CPU, by="p50") is None
     with pytest.raises(BadInput, match="no batch size was measured on both"):
         crossover(points(b3=(1, 2)), CPU)
 

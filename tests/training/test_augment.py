@@ -296,27 +296,16 @@ def test_the_processor_that_takes_less_time_augments() -> None:
     assert torch.equal(next(iter(fast))[1], next(iter(batches()))[1])  # in the order as before
 
 
-def test_cores_that_no_step_computes_on_make_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "usable_cores", lambda: 16)
-    assert loader.free_cores(CPU) == 16 - torch.get_num_threads()
-    assert loader.free_cores(torch.device("cuda")) == 15
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert loader.free_cores(torch.device("cuda")) == 3
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert loader.free_cores(CPU) == 0
-
-
 class Event:
-    """Stands in for a GPU's: the n-th is recorded at n * n seconds of its clock."""
+    """Stands in for a GPU's: each is recorded at the next of these times."""
 
-    count = 0
+    times_ms = iter((1e3, 4e3, 9e3, 16e3))
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self) -> None:
-        Event.count += 1
-        self.at_ms = Event.count**2 * 1e3
+        self.at_ms = next(self.times_ms)
 
     def synchronize(self) -> None: ...
 

@@ -186,7 +186,7 @@ def test_a_folder_is_answered_into_a_file(
         dk.predict_items(exported.path, [folder], out=tmp_path / f"b.{end}")
 
 
-def test_pixels_are_normalised_as_in_training_whatever_the_recipe_says_now(
+def test_pixels_are_normalised_as_in_training_unless_an_option_says_otherwise(
     photos: Path, trained: Path, exported: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(RECIPE.replace("(0.5, 0.4, 0.3)", "(0.9, 0.9, 0.9)"))
@@ -196,12 +196,9 @@ def test_pixels_are_normalised_as_in_training_whatever_the_recipe_says_now(
     assert answers[0] == answers[1]
     for each, noted in ((made, True), (exported, False)):
         assert any("normalised as in training" in note for note in each.notes) == noted
-
-
-def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_path: Path) -> None:
     rule = tmp_path / "rule.toml"
     rule.write_text('mean = [0.5, 0.4, 0.3]\nstd = [0.2, 0.2, 0.2]\nresize = "stretch"\n')
-    options = {"labels": ["egg", "ball"], "preprocess": str(rule)}
+    options = {"labels": ["egg", "ball"], "preprocess": str(rule), "force": True}
     task = export(trained, out=tmp_path / "m.onnx", **options).manifest.task
     assert task.labels == ("egg", "ball")
     assert task.image == replace(RULES["letterbox"], resize="stretch")
@@ -263,8 +260,6 @@ def test_images_that_do_not_fit_into_memory_are_read_into_a_file(
     with pytest.raises(OutOfMemory, match=reason):
         class_splits(photos, RULES["middle"])
 
-
-# layouts
 
 SMALL = ImageInput("image", 4, 4)
 

@@ -72,9 +72,6 @@ def test_cats_dogs_learns_the_drawn_shapes() -> None:
     assert run_training(load_recipe("cats-dogs"), splits, options).scores.mean() >= 0.9
 
 
-# mnist-cnn
-
-
 @pytest.fixture(scope="module")
 def mnist_cnn() -> Recipe:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
@@ -150,9 +147,6 @@ def test_damaged_idx_files_are_refused(
         mnist_cnn.data(mnist_folder / "nowhere")
 
 
-# char-lstm
-
-
 @pytest.fixture(scope="module")
 def char_lstm() -> Recipe:
     return load_recipe("char-lstm")
@@ -216,22 +210,14 @@ def test_characters_that_are_not_ascii_become_question_marks(
     assert attribute_of("char_lstm", "decode")(labels[labels > 0]) == "9 Gr??e ? ?\n"
 
 
-# transfer
-
-
 class Net(torch.nn.Module):
     """image (N, 1, 16, 16) -> five logits; `backbone` and `head`."""
 
     def __init__(self, classes: int = 5) -> None:
         super().__init__()
-        layers: list[torch.nn.Module] = []
-        for width, out in ((1, 16), (16, 32), (32, 48)):
-            layers += [torch.nn.Conv2d(width, out, 3, padding=1), torch.nn.BatchNorm2d(out)]
-            layers += [torch.nn.ReLU()] + ([torch.nn.MaxPool2d(2)] if width == 1 else [])
-        ends = (torch.nn.AdaptiveMaxPool2d(3), torch.nn.Flatten())
-        self.backbone = torch.nn.Sequential(*layers, *ends)
-        widths = torch.nn.Linear(432, 64), torch.nn.ReLU(), torch.nn.Linear(64, classes)
-        self.head = torch.nn.Sequential(*widths)
+        layers = torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.AdaptiveMaxPool2d(3)
+        self.backbone = torch.nn.Sequential(*layers, torch.nn.Flatten())
+        self.head = torch.nn.Sequential(torch.nn.Linear(36, classes))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.head(self.backbone(image))
