@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 
-import deploykit as dk
-from deploykit.cli import deploy, make, plan, prove, serve
 from deploykit.cli.commands import reference
 from deploykit.cli.main import app
 from tests.support.cli.command import Run
@@ -126,27 +121,3 @@ def test_the_options_are_the_reviewed_ones(request: pytest.FixtureRequest) -> No
     if request.config.getoption("--update-golden"):
         GOLDEN.write_text(listed())
     assert listed() == GOLDEN.read_text()
-
-
-CALLS: dict[Callable[..., None], Any] = {
-    make.train: dk.train,
-    make.export: dk.export,
-    make.quantize: dk.quantize,
-    plan.plan: dk.plan,
-    prove.compare: dk.compare,
-    serve.load: dk.load_test,
-    deploy.bundle: dk.bundle,
-}  # these hand `locals()` on, where mypy sees nothing
-OWN = {
-    "as_json",
-    "compare_devices",
-    "axis",
-    "fail_on_regression",
-    "token_file",
-}  # handed on changed
-
-
-@pytest.mark.parametrize("command", CALLS, ids=lambda command: command.__name__)
-def test_a_command_gives_what_its_function_takes(command: Callable[..., None]) -> None:
-    given = inspect.signature(command).parameters.keys() - OWN
-    assert given <= inspect.signature(CALLS[command]).parameters.keys()

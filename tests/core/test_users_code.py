@@ -189,10 +189,3 @@ def test_a_users_recipe_is_a_file_with_any_name_in_it_or_a_module(
         load_recipe(str(write(tiny, "x = 1")))
     with pytest.raises(NotFound, match="no recipe 'nothing'"):
         load_recipe("nothing")
-
-
-@pytest.mark.torch
-def test_shipped_recipes_load() -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    for info in list_recipes():
-        assert load_recipe(info.name).inputs
