@@ -10,14 +10,60 @@ TYPE_CHECKING = False  # type checkers assume True; importing typing costs more 
 
 __version__ = "0.1.0"
 
-__all__ = ["Answered", "Artefact", "BadInput", "Bundled", "Compared", "DemoResult"]
-__all__ += ["DeploykitError", "Engine", "GateFailed", "Health", "ImageInput", "Inspection"]
-__all__ += ["LoadResult", "Made", "MissingExtra", "ModelClient", "NotFound", "OpenPipeline"]
-__all__ += ["Planned", "Predicted", "Profile", "Recipe", "Report", "ReportComparison"]
-__all__ += ["RunningServer", "Shapes", "Split", "Splits", "TensorSpec", "Unsupported", "bench"]
-__all__ += ["build", "bundle", "class_splits", "client", "compare", "compare_reports", "demo"]
-__all__ += ["doctor", "export", "inspect", "load", "load_test", "parse_spec", "pipeline", "plan"]
-__all__ += ["predict", "predict_items", "profile", "quantize", "serve", "train"]
+__all__ = [
+    "Answered",
+    "Artefact",
+    "BadInput",
+    "Bundled",
+    "Compared",
+    "DemoResult",
+    "DeploykitError",
+    "Engine",
+    "GateFailed",
+    "Health",
+    "ImageInput",
+    "Inspection",
+    "LoadResult",
+    "Made",
+    "MissingExtra",
+    "ModelClient",
+    "NotFound",
+    "OpenPipeline",
+    "Planned",
+    "Predicted",
+    "Profile",
+    "Recipe",
+    "Report",
+    "ReportComparison",
+    "RunningServer",
+    "Shapes",
+    "Split",
+    "Splits",
+    "TensorSpec",
+    "Unsupported",
+    "bench",
+    "build",
+    "bundle",
+    "class_splits",
+    "client",
+    "compare",
+    "compare_reports",
+    "demo",
+    "doctor",
+    "export",
+    "inspect",
+    "load",
+    "load_test",
+    "parse_spec",
+    "pipeline",
+    "plan",
+    "predict",
+    "predict_items",
+    "profile",
+    "quantize",
+    "serve",
+    "train",
+]
 
 _MODULES = {  # module -> its public names
     "benchmarking.bench": "bench",

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import socket
 import sys
 import tempfile
 import time
@@ -26,17 +27,32 @@ import uvloop
 
 from tests.support.onnx_zoo import linear, save
 from tests.support.serving.faults import (
+    LIMIT_S,
     REAL,
     Clients,
     Process,
-    binary,
-    posted,
     request,
-    sent,
     until,
 )
+from tests.support.serving.running import binary_request
 
 CONNECTIONS = 16
+
+
+def sent(server: Process, data: bytes) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little fits in between
+    client.settimeout(LIMIT_S)
+    client.connect(("127.0.0.1", server.port))
+    client.sendall(data)
+    return client
+
+
+def posted(body: bytes) -> bytes:
+    head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
+
+
 _WRONG = {"name": "x", "shape": [1, 5], "datatype": "FP32", "data": [1, 2, 3, 4, 5]}
 BAD = [posted(body) for body in (b"", b"{", b'{"inputs": []}', b"[" * 300)] + [
     posted(json.dumps({"inputs": [_WRONG]}).encode()),
@@ -88,11 +104,11 @@ async def ask_on(port: int, good: bytes, share: int, tenth: Tenth, seed: int) ->
 
 async def one_tenth(server: Process, count: int, number: int) -> Tenth:
     tenth = Tenth(0, 0, 0)
-    body, head = binary(1.0, 4)
+    data = binary_request(np.ones((1, 4), np.float32))
     share = count // CONNECTIONS
     await asyncio.gather(
         *(
-            ask_on(server.port, head + body, share, tenth, number * CONNECTIONS + each)
+            ask_on(server.port, data, share, tenth, number * CONNECTIONS + each)
             for each in range(CONNECTIONS)
         )
     )
@@ -160,10 +176,10 @@ def leavers(server: Process, count: int) -> tuple[str, bool]:
 def readers(folder: Path, count: int) -> tuple[str, bool]:
     """F13: clients that never read a large answer, with the server's own 30 s."""
     width = 1 << 20
-    body, head = binary(1.0, width)
+    data = binary_request(np.ones((1, width), np.float32))
     with Process(folder, "--max-batch", "1", env={"FAULT_WIDTH": str(width)}) as server:
         before, rss = server.holds()[0], server.rss_bytes()
-        waiting = [sent(server, head + body) for _ in range(count)]
+        waiting = [sent(server, data) for _ in range(count)]
         until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
         most = (server.rss_bytes() - rss) / 2**20
         began_s = time.monotonic()

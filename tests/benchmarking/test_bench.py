@@ -186,8 +186,6 @@ def test_a_report_records_the_power_mode_and_the_heat_of_a_jetson(
     monkeypatch.setattr("deploykit.benchmarking.bench.this_machine", lambda: here)
     mode = {"var/lib/nvpmodel/status": "pmode:0000"}
     mode["etc/nvpmodel.conf"] = "< POWER_MODEL ID=0 NAME=15W >"
-    unknown = timed(affine_onnx, batches=(1,))
-    assert any("POWER MODE IS NOT KNOWN" in sentence for sentence in unknown.verdict)
     write_files(root, mode)
     known = timed(affine_onnx, batches=(1,))
     assert not any("POWER MODE" in sentence for sentence in known.verdict)
@@ -377,12 +375,6 @@ def test_rows_are_repeated_and_lengths_stay_within_their_rows() -> None:
     assert (feeds["x"] == x[:2][:, [0, 1, 2, 0, 1]]).all()
     assert feeds["lengths"].tolist() == [2, 1, 2, 2, 1]
     assert feeds["lengths"].dtype == np.int64
-
-
-def test_no_engine_at_all_is_refused(affine_onnx: Path) -> None:
-    for against in ([], [affine_onnx]):
-        with pytest.raises(dk.BadInput, match="`engines` names no file"):
-            dk.bench([], against=against)
 
 
 @pytest.mark.torch

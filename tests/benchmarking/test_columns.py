@@ -24,13 +24,12 @@ from deploykit.benchmarking.cpu_search import choices, search_cpu
 from deploykit.benchmarking.timing import ProcessEngine, Setup
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
 from deploykit.core.machine import Machine, this_machine
-from deploykit.engines.data.samples import random_feeds
-from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.engine import Engine
 from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
 from deploykit.reporting.points import CpuSearch, CpuSettings, CpuTrial
 from deploykit.reporting.report import NotMeasured, Report
 from tests.support.fake_engine import FakeEngine
-from tests.support.measure.virtual_time import VirtualTime
+from tests.support.measure.virtual_time import Timed, VirtualTime, feeds
 from tests.support.onnx_zoo import mnist_like, save
 
 ONE, SPINNING, FREE = CpuSettings(1, 2), CpuSettings(1, 2, spinning=True), CpuSettings(1, 2, None)
@@ -69,6 +68,9 @@ def test_the_baseline_has_its_fastest_session_and_its_fastest_settings(affine_on
         ("fp32 CPU", "1 session of 2 threads, spinning off", 1, 2, (8,)),
         ("fp32 CPU, 2 sessions", "2 processes of 1 thread", 2, 1, (8,)),
     ]
+    tried = {("fp32 CPU", 1): (TWO, ONE), ("fp32 CPU", 8): (CpuSettings(4, 1), ONE)}
+    found = setups(affine_onnx, tried=tried, batches=(1, 8))
+    assert [setup.label for setup in found][1:] == ["fp32 CPU, several sessions"] * 2
 
 
 def test_other_artefacts_run_as_the_baseline_does_and_in_settings_of_their_own(
@@ -94,21 +96,10 @@ def test_other_artefacts_run_as_the_baseline_does_and_in_settings_of_their_own(
     assert [row[:2] for row in rows(unsearched)][2:] == [("copy", one), ("copy, 2 sessions", two)]
 
 
-def test_columns_of_different_counts_of_sessions_have_one_name(affine_onnx: Path) -> None:
-    tried = {("fp32 CPU", 1): (TWO, ONE), ("fp32 CPU", 8): (CpuSettings(4, 1), ONE)}
-    found = setups(affine_onnx, tried=tried, batches=(1, 8))
-    assert [setup.label for setup in found][1:] == ["fp32 CPU, several sessions"] * 2
-
-
 def test_each_file_is_timed_once_and_the_baseline_comes_first(affine_onnx: Path) -> None:
     other = copy_of(affine_onnx)
-
-    def names(*engines: Path, against: tuple[Path, ...] = ()) -> list[str]:
-        return [each.artefact.name for each in open_entries(engines, against)]
-
-    assert names(affine_onnx, affine_onnx) == ["affine.onnx"]
-    assert names(other, affine_onnx, against=(affine_onnx,)) == ["affine.onnx", "copy.onnx"]
-    assert names(affine_onnx, other) == ["affine.onnx", "copy.onnx"]
+    found = open_entries([other, affine_onnx, other], [affine_onnx])
+    assert [each.artefact.name for each in found] == ["affine.onnx", "copy.onnx"]
 
 
 def test_an_engine_to_compare_with_is_timed_next_to_the_baseline(affine_onnx: Path) -> None:
@@ -309,48 +300,29 @@ def test_a_checkpoint_is_timed_in_processes_of_its_own_in_both_precisions(tmp_pa
     (half,) = [each for each in found if each.runtime == "torch"]
     assert (half.label, half.precision) == ("PyTorch bf16", "bf16")
     assert "PyTorch on the CPU" not in {each.what for each in gaps}
-    feeds = {"image": np.random.default_rng(0).standard_normal((2, 1, 28, 28)).astype(np.float32)}
+    inputs = {"image": np.random.default_rng(0).standard_normal((2, 1, 28, 28)).astype("f4")}
     with every[1].open("cpu") as exact, half.open("cpu") as rounded:
-        expected, found_half = exact(feeds)["logits"], rounded(feeds)["logits"]
+        expected, found_half = exact(inputs)["logits"], rounded(inputs)["logits"]
     error = np.abs(found_half - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < 5e-2  # 8 bits of mantissa
     with half.open_on_cpu(CpuSettings(1, 1, None, processes=True)) as engine:
         assert isinstance(engine, ProcessEngine)
-        np.testing.assert_allclose(engine(feeds)["logits"], found_half, rtol=0.1, atol=0.05)
+        np.testing.assert_allclose(engine(inputs)["logits"], found_half, rtol=0.1, atol=0.05)
         assert engine.runtime.startswith("torch ")
 
 
 # the search for the fastest settings
 
-FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
 
+def search(candidates: Sequence[CpuSettings], call_s: Callable[[CpuSettings], float]) -> CpuSearch:
+    """Of engines whose calls take as long as `call_s` says for their settings."""
+    clock = VirtualTime()
 
-class Runs:
-    """Engines whose calls take as long as `call_s` says for their settings."""
+    def open_engine(settings: CpuSettings) -> FakeEngine:
+        seconds = call_s(settings)
+        return Timed(clock, lambda _: seconds, [], "")
 
-    def __init__(self, call_s: Callable[[CpuSettings], float]) -> None:
-        self.call_s = call_s
-        self.clock = VirtualTime()
-        self.opened: list[CpuSettings] = []
-        self.calls: dict[CpuSettings, int] = {}
-        self.engines: list[FakeEngine] = []
-
-    def open(self, settings: CpuSettings) -> FakeEngine:
-        machine, seconds = self, self.call_s(settings)
-
-        class Timed(FakeEngine):
-            def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-                machine.clock.now_ns += round(seconds * 1e9)
-                machine.calls[settings] = machine.calls.get(settings, 0) + 1
-                return super().__call__(feeds)
-
-        self.opened.append(settings)
-        self.engines.append(Timed())
-        return self.engines[-1]
-
-    def search(self, candidates: Sequence[CpuSettings], window_s: float = 0.2) -> CpuSearch:
-        trials = search_cpu(candidates, self.open, FEEDS, 4, window_s, clock=self.clock)
-        return CpuSearch("a.onnx", 4, trials)
+    return CpuSearch("a", 4, search_cpu(candidates, open_engine, feeds(4), 4, 0.2, clock=clock))
 
 
 def test_choices_use_all_cores_or_fewer_and_what_the_runtime_can_choose() -> None:
@@ -380,7 +352,7 @@ def test_the_fastest_settings_are_found(winner: CpuSettings) -> None:
         slow = 0.01 if replace(each, processes=winner.processes) == winner else 0.012
         return (0.008 if each == winner else slow) * each.sessions
 
-    assert Runs(call_s).search(choices([4])).fastest == winner
+    assert search(choices([4]), call_s).fastest == winner
 
 
 @pytest.mark.parametrize("error", [OutOfMemory("4 GiB needed"), BadInput("no such input")])
@@ -390,10 +362,10 @@ def test_settings_that_do_not_fit_into_memory_are_left_out(error: DeploykitError
             raise OutOfMemory("a.onnx: 4 GiB needed")
         return 0.01
 
-    assert Runs(call_s).search(choices([4])).fastest.sessions == 1
+    assert search(choices([4]), call_s).fastest.sessions == 1
 
     def none(_each: CpuSettings) -> float:
         raise error
 
     with pytest.raises(type(error), match=error.message):
-        Runs(none).search(choices([4]))
+        search(choices([4]), none)

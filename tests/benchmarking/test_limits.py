@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from deploykit.benchmarking.limits import EnergyLog, cpu_ceilings, measure_memor
 from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.core.errors import Unsupported
 from deploykit.core.evidence import Interval
-from deploykit.engines.data.samples import random_feeds
-from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import no_progress
 from deploykit.reporting.points import Point
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.simulated import bare_point
+from tests.support.measure.virtual_time import feeds
 from tests.support.onnx_zoo import mnist_like, save
 
 
@@ -59,32 +58,21 @@ def point(label: str, rate: float, device: str = "cpu") -> Point:
     return bare_point(label, device=device, throughput_per_s=Interval(rate, rate, rate))
 
 
-def logged(steps: Sequence[str], joules: Sequence[float], seconds: Sequence[float]) -> EnergyLog:
-    clock = iter(seconds)
-    meter: Any = Meter(*joules)
-    found = EnergyLog(meter, no_progress, lambda: next(clock))
-    for step in steps:
-        found(step, 0.0)
-    return found
-
-
 def test_energy_is_divided_by_the_rounds_of_each_point() -> None:
     """Idle 2 W; a: 10 W in two rounds, b: 40 W in one; what the warm-up took is nobody's."""
     steps = ["a, batch 1: warm-up", "a, batch 1: round 1", "b, batch 1: round 1"]
     steps += ["a, batch 1: round 2", "done"]
     joules = [0.0, 2.0, 100.0, 1000.0, 1010.0, 1050.0, 1060.0]
-    found = logged(steps, joules, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    meter: Any = Meter(*joules)
+    found = EnergyLog(meter, no_progress, map(float, range(7)).__next__)
+    for step in steps:
+        found(step, 0.0)
     a, b = found.energy([point("a", 5.0), point("b", 10.0), point("c", 1.0)])
     assert (a.joules, a.above_idle, a.idle_w) == (2.0, 1.6, 2.0)
     assert (b.joules, b.above_idle, b.source) == (4.0, 3.8, "RAPL, 1 package")
-
-
-def test_a_point_on_a_device_without_a_meter_has_the_reason() -> None:
-    found = logged([], [0.0, 0.0], [0.0, 1.0])
-    points = [point("a", 1.0, "cuda:0")]
-    assert found.energy(points) == ()
-    (gap,) = found.gaps(points)
-    assert (gap.what, gap.why) == ("energy of cuda:0", "no meter")
+    on_gpu = [point("a", 5.0, "cuda:0")]
+    assert found.energy(on_gpu) == ()
+    assert [(gap.what, gap.why) for gap in found.gaps(on_gpu)] == [("energy of cuda:0", "no meter")]
 
 
 class Large(FakeEngine):
@@ -93,10 +81,6 @@ class Large(FakeEngine):
     def __init__(self, megabytes: int) -> None:
         super().__init__()
         self.held = np.ones(megabytes * 125_000)
-
-
-def feeds(batch: int) -> Arrays:
-    return random_feeds(FakeEngine().inputs, {"N": batch})
 
 
 def test_each_setup_has_the_peak_of_its_own_process() -> None:

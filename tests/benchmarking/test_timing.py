@@ -10,11 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -31,18 +29,16 @@ from deploykit.benchmarking.timing import (
     Warmth,
     closed_loop,
     make_point,
-    order,
     run_block,
     sweep,
 )
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import Interval
-from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from tests.support.fake_engine import FakeEngine, Function
-from tests.support.measure.virtual_time import QUICK, Bench, Timed, VirtualTime
+from tests.support.measure.virtual_time import QUICK, Bench, Timed, VirtualTime, feeds
 
-FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
+FEEDS = feeds(4)
 ROOT = Path(__file__).resolve().parents[2]
 LONG_S = 1e4  # two million calls of 5 ms: far more than happen before a stop
 
@@ -67,14 +63,10 @@ def test_the_calls_add_up_to_the_block_and_one_that_has_begun_is_finished() -> N
     assert block.calls_ns.tolist() == [200_000_000, 100_000_000, 200_000_000]
     assert (block.rows, block.seconds) == (12, pytest.approx(0.5))
     assert block.rate == pytest.approx(24.0)
-    block, _ = run(lambda _: 0.35)
-    assert block.seconds == pytest.approx(0.7)
-    assert block.rate == pytest.approx(4 / 0.35)
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_the_settling_calls_are_not_counted(engines: int) -> None:
-    block, ran = run(*[lambda call: 0.1 if call < 3 else 0.005] * engines, settle_s=0.25)
+def test_the_settling_calls_are_not_counted() -> None:
+    block, ran = run(*[lambda call: 0.1 if call < 3 else 0.005] * 2, settle_s=0.25)
     assert block.calls_ns.max() == 5_000_000
     assert len(ran[0].batches) >= 3 + 100
 
@@ -229,29 +221,14 @@ def test_setups_take_turns_forwards_and_backwards(bench: Bench) -> None:
     assert bench.order == "ACBCABACAB"  # ACB BCA BAC CAB, where neighbours meet joined
 
 
-@pytest.mark.parametrize("count", range(1, 8))
-def test_no_setup_has_a_place_or_a_predecessor_more_often_than_another(count: int) -> None:
-    turns = [order(count, turn) for turn in range(2 * count)]
-    places = Counter((at, each) for turn in turns for at, each in enumerate(turn))
-    assert places == dict.fromkeys(product(range(count), repeat=2), 2)
-    followed = Counter(pair for turn in turns for pair in pairwise(turn))
-    assert set(followed.values()) <= {2}
-    assert len(followed) == count * (count - 1)
-    for forth, back in zip(turns[::2], turns[1::2], strict=True):
-        assert forth == back[::-1]  # so that a drift over the two hits all equally
-
-
 @pytest.mark.parametrize(
-    ("seconds", "longest_s", "rounds"),
-    [(60.0, 1e-4, 60), (2.0, 1e-4, 40), (0.5, 1e-4, 20), (3.0, 0.05, 30), (3.0, 0.076, 5)],
+    ("seconds", "call_s", "rounds"), [(60.0, 0.005, 60), (2.0, 0.005, 40), (5.0, 0.2, 5)]
 )
 def test_rounds_are_as_many_as_fit_at_most_60(
-    bench: Bench, seconds: float, longest_s: float, rounds: int
+    bench: Bench, seconds: float, call_s: float, rounds: int
 ) -> None:
-    assert Timing(1.0, seconds).rounds_for(longest_s) == rounds
-    assert Timing(1.0, seconds, rounds=4).rounds_for(longest_s) == 4
-    slow = bench.sweep(bench.setup("A", 0.1), bench.setup("B", 0.2), timing=Timing(1.0, 5.0))
-    assert [point.rounds for point in slow] == [5, 5]
+    points = bench.sweep(bench.setup("A"), bench.setup("B", call_s), timing=Timing(0.5, seconds))
+    assert [point.rounds for point in points] == [rounds, rounds]
 
 
 def test_inputs_are_made_once_per_batch_and_a_setup_left_out_above_its_largest(
@@ -264,14 +241,13 @@ def test_inputs_are_made_once_per_batch_and_a_setup_left_out_above_its_largest(
     with pytest.raises(BadInput, match="no engine takes a batch of 4") as caught:
         bench.sweep(bench.setup("A", max_batch=2), batches=(8, 4))
     assert caught.value.hint == "the largest is 2"
-    three = random_feeds(FakeEngine().inputs, {"N": 3})
     with pytest.raises(BadInput, match="made for batch 4 hold 3 rows"):
-        sweep([bench.setup("A")], [4], QUICK, lambda _: three)
+        sweep([bench.setup("A")], [4], QUICK, lambda _: feeds(3))
 
 
 def test_a_fixed_batch_is_not_timed_as_another() -> None:
     setups = [Setup("A", lambda: Function(lambda _: {}, "x:float32[8,4]"))]
-    timing, eight = Timing(0.0, 0.01, 2), random_feeds(FakeEngine().inputs, {"N": 8})
+    timing, eight = Timing(0.0, 0.01, 2), feeds(8)
     fixed = r"A: cannot run batch 4: its input is fixed, x:float32\[8"
     with pytest.raises(BadInput, match=fixed) as caught:
         sweep(setups, [4], timing, lambda _: eight)
@@ -380,10 +356,6 @@ def test_warm_up_that_never_settles_is_bounded_and_noted(bench: Bench) -> None:
 # fresh processes
 
 SHORT = Timing(0.0, 0.04, rounds=4)
-
-
-def feeds(batch: int) -> Arrays:
-    return random_feeds(FakeEngine().inputs, {"N": batch})
 
 
 class Noting(FakeEngine):

@@ -13,7 +13,8 @@ import deploykit as dk
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.manifest import load_manifest
-from tests.support.onnx_zoo import mnist_like, save, written
+from tests.support.graphs.small import parse
+from tests.support.onnx_zoo import mnist_like, save
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed")
 
@@ -109,9 +110,9 @@ def test_what_openvino_cannot_is_refused_and_leaves_no_file(
 
     with pytest.raises(BadInput, match=r"runs OpenVINO, which has no such options"):
         dk.build(model, "cpu-openvino", shapes=dk.Shapes(dla=3))
-    text = "(float[N,3,3] x) => (float[N] y) { y = Det(x) }"
+    det = parse("(float[N,3,3] x) => (float[N] y)", "y = Det(x)")
     with pytest.raises(Unsupported, match="OpenVINO has no operator Det"):
-        dk.build(written(model.with_name("det.onnx"), text), "cpu-openvino")
+        dk.build(save(det, model.with_name("det.onnx")), "cpu-openvino")
     real = storage.write
     monkeypatch.setattr(storage, "write", lambda m, f, out, _, **k: real(m, f, out, 100, **k))
     with pytest.raises(Unsupported, match="does not fit into one ONNX file"):

@@ -9,7 +9,7 @@ import functools
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,8 @@ import deploykit as dk
 from deploykit.building.build import check_build
 from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.build import cache_path
 from deploykit.building.tensorrt.prove import build_engine, prove_plan
 from deploykit.core.artefact import Artefact
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
@@ -40,6 +38,7 @@ from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, Rig, r
 from tests.support.runtimes.gpu_machine import LAYER, LAYERS, gpu_machine, plan
 
 ENDS = ("Inputs", "Outputs")
+ORIN = "jetson-orin-nano-8gb"
 
 
 def layers(*kinds: str, **more: Any) -> str:
@@ -53,21 +52,13 @@ def layers(*kinds: str, **more: Any) -> str:
     return json.dumps({"Layers": items})
 
 
-def built(
-    model: Path,
-    folder: Path,
-    data: Path | None = None,
-    max_drop: float | None = None,
-    **shapes: Any,
-) -> Any:
+def built(model: Path, folder: Path, shapes: Shapes | None = None, **gate: Any) -> Any:
     """Build for a target that this machine is not."""
     stage, l4 = folder / "stage", load_profile("l4")
     stage.mkdir()
-    request = QuantizeRequest(
-        to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop
-    )
+    request = QuantizeRequest(to="fp32", runtime="tensorrt", target=l4, **gate)
     source = Artefact.open(model)
-    job = BuildJob(source, l4, request, Shapes(**shapes), stage / "m.trt", folder / "m.trt")
+    job = BuildJob(source, l4, request, shapes or Shapes(), stage / "m.trt", folder / "m.trt")
     plan = find_builder("tensorrt")(source, job.tmp, l4, job.shapes, None)
     return prove_plan(plan, source, job)
 
@@ -77,7 +68,7 @@ GEMM = LAYERS.replace("node_of_m + node_of_y", "gemm")
 
 def test_an_engine_that_cannot_run_here_is_kept_as_unverified(rig: Rig, tmp_path: Path) -> None:
     rig.use(layers=GEMM)
-    made = built(rig.model, tmp_path, batch="2,4,64")
+    made = built(rig.model, tmp_path, Shapes(batch="2,4,64"))
     assert made.path.read_bytes()[1:4] == b"trt"
     manifest = Artefact(made.path).manifest
     assert manifest is not None
@@ -99,11 +90,11 @@ def test_an_engine_that_cannot_run_here_is_kept_as_unverified(rig: Rig, tmp_path
 class Machine:
     """A machine with an L4, and a model to build there; `machine(...)`: what its TensorRT does."""
 
-    def __init__(self, model: Path, enter: Callable[..., Behaviour]) -> None:
-        self.model, self.folder, self._enter = model, model.parent, enter
+    def __init__(self, model: Path, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+        self.model, self.folder, self._stack, self._patch = model, model.parent, stack, patch
 
     def __call__(self, **more: Any) -> Behaviour:
-        return self._enter(**more)
+        return self._stack.enter_context(gpu_machine(self.folder, self._patch, **more))
 
     def build(self, **options: Any) -> Any:
         return dk.build(self.model, "l4", **options)
@@ -111,13 +102,8 @@ class Machine:
 
 @pytest.fixture(name="machine")
 def machine_fixture(affine_onnx: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    folder = affine_onnx.parent / "machine"
-    folder.mkdir()
     with ExitStack() as stack:
-        yield Machine(
-            affine_onnx,
-            lambda **more: stack.enter_context(gpu_machine(folder, monkeypatch, **more)),
-        )
+        yield Machine(affine_onnx, stack, monkeypatch)
 
 
 def test_the_manifest_records_the_engines_facts_and_its_source(machine: Machine) -> None:
@@ -343,36 +329,39 @@ def test_the_workspace_fits_the_free_memory_of_a_shared_gpu(machine: Machine) ->
 # which target this machine is
 
 
+TWO = {
+    "gpus": (
+        Gpu("NVIDIA L4", 1, "580", "8.9"),
+        Gpu("NVIDIA A100-SXM4-80GB", 1, "580", "8.0"),
+    )
+}
+NANO = {"gpus": (), "board_ids": ("nvidia,p3767-0005", "nvidia,tegra234"), "l4t": "36.4.3"}
+WITH_SMI = NANO | {"gpus": (Gpu("Orin (nvgpu)", None, "540.4.0", "8.7"),), "l4t": None}
+
+
 @pytest.mark.parametrize(
-    ("number", "right", "wrong"), [(0, "l4", "a100-80gb"), (1, "a100-80gb", "l4")]
+    ("machine_is", "number", "right", "wrong"),
+    [
+        (TWO, 0, "l4", "a100-80gb"),
+        (TWO, 1, "a100-80gb", "l4"),
+        (NANO, 0, ORIN, "jetson-orin-nx-16gb"),  # by its board, not by the name of its GPU
+        (WITH_SMI, 0, ORIN, "jetson-orin-nx-16gb"),
+    ],
 )
-def test_the_gpu_that_was_chosen_must_be_the_target(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int, right: str, wrong: str
+def test_the_gpu_or_board_that_was_chosen_must_be_the_target(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    machine_is: dict[str, Any],
+    number: int,
+    right: str,
+    wrong: str,
 ) -> None:
-    l4, a100 = Gpu("NVIDIA L4", 1, "580", "8.9"), Gpu("NVIDIA A100-SXM4-80GB", 1, "580", "8.0")
-    two = replace(this_machine(), gpus=(l4, a100))
-    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: two)
+    here = replace(this_machine(), **machine_is)
+    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: here)
     with replaced("tensorrt", FakeTensorRt()):
         build_tensorrt.check_here(load_profile(right), Artefact(rig.model), number)
-        with pytest.raises(dk.Unsupported, match=f"'{wrong}' is not this machine, which has"):
+        with pytest.raises(dk.Unsupported, match=f"'{wrong}' is not this machine"):
             build_tensorrt.check_here(load_profile(wrong), Artefact(rig.model), number)
-    names = {cache_path("10.3", with_gpu(two, each)) for each in (0, 1)}
-    assert len(names) == 2  # each kind of GPU has a timing cache
-
-
-def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
-    nano = replace(this_machine(), gpus=(gpu,), board_ids=("nvidia,p3767-0005", "nvidia,tegra234"))
-    without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
-    for here in (nano, without_smi):
-        monkeypatch.setattr(build_tensorrt, "this_machine", lambda here=here: here)
-        with replaced("tensorrt", FakeTensorRt()):
-            build_tensorrt.check_here(load_profile(ORIN), Artefact(rig.model))
-        words = "profile 'jetson-orin-nx-16gb' is not this machine"
-        with pytest.raises(dk.Unsupported, match=words):
-            build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(rig.model))
 
 
 def test_a_target_of_another_machine_is_refused_with_what_works_here(rig: Rig) -> None:
@@ -402,7 +391,6 @@ def test_a_refused_check_fails_and_names_the_reason(rig: Rig) -> None:
 
 # in a process of its own, as on boards where CPU and GPU share memory
 
-ORIN = "jetson-orin-nano-8gb"
 CHILD = """
 import sys
 from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt
@@ -413,81 +401,76 @@ sys.modules["cuda"] = None
 from deploykit.core.subprocesses import main
 main()
 """
+AND_ENDS = "import time; time.sleep(0.3); open('ended', 'w')"
 
 
-def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def build_apart(
+    rig: Rig, patch: pytest.MonkeyPatch, code: str, on_progress: Any = None
+) -> BuildResult:
+    """Build in a process that runs this code, in the test's folder."""
     command = [sys.executable, "-c", code]
-    monkeypatch.setattr(
-        "deploykit.core.subprocesses.module_command", lambda _module, number: [*command, number]
+    patch.setattr(
+        "deploykit.core.subprocesses.module_command", lambda _, number: [*command, number]
     )
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-
-
-def build_apart(model: Path, out: Path, on_progress: Any = None) -> BuildResult:
-    return build_engine(Artefact.open(model), out, load_profile(ORIN), Shapes(), on_progress)
+    patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    patch.chdir(rig.out.parent)
+    source = Artefact.open(rig.model)
+    return build_engine(source, rig.out, load_profile(ORIN), Shapes(), on_progress)
 
 
 def test_a_shared_memory_builds_in_another_process_and_reports_progress(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child(monkeypatch, CHILD.format(error=None))
     phases: list[str] = []
-    built = build_apart(rig.model, rig.out, lambda phase, _share: phases.append(phase))
+    code = CHILD.format(error=None)
+    built = build_apart(rig, monkeypatch, code, lambda phase, _share: phases.append(phase))
     assert "tensorrt" not in sys.modules
     assert rig.out.exists()
     assert built.built_on["tensorrt"] == "10.3.0"
     assert {"parsing", "Building engine", "built"} <= set(phases)
 
 
-def test_an_error_there_is_the_error_here_and_nothing_is_interrupted(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """An interrupt then is a traceback among the messages of a device."""
-    end = f"import time; time.sleep(0.3); open({str(tmp_path / 'ended')!r}, 'w')"
-    child(monkeypatch, CHILD.format(error="no tactics within workspace limit") + end)
-    with pytest.raises(Unsupported, match="no kernel fits into the workspace") as caught:
-        build_apart(rig.model, rig.out)
-    assert caught.value.hint == "a larger `workspace_bytes` in the profile"
-    assert not rig.out.exists()
-    assert (tmp_path / "ended").exists()
+WORKSPACE = CHILD.format(error="no tactics within workspace limit")
 
 
 @pytest.mark.parametrize(
-    ("end", "error", "says"),
+    ("code", "error", "says"),
     [
-        ("os.kill(os.getpid(), 9)", OutOfMemory, "the system ended it"),
-        ("os.kill(os.getpid(), 11)", DeploykitError, "ended with code -11"),
+        (WORKSPACE + AND_ENDS, Unsupported, "no kernel fits into the workspace"),
+        ("import os; os.kill(os.getpid(), 9)", OutOfMemory, "the system ended it"),
+        ("import os; os.kill(os.getpid(), 11)", DeploykitError, "ended with code -11"),
     ],
 )
-def test_a_build_that_is_killed_is_an_error_with_its_cause(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, end: str, error: type, says: str
+def test_an_error_there_is_the_error_here_and_nothing_is_interrupted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, code: str, error: type, says: str
 ) -> None:
-    child(monkeypatch, f"import os; {end}")
+    """An interrupt then is a traceback among the messages of a device."""
     with pytest.raises(error, match=says) as caught:
-        build_apart(rig.model, rig.out)
+        build_apart(rig, monkeypatch, code)
     assert type(caught.value) is error
+    assert not rig.out.exists()
+    assert Path("ended").exists() is (error is Unsupported)
+    if error is Unsupported:
+        assert caught.value.hint == "a larger `workspace_bytes` in the profile"
 
 
-def test_an_interrupted_caller_stops_the_build(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    mark = tmp_path / "stopped"
-    code = f"""
+STOPPED = """
 import signal, sys, time
 from multiprocessing.connection import Connection
 try:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     pipe = Connection(int(sys.argv[1]))
     pipe.send(("progress", "x", 0.1))
     time.sleep(60)
 except KeyboardInterrupt:
-    open({str(mark)!r}, "w").close()
+    open("stopped", "w").close()
 """
-    child(monkeypatch, code)
 
+
+def test_an_interrupted_caller_stops_the_build(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(phase: str, share: float) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_apart(rig.model, rig.out, stop)
-    assert mark.exists()
+        build_apart(rig, monkeypatch, STOPPED, stop)
+    assert Path("stopped").exists()

@@ -54,8 +54,6 @@ FUSED = "[ONNX Layer: /conv/Conv]\x1f[ONNX Layer: /relu/Relu]"
                 "Row major linear FP32": "float32",
                 "Channel major FP16 format where channel % 8 == 0": "float16",
                 "Four wide channel vectorized row major Int8 format": "int8",
-                "Row major linear INT8 format": "int8",
-                "Row major linear BF16 format": "bfloat16",
             }.items()
         ),
         # the newer field names
@@ -114,12 +112,6 @@ def test_metadata_or_the_name_give_the_fused_nodes(
         assert json.dumps(found.to_dict(), ensure_ascii=False).encode()
 
 
-def test_layers_given_as_names_have_no_precision() -> None:
-    layer = read_layers('{"Layers": ["conv + relu"]}')[0]
-    assert (layer.precision, computes(layer)) == (None, False)
-    assert layer.onnx_nodes == ("conv", "relu")
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"Layers": {}}', '{"Layers": [3]}', "null", f'{{"Layers": {"[" * 200_000}'],
@@ -156,11 +148,6 @@ def test_a_dynamic_plan_of_a_real_builder_is_read(
         assert len(mismatches(dict.fromkeys(nodes, "float16"), layers)) == len(nodes)
 
 
-def test_a_node_in_a_wider_precision_than_requested_is_a_mismatch() -> None:
-    found = mismatches({"conv": "int8", "relu": "float32"}, [conv("Half", "Half", "Half")])
-    assert found == {"conv": "'conv' was requested in int8 and runs in float16"}
-
-
 MOVED = [
     one(kind, Inputs=tensors("Float"), Outputs=tensors("Half"))
     for kind in ("Reformat", "NoOp", "Shuffle", "Constant")
@@ -181,12 +168,6 @@ def test_what_is_as_requested_or_computes_nothing_is_not_a_mismatch(
     asked: str, layers: list[Layer]
 ) -> None:
     assert mismatches({"conv": asked}, layers) == {}
-
-
-def test_a_folded_node_is_not_a_mismatch_but_is_listed() -> None:
-    layers = [conv("Half", "Half")]
-    assert mismatches({"bn": "int8"}, layers) == {}
-    assert unseen(["conv", "bn"], layers) == ("bn",)
 
 
 def test_shares_are_of_the_layers_that_compute_or_of_their_time() -> None:

@@ -21,6 +21,7 @@ from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.onnxruntime import engine
 from tests.support.graphs.protos import calibrate, load_graph, specs, summarise, to_half, to_pairs
+from tests.support.graphs.small import write_text
 from tests.support.installed import needs
 from tests.support.onnx_zoo import (
     conv_relu,
@@ -31,7 +32,6 @@ from tests.support.onnx_zoo import (
     overflow,
     save,
     two_inputs,
-    written,
 )
 
 Make = Callable[[], onnx.ModelProto]
@@ -148,8 +148,7 @@ def test_fusions_that_are_slower_on_a_cpu_are_off(
         assert "LayerNormalization" in kinds, kinds
 
 
-SPREAD = """(float[N, 4, 8] x) => (float[N, 4, 8] y)
-    <float e = {0.00001}, float two = {2}, float[8] g = {1, 2, 3, 4, 5, 6, 7, 8}> {"""
+ROWS = "(float[N,4,8] x) => (float[N,4,8] y)"
 NORMS = {  # as exporters write them below the opset that has the operator
     "LayerNormalization": """
         m = ReduceMean <axes = [-1]> (x)
@@ -169,8 +168,8 @@ def test_operators_that_the_optimizer_writes_at_any_opset_are_those_of_the_runti
     tmp_path: Path, operator: str, opset: int
 ) -> None:
     """ONNX has LayerNormalization from opset 17 on, and the other one not at all."""
-    body = f"{NORMS[operator]}\n a = Add(v, e)\n r = Sqrt(a)\n n = Div(d, r)\n y = Mul(n, g) }}"
-    path = written(tmp_path / "m.onnx", SPREAD + body, opset=opset)
+    body = f"{NORMS[operator]}\n a = Add(v, e)\n r = Sqrt(a)\n n = Div(d, r)\n y = Mul(n, g)"
+    path = write_text(tmp_path, ROWS, body, {"e": 1e-5, "two": 2.0, "g": np.arange(1.0, 9)}, opset)
     made = dk.build(path, "cpu")
     kinds = {(node.domain, node.op_type) for node in onnx.load(made.path).graph.node}
     assert ("", "SimplifiedLayerNormalization") in kinds or ("", "LayerNormalization") in kinds
@@ -246,13 +245,10 @@ def normal(*shape: int) -> np.ndarray:
 @pytest.fixture
 def audio(tmp_path: Path) -> Path:
     """A file that takes no fewer than 65 steps, as one for speech."""
-    text = (
-        '(float[N,T] x) => (float[N,L] y) { p = Pad<mode="reflect">(x, pads)'
-        " u = Unsqueeze(p, ax) c = Conv(u, K) y = Squeeze(c, ax) }"
-    )
-    pads, ax = np.array([0, 64, 0, 64]), np.array([1])
+    body = 'p = Pad<mode="reflect">(x, pads) u = Unsqueeze(p, ax) c = Conv(u, K) y = Squeeze(c, ax)'
+    weights = {"pads": np.array([0, 64, 0, 64]), "ax": np.array([1]), "K": normal(1, 1, 33)}
     np.savez(tmp_path / "d.npz", x=normal(40, 512))
-    return written(tmp_path / "audio.onnx", text, opset=17, pads=pads, ax=ax, K=normal(1, 1, 33))
+    return write_text(tmp_path, "(float[N,T] x) => (float[N,L] y)", body, weights)
 
 
 def batches(made: dk.Made) -> list[int]:
@@ -287,12 +283,10 @@ def test_named_sizes_or_given_samples_are_those_of_the_comparison(
 
 
 def test_samples_on_another_axis_are_compared(tmp_path: Path) -> None:
-    text = (
-        "(float[S,N,5] x, float[2,N,8] h) => (float[S,2,N,8] y) "
-        '{ y = GRU<hidden_size=8, direction="bidirectional">(x, W, R, B, , h) }'
-    )
+    head = "(float[S,N,5] x, float[2,N,8] h) => (float[S,2,N,8] y)"
+    body = 'y = GRU<hidden_size=8, direction="bidirectional">(x, W, R, B, , h)'
     weights = {"W": normal(2, 24, 5), "R": normal(2, 24, 8), "B": normal(2, 48)}
-    path = written(tmp_path / "gru.onnx", text, opset=17, **weights)
+    path = write_text(tmp_path, head, body, weights)
     np.savez(tmp_path / "d.npz", x=normal(7, 12, 5), h=normal(2, 12, 8))
     assert batches(dk.build(path, "cpu", data=tmp_path / "d.npz")) == [1, 2, 12]
 

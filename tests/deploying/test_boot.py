@@ -8,23 +8,31 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import deploykit as dk
 from deploykit.core.errors import OutOfMemory
 from deploykit.deploying.boot import boot_until_stopped
 from deploykit.deploying.slots import EngineCache
+from deploykit.deploying.wheels import read_lock
 from tests.support.bundles import boot, copying, failing, flip, proven_model
-from tests.support.campaign import rounds
+from tests.support.campaign import only_in_a_campaign, rounds
+from tests.support.installed import needs
 from tests.support.runtimes.cases import AFFINE, onnx_model
 from tests.support.runtimes.gpu_machine import gpu_machine
 
 pytest.importorskip("onnxruntime")
+
+LIMIT_S = 120.0  # against hanging, not a measure
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +79,12 @@ def test_an_update_is_built_into_the_other_slot_and_later_starts_use_the_cache(
     "error", [dk.GateFailed("differs"), OutOfMemory("killed"), dk.BadInput("refused")]
 )
 def test_a_failed_engine_leaves_the_old_one_serving(
-    made: Path, cache: Path, run: Any, error: dk.DeploykitError, caplog: pytest.LogCaptureFixture
+    made: Path,
+    cache: Path,
+    run: Any,
+    tmp_path: Path,
+    error: dk.DeploykitError,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for _ in range(5):  # without an old one, the error is the build's
         with pytest.raises(type(error), match=error.message):
@@ -81,7 +94,10 @@ def test_a_failed_engine_leaves_the_old_one_serving(
         served = boot(made / "new", cache, failing(error))
         assert (served.source, served.slot[0], served.why) == ("previous", "a", error.message)
     assert "SERVING THE PREVIOUS ENGINE" in caplog.text
-    assert boot(made / "new", cache, run, retry=True).source == "build"
+    dk.bundle(made / "tiny.onnx", "cpu", out=tmp_path / "newer", batch="1,2,8")
+    newer = boot(tmp_path / "newer", cache, run)  # tries of its own, not in the slot that serves
+    assert (newer.source, newer.slot[0]) == ("build", "b")
+    assert boot(made / "new", cache, run, retry=True).slot[0] == "a"
 
 
 def test_a_rollback_stays_until_it_is_taken_back(made: Path, cache: Path, run: Any) -> None:
@@ -249,19 +265,6 @@ def track_syncs(folder: Path) -> set[int]:
     return synced
 
 
-def test_an_engine_that_became_ready_survives_a_power_cut(
-    made: Path, cache: Path, run: Any
-) -> None:
-    def start() -> None:
-        synced = track_syncs(cache)
-        boot(made / "old", cache, run)
-        assert {cache.stat().st_ino, *(each.stat().st_ino for each in cache.glob("a-*"))} <= synced
-        lose_unsynced(cache, synced)
-
-    assert in_a_fork(start) == 0
-    assert boot(made / "old", cache, failing(AssertionError("lost"))).source == "cache"
-
-
 @pytest.mark.parametrize("power_cut", [False, True], ids=["kill", "power cut"])
 @pytest.mark.parametrize("update", [False, True], ids=["first start", "update"])
 def test_a_start_that_is_killed_at_any_operation_is_recovered_from(
@@ -291,6 +294,8 @@ def test_a_start_that_is_killed_at_any_operation_is_recovered_from(
 
         operations.start(cache, at, die)
         boot(bundle, cache, run)
+        assert {cache.stat().st_ino, *(each.stat().st_ino for each in cache.glob("a-*"))} <= synced
+        lose_unsynced(cache, synced)
 
     while ended:
         at += STRIDE
@@ -301,7 +306,7 @@ def test_a_start_that_is_killed_at_any_operation_is_recovered_from(
             old = boot(made / "old", cache, failing(AssertionError("lost")))
             assert old.source == "cache"
         served = boot(bundle, cache, run)
-        assert served.source in ("build", "cache")
+        assert served.source in (("build", "cache") if ended else ("cache",))
         assert EngineCache(cache).check(served.slot).is_file()
         assert json.loads((cache / "state.json").read_text())["active"] == served.slot
         assert not list(cache.rglob(".*"))
@@ -349,3 +354,112 @@ def test_an_engine_of_tensorrt_is_built_for_this_gpu_and_then_cached(
     gpu = {"gpu": "NVIDIA L4", "sm_count": 58, "compute_capability": "8.9", "batch": "1,4,8"}
     assert gpu.items() <= found["key"].items()
     assert found["engine"] == "affine.trt"
+
+
+# -- As a process: twice on one cache, and without a network
+
+
+class Device:
+    """A process of `deploykit boot`."""
+
+    def __init__(self, bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -> None:
+        command = (sys.executable, "-m", "deploykit", "boot", bundle, "--cache", cache)
+        command = (*before, *command, "--http-port", "0", "--grpc-port=none", *after)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.popen = subprocess.Popen(command, text=True, **pipes)
+
+    def ready(self) -> dict[str, Any]:
+        """The ready line; an empty dict where the process ended without one."""
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        return dict(json.loads(line)) if line else {}
+
+    def stop(self) -> tuple[int, str]:
+        """End it as `docker stop` does; its exit code and its log."""
+        self.popen.terminate()
+        _, log = self.popen.communicate(timeout=LIMIT_S)
+        return self.popen.returncode, log
+
+
+@contextmanager
+def device(bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -> Iterator[Device]:
+    running = Device(bundle, cache, *before, after=after)
+    try:
+        yield running
+    finally:
+        running.popen.kill()
+        running.popen.communicate()
+
+
+def test_a_bundle_of_a_task_answers_an_image(tmp_path: Path) -> None:
+    """It has the packages for that; where they are absent none of its servers gets ready."""
+    needs("PIL", "tokenizers")
+    from tests.support.runtimes.pictures import encoded
+    from tests.support.serving.task_models import write_task_model
+
+    bundle, cache = tmp_path / "bundle", tmp_path / "cache"
+    dk.bundle(write_task_model(tmp_path, "classify"), "cpu", out=bundle, name="m")
+    locked = {each.name for each in read_lock((bundle / "requirements.lock").read_text())}
+    assert {"pillow", "tokenizers"} & locked == {"pillow"}
+    text = dk.bundle(write_task_model(tmp_path, "text-classify"), "cpu", out=tmp_path / "text")
+    assert (text.path / f"{text.bundle.model}.tokenizer.json").is_file()
+    with device(bundle, cache) as running:
+        url = f"http://{running.ready()['http']}/v2/models/m/predict"
+        image = encoded(np.full((9, 9, 3), 255, np.uint8), "JPEG")
+        request = urllib.request.Request(url, image, {"Content-Type": "image/jpeg"})
+        with urllib.request.urlopen(request) as answer:
+            assert json.loads(answer.read())["label"] == "light"
+    (tmp_path / "PIL.py").write_text("raise ModuleNotFoundError('PIL', name='PIL')")
+    with device(bundle, cache, "env", f"PYTHONPATH={tmp_path}") as running:
+        assert running.ready() == {}
+        code, log = running.stop()
+    assert (code, log.splitlines()[-2]) == (3, "error: pillow is not installed")
+
+
+def test_two_processes_build_one_engine_and_both_serve_it(made: Path, tmp_path: Path) -> None:
+    with (
+        device(made / "old", tmp_path / "cache") as one,
+        device(made / "old", tmp_path / "cache") as two,
+    ):
+        lines = [each.ready() for each in (one, two)]
+        for line in lines:
+            with urllib.request.urlopen(f"http://{line['http']}/v2/health/ready") as answer:
+                assert answer.status == 200
+        engines = [line["engine"] for line in lines]
+        for each, engine in zip((one, two), engines, strict=True):
+            maps = Path(f"/proc/{each.popen.pid}/maps").read_text()
+            assert "/torch/" not in maps
+            assert "/onnx/" not in maps, engine  # a build is another process, too
+        ended = [each.stop() for each in (one, two)]
+    assert sorted(engine["source"] for engine in engines) == ["build", "cache"]
+    assert len({engine["slot"] for engine in engines}) == 1
+    assert [code for code, _log in ended] == [0, 0]
+    assert sum("another process uses the cache" in log for _code, log in ended) <= 1
+
+
+def get(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=LIMIT_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_and_notes_say_that_the_previous_engine_serves(made: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "a\nfolder ü $(x)=y"
+    boot(made / "old", cache)
+    boot(made / "new", cache)
+    for option, previous in (("--rollback", True), ("--retry", False)):
+        with device(made / "new", cache, after=[option]) as running:
+            address = running.ready()["http"]
+            metrics, about = get(address, "/metrics"), json.loads(get(address, "/v2/models/tiny"))
+        value = f'deploykit_previous_engine{{model="tiny",version="1"}} {float(previous)}'
+        assert value in metrics.splitlines()
+        notes = "the previous engine serves: rolled back" if previous else ""
+        assert about["parameters"]["notes"] == notes
+
+
+@only_in_a_campaign
+def test_no_network_is_needed(made: Path, tmp_path: Path) -> None:
+    without = ("unshare", "--net", "--map-root-user")
+    if subprocess.run([*without, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespace without a network can be made here")
+    with device(made / "old", tmp_path / "cache", *without) as running:
+        assert running.ready()["models"] == ["tiny"]

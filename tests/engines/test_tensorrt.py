@@ -1,4 +1,4 @@
-"""What the TensorRT runtime adds to test_cuda.py and test_plan.py: tensors, profiles, contexts.
+"""The TensorRT runtime: tensors, profiles, contexts, buffers, streams, graphs, and its errors.
 
 Here on a TensorRT made of Python and our CUDA driver; `make gpu-test` runs the real ones.
 """
@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, OutOfMemory, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.extras import installed
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
-from deploykit.engines.tensorrt.engine import choose_profile
+from deploykit.engines.cuda import errors as codes
+from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost, cuda_error
 from deploykit.engines.tensorrt.log import logger, recorder
-from tests.support.runtimes.fake_tensorrt import FakeTensorRt, replaced, tensor
-from tests.support.runtimes.gpu_machine import (  # noqa: F401
-    PROFILE,
-    Opened,
-    X,
-    Y,
-    opened_fixture,
-    right,
-)
-from tests.support.runtimes.own_cuda import FakeCuda, rows
+from tests.support.campaign import rounds
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, replaced, tensor
+from tests.support.runtimes.gpu_machine import PROFILE, Opened, X, Y, right
+from tests.support.runtimes.own_cuda import FakeCuda, driver, rows
 
+ONE_CALL = ["copy_in", "enqueue", "copy_out", "record"]
+LARGE = ({"x": [[1, 4], [2, 4], [8192, 4]]},)
+LATE = tensor("y", "OUTPUT", [-1, 4], late=True)
 SIZES = (1, 2, 4, 8)
 MEMORY = {"weights": 100_000, "context": 1000}
 
@@ -43,16 +40,14 @@ def calls(*sizes: int) -> list[dict[str, np.ndarray]]:
     return [{"x": np.zeros((size, 4), np.float32)} for size in sorted(sizes, reverse=True)]
 
 
+@pytest.fixture(name="opened")
+def opened_fixture() -> Iterator[Opened]:
+    """The model y = 2x + 1 on float32[N,4], batches 1 to 32."""
+    with Opened() as opened:
+        yield opened
+
+
 # what an engine says of itself
-
-
-def test_an_engine_describes_itself() -> None:
-    with Opened(notes=("loaded on trust",)).engine as engine:
-        assert engine.inputs == (TensorSpec("x", "float32", ("N", 4)),)
-        assert engine.outputs == (TensorSpec("y", "float32", ("N", 4)),)
-        assert (engine.max_batch, engine.device) == (32, "cuda:0")
-        assert engine.runtime == "tensorrt 10.13.3.9"
-        assert engine.notes == ("loaded on trust",)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +74,9 @@ def test_names_of_axes_come_from_the_manifest(
         (),
         ({"x": [[1], [8], [32]]},),
         ({"x": [[-1, 4], [-1, 4], [-1, 4]]},),
-        ({"x": [[32, 4], [8, 4], [1, 4]]},),
         (PROFILE, {"x": [[1, 4], [64, 4], [32, 4]]}),
     ],
-    ids=["none", "rank", "negative", "falling", "optimum"],
+    ids=["none", "rank", "negative", "optimum"],
 )
 def test_profiles_that_are_none_are_refused(profiles: tuple[Any, ...]) -> None:
     """As TensorRT may answer of a damaged plan that was opened on trust."""
@@ -113,27 +107,6 @@ def test_tensor_that_numpy_cannot_carry_is_unsupported(item: Any, says: str) -> 
 # calls
 
 
-def test_wrong_feeds_are_refused_before_tensorrt(opened: Opened) -> None:
-    before = len(opened.cuda.calls)
-    for batch in (0, 33):
-        words = rf"m\.trt: input 'x': axis N is {batch}, built for 1 to 32"
-        with pytest.raises(BadInput, match=words):
-            opened.engine({"x": rows(batch)})
-    for feeds in ({}, {"x": rows(1).astype(np.float64)}, {"x": rows(1), "z": rows(1)}):
-        with pytest.raises(BadInput):
-            opened.engine(feeds)
-    assert len(opened.cuda.calls) == before
-    assert right(opened.engine, 1)
-
-
-def test_shapes_and_addresses_are_set_once_for_calls_of_the_same_size(opened: Opened) -> None:
-    assert right(opened.engine, 2)
-    (context,) = opened.nv.contexts
-    changes = context.changes
-    assert all(right(opened.engine, 2, start=n) for n in range(5))
-    assert context.changes == changes
-
-
 def test_the_copy_times_of_the_last_call_are_reported() -> None:
     """Four megabytes take more than a microsecond each way."""
     with Opened(profiles=({"x": [[1, 4], [8, 4], [1 << 18, 4]]},)).engine as engine:
@@ -145,34 +118,21 @@ def test_the_copy_times_of_the_last_call_are_reported() -> None:
         assert sum(engine.last_copies_us) <= taken_us
 
 
-def test_layer_information_is_read_by_a_thread_that_never_used_cuda(opened: Opened) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(opened.engine.layer_information).result() == ""  # the stand-in's
-
-
 # several profiles
 
 
 def test_profile_is_chosen_by_the_shapes() -> None:
     small = {"x": [[1, 4], [1, 4], [4, 4]]}
-    large = {"x": [[3, 4], [64, 4], [64, 4]]}
+    large = {"x": [[3, 4], [8, 4], [64, 4]]}
     with Opened(profiles=(small, large)) as found:
         assert found.engine.max_batch == 64
         chosen = []
-        for count in (1, 64, 2, 40, 4):
+        for count in (1, 64, 2, 40, 3, 4):  # the last two fit both: the closer one is used
             assert right(found.engine, count)
             chosen.append(found.nv.contexts[0].profile)
-        assert chosen == [0, 1, 0, 1, 0]
+        assert chosen == [0, 1, 0, 1, 0, 0]
         with pytest.raises(BadInput, match="axis N is 65, built for 1 to 4 or 3 to 64"):
             found.engine({"x": rows(65)})
-
-
-def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
-    near = {"x": ((1, 4), (8, 4), (32, 4))}
-    far = {"x": ((1, 4), (32, 4), (32, 4))}
-    assert choose_profile([far, near], {"x": (6, 4)}) == 1
-    assert choose_profile([far, near], {"x": (30, 4)}) == 0
-    assert choose_profile([near], {"x": (33, 4)}) is None
 
 
 def test_sizes_that_only_fit_different_profiles_are_refused() -> None:
@@ -228,10 +188,11 @@ def test_engines_that_share_weights_run_in_threads_of_their_own() -> None:
         engines = [found.engine, *(found.engine.share(graphs=SIZES) for _ in range(2))]
 
         def run(number: int) -> bool:
-            return all(right(engines[number], 1 + n % 9, start=100 * number + n) for n in range(60))
+            engine = engines[number // 2]  # and two threads take turns on each
+            return all(right(engine, 1 + n % 9, start=100 * number + n) for n in range(60))
 
-        with ThreadPoolExecutor(len(engines)) as pool:
-            assert all(pool.map(run, range(len(engines))))
+        with ThreadPoolExecutor(2 * len(engines)) as pool:
+            assert all(pool.map(run, range(2 * len(engines))))
         for engine in engines:
             engine.close()
 
@@ -331,6 +292,16 @@ def test_rows_that_depend_on_each_other_have_graphs_of_what_was_prepared_alone()
         assert len(found.nv.contexts) == 4
 
 
+def test_an_engine_of_fixed_shapes_has_no_batch_limit_and_one_graph() -> None:
+    ends = (tensor("x", "INPUT", [2, 4]), tensor("y", "OUTPUT", [2, 4]))
+    with Opened(ends, ({"x": [[2, 4]] * 3},), graphs=SIZES) as found:
+        assert found.engine.max_batch is None
+        found.engine.prepare(calls(2), joined=False)
+        before = found.cuda.count["launch"]
+        assert right(found.engine, 2)
+        assert found.cuda.count["launch"] == before + 1
+
+
 def test_a_graph_above_the_largest_batch_is_one_of_the_largest_batch() -> None:
     with Opened(profiles=({"x": [[1, 4], [2, 4], [6, 4]]},), graphs=(1, 2, 4, 8, 16)) as found:
         found.engine.prepare(calls(1, 2, 4, 6), joined=True)
@@ -356,22 +327,9 @@ def test_of_several_profiles_no_call_is_padded_out_of_its_own() -> None:
         np.testing.assert_array_equal(answer, np.full((3, 9), 9, np.float32))
 
 
-def test_an_engine_of_fixed_shapes_has_no_batch_limit_and_one_graph() -> None:
-    ends = (tensor("x", "INPUT", [2, 4]), tensor("y", "OUTPUT", [2, 4]))
-    with Opened(ends, ({"x": [[2, 4]] * 3},), graphs=SIZES) as found:
-        assert found.engine.max_batch is None
-        found.engine.prepare(calls(2), joined=False)
-        before = found.cuda.count["launch"]
-        assert right(found.engine, 2)
-        assert found.cuda.count["launch"] == before + 1
-
-
 # what the TensorRT runtime refuses, at load and in a call, and what it says of it
 
-
-NOISE = (
-    "getDeviceMemorySizeV2 is only supported from TensorRT 10.1 onwards"  # lean 10.16.1, at load
-)
+NOISE = "getDeviceMemorySizeV2 is only supported from TensorRT 10.1 onwards"  # lean 10.16.1
 RUNS = "execute_async_v3"
 LOADS = {
     "deserialize_cuda_engine": "deserialize_cuda_engine",
@@ -385,10 +343,10 @@ LOADS = {
 CALLS = [*[*LOADS][2:], "get_tensor_shape", RUNS]
 
 
-@pytest.mark.parametrize("call", LOADS)
-def test_refusal_at_load_gives_the_reason_from_the_log(call: str) -> None:
+@pytest.mark.parametrize(("call", "words"), LOADS.items())
+def test_refusal_at_load_gives_the_reason_from_the_log(call: str, words: str) -> None:
     line = "[runtime.cpp::deserialize::1] IRuntime: Error Code 1: the reason"
-    with pytest.raises(Unsupported, match=rf"m\.trt: .*{LOADS[call]}.*: the reason") as caught:
+    with pytest.raises(Unsupported, match=rf"m\.trt: .*{words}.*: the reason") as caught:
         Opened(fail={call: line})
     assert "runtime.cpp" not in caught.value.message
 
@@ -435,14 +393,10 @@ def test_a_lost_device_is_found_whatever_tensorrt_gives_as_reason(call: str, lin
             found.cuda.lose("IllegalAddress")
             report(line, owner)
 
-    def use() -> None:
-        found.engine.prepare()
-        found.engine({"x": rows(2)})
-
     found.nv.report = lose  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(DeviceLost):
-            use()
+            found.engine({"x": rows(2)})
     found.engine.close()
 
 
@@ -464,9 +418,7 @@ def test_errors_of_other_libraries_keep_their_meaning(
         opened.engine({"x": rows(2)})
 
 
-@pytest.mark.parametrize(
-    "call", ["deserialize_cuda_engine", "set_input_shape", "set_tensor_address"]
-)
+@pytest.mark.parametrize("call", ["deserialize_cuda_engine", "set_input_shape"])
 def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> None:
     opened = Opened(noise={call: NOISE})
     opened.nv.fail = {RUNS: "the reason\n  followed by\n  a dump of the graph"}
@@ -486,21 +438,16 @@ def test_an_inspector_or_an_allocator_that_is_refused_is_a_deploykit_error() -> 
     late.engine.close()
 
 
-def test_tensorrt_can_read_its_errors_back_from_the_recorder() -> None:
-    """Its C++ side calls `get_num_errors`, where NVIDIA's documents have `num_errors`."""
-    kept = recorder(FakeTensorRt())()
-    kept.report_error("INTERNAL_ERROR", "the reason")
-    assert kept.get_num_errors() == kept.num_errors() == 1
-    assert [kept.get_error_code(0), kept.get_error_desc(0)] == ["INTERNAL_ERROR", "the reason"]
-    assert not kept.has_overflowed()
-    kept.clear()
-    assert kept.get_num_errors() == 0
-
-
 def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened: Opened) -> None:
-    """TensorRT ignores every logger but the first: there is one for the process."""
+    """TensorRT ignores every logger but the first, and its C++ side calls `get_num_errors`."""
     nv = FakeTensorRt(FakeCuda(new_machine=False))
     assert logger(nv) is logger(nv)
+    kept = recorder(nv)()
+    kept.report_error("INTERNAL_ERROR", "the reason")
+    assert (kept.get_num_errors(), kept.num_errors(), kept.has_overflowed()) == (1, 1, False)
+    assert (kept.get_error_code(0), kept.get_error_desc(0)) == ("INTERNAL_ERROR", "the reason")
+    kept.clear()
+    assert kept.get_num_errors() == 0
     opened.engine({"x": rows(2)})
     owners = (opened.engine._runtime, opened.engine._engine, opened.nv.contexts[0])
     assert None not in [owner.error_recorder for owner in owners]
@@ -511,25 +458,321 @@ def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened:
         opened.engine({"x": rows(2)})
 
 
-def test_an_engine_built_for_a_dla_core_runs_on_it(opened: Opened) -> None:
-    assert opened.nv.does.seen["runtime_dla"] == -1
-    other = Opened(dla=1)
-    assert other.nv.does.seen["runtime_dla"] == 1
-    other.engine.close()
+def test_an_engine_built_for_a_dla_core_runs_on_it() -> None:
+    with Opened(dla=1, notes=("loaded on trust",)) as found:
+        assert found.engine.notes == ("loaded on trust",)
+        assert found.nv.does.seen["runtime_dla"] == 1
+
+
+def test_a_library_below_tensorrt_writes_to_the_logger_or_says_nothing(opened: Opened) -> None:
+    opened.nv.recorded = False
+    for line, says in (("Error Code 1: Myelin (it failed)", "it failed"), ("", "no reason in its")):
+        opened.nv.fail = {RUNS: line or " "}
+        if not line:
+            opened.nv.report = lambda *_: None  # type: ignore[method-assign]
+        with pytest.raises(Unsupported, match=says):
+            opened.engine({"x": rows(2)})
+
+
+# buffers and streams, on a driver that runs nothing before it is waited for
+
+
+def test_call_copies_in_computes_copies_out_in_this_order_on_one_stream() -> None:
+    with Opened(slots=3) as found:
+        found.cuda.calls.clear()
+        assert right(found.engine, 3)
+        (context,) = found.nv.contexts
+        changes = context.changes
+        assert all(right(found.engine, 3, start=n) for n in range(2))
+        assert context.changes == changes  # shapes and addresses are set once
+        (stream,) = found.cuda.streams  # no call waited for another
+        assert found.cuda.on(stream) == ONE_CALL * 3
+        # the device is chosen for every call, as another thread may make it
+        assert found.cuda.names("use", "enqueue", "wait") == ["use", "enqueue", "use", "wait"] * 3
+
+
+def test_larger_batch_replaces_the_buffers_and_frees_the_old_ones_first() -> None:
+    with Opened(profiles=LARGE) as found:
+        assert all(right(found.engine, count) for count in (10, 7, 10, 1000, 3))
+        assert found.cuda.held()["device"] == 2
+    held = found.cuda.names("allocate", "free")
+    assert held[:6] == ["allocate", "allocate", *["free", "allocate"] * 2]
+
+
+def test_third_call_waits_for_the_first_of_two_slots_and_keeps_its_answer() -> None:
+    with Opened(slots=2) as found:
+        tickets = [found.engine.submit({"x": rows(2, start=100 * n)}) for n in range(5)]
+        steps = found.cuda.names("enqueue", "wait")
+        assert steps == ["enqueue", "enqueue", *["wait", "enqueue"] * 3]
+        order = [stream for name, stream in found.cuda.calls if name == "enqueue"]
+        assert order == [*order[:2] * 2, order[0]]  # reused in the order of their start
+        assert len(found.nv.contexts) == len(set(order)) == 2
+        for n in (4, 0, 2, 1, 3):
+            np.testing.assert_array_equal(tickets[n].result()["y"], 2 * rows(2, start=100 * n) + 1)
+
+
+def test_growth_of_one_slot_leaves_the_call_under_way_in_another_alone() -> None:
+    with Opened(profiles=LARGE) as found:
+        small, large = (found.engine.submit({"x": rows(n)}) for n in (3, 3000))
+        np.testing.assert_array_equal(large.result()["y"], 2 * rows(3000) + 1)
+        np.testing.assert_array_equal(small.result()["y"], 2 * rows(3) + 1)
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_output_whose_shape_depends_on_the_data_is_fetched_by_its_allocator(
+    integrated: bool,
+) -> None:
+    with Opened((X, LATE), cuda=FakeCuda(integrated=integrated), graphs=[3]) as found:
+        for start in (-1, -100, 5, -5):
+            x = rows(3, start=start)
+            np.testing.assert_array_equal(found.engine({"x": x})["y"], x[x[:, 0] > 0])
+        assert found.cuda.count["begin_capture"] == 0  # its size would be frozen in
+        if not integrated:
+            found.cuda.total_bytes = found.cuda.used_bytes + 100
+            with pytest.raises(OutOfMemory, match="needed"):
+                found.engine({"x": rows(32, start=1)})
+            found.cuda.total_bytes = 1 << 30
+        assert found.engine({"x": rows(32, start=1)})["y"].shape == (32, 4)
+
+
+def test_integrated_gpu_copies_nothing() -> None:
+    with Opened(cuda=FakeCuda(integrated=True), graphs=[2]) as found:
+        assert all(right(found.engine, 2, start=n) for n in range(4))
+        assert found.cuda.names("copy_in", "copy_out", "allocate") == []
+        assert found.cuda.count["device_address"] == 2
+
+
+@pytest.mark.parametrize("integrated", [False, True])
+def test_many_calls_hold_no_more_than_a_hundred_and_give_all_back(integrated: bool) -> None:
+    cuda, sizes = FakeCuda(integrated=integrated), np.random.default_rng(0)
+    with Opened(cuda=cuda, graphs=[1, 2, 4], scratch=1 << 10) as found:
+        held = {}
+        for n in range(rounds(1_000, 100_000)):
+            x = rows(int(sizes.integers(1, 9)), start=n % 7)
+            ticket = found.engine.submit({"x": x})
+            if n % 7:  # else nobody asks for its answer
+                np.testing.assert_array_equal(ticket.result()["y"], 2 * x + 1)
+            held = held or (cuda.held() if n > 500 else {})
+            cuda.calls.clear()
+        assert cuda.held() == held
+        # two slots: three graphs and one for all other sizes
+        assert len(found.nv.contexts) == 8
+        assert len({context.scratch for context in found.nv.contexts}) == 2
+
+
+# CUDA graphs
+
+
+def test_batch_with_a_graph_is_enqueued_once_captured_once_then_launched() -> None:
+    with Opened(graphs=[2, 4]) as found:
+        assert all(right(found.engine, 2, start=n) for n in range(4))
+        (stream,) = found.cuda.streams
+        captured = ["begin_capture", "copy_in", "enqueue", "copy_out", "end_capture"]
+        assert found.cuda.on(stream) == [*ONE_CALL, *captured, *["launch", "record"] * 3]
+        assert found.engine.notes == ()
+        assert all(right(found.engine, 3) for _ in range(3))
+        assert found.cuda.count["begin_capture"] == 1  # 3 rows have no graph
+
+
+def test_each_graph_has_a_context_of_its_own_and_growth_drops_it() -> None:
+    """The stand-in fails when a graph runs whose context was changed since."""
+    with Opened(profiles=LARGE, graphs=[1, 2], scratch=4096) as found:
+        assert all(right(found.engine, count) for count in (1, 2, 3, 1, 2, 3, 1, 5, 2, 1))
+        assert (len(found.nv.contexts), found.cuda.count["end_capture"]) == (3, 2)
+        assert len({context.scratch for context in found.nv.contexts}) == 1
+        # the graphs point into the old buffers
+        assert all(right(found.engine, count) for count in (900, 1, 1, 1))
+        assert (found.cuda.held()["executable graphs"], found.cuda.count["end_capture"]) == (1, 3)
+        assert found.engine.notes == ()
+
+
+@pytest.mark.parametrize("refusal", ["StreamCaptureUnsupported", "StreamCaptureInvalidated"])
+@pytest.mark.parametrize("call", ["copy_out", "end_capture", "execute_async_v3"])
+def test_refused_capture_is_noted_and_the_call_still_answers(
+    refusal: str, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Opened(graphs=[2]) as found:
+        found.engine({"x": rows(2)})
+        if call.startswith("execute"):
+            refusal = "StreamCaptureUnsupported"
+            line = "Cuda Runtime (operation not permitted when stream is capturing)"
+            found.nv.fail = {call: f"[a.cpp::b::1] Error Code 1: {line}"}
+        else:
+            found.cuda.fail = {call: refusal}
+        assert all(right(found.engine, 2, start=n) for n in range(3))
+        count = found.cuda.count
+        assert (count["begin_capture"], count["launch"]) == (1, 0)  # not tried again
+        assert not found.cuda.capturing
+        (note,) = found.engine.notes
+        assert "no CUDA graph for [2, 4]" in note
+        assert refusal in note
+        assert note in caplog.text
+
+
+def test_interrupted_capture_leaves_the_stream_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with Opened(graphs=[2]) as found:
+        found.engine({"x": rows(2)})
+        monkeypatch.setattr(found.cuda, "copy_out", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            found.engine({"x": rows(2)})
+        monkeypatch.undo()
+        assert not found.cuda.capturing
+        assert right(found.engine, 2)
+
+
+def test_no_more_graphs_are_made_than_memory_should_hold() -> None:
+    with Opened(graphs=range(1, 33)) as found:
+        assert all(right(found.engine, count) for count in [*range(1, 33)] * 3)
+        assert found.cuda.held()["executable graphs"] <= 17
+        assert len(found.nv.contexts) <= 18
+
+
+def test_a_padded_call_is_filled_with_zeros_and_returns_its_own_rows_only() -> None:
+    seen = []
+
+    def computes(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        seen.append(inputs["x"].copy())
+        return affine(inputs)
+
+    with Opened(graphs=[4], computes=computes) as found:
+        found.engine.prepare([{"x": rows(4, start=1000)}], joined=True)
+        assert all(right(found.engine, 3) for _ in range(3))
+    np.testing.assert_array_equal([x[3] for x in seen[-3:]], np.zeros((3, 4)))
+
+
+def test_rows_are_not_padded_where_an_output_is_not_one_per_row() -> None:
+    ends = (X, tensor("y", "OUTPUT", [1, 4]))
+    with Opened(ends, graphs=[4], computes=lambda feeds: {"y": feeds["x"][:1]}) as found:
+        found.engine.prepare([{"x": rows(4)}], joined=True)
+        launches = found.cuda.count["launch"]
+        np.testing.assert_array_equal(found.engine({"x": rows(3)})["y"], rows(1))
+        assert found.cuda.count["launch"] == launches
+
+
+# errors of the CUDA path: memory that runs out, a lost device, closing, and what codes mean
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("Error Code 1: Myelin (it failed)", "it failed"), ("", "no reason in its")]
+    ("call", "says"),
+    [("cuMemAlloc", ": .* MiB needed, .* MiB free"), ("cuMemHostAlloc", " in cuMemHostAlloc")],
 )
-def test_a_library_below_tensorrt_writes_to_the_logger_or_says_nothing(
-    opened: Opened, line: str, says: str
+def test_memory_that_the_driver_refuses_is_an_error_and_nothing_is_held(
+    call: str, says: str
 ) -> None:
-    opened.nv.fail = {RUNS: line or " "}
-    opened.nv.recorded = False
-    if not line:
-        opened.nv.report = lambda *_: None  # type: ignore[method-assign]
-    with pytest.raises(Unsupported, match=says):
-        opened.engine({"x": rows(2)})
+    with Opened(profiles=LARGE) as found:
+        found.cuda.library.fakecuda_fail(f"{call}:2@2".encode())
+        with pytest.raises(OutOfMemory, match=f"cuda:0: out of memory{says}") as caught:
+            found.engine({"x": rows(5000)})
+        assert (caught.value.exit_code, caught.value.http_status) == (3, 503)
+        assert right(found.engine, 5000)
+
+
+@pytest.mark.parametrize("call", ["copy_in", "wait", "begin_capture", "end_capture"])
+def test_a_lost_device_has_its_own_error_and_stays_lost(call: str) -> None:
+    with Opened(graphs=[1] if "capture" in call else []) as found:
+        found.engine({"x": rows(1)})
+        found.cuda.fail = {call: "IllegalAddress"}
+        with pytest.raises(DeviceLost, match="cudaErrorIllegalAddress"):
+            found.engine({"x": rows(1)})
+        assert found.engine.notes == ()  # it is not a refused graph
+        before = len(found.cuda.calls)
+        with pytest.raises(DeviceLost):
+            found.engine({"x": rows(1)})
+        assert len(found.cuda.calls) == before  # CUDA is not asked again
+
+
+def test_a_copy_of_one_byte_finds_the_lost_device_where_a_wait_does_not(opened: Opened) -> None:
+    opened.engine({"x": rows(1)})
+    opened.cuda.library.fakecuda_fail(b"cuEventRecord:1,cuStreamSynchronize:1,cuMemcpyDtoH:719")
+    with pytest.raises(DeviceLost, match="cudaErrorLaunchFailure") as caught:
+        opened.engine({"x": rows(1)})
+    assert "cudaErrorInvalidValue" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("code", ["copy_in:InvalidValue", "wait:InvalidResourceHandle"])
+def test_a_call_that_fails_for_another_reason_costs_neither_the_device_nor_a_slot(
+    opened: Opened, code: str
+) -> None:
+    call, _, name = code.partition(":")
+    for _ in range(5):
+        opened.cuda.fail = {call: name}
+        with pytest.raises(DeploykitError, match=f"cudaError{name}") as caught:
+            opened.engine({"x": rows(1)})
+        assert not isinstance(caught.value, DeviceLost)
+    assert right(opened.engine, 1)
+    assert len(opened.cuda.streams) == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_closing_ends_the_calls_under_way_and_does_not_raise_on_a_lost_device(lost: bool) -> None:
+    with Opened(graphs=[1], scratch=64) as found:
+        assert all(right(found.engine, 1) for _ in range(3))
+        tickets = [found.engine.submit({"x": rows(1, start=n)}) for n in range(2)]
+        if lost:
+            found.cuda.lose("LaunchFailure")
+    for n, ticket in enumerate(tickets):
+        if lost:
+            with pytest.raises(DeviceLost):
+                ticket.result()
+        else:
+            np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1, start=n) + 1)
+
+
+# what CUDA's codes mean
+
+
+def test_codes_are_those_of_the_bindings_and_each_has_an_error_in_one_line() -> None:
+    """Numbers, names and messages, which other libraries log; the driver's numbers are the same."""
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    found = {int(code): code for code in runtime.cudaError_t if int(code)}
+    for number, name in codes.CODES.items():
+        if number in found:  # an older CUDA has fewer
+            assert found[number].name == f"cudaError{name}"
+            message = runtime.cudaGetErrorString(found[number])[1].decode()
+            assert codes.MESSAGES[message] in (name, "InvalidKernelImage")
+    assert len(set(codes.CODES.values())) == len(codes.CODES)
+    results = {int(code): code.name for code in driver.cuda.CUresult}
+    for number, name in {2: "OUT_OF_MEMORY", 700: "ILLEGAL_ADDRESS", 719: "LAUNCH_FAILED"}.items():
+        assert results[number] == f"CUDA_ERROR_{name}"
+    for code in found.values():
+        error = cuda_error("cuda:1", "cudaMalloc", code.name, "text")
+        assert error.message.startswith("cuda:1: ")
+        assert "\n" not in error.message
+        assert error.exit_code in (3, 70)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "hint"),
+    [
+        (["MemoryAllocation"], OutOfMemory, "smaller batch"),
+        (["IllegalAddress", "LaunchFailure", "ECCUncorrectable", "Assert"], DeviceLost, "restart"),
+        (["StreamCaptureUnsupported", "StreamCaptureInvalidated"], CaptureRefused, ""),
+        (["NoDevice", "InsufficientDriver", "InvalidDevice"], Unsupported, "deploykit doctor"),
+        (["NoKernelImageForDevice", "UnsupportedPtxVersion"], Unsupported, "build it on this"),
+        (["InvalidValue", "InvalidResourceHandle", "SomethingNew"], DeploykitError, ""),
+    ],
+)
+def test_each_code_is_mapped_to_its_error(
+    names: Sequence[str], kind: type[DeploykitError], hint: str
+) -> None:
+    for name in names:
+        error = cuda_error("cuda:0", "call", f"cudaError{name}", "text")
+        assert type(error) is kind
+        assert hint in (error.hint or "")
+
+
+@pytest.mark.parametrize(("code", "kind"), [(12345, DeploykitError), (53, DeviceLost)])
+def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
+    code: int, kind: type[DeploykitError]
+) -> None:
+    cuda = FakeCuda()
+    cuda.library.fakecuda_fail(f"cuMemAlloc:{code}".encode())
+    with pytest.raises(DeploykitError, match=r"cuMemAlloc.*unknown to the installed") as caught:
+        cuda.allocate(1)
+    assert type(caught.value) is kind
 
 
 # the module that owns TensorRT
@@ -553,13 +796,6 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
         assert opening.tensorrt_cuda() == major
         machine = opening.here(FakeCuda())
     assert machine.facts().get("cuda", "") == major  # never that of the driver
-
-
-def test_without_tensorrt_the_error_says_how_to_install_it() -> None:
-    if installed("tensorrt"):
-        pytest.skip("tensorrt is installed")
-    with pytest.raises(MissingExtra, match="tensorrt is not installed"):
-        importlib.import_module("deploykit.engines.tensorrt.open")
 
 
 @pytest.mark.nvidia

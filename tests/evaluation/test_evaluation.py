@@ -16,7 +16,7 @@ import pytest
 
 from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
-from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.core.tensors import parse_spec
 from deploykit.engines.answers import class_axis
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.evaluation.accuracy import (
@@ -28,7 +28,6 @@ from deploykit.evaluation.accuracy import (
     pair,
     same_answers,
     top1,
-    top1_scores,
 )
 from deploykit.evaluation.divergence import Divergence, first_divergence, tensor_error
 from deploykit.evaluation.evaluation import evaluate
@@ -47,13 +46,11 @@ CLASSES = 10
 def function(
     compute: Callable[[np.ndarray], dict[str, np.ndarray]], *outputs: str, axis0: int | str = "N"
 ) -> Function:
-    """An engine of x float32[N,10]."""
     specs = outputs or (f"y:float32[N,{CLASSES}]",)
     return Function(lambda feeds: compute(feeds["x"]), f"x:float32[{axis0},{CLASSES}]", *specs)
 
 
 def identity(sizes: list[int] | None = None) -> Function:
-    """It notes the sizes of its batches."""
     return function(lambda x: (None if sizes is None else sizes.append(len(x))) or {"y": x.copy()})
 
 
@@ -84,20 +81,11 @@ def integer(shift: int) -> Function:
 
 
 def samples_of(n: int, marked: int = 0, labelled: bool = True) -> Samples:
-    """Every sample's largest value is its label's."""
     labels = np.arange(n) % (CLASSES - 1) + 1
     x = np.random.default_rng(n).standard_normal((n, CLASSES)).astype(np.float32)
     x[np.arange(n), labels] = 50.0
     x[:marked, 0] = -60.0
     return Samples({"x": x}, labels if labelled else None, "data.npz")
-
-
-def test_each_engine_runs_once_per_batch_and_the_last_is_scored_against_its_own_labels() -> None:
-    a, b = list[int](), list[int]()
-    data = samples_of(70)
-    found = evaluate(identity(a), identity(b), samples=data, metric=TOP1, batch_size=32)
-    assert a == b == [32, 32, 6]
-    assert (found.samples, found.drop.reference.value) == (70, 1.0)
 
 
 def test_unchanged_answers_on_enough_samples_pass() -> None:
@@ -196,6 +184,9 @@ def test_a_fixed_batch_runs_at_its_size_and_leaves_the_rest_out() -> None:
     found = evaluate(a, b, samples=samples_of(14), metric=TOP1)
     assert sizes == [4, 4, 4]
     assert found.samples == 12
+    found = evaluate(a, identity(sizes), samples=samples_of(70), metric=TOP1, batch_size=32)
+    assert sizes[3:] == [32, 32, 32, 32, 6, 6]  # each of the two, once per batch
+    assert (found.samples, found.drop.reference.value) == (70, 1.0)
     with pytest.raises(BadInput, match="3 samples do not fill the model's fixed batch of 4"):
         evaluate(a, b, samples=samples_of(3), metric=TOP1)
 
@@ -337,18 +328,6 @@ def test_what_has_no_score_is_refused(values: np.ndarray, labels: np.ndarray, me
         top1(values, labels, "data.npz")
 
 
-def test_an_engine_is_scored_over_all_batches_in_order_or_at_its_fixed_size() -> None:
-    rows = np.eye(4, dtype=np.float32)[[0, 1, 2, 3, 0]]
-    samples = Samples({"x": rows}, np.array([0, 1, 2, 0, 0]), "d")
-    engine = FakeEngine(width=4)
-    np.testing.assert_array_equal(top1_scores(engine, samples, batch_size=2), [1, 1, 1, 0, 1])
-    assert engine.batches == [2, 2, 1]
-    engine.inputs = (TensorSpec("x", "float32", (2, 4)),)
-    np.testing.assert_array_equal(top1_scores(engine, samples), [1, 1, 1, 0])
-    with pytest.raises(BadInput, match=r"data\.npz: no array 'labels'"):
-        top1_scores(engine, Samples({"x": rows}, None, "data.npz"))
-
-
 PERPLEXITY = find_metric("perplexity")
 
 
@@ -364,6 +343,7 @@ def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.Mo
     worse = logits + random.standard_normal(logits.shape) * 0.5
     labels = random.integers(0, 5, (9, 6))
     labels[random.random(labels.shape) < 0.4] = -100
+    labels[3] = -100  # weighs nothing
 
     def perplexity(values: np.ndarray) -> float:
         lse = np.log(np.exp(values).sum(-1))
@@ -377,7 +357,7 @@ def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.Mo
         assert drop.candidate.value == pytest.approx(perplexity(worse))
         assert drop.drop.value == pytest.approx(perplexity(worse) / perplexity(logits) - 1)
         assert drop.drop.low < drop.drop.value < drop.drop.high
-        assert drop.unit == "%"
+        assert (drop.unit, drop.n) == ("%", 8)
 
 
 def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precision() -> None:
@@ -388,21 +368,6 @@ def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precis
     gap = float(half[0, 0]) - float(half[0, 1])
     found = log_likelihood({"y": half}, np.array([1]))
     assert found[0] == pytest.approx(-gap - math.log1p(math.exp(-gap)))
-
-
-def test_a_sample_whose_labels_are_all_ignored_weighs_nothing() -> None:
-    logits, labels = np.random.default_rng(0).standard_normal((8, 2, 4)), np.zeros((8, 2), int)
-    labels[3] = -100
-    a, b = scored(PERPLEXITY, logits, labels), scored(PERPLEXITY, logits * 1.1, labels)
-    assert a.values[3] == 0
-    np.testing.assert_array_equal(a.weights, [2, 2, 2, 0, 2, 2, 2, 2])
-    kept = np.arange(8) != 3
-    drop = drop_of(a, b)
-    assert drop.n == 7
-    assert drop == drop_of(
-        scored(PERPLEXITY, logits[kept], labels[kept]),
-        scored(PERPLEXITY, logits[kept] * 1.1, labels[kept]),
-    )
 
 
 def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
@@ -417,9 +382,7 @@ def test_labels_that_show_no_rise_of_perplexity_are_refused() -> None:
     ("logits", "labels", "message"),
     [
         (np.zeros((2, 3, 4)), np.zeros((2, 2), int), r"labels of shape \(2, 2\)"),
-        (np.zeros((2, 4)), np.zeros((2, 3), int), r"labels of shape \(2, 3\)"),
         (np.zeros((2,)), np.zeros((), int), "need a first output of"),
-        (np.zeros((2, 0)), np.zeros(2, int), "need a first output of"),
         (np.zeros((2, 4)), np.zeros(2), "integer labels, got float64 and float64"),
         (np.zeros((2, 4), int), np.zeros(2, int), "needs logits"),
         (np.zeros((2, 4)), np.array([0, 4]), "labels run from 0 to 4, the vocabulary has 4 tokens"),
@@ -488,9 +451,6 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
         find_metric(f"{users}:NUMBER")
     with pytest.raises(NotFound, match="has no 'missing'"):
         find_metric(f"{users}:missing")
-
-
-# Which axis of an output holds classes, by the shapes of the inputs of the same call
 
 
 @pytest.mark.parametrize(
@@ -580,7 +540,6 @@ def rows(outputs: Outputs, which: object) -> dict[str, np.ndarray]:
 
 
 def head(outputs: Outputs) -> np.ndarray:
-    """The same in one tensor [1,M,6]."""
     parts = (outputs["boxes"], outputs["scores"][:, None], outputs["labels"][:, None])
     return np.concatenate(parts, 1)[None].astype(np.float32)
 
@@ -613,7 +572,6 @@ def test_boxes_are_compared_with_their_counterparts() -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("single", [False, True])
 def test_a_box_that_one_does_not_find_is_an_error_of_its_share(turned: bool, single: bool) -> None:
-    """Before, other numbers of boxes could not be compared at all."""
     pair = [found(10), rows(found(10), slice(9))][:: -1 if turned else 1]
     outputs = [{"output0": head(each)} for each in pair] if single else pair
     row = compared(*outputs).worst
@@ -694,7 +652,6 @@ NAN, INF = math.nan, math.inf
 
 
 def constant(values: object, dtype: str = "float32", shape: str = "[N,M]") -> Function:
-    """An engine whose output is always the same."""
     array = np.asarray(values, dtype=dtype)
     return Function(lambda _: {"y": array}, X, f"y:{dtype}{shape}")
 
@@ -710,15 +667,6 @@ def feeds_of(*batches: int) -> list[dict[str, np.ndarray]]:
 
 def compare(a: FakeEngine, b: FakeEngine, *batches: int) -> Parity:
     return compare_engines(a, b, feeds_of(*(batches or (2,))))
-
-
-def test_an_engine_equals_itself() -> None:
-    parity = compare(FakeEngine(), FakeEngine(), 1, 2, 7)
-    assert [(row.output, row.batch) for row in parity.rows] == [("y", 1), ("y", 2), ("y", 7)]
-    for row in parity.rows:
-        assert (row.max_abs, row.max_rel, row.rms, row.error) == (0, 0, 0, 0)
-        assert (row.sqnr_db, row.agreement, row.finite) == (math.inf, 1.0, True)
-    replace(parity, max_error=0.0).raise_if_over()
 
 
 def test_figures_of_a_known_difference() -> None:
@@ -739,7 +687,6 @@ def test_figures_of_a_known_difference() -> None:
     ("a", "b", "error"),
     [
         ([0.2e-30, 1e-30], [0.3e-30, 1e-30], 0.1),
-        ([0.2e5, 1e5], [0.3e5, 1e5], 0.1),
         ([1e-5, -1e-5], [-1e-5, 1e-5], 2.0),
         ([0.0, 0.0], [0.0, 1e-20], 1.0),
     ],
@@ -762,7 +709,6 @@ INTEGERS = "1 of 2 integers or booleans differ"
         ([1.0, INF], [1.0, INF], "float32", BOTH),
         ([1.0, 2.0], [1.0, NAN], "float32", ONE_SIDE),
         ([1.0, 2.0], [1.0, INF], "float32", ONE_SIDE),
-        ([1.0, -INF], [1.0, 2.0], "float32", ONE_SIDE),
         ([1.0, INF], [1.0, -INF], "float32", ONE_SIDE),
         ([NAN], [NAN], "float32", "nothing could be compared"),
         ([2**60, 1], [2**60 + 1, 1], "int64", INTEGERS),
@@ -850,18 +796,6 @@ def test_large_outputs_are_compared_in_little_memory(monkeypatch: pytest.MonkeyP
     assert peak_bytes < 200 * 1000 * 8 / 4  # a quarter of one copy in float64
 
 
-def test_the_callback_gets_both_outputs_in_the_references_order_until_one_side_is_nan() -> None:
-    answers = iter([1.0, 1.0, NAN, 1.0])
-    a = Function(lambda f: {"z": -f["x"], "y": f["x"]}, X, *Z_AND_Y)
-    b = Function(lambda f: {"y": f["x"] * np.float32(next(answers)), "z": -f["x"]}, X, *Z_AND_Y)
-    seen: list[object] = []
-    compare_engines(
-        *(a, b, feeds_of(1, 3, 2, 2)),
-        each=lambda *args: seen.append((args[0], list(args[1]), list(args[2]))),
-    )
-    assert seen == [(0, ["y", "z"], ["y", "z"]), (1, ["y", "z"], ["y", "z"])]
-
-
 def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
     engine = constant([[1.0]])
     engine.inputs = (parse_spec("scale:float32[3]"), parse_spec(X))
@@ -878,14 +812,9 @@ def test_the_same_mask_of_infinities_on_both_sides_passes_but_is_shown() -> None
 def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     """As of x.std(1) at one step; where nothing else has one, or the two differ, it counts."""
 
-    def engine(*values: float) -> Function:
-        answers = iter(values)
-        return Function(
-            lambda f: {"y": np.full((len(f["x"]), 1), next(answers), "f")}, X, "y:float32[N,1]"
-        )
-
     def passed(a: tuple[float, ...], b: tuple[float, ...], *, random: bool = True) -> list[int]:
-        parity = compare_engines(engine(*a), engine(*b), feeds_of(1, 2), random=random)
+        engines = [in_turn(*([[value] * 2] for value in values)) for values in (a, b)]
+        parity = compare_engines(*engines, feeds_of(1, 2), random=random)
         return [row.batch for row in parity.rows] if parity.passed else []
 
     assert passed((NAN, 1.0), (NAN, 1.0)) == [2]
@@ -893,21 +822,6 @@ def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     assert passed((NAN, 1.0), (0.0, 1.0)) == []
     assert passed((NAN, NAN), (NAN, NAN)) == []
     assert passed((INF, 1.0), (INF, 1.0)) == [2]
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 1, 2), (1, 2, 1, 2)], ids=str)
-def test_strings_compare_exactly(shape: tuple[int, ...]) -> None:
-    def strings(*values: str) -> Function:
-        array = np.array(values, object).reshape(shape)
-        engine = Function(lambda _: {"y": array}, X)
-        engine.outputs = (TensorSpec("y", "string", ("N", *shape[1:])),)
-        return engine
-
-    a, b = strings(*"abcd"), strings(*"abcx")
-    with pytest.raises(GateFailed, match="1 of 4 strings differ"):
-        replace(compare(a, b), max_error=1e9).raise_if_over()
-    same = compare(a, a)
-    assert (same.passed, same.worst.error, same.worst.agreement) == (True, 0, None)
 
 
 def test_the_gate_names_output_batch_and_figure() -> None:
@@ -928,6 +842,7 @@ def test_the_gate_names_output_batch_and_figure() -> None:
 def test_an_error_equal_to_the_bound_passes_and_a_bound_that_bounds_nothing_is_refused() -> None:
     parity = compare(constant([[1.0]]), constant([[1.25]]))
     replace(parity, max_error=0.25).raise_if_over()
+    replace(compare(FakeEngine(), FakeEngine(), 1, 2, 7), max_error=0.0).raise_if_over()
     with pytest.raises(GateFailed):
         replace(parity, max_error=0.2499).raise_if_over()
     for bound in (-1e-3, math.nan, math.inf):
@@ -984,7 +899,6 @@ def diverge(
 
 
 def scaled(model: onnx.ModelProto, weight: str, factor: float) -> onnx.ModelProto:
-    """The same model with one weight changed."""
     return with_weight(model, weight, stored(model)[weight] * factor)
 
 
@@ -1001,29 +915,24 @@ def test_the_changed_node_is_named(chunk: int, weight: str, node: str, operator:
     assert diverge(mnist_like(), mnist_like(), max_error=0.0, chunk=chunk) is None
 
 
-@pytest.mark.parametrize("to", ["fp16", "bf16"])
-def test_a_wrong_weight_is_found_through_half_precision(to: str) -> None:
-    half, wrong = (
-        simulate(to_half(model, to)[0]) for model in (mnist_like(), scaled(mnist_like(), "w2", 1.5))
-    )
-    bound = {"fp16": 5e-3, "bf16": 4e-2}[to]  # some 4 units in the last place
-    assert diverge(mnist_like(), half, bound) is None
-    found = diverge(mnist_like(), wrong, bound)
-    assert (found.node, found.tensor, found.steepest.node) == ("conv2", "c2", "conv2")
-    assert 0 < found.before < bound
-
-
-@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
-def test_a_wrong_weight_is_found_through_int8(tmp_path: Path, runtime: str) -> None:
+# some 4 units in the last place of each half type
+@pytest.mark.parametrize(
+    ("to", "bound"), [("fp16", 5e-3), ("bf16", 4e-2), ("tensorrt", 0.1), ("onnxruntime", 0.1)]
+)
+def test_a_wrong_weight_is_found_in_each_precision(tmp_path: Path, to: str, bound: float) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
     calibration = calibrate(path, samples(mnist_like(), 64))
-    right, wrong = (
-        to_pairs(scaled(mnist_like(), "w2", factor), calibration, runtime=runtime)
-        for factor in (1.0, 2.0)
-    )
-    assert diverge(mnist_like(), right, 0.1) is None
-    found = diverge(mnist_like(), wrong, 0.1)
-    assert found.node == "conv2"
+
+    def converted(factor: float) -> onnx.ModelProto:
+        model = scaled(mnist_like(), "w2", factor)
+        if to in ("fp16", "bf16"):
+            return simulate(to_half(model, to)[0])
+        return to_pairs(model, calibration, runtime=to)
+
+    assert diverge(mnist_like(), converted(1.0), bound) is None
+    found = diverge(mnist_like(), converted(1.5), bound)
+    assert (found.node, found.tensor, found.steepest.node) == ("conv2", "c2", "conv2")
+    assert 0 < found.before < bound
 
 
 def test_the_node_that_overflows_is_named() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import defs
 
 import deploykit as dk
 from deploykit.core.tensors import parse_spec
@@ -67,14 +66,10 @@ GATHER = "(int64[{0}] ids) => (float[{0},4] y)"
 
 
 @pytest.mark.parametrize("axis", ["N", "3"])
-def test_small_integers_are_tried_where_larger_ones_do_not_run(tmp_path: Path, axis: str) -> None:
+def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, axis: str) -> None:
     path = write_text(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:2]})
     assert "compared on the integers 0 and 1" in dk.compare(path, path).note
     assert dk.quantize(path, "fp16").evaluation.passed
-
-
-@pytest.mark.parametrize("axis", ["N", "3"])
-def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, axis: str) -> None:
     path = write_text(tmp_path, GATHER.format(axis), "y = Gather(W, ids)", {"W": W[:1]})
     for run in (lambda: dk.compare(path, path), lambda: dk.quantize(path, "fp16")):
         with pytest.raises(dk.BadInput, match="no random inputs that were tried run") as caught:
@@ -82,20 +77,6 @@ def test_a_model_that_takes_no_random_inputs_asks_for_real_ones(tmp_path: Path, 
         assert "give real inputs, `data`" in caught.value.hint
     np.save(tmp_path / "x.npy", np.zeros(9, np.int64))
     assert dk.compare(path, path, data=tmp_path / "x.npy").parity.passed
-
-
-def test_golden_samples_do_for_a_model_that_takes_no_random_inputs(tmp_path: Path) -> None:
-    head = "(float[N,4] x, int64[N] ids) => (float[N,4] y)"
-    body = "a = Gather(T, ids) s = Add(x, a) y = MatMul(s, W)"
-    path = write_text(tmp_path, head, body, {"T": W[:1], "W": W})
-    x, ids = RNG.standard_normal((60, 4)).astype(np.float32), np.zeros(60, np.int64)
-    np.savez(tmp_path / "c.npz", x=x, ids=ids)
-    integers = dk.quantize(path, "int8", calib=tmp_path / "c.npz").path
-    found = dk.compare(path, integers)
-    assert found.parity.passed
-    assert found.note == f"the inputs are the golden samples of {integers.name}"
-    with pytest.raises(dk.BadInput, match="no random inputs"):
-        dk.compare(path, integers, batch=3)
 
 
 X4 = "(float[N,4] x) => (float[N,4] y)"
@@ -462,55 +443,40 @@ def test_auto_tries_what_needs_a_newer_opset_too(tmp_path: Path) -> None:
     assert any("opset 11, converted to 13" in note for note in made.notes)
 
 
-FEWEST = 400  # models; there were 448 of 191 operators in onnx 1.23
-LEAST_DB = 15.0
-
-
-def models() -> Iterator[tuple[onnx.ModelProto, dict[str, np.ndarray], list[np.ndarray]]]:
-    """Yield one model for each operator and opset that ONNX Runtime runs, its feeds and answers."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    schemas, seen = defs.get_all_schemas_with_history(), set[tuple[str, int]]()
-    for case in collect_testcases(None):
-        if case.model is None or not case.data_sets or not case.model.graph.node:
-            continue
-        kind, inputs = case.model.graph.node[0].op_type, case.data_sets[0][0]
-        feeds = {v.name: a for v, a in zip(case.model.graph.input, inputs, strict=False)}
-        versions = {each.since_version for each in schemas if each.name == kind}
-        for version in sorted(each for each in versions if each >= 7 and (kind, each) not in seen):
-            model = onnx.ModelProto()
-            model.CopyFrom(case.model)
-            for each in model.opset_import:
-                each.version = each.version if each.domain else version
-            model.ir_version = min(10, max(model.ir_version, 4))
-            try:
-                onnx.checker.check_model(model, full_check=True)
-                wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
-            except Exception:  # noqa: BLE001 - not of that opset, or not ONNX Runtime's
-                continue
-            seen.add((kind, version))
-            yield model, feeds, wanted
-
-
 @only_in_a_campaign
 @pytest.mark.filterwarnings("ignore")  # onnx's own cases overflow on purpose
 def test_each_operator_is_cast_or_refused_and_computes_the_same(tmp_path: Path) -> None:
-    path, count, wrong = tmp_path / "m.onnx", 0, []
-    for model, inputs, wanted in models():
-        count += 1
+    from onnx.backend.test.case.node import collect_testcases
+
+    path, seen, wrong = tmp_path / "m.onnx", set[str](), []
+    for case in collect_testcases(None):
+        model = case.model
+        if model is None or not case.data_sets or model.graph.node[0].op_type in seen:
+            continue
+        inputs = zip(model.graph.input, case.data_sets[0][0], strict=False)
+        feeds = {value.name: array for value, array in inputs}
+        for each in model.opset_import:
+            each.version = each.version if each.domain else min(each.version, 21)
+        model.ir_version = min(10, model.ir_version)
         onnx.save(model, path)
+        try:
+            onnx.checker.check_model(path, full_check=True)
+            expected = onnxruntime.InferenceSession(path).run(None, feeds)
+        except Exception:  # noqa: BLE001 - not of that opset, or not ONNX Runtime's
+            continue
+        seen.add(model.graph.node[0].op_type)
         dk.inspect(path)
         try:
             made = dk.quantize(path, "fp16", force=True)
         except (dk.BadInput, dk.GateFailed, dk.Unsupported):
             continue
-        answers = onnxruntime.InferenceSession(made.path).run(None, inputs)
-        for want, got in zip(wanted, answers, strict=True):
+        answers = onnxruntime.InferenceSession(made.path).run(None, feeds)
+        for want, got in zip(expected, answers, strict=True):
             if isinstance(want, np.ndarray) and want.dtype.kind == "f" and want.size:
-                x, y = want.astype(np.float64), got.astype(np.float64)
-                if ((x - y) ** 2).sum() > (x**2).sum() * 10 ** (-LEAST_DB / 10):
-                    wrong.append(f"{model.graph.name}, opset {model.opset_import[0].version}")
-    assert count >= FEWEST
+                noise = np.square(want.astype(np.float64) - got).sum()
+                if noise > np.square(want.astype(np.float64)).sum() * 10**-1.5:  # 15 dB
+                    wrong.append(model.graph.name)
+    assert len(seen) >= 150
     assert wrong == []
 
 
@@ -525,10 +491,7 @@ def test_parity_sizes_cover_batches_lengths_and_image_sizes_within_limits() -> N
 
 
 def wide(path: Path, side: int, weight: float = 0.0) -> Path:
-    """A convolution to 64 channels, 67 MB for each row of 512 x 512, and the channels' maxima.
-
-    Outputs of that size would only take time: the bound is on the largest tensor in the graph.
-    """
+    """A convolution to 64 channels, 67 MB for each row of 512 x 512, and the channels' maxima."""
     head = f"(float[N,1,{side},{side}] x) => (float[N,64,1,1] z)"
     body = "y = Conv(x, w) z = GlobalMaxPool(y)"
     return save(parse(head, body, w=np.full((64, 1, 1, 1), weight)), path)
@@ -569,8 +532,6 @@ def test_compare_and_bench_use_as_many_rows_as_fit_and_say_so(
         assert max(row["batch"] for row in report.parity[0]["rows"]) == 8
         assert f"parity: {note}" in report.notes
 
-
-# Models of others that run at some sizes only
 
 # name -> head, body, and the sizes that must be among those that run
 SIZED = {
@@ -674,7 +635,7 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("given", "why"),
     [
         ({"axis": {"Z": 3}}, "no input has a dynamic axis 'Z'"),
         ({"axis": {"T": 0}}, "`axis` T must be 1 or more"),
@@ -682,18 +643,13 @@ def test_samples_are_run_one_at_a_time_where_a_model_takes_no_more(tmp_path: Pat
         ({"axis": {"N": 3}, "batch": 2}, "`batch` is the size of `axis` N: give one"),
     ],
 )
-def test_sizes_of_no_input_are_refused(
-    tmp_path: Path, given: dict[str, object], reason: str
-) -> None:
+def test_sizes_of_no_input_are_refused(tmp_path: Path, given: dict[str, object], why: str) -> None:
     path = write_sized(tmp_path, "step")
-    with pytest.raises(dk.BadInput, match=reason):
+    with pytest.raises(dk.BadInput, match=why):
         dk.compare(path, path, **given)
-    with pytest.raises(dk.BadInput, match=reason):
+    with pytest.raises(dk.BadInput, match=why):
         dk.quantize(path, "fp16", **given)
-
-
-def test_sizes_next_to_data_are_refused(tmp_path: Path) -> None:
-    path, data = write_sized(tmp_path, "step"), tmp_path / "d.npz"
+    data = tmp_path / "d.npz"
     np.savez(data, x=RNG.standard_normal((16, 320)).astype(np.float32))
     with pytest.raises(dk.BadInput, match="have theirs"):
         dk.compare(path, path, data=data, axis={"T": 160})

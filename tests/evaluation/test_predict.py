@@ -73,9 +73,6 @@ def parts(data: Path) -> Path:
     return data.parent / "out.npz.parts"
 
 
-# Labels: used, or the reason why they are not
-
-
 @pytest.mark.parametrize(
     ("arrays", "why"),
     [
@@ -102,9 +99,6 @@ def test_ray_that_is_missing_and_other_clusters_are_refused(model: Path, data: P
     with pytest.raises(MissingExtra, match="ray is not installed") as caught:
         run(model, data, on="ray")
     assert "[ray]" in caught.value.hint
-
-
-# A run that was stopped goes on, or begins anew and says why
 
 
 def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(model: Path, data: Path) -> None:
@@ -245,9 +239,6 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path, save: Callable[..
     assert np.load(tmp_path / "out.npz")["y"].shape == (200_000, 80)
 
 
-# Outputs that are not one row for each sample, NaN, and images that cannot be read
-
-
 def write(head: str, body: str, folder: Path) -> Path:
     return onnx_zoo.save(parse(head, body), folder / "odd.onnx")
 
@@ -308,9 +299,6 @@ def test_a_corrupt_image_is_named_and_the_run_goes_on_without_it(tmp_path: Path)
     found, notes = run(path, folder, batch=4)
     assert (found.samples, found.resumed, len(notes)) == (29, 16, 1)
     np.testing.assert_array_equal(np.load(found.path)["y"], np.delete(pixels, 17, axis=0))
-
-
-# Names: as answers of a classifier, and as inputs
 
 
 def test_a_classifier_that_answers_with_names_goes_through_each_verb(tmp_path: Path) -> None:

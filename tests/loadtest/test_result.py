@@ -112,7 +112,6 @@ def with_lags(what: str, lags_s: list[float]) -> RunRecord:
 @pytest.mark.parametrize(
     ("load", "fault", "reason"),
     [
-        (OPEN, with_lags("send_lags_s", [0.0012] * 30), "it sent requests late: p99 1.20 ms"),
         (OPEN, with_lags("send_lags_s", [0.0003] * 30), "late: p99 0.30 ms, where 0.2 ms"),
         (OPEN, with_lags("read_lags_s", [0.05] * 30), "it read answers late: p99 50.00 ms"),
         (CLOSED, with_lags("read_lags_s", [0.05] * 30), "it read answers late"),
@@ -182,9 +181,7 @@ def test_goodput_is_of_answers_in_time() -> None:
     [
         ("p99>20ms, errors>0", []),
         ("p99>1ms", ["p99>1ms: 2.00 ms"]),
-        ("p99>=0.0005s", ["p99>=0.0005s: 2.00 ms"]),
         ("p50<1ms,max>1ms", ["max>1ms: 2.00 ms"]),
-        ("throughput<500", ["throughput<500: 100/s"]),
         ("throughput<500/s,goodput<1", ["throughput<500/s: 100/s", "goodput<1: goodput is not"]),
         ("errors>0.5%", ["errors>0.5%: 1.00%"]),
         ("errors>1%,failed>=10,refused>0", ["failed>=10: 10"]),

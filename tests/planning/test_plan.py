@@ -28,11 +28,9 @@ from deploykit.planning import probe
 from deploykit.planning.capacity import (
     QUEUE,
     ReplicaModel,
-    by_batch,
     capacity,
     latencies_s,
     p99_s,
-    served_s,
 )
 from deploykit.planning.plan import alignment
 from deploykit.planning.predict import (
@@ -109,9 +107,7 @@ def test_every_profile_has_predictions(model: Path) -> None:
     assert {each.precision for each in on("v100", model).predictions} == {"fp32", "fp16"}
 
 
-def test_the_probe_runs_once_and_is_kept(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_runs_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kept one, and without a profile that needs it, nothing is measured."""
 
     def fail(*_args: object, **_more: object) -> None:
@@ -251,21 +247,17 @@ def test_external_weights_are_not_read(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"slo_ms": float("nan")}, "`slo_ms` must be 1e-09 to 1e+15, got nan"),
-        ({"slo_ms": 0.0}, "`slo_ms`"),
         ({"rate_per_s": 5.0}, "`rate_per_s` needs the latency"),
         ({"slo_ms": 5.0, "rate_per_s": 1e300}, "`rate_per_s` must be 1e-09 to 1e+15, got 1e+300"),
         ({"batches": []}, "`batches` must be"),
         ({"batches": [1 << 40]}, "`batches` must be"),
         ({"axes": {"D": 4}}, "no dynamic axis 'D'; it has: T"),
-        ({"axes": {"N": 4}}, "no dynamic axis 'N'"),
         ({"axes": {"T": 0}}, "`axes` T=0: must be 1 or more"),
         ({"profiles": ["l44"]}, "no profile 'l44'"),
     ],
     ids=str,
 )
-def test_options_out_of_range_are_bad_input(
-    sequence: Path, options: dict[str, Any], message: str
-) -> None:
+def test_bad_options_are_refused(sequence: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((BadInput, NotFound), match=re.escape(message)):
         dk.plan(sequence, **{"profiles": ["l4"], **options})
     (sequence.parent / "m.trt").write_bytes(b"ftrt" + bytes(100))
@@ -305,9 +297,6 @@ def test_int8_placed_for_tensorrt_is_predicted_as_the_cpu_runs_it(tmp_path: Path
         latency[runtime] = found.targets[0].predictions[0].latency_ms
     float32 = dk.plan(path, profiles=["cpu"], batches=[8]).targets[0].predictions[0].latency_ms
     assert latency["tensorrt"] > float32 > latency["onnxruntime"]
-
-
-# one prediction
 
 
 def target(name: str, **changes: object) -> Target:
@@ -421,9 +410,6 @@ def test_sizes_that_leave_tensor_cores_idle_are_named_with_their_share() -> None
     assert alignment(product(1, 64)) == ()
 
 
-# the probe
-
-
 def test_a_probe_measures_every_kind_below_its_ceilings() -> None:
     measured = measure_cpu("a CPU", "2026-01-01", threads=1, budget_s=0.0)
     fp32 = {f"fp32 {kind}" for kind in kinds.KINDS if kind != kinds.OTHER}
@@ -458,17 +444,12 @@ def test_a_calibration_is_kept_for_the_same_cpu_threads_and_runtime(
     for other in ({"cpu": "another"}, {"runtime": "onnxruntime 0.1"}, {"version": 0}):
         store_calibration(replace(found, **other))  # type: ignore[arg-type]
         assert kept() is None
+    for damaged in ("", "[]", '{"version": 1}'):
+        (tmp_path / f"cpu-calibration-{default_threads()}.json").write_text(damaged)
+        assert kept() is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}'])
-def test_a_damaged_file_is_measured_again(tmp_path: Path, content: str) -> None:
-    (tmp_path / "cache" / f"cpu-calibration-{default_threads()}.json").write_text(content)
-    assert kept() is None
-
-
-def test_a_cache_that_cannot_be_written_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "file"))
     (note,) = store_calibration(round_calibration())
@@ -480,9 +461,9 @@ GROWING = tuple(0.004 + 0.002 * size for size in range(1, 9))
 
 
 class Event:
-    """Several servers as they run: their real queues, and the clock as a heap of events.
+    """Servers with their real queues, and the clock as a heap of events; none of the model's code.
 
-    Each arrival goes to the replica named in `to`. Nothing is shared with the model under test.
+    Each arrival goes to the replica named in `to`.
     """
 
     def __init__(self, replica: ReplicaModel, replicas: int) -> None:
@@ -502,7 +483,7 @@ class Event:
             if what == "arrives":
                 queue = self.queues[to[number]]
                 ns = int(now_s * 1e9)
-                request = Pending({}, 1, (), _ignore, ns, 1 << 62, 1 << 62, decode_us=number)
+                request = Pending({}, 1, (), lambda _: None, ns, 1 << 62, 1 << 62, decode_us=number)
                 if queue.add(request) is None:
                     self.taken_s[number] = math.inf
                 self._push(now_s, 2, "looks", to[number])
@@ -528,10 +509,6 @@ class Event:
     def _push(self, at_s: float, rank: int, what: str, number: int) -> None:
         """At one time arrivals come first: an engine that is free takes all that is there."""
         heapq.heappush(self.heap, (at_s, rank, next(self.order), what, number))
-
-
-def _ignore(_: Pending) -> None:
-    """These requests have no client."""
 
 
 def poisson(rate_per_s: float, count: int, seed: int = 1) -> list[float]:
@@ -588,22 +565,11 @@ def test_a_bound_near_the_service_time_leaves_no_room_for_a_queue() -> None:
     assert (late.replicas, late.why) == (None, "a request alone takes 10.1 ms")
 
 
-def test_batches_between_two_that_are_given_lie_on_a_line() -> None:
-    assert by_batch({1: 1.0, 3: 3.0, 5: 7.0}) == (1.0, 2.0, 3.0, 5.0, 7.0)
-    assert by_batch({4: 2.0}) == (2.0, 2.0, 2.0, 2.0)
-    assert len(by_batch({1: 1.0, 1 << 40: 2.0})) == 4096
-
-
 def test_the_largest_batch_is_the_one_that_carries_most() -> None:
     service_s = {1: 0.001, 8: 0.004, 32: 0.04}
     assert capacity(1, 0.05, service_s).max_batch == 8
     assert capacity(1, 0.05, service_s | {32: 0.01}).max_batch == 32
     assert capacity(1, 0.005, service_s | {32: 0.01}).max_batch == 8  # 32 are too late at once
-
-
-def test_the_server_takes_longer_for_a_call_the_longer_the_engine_had_the_caches() -> None:
-    own_us = [(served_s(each) - each) * 1e6 for each in (0.0, 4e-4, 1.6e-3, 2e-3, 1.0)]
-    assert own_us == [pytest.approx(each) for each in (40, 58, 112, 130, 130)]
 
 
 def test_the_server_s_own_time_bounds_a_fast_engine() -> None:

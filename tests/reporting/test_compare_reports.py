@@ -85,14 +85,11 @@ def test_the_interval_is_that_of_welch() -> None:
 def test_a_regression_is_certain_or_none(compare: Compare) -> None:
     slow = simulated(2, 1.2)
     result = compare(A, slow, fail_on_regression=0.05)
-    assert not result.passed
     assert len(result.regressions) == len(BATCHES) * 3
-    assert result.regressions[0].startswith("model, batch 1: throughput 0.8")
     with pytest.raises(GateFailed, match=r"slower than .* by more than 5\.00 %: model, batch 1"):
         result.raise_if_slower()
     compare(A, slow, fail_on_regression=0.3).raise_if_slower()
     compare(A, B, fail_on_regression=0.0).raise_if_slower()
-    compare(slow, A, fail_on_regression=0.0).raise_if_slower()
     compare(A, slow).raise_if_slower()
 
 
@@ -123,10 +120,7 @@ def with_points(**changes: Any) -> Report:
             with_points(shapes={"x": (1, 128)}),
             "sizes of the inputs of model, batch 1: x 1 64 against x 1 128",
         ),
-        (
-            with_points(marks=("another process took a core",)),
-            "not valid for a comparison: model, batch 1: another process took a core",
-        ),
+        (with_points(marks=("busy",)), "not valid for a comparison: model, batch 1: busy"),
         (
             with_provenance(inputs={"from": "the data given", "sha256": "decaf"}),
             "inputs: from golden samples, sha256 c0ffee against from the data given, sha256 decaf",
@@ -161,14 +155,10 @@ def test_every_difference_is_in_the_message_and_many_alike_are_counted(compare: 
     assert f"and {len(points) - 3} more such" in message
 
 
-def test_packages_that_time_nothing_may_differ(compare: Compare) -> None:
-    other = with_machine(packages=MACHINE["packages"] | {"onnx": "1.20.0", "torch": "3"})
-    assert compare(A, other).not_known == ()
-
-
 def test_what_a_report_does_not_say_is_named(compare: Compare) -> None:
     for other, names in (
         (B, set()),
+        (with_machine(packages=MACHINE["packages"] | {"onnx": "1.20.0", "torch": "3"}), set()),
         (replace(B, machine={}), {"memory", "cpu"}),
         (with_machine(packages={}), {"version of deploykit"}),
         (with_points(shapes={}), {"sizes of the inputs"}),
@@ -187,13 +177,6 @@ def test_rows_of_one_report_alone_are_named(compare: Compare) -> None:
     assert [row.batch for row in result.rows] == [2, 4]
 
 
-def test_another_host_and_another_commit_are_named(compare: Compare) -> None:
-    notes = compare(A, with_provenance(host="b", project={"commit": "2f"})).notes
-    assert "host: a against b" in notes
-    assert "commit: commit 1e against commit 2f" in notes
-    assert not any("against" in note for note in compare(A, B).notes)
-
-
 def test_figures_without_an_interval_are_named_and_not_compared(compare: Compare) -> None:
     few = [replace(p, latency=replace(p.latency, p99_ms=None)) for p in B.points]
     result = compare(A, replace(B, points=tuple(few)))
@@ -206,7 +189,10 @@ def test_figures_without_an_interval_are_named_and_not_compared(compare: Compare
     assert report_comparison(result)
 
 
-def test_a_baseline_that_moved_tells_of_the_machine(compare: Compare) -> None:
+def test_another_host_commit_or_a_baseline_that_moved_is_named(compare: Compare) -> None:
+    notes = compare(A, with_provenance(host="b", project={"commit": "2f"})).notes
+    assert {"host: a against b", "commit: commit 1e against commit 2f"} <= set(notes)
+    assert not any("against" in note for note in compare(A, B).notes)
     assert any("the machine was not" in each for each in compare(A, simulated(2, 1.2)).notes)
     assert not any("the machine was not" in each for each in compare(A, B).notes)
     rebuilt = replace(simulated(2, 1.2), artefacts=({"file": "model.onnx", "sha256": "b" * 64},))

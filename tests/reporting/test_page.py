@@ -26,7 +26,7 @@ from deploykit.reporting.html import CSS, report_page
 from deploykit.reporting.markdown import markdown
 from deploykit.reporting.report import Accuracy, NotMeasured, Report, write
 from deploykit.reporting.verdict import verdict
-from tests.support.measure.simulated import simulated
+from tests.support.measure.simulated import plain, simulated
 from tests.support.onnx_zoo import mnist_like, save
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -258,8 +258,10 @@ def test_a_real_browser_shows_all_on_a_phone(report: Report, tmp_path: Path) -> 
 def test_markdown_holds_the_verdict_the_tables_and_the_command(
     report: Report, tmp_path: Path
 ) -> None:
-    write(report, tmp_path)
-    text = narrow((tmp_path / "report.md").read_text())
+    hostile = (Accuracy("fp32", "<b>a|b`c*d[e]\nf", 540, Interval(0.9, 0.8, 0.95), None),)
+    write(replace(report, accuracy=(*report.accuracy, *hostile)), tmp_path)
+    text = plain((tmp_path / "report.md").read_text())
+    assert "| &lt;b&gt;a\\|b\\`c\\*d\\[e\\] f |" in text
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings[:6] == [
         "# mnist-cnn on this machine",
@@ -273,19 +275,6 @@ def test_markdown_holds_the_verdict_the_tables_and_the_command(
     assert "| int8 | top-1 accuracy | 540 |" in text
     widths = {line.count(" | ") for line in text.splitlines() if line.startswith("| logits")}
     assert widths == {7}
-
-
-def test_markdown_shows_hostile_names_as_they_are(report: Report, tmp_path: Path) -> None:
-    hostile = "<script>a|b`c*d[e]\nf"
-    accuracy = (Accuracy("fp32", hostile, 540, Interval(0.9, 0.8, 0.95), None),)
-    write(replace(report, title=hostile, accuracy=accuracy), tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert "<script>" not in text
-    assert text.startswith("# &lt;script&gt;a\\|b\\`c\\*d\\[e\\] f\n")
-
-
-def narrow(text: str) -> str:
-    return text.replace("\u202f", " ")
 
 
 # notebooks
@@ -305,28 +294,18 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
     model, data = save(mnist_like(), tmp_path / "a<b>.onnx"), tmp_path / "data.npz"
     np.savez(data, image=np.zeros((3, 1, 28, 28), np.float32), labels=np.zeros(3, np.int64))
     made = dk.build(str(model), "cpu", out=str(tmp_path / "built.onnx"))
-    half = dk.quantize(str(model), "fp16")
-    assert half.path.parent == model.parent  # next to the model that a string names
     for name, slower in (("a", 1.0), ("b", 1.2)):
         write(simulated(1, slower), tmp_path / name)
     answers = ({"label": "<cat>", "score": 0.9}, {"label": "dog", "score": 0.5})
     with dk.load(model) as engine:
         for result, shown in (
             (made, "built.onnx"),
-            (half, "fp16"),
             (dk.compare(str(model), str(made.path)), "compared with"),
             (dk.inspect(str(model)), "float32"),
             (dk.predict(str(made.path), data, tmp_path / "o.npz"), "accuracy"),
-            (dk.doctor(), "inspect, profiles"),
             (dk.compare_reports(tmp_path / "a", tmp_path / "b"), "<td>throughput</td>"),
-            (
-                dk.Answered(Path("m"), "classify", "cpu", ("a", "b"), answers),
-                "<td>&lt;cat&gt;</td>",
-            ),
-            (dk.plan(model), "jetson-orin-nano-8gb"),
+            (dk.Answered(Path("m"), "classify", "cpu", ("a", "b"), answers), "&lt;cat&gt;"),
             (engine, "float32[N,1,28,28]"),
-            (engine.inputs[0], "image"),
-            (dk.profile("l4"), "l4"),
             (dk.Artefact.open(model), "&lt;b&gt;"),
             (dk.Shapes(), "tf32"),
             (dk.client("http://x:1"), "http://x:1"),

@@ -31,4 +31,4 @@ def shared() -> Iterator[str]:
     path = Path("/dev/shm") / f"test-{uuid4().hex}"
     path.write_bytes(bytes(64))
     yield f"/{path.name}"
-    path.unlink()
+    path.unlink(missing_ok=True)

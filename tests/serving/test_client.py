@@ -99,7 +99,6 @@ def test_items_are_answered_however_many(client: dk.ModelClient) -> None:
         ("absent.jpg", "classify", dk.NotFound, "absent.jpg: no such file"),
         (5, "classify", dk.BadInput, "the item is a int"),
         (Image.new("I;16", (4, 4)), "classify", dk.BadInput, "more than 8 bits per channel (I;16)"),
-        (5, "text-classify", dk.BadInput, "the item is a int"),
         (b"\xff", "text-classify", dk.BadInput, "is not UTF-8"),
         (LIGHT, "absent", dk.NotFound, "there is no model 'absent'"),
         (LIGHT, "plain", dk.Unsupported, "has no task"),
@@ -180,18 +179,15 @@ def test_a_server_and_its_client_may_want_certificates(
 
 def test_arguments_that_cannot_be_used_are_refused(tmp_path: Path, pem: tuple[Path, Path]) -> None:
     cert, key = pem
-    secure, locked, empty = "https://localhost", tmp_path / "locked.pem", tmp_path / "empty.pem"
+    secure, locked = "https://localhost", tmp_path / "locked.pem"
     command = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:word"]
     subprocess.run([*command, "-out", str(locked)], check=True, capture_output=True)
-    empty.write_text("")
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("127.0.0.1:8000", {}, "is not a server's URL"),
         ("http://me:secret@127.0.0.1:8000", {}, "is not a server's URL"),
         ("http://127.0.0.1:8000/?token=secret", {}, "is not a server's URL"),
         ("http://localhost", {"token": "a\nb"}, "`token`"),
-        ("http://localhost", {"token": "tökén"}, "`token`"),
         (secure, {"ca": tmp_path / "absent.pem"}, r"`ca` .*absent.pem: holds no certificate"),
-        (secure, {"ca": empty}, r"`ca` .*empty.pem: holds no certificate"),
         (secure, {"cert": cert, "key": locked}, "locked.pem: no certificate and its key"),
         (secure, {"cert": cert}, "`cert`"),
         (secure, {"cert": tmp_path / "absent.pem"}, "absent.pem"),

@@ -28,9 +28,8 @@ from deploykit.serving.serve import serve_until_stopped
 from tests.support.installed import needs
 from tests.support.onnx_zoo import linear, mnist_like, save
 from tests.support.runtimes.large_model import write_model
-from tests.support.serving.faults import LIMIT_S, ROOT, until
+from tests.support.serving.faults import LIMIT_S, ROOT, is_running, until
 from tests.support.serving.running import infer_json
-from tests.support.serving.worker_processes import is_running
 
 needs("onnxruntime")
 
@@ -90,14 +89,6 @@ def test_disagreements_of_a_shadow_are_in_the_metrics(model: Path, tmp_path: Pat
         assert f"deploykit_shadow_disagreements_total{labels}" in read(f"{server.url}/metrics")
 
 
-def test_a_request_without_the_token_is_refused(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(f"{TOKEN}\nmore\n")
-    with dk.serve({"m": model}, token_file=tmp_path / "token") as server:
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            read(f"{server.url}/v2/models/m", token="another one of that length")
-        assert read(f"{server.url}/v2/models/m")["name"] == "m"
-
-
 TWO_INPUTS = """
     <ir_version: 9, opset_import: ["" : 17]>
     g (float[N,T] ids, float[N,1] fixed) => (float[N,T] y) { y = Add(ids, fixed) }
@@ -123,6 +114,10 @@ TWO_INPUTS = """
         ),
         ({"pad": {"image": 1}}, "`pad` has no effect without `buckets`"),
         ({"instances": 0}, "`instances` 0"),
+        *(
+            ({"workers": text}, f"`workers` {text}: must be a number from 1 to 256, shared:N")
+            for text in (0, -1, "x", "", "1.5", "²", "999999999999", "shared:0")
+        ),
         ({"token_file": "/nonexistent"}, "/nonexistent"),
         ({"token_file": "empty"}, "at least 16"),
         ({"token_file": "short"}, "at least 16"),
@@ -158,15 +153,19 @@ def test_a_file_with_any_name_is_served_under_a_valid_one(model: Path, file: str
         assert server.models == ("m",)
 
 
-def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
+def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path, tmp_path: Path) -> None:
     """It changes neither signals nor logging; a fork does not close it; another one runs too."""
 
     def settings() -> Any:
         signals = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
         return signals, list(logging.getLogger().handlers)
 
-    before = settings()
-    with dk.serve({"m": str(model)}) as server, dk.serve([model], grpc_port=None) as second:
+    before, token = settings(), tmp_path / "token"
+    token.write_text(f"{TOKEN}\nmore\n")
+    with (
+        dk.serve({"m": str(model)}, token_file=token) as server,
+        dk.serve([model], grpc_port=None) as second,
+    ):
         assert (server.models, second.grpc_url) == (("m",), None)
         assert server.url != second.url
         assert server.grpc_url is not None
@@ -175,6 +174,8 @@ def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
             os._exit(server.close())
         assert os.waitpid(pid, 0)[1] == 0
         assert read(f"{server.url}/v2/models/m")["name"] == "m"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            read(f"{server.url}/v2/models/m", token="another one of that length")
         assert settings() == before
     assert server.close() == 0
     assert "closed" in repr(server)
@@ -279,34 +280,29 @@ def test_all_processes_end_with_the_program_and_leave_nothing(
     assert program.returncode == -number
 
 
-INTERRUPTED = """
-import signal, threading
-from deploykit.serving.running_server import RunningServer
-from deploykit.serving.options import ServeOptions
-
-def run(on_start, stop):
-    on_start(None, "localhost", 1, None, ["m"])
-    stop.recv(1)  # until it is to stop
-    threading.Event().wait(0.5)
-    print("ended", flush=True)
-    return 0
-
-server = RunningServer(run, ServeOptions())
-interrupt = (threading.main_thread().ident, signal.SIGINT)
-try:
-    threading.Timer(0.3, signal.pthread_kill, interrupt).start()
-    server.wait()
-except KeyboardInterrupt:
-    server.close()
-    print("closed")
-"""
-
-
 def test_ctrl_c_while_it_is_waited_for_does_not_end_the_wait_of_close() -> None:
     """Python before 3.12 takes a thread whose `join` was interrupted for ended."""
-    command = [sys.executable, "-c", INTERRUPTED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.stdout.splitlines() == ["ended", "closed"], done.stderr
+    main_thread, waits, ended = threading.main_thread().ident, threading.Event(), threading.Event()
+
+    def run(on_start: Any, stop: socket.socket) -> int:
+        on_start(None, "localhost", 1, None, ["m"])
+        waits.wait(LIMIT_S)
+        threading.Event().wait(0.2)
+        signal.pthread_kill(main_thread or 0, signal.SIGINT)
+        stop.recv(1)  # until it is to stop
+        threading.Event().wait(0.2)
+        ended.set()
+        return 0
+
+    def wait() -> None:
+        waits.set()
+        server.wait()
+
+    server = dk.RunningServer(run, ServeOptions())
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert server.close() == 0
+    assert ended.is_set()
 
 
 def test_ctrl_c_while_it_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:

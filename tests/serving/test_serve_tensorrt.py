@@ -18,7 +18,6 @@ from deploykit.building.builder import Shapes
 from deploykit.core.errors import OutOfMemory
 from deploykit.core.files import sha256
 from deploykit.serving.models.reload import Reloader
-from deploykit.serving.options import ServeOptions
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 from tests.support.serving.faults import answer, request, until
 
@@ -107,14 +106,6 @@ def test_memory_that_does_not_suffice_is_refused_when_the_server_starts(
         dk.serve({"m": str(machine.engine)}, instances=2, grpc_port=None)
     assert caught.value.exit_code == 3
     assert "`instances`" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("max_batch", "sizes"),
-    [(1, (1,)), (32, (1, 2, 4, 8, 16, 32)), (20, (1, 2, 4, 8, 16, 20))],
-)
-def test_sizes_of_the_graphs(max_batch: int, sizes: tuple[int, ...]) -> None:
-    assert ServeOptions(max_batch=max_batch).graph_sizes == sizes
 
 
 def test_a_rebuilt_engine_is_served_and_the_old_one_gives_its_memory_back(machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming and aio."""
+"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming, aio."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tritonclient.grpc import service_pb2  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(3, 2)
+POISON = 1e9
 WIDE = 2_500_000  # of float32: 10 MB
 VALUES: dict[str, list[Any]] = {
     "bool": [True, False, True],
@@ -43,6 +44,8 @@ DTYPES = sorted(VALUES)
 
 def linear(feeds: Any) -> dict[str, np.ndarray]:
     """Return y = x·W, and the number k of its largest column."""
+    if (feeds["x"] == POISON).any():
+        raise RuntimeError("/home/someone/secret.py line 3")
     y = feeds["x"] @ WEIGHT
     return {"y": y, "k": y.argmax(1)}
 
@@ -160,35 +163,24 @@ def typed(dtype: str) -> Any:
     return request
 
 
-@pytest.mark.parametrize("how", [None, "gzip", "deflate"])
-@pytest.mark.parametrize("dtype", ["float32", "string"])
-def test_requests_and_answers_may_be_compressed(
-    triton: Any, client: Any, dtype: str, how: str | None
-) -> None:
+@pytest.mark.parametrize("how", ["gzip", "deflate"])
+def test_requests_and_answers_may_be_compressed(triton: Any, client: Any, how: str) -> None:
     names = ["compression_algorithm"]
     if triton is http:
         names = ["request_compression_algorithm", "response_compression_algorithm"]
     for name in names:
-        item = tensor(triton, values(dtype, 32))
-        check(dtype, client.infer(dtype, [item], **{name: how}).as_numpy("y"), 32)
+        item = tensor(triton, values("string", 32))
+        check("string", client.infer("string", [item], **{name: how}).as_numpy("y"), 32)
 
 
 def test_outputs_come_in_the_order_and_the_form_that_was_asked_for(served: Running) -> None:
-    array = rows_of(16)
+    forms = {"k": False, "y": True}
+    outputs = [http.InferRequestedOutput(name, binary_data=form) for name, form in forms.items()]
     with closing(http.InferenceServerClient(address(served, http))) as client:
-        for binary in ((True, True), (False, False), (False, True)):
-            outputs = [
-                http.InferRequestedOutput(name, binary_data=each)
-                for name, each in zip(("k", "y"), binary, strict=True)
-            ]
-            answer = client.infer("linear", [tensor(http, array)], outputs=outputs)
-            found = answer.get_response()["outputs"]
-            assert [(each["name"], "data" not in each) for each in found] == [
-                ("k", binary[0]),
-                ("y", binary[1]),
-            ]
-            np.testing.assert_allclose(answer.as_numpy("y"), array @ WEIGHT, rtol=1e-5, atol=1e-6)
-            np.testing.assert_array_equal(answer.as_numpy("k"), answer.as_numpy("y").argmax(1))
+        answer = client.infer("linear", [tensor(http, rows_of(16))], outputs=outputs)
+    found = answer.get_response()["outputs"]
+    assert [(each["name"], "data" not in each) for each in found] == list(forms.items())
+    np.testing.assert_array_equal(answer.as_numpy("k"), answer.as_numpy("y").argmax(1))
 
 
 @pytest.mark.parametrize("options", [{}, {"binary_data": False}], ids=["bytes", "json"])
@@ -271,7 +263,7 @@ def test_a_stream_answers_requests_and_errors_in_order(served: Running) -> None:
 
 
 @pytest.mark.parametrize("module", [http_aio, grpc_aio], ids=["http", "grpc"])
-def test_the_aio_client_infers_and_streams(served: Running, module: Any) -> None:
+def test_the_aio_client_infers(served: Running, module: Any) -> None:
     async def use_client() -> None:
         client = module.InferenceServerClient(address(served, module))
         try:
@@ -279,19 +271,6 @@ def test_the_aio_client_infers_and_streams(served: Running, module: Any) -> None
             calls = (client.infer(name, [tensor(module, values(name))]) for name in DTYPES * 3)
             for name, answer in zip(DTYPES * 3, await asyncio.gather(*calls), strict=True):
                 check(name, answer.as_numpy("y"))
-            with pytest.raises(InferenceServerException, match="there is no model"):
-                await client.infer("absent", [tensor(module, rows_of(1))])
-            if module is grpc_aio:
-
-                async def requests() -> Any:
-                    for number in range(20):
-                        item = tensor(module, np.full((1, 3), number, np.float32))
-                        yield {"model_name": "linear", "inputs": [item]}
-
-                found = [each async for each in client.stream_infer(requests())]
-                assert [(result.as_numpy("y")[0, 0], error) for result, error in found] == [
-                    (6 * number, None) for number in range(20)
-                ]
         finally:
             await client.close()
 
@@ -301,6 +280,7 @@ def test_the_aio_client_infers_and_streams(served: Running, module: Any) -> None
 STATUSES = {
     "400": "INVALID_ARGUMENT",
     "404": "NOT_FOUND",
+    "500": "INTERNAL",
     "501": "UNIMPLEMENTED",
     "504": "DEADLINE_EXCEEDED",
 }
@@ -323,6 +303,7 @@ def call(name: str, *arguments: Any) -> Any:
         (infer("float32", values("float64")), "400", "FP32"),
         (infer("linear", np.zeros((1, 4), "f")), "400", r"x:float32\[N,3\], got shape \[1, 4\]"),
         (infer("linear", rows_of(33)), "400", "`max_batch`"),
+        (infer("linear", np.full((1, 3), POISON, "f")), "500", "^(?!.*secret).*the engine failed"),
         (infer("float32", model_version="7"), "404", "no version '7'"),
         (infer("float32", sequence_id=3), "400", "sequence_id"),
         (infer("float32", timeout=1), "504", "past its time limit"),

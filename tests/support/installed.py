@@ -6,8 +6,20 @@ Every worker reads every test file: `pytest.importorskip` would import the packa
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+from scripts.nvidia import fetch
+
+
+def compiled(path: Path, code: str) -> Path:
+    """A library of this C code; the test is skipped where there is no compiler."""
+    try:
+        fetch.library(path, code)
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    return path
 
 
 def needs(*packages: str) -> None:

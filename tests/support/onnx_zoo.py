@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -24,19 +23,6 @@ def save(model: onnx.ModelProto, path: Path) -> Path:
     """Write `model` to `path` and return the path."""
     path.write_bytes(model.SerializeToString())
     return path
-
-
-def parsed(text: str, *, opset: int = 18, **weights: np.ndarray) -> onnx.ModelProto:
-    """A graph in ONNX's own text, with these initializers; not checked."""
-    opsets = f'["" : {opset}, "com.example" : 1]'
-    model = parser.parse_model(f"<ir_version: 8, opset_import: {opsets}> g {text}")
-    model.graph.initializer.extend(numpy_helper.from_array(v, name) for name, v in weights.items())
-    return model
-
-
-def written(path: Path, text: str, **more: Any) -> Path:
-    """The file of `parsed`."""
-    return save(parsed(text, **more), path)
 
 
 def zoo(text: str, weights: Mapping[str, np.ndarray]) -> onnx.ModelProto:

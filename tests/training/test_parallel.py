@@ -68,20 +68,10 @@ def train_here() -> None:
 
 def torchrun(*words: object, cwd: Path = ROOT) -> str:
     """Start two processes on a free port; returns what they print."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            *words,
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [*launch, *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -187,22 +177,18 @@ def test_batches_that_the_cpu_augments_are_pinned_and_copied(pinned: list[Any]) 
     assert (x.device, labels.device, pinned) == (META, META, [CPU, CPU])
 
 
-@pytest.mark.parametrize(
-    ("name", "ids"), [("cuda:0", [0]), ("cuda:2", [2]), ("cuda", [1]), ("cpu", None)]
-)
-def test_a_process_is_joined_on_the_gpu_of_its_weights(
+@pytest.mark.parametrize(("name", "ids"), [("cuda:2", [2]), ("cuda", [1]), ("cpu", None)])
+def test_a_process_is_joined_on_the_gpu_of_its_weights_and_shares_batch_norm(
     name: str, ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process has local rank 1, whose GPU is meant where no index is named."""
     asked: list[Any] = []
-    monkeypatch.setattr(
-        torch.nn.parallel,
-        "DistributedDataParallel",
-        lambda _module, device_ids: asked.append(device_ids),
-    )
-    module = torch.nn.Linear(2, 2)
-    parallel(module, Processes(1, 2, local=1), torch.device(name), shard=False)
+    ddp = "torch.nn.parallel.DistributedDataParallel"
+    monkeypatch.setattr(ddp, lambda run, device_ids: (run, asked.append(device_ids))[0])
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    found = parallel(module, Processes(1, 2, local=1), torch.device(name), shard=False)
     assert asked == [ids]
+    assert type(found[1]).__name__ == ("SyncBatchNorm" if ids else "BatchNorm1d")
 
 
 class Layers(torch.nn.Module):
@@ -231,13 +217,3 @@ def test_fsdp_shards_the_blocks_inside_of_lists_and_wrappers_on_the_cpu_next_to_
             assert weight.device_mesh.device_type == weight.device.type == "cpu"
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("device", "kind"), [("cuda", "SyncBatchNorm"), ("cpu", "BatchNorm1d")])
-def test_processes_on_gpus_share_the_statistics_of_batch_norm(
-    device: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module, **_: module)
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    found = parallel(module, Processes(0, 2), torch.device(device), shard=False)
-    assert type(found[1]).__name__ == kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -132,14 +131,13 @@ def test_idx_files_are_read(mnist_cnn: Recipe, mnist_folder: Path) -> None:
     ("name", "content", "reason"),
     [
         ("train-labels-idx1-ubyte", None, "no such file"),
-        ("train-labels-idx1-ubyte", b"<html>", "not an IDX file"),
         ("train-labels-idx1-ubyte", idx(np.zeros(1010, np.uint8))[:-1], "declares 1010 bytes"),
         ("train-labels-idx1-ubyte", idx(np.full(1010, 11, np.uint8)), "0 to 9"),
         ("train-labels-idx1-ubyte", idx(np.zeros(7, np.uint8)), "different numbers of images"),
         ("t10k-images-idx3-ubyte.gz", b"not gzip", "cannot be read"),
         ("t10k-images-idx3-ubyte.gz", gzip.compress(idx(np.zeros((5, 8, 8), np.uint8))), "28x28"),
     ],
-    ids=[*"abcdefg"],
+    ids=[*"abcdef"],
 )
 def test_damaged_idx_files_are_refused(
     mnist_cnn: Recipe, mnist_folder: Path, name: str, content: bytes | None, reason: str
@@ -249,65 +247,18 @@ NET = replace(
     batch_size=32,
 )
 TRANSFER = replace(NET, backbone=("backbone", "head"))
+PIXELS = np.random.default_rng(0).random((40, 1, 16, 16), np.float32)
+NOISE = Split({"image": PIXELS}, np.arange(40) % 5)
+FEW = Splits(NOISE, NOISE, NOISE, "noise", build_with={"classes": 5})
 
 
-def placed_digits(first: int, per_class: int | None, times: int, seed: int = 0) -> Splits:
-    """Five classes of scikit-learn's digits on 16x16 pixels, moved by one, in strong noise."""
-    digits = pytest.importorskip("sklearn.datasets").load_digits()
-    random = np.random.RandomState(seed)
-    parts: tuple[list[Any], ...] = ([], [], [])
-    for label in range(first, first + 5):
-        rows = random.permutation(np.flatnonzero(digits.target == label))
-        cuts = (rows[:-80][:per_class], rows[-80:-60], rows[-60:])
-        for part, chosen in zip(parts, cuts, strict=True):
-            part.append(chosen)
-    splits = []
-    for part, repeats in zip(parts, (times, 1, 1), strict=True):
-        rows = np.tile(random.permutation(np.concatenate(part)), repeats)
-        images = np.zeros((len(rows), 1, 16, 16), np.float32)
-        for image, row in zip(images, rows, strict=True):
-            down, right = random.randint(3, 6, 2)
-            image[0, down : down + 8, right : right + 8] = digits.images[row] / 16
-        images += random.randn(*images.shape).astype(np.float32) * 0.5
-        splits.append(Split({"image": images}, digits.target[rows].astype(np.int64) - first))
-    return Splits(*splits, f"digits from {first}", build_with={"classes": 5})
-
-
-@only_in_a_campaign
-def test_a_backbone_of_five_digits_helps_with_the_other_five() -> None:
-    """Pre-trained on 0 to 4, transferred to 5 to 9 with 50 images per class, against from scratch.
-
-    At the transfer recipes' 30 epochs, over five seeds of data and weights. Frozen it wins by 10.1
-    points on the mean of eight (5.7 to 16.0); but digits at any place of the image in less noise,
-    for which five classes give too few features, lose 2.1 (-8.6 to 2), and without noise either
-    way reaches 98 %.
-    """
-    gains: dict[str, list[float]] = {"frozen": [], "unfrozen": []}
-    for seed in range(5):
-        options = replace(CPU, epochs=30, seed=seed)
-        before = run_training(NET, placed_digits(0, None, 20, seed), replace(options, epochs=4))
-        weights, few = before.module.state_dict(), placed_digits(5, 50, 1, seed + 100)
-        scratch = run_training(NET, few, options).scores.mean()
-        for name, rate in (("frozen", None), ("unfrozen", 0.5)):
-            found = run_training(TRANSFER, few, replace(options, unfreeze=rate), weights=weights)
-            gains[name].append(100 * (found.scores.mean() - scratch))
-    for found in gains.values():
-        low = np.mean(found) - 2.776 * np.std(found, ddof=1) / math.sqrt(len(found))
-        assert low >= 5, gains  # the lower end of the 95 % interval
-
-
-@pytest.fixture(scope="module")
-def few() -> Splits:
-    return cut(placed_digits(5, 10, 1), 40)
-
-
-def test_only_what_may_learn_changes(few: Splits) -> None:
+def test_only_what_may_learn_changes() -> None:
     """A frozen backbone stays; one that learns keeps the statistics of its BatchNorm: eval mode."""
     weights = Net().state_dict()
-    frozen = run_training(TRANSFER, few, CPU, weights=weights).module
+    frozen = run_training(TRANSFER, FEW, CPU, weights=weights).module
     for name, value in frozen.backbone.state_dict().items():
         assert torch.equal(value, weights[f"backbone.{name}"])
-    moved = run_training(TRANSFER, few, replace(CPU, unfreeze=0.5), weights=weights).module
+    moved = run_training(TRANSFER, FEW, replace(CPU, unfreeze=0.5), weights=weights).module
     running = "backbone.1.running_mean"
     assert torch.equal(moved.state_dict()[running], weights[running])
     assert not torch.equal(moved.backbone[0].weight, weights["backbone.0.weight"])
@@ -329,8 +280,7 @@ def test_a_head_on_cached_features_learns_as_behind_the_backbone(
 
     A head that begins with a dense layer learns on features of mean 0 and deviation 1.
     """
-    few = cut(placed_digits(5, 10, 1), 40)
-    images, others = (torch.from_numpy(p.inputs["image"]) for p in (few.train, few.test))
+    images = torch.from_numpy(PIXELS)
     torch.manual_seed(0)
     with torch.no_grad():
         features = build().backbone.eval()(images)
@@ -348,10 +298,10 @@ def test_a_head_on_cached_features_learns_as_behind_the_backbone(
             return found
 
     frozen = replace(TRANSFER, build=build)
-    cached = run_training(frozen, few, replace(CPU, epochs=3))
-    slow = run_training(replace(NET, build=Slow), few, replace(CPU, epochs=3))
+    cached = run_training(frozen, FEW, replace(CPU, epochs=3))
+    slow = run_training(replace(NET, build=Slow), FEW, replace(CPU, epochs=3))
     with torch.no_grad():
-        assert torch.allclose(cached.module(others), slow.module(others), atol=1e-4)
+        assert torch.allclose(cached.module(images), slow.module(images), atol=1e-4)
     assert "feature_seconds" in cached.figures  # 0.0 where it took less than half a millisecond
     assert "feature_seconds" not in slow.figures
 
@@ -368,15 +318,12 @@ class Shifted(Net):
         (replace(TRANSFER, build=Shifted), None, r"does not compute head\(backbone\(x\)\)"),
         (TRANSFER, {}, "other"),
         (TRANSFER, {"backbone.0.weight": torch.zeros(3)}, "other"),
-        (TRANSFER, {"x": torch.zeros(1)}, "other"),
     ],
-    ids=["not a head", "none", "sizes", "names"],
+    ids=["not a head", "none", "sizes"],
 )
-def test_what_cannot_be_transferred_is_refused(
-    few: Splits, recipe: Recipe, weights: Any, reason: str
-) -> None:
+def test_what_cannot_be_transferred_is_refused(recipe: Recipe, weights: Any, reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
-        run_training(recipe, few, CPU, weights=weights, weights_from=Path("other.pt"))
+        run_training(recipe, FEW, CPU, weights=weights, weights_from=Path("other.pt"))
 
 
 def test_resnet18_transfer_takes_a_folder_and_torchvisions_weights(
@@ -395,17 +342,16 @@ def test_resnet18_transfer_takes_a_folder_and_torchvisions_weights(
     assert load_module(out).module(images)[0].shape == (2, 3)
 
 
-@pytest.mark.parametrize("name", ["resnet18-transfer", "vgg16-transfer"])
-def test_transfer_without_weights_says_how_to_get_them(name: str) -> None:
-    recipe = load_recipe(name)
-    assert f"models.{name.partition('-')[0]}(weights='DEFAULT')" in recipe.needs_weights
+def test_transfer_without_weights_says_how_to_get_them() -> None:
+    recipe = load_recipe("vgg16-transfer")
+    assert "models.vgg16(weights='DEFAULT')" in recipe.needs_weights
     part = Split({"image": np.zeros((3, 224, 224, 3), np.uint8)}, np.arange(3) % 2)
     splits = Splits(part, part, part, "zeros", build_with={"classes": 2})
     with pytest.raises(BadInput, match="`weights`"):
         run_training(replace(recipe, build=lambda classes: Net(classes)), splits, CPU)
 
 
-@pytest.mark.parametrize("sizes", [{"classes": 0}, {"classes": 1e9}, [3], {1: 3}])
+@pytest.mark.parametrize("sizes", [{"classes": 0}, {"classes": 1e9}, [3]])
 def test_a_checkpoint_with_odd_sizes_is_refused(tmp_path: Path, sizes: Any) -> None:
     document = {"deploykit_checkpoint": 1, "recipe": "mnist-cnn", "inputs": [], "outputs": []}
     torch.save({**document, "state_dict": {"a": torch.zeros(1)}, "sizes": sizes}, tmp_path / "m.pt")

@@ -35,8 +35,37 @@ from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row, submit
+from tests.support.serving.loops import KEY, Answers, Clock, asleep, row, submit
 from tests.support.serving.running import WAIT_S, infer_json, running
+
+
+class Loop:
+    """The part of an event loop that matters: it runs what is asked for when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], None]] = []
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self.asked.append(function)
+
+    def turn(self) -> int:
+        """One iteration; returns how many functions it ran."""
+        asked, self.asked = self.asked, []
+        for function in asked:
+            function()
+        return len(asked)
+
+
+class Threads(FakeEngine):
+    """Remembers which thread called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        self.threads.append(threading.get_ident())
+        return super().__call__(feeds)
 
 
 class Turned(Threads):

@@ -181,20 +181,11 @@ def test_next_us_is_the_earliest_deadline_or_end_of_a_delay() -> None:
     assert queue.next_us() == 110
 
 
-def test_add_wakes_an_engine_only_when_a_batch_can_be_due() -> None:
-    at_once = RequestQueue(BatchPolicy(4))
-    assert [at_once.add(pending(n)) for n in range(3)] == [True] * 3
-    delayed = RequestQueue(BatchPolicy(4, 100))
-    assert [delayed.add(pending(n)) for n in range(4)] == [True, False, False, True]
-
-
 DUE = {  # rows and arrival of each request, the delay, the time, and how many are taken
-    "the queue is empty": ([], 0, 0, 0),
     "an idle engine takes one at once": ([(1, 0)], 0, 0, 1),
     "the delay has not passed": ([(1, 0)], 100, 99, 0),
     "the delay has passed": ([(1, 0)], 100, 100, 1),
     "the delay counts from the oldest": ([(1, 0), (1, 90)], 100, 100, 2),
-    "a full request does not wait": ([(8, 0)], 100, 0, 1),
     "rows fill the batch exactly": ([(5, 0), (3, 0), (1, 0)], 100, 0, 2),
     "the next would overfill it": ([(5, 0), (4, 0)], 100, 0, 1),
     "no rows at all": ([(0, 0), (0, 0)], 0, 0, 2),

@@ -100,21 +100,16 @@ def contents(number: int, data: bytes, shape: bytes = b"\1\4") -> bytes:
 
 HOSTILE = {
     "tiny fields at the top": (b"\x0a\0" * 500_000, "more than 1024 fields"),
-    "raw contents first": (b"\x3a\0" * 500_000 + infer_bytes(), "more than 1024 fields"),
     "empty inputs": (field(1, b"m") + b"\x2a\0" * 900, "900 inputs, the model has 1"),
-    "many empty inputs": (field(1, b"m") + b"\x2a\0" * 12_000, "more than 1024 fields"),
     "empty strings": (contents(0, b"\x42\0" * 400_000), "more than 262144 fields"),
     "unknown fields in an input": (field(1, b"m") + field(5, b"\x78\1" * 400_000), "262144"),
-    "inputs of parameters": (field(1, b"m") + field(4, b"\x12\0" * 400_000), "262144"),
     "a long shape": (contents(6, bytes(16), b"\1" * 100_000), "100000 axes"),
     "many packed numbers": (contents(1, b"\1" * 5_000_000), "more than 262144 elements"),
     "much that is not raw": (contents(6, bytes(17 << 20)), "without raw_input_contents"),
     **{
         f"a broken field {data!r}": (data, "not a valid ModelInferRequest")
-        for data in (b"\x0a", b"\x0a\x80", b"\x09\0", b"\x0d\0", b"\x00\x80", b"\x0c")
+        for data in (b"\x0a", b"\x0a\x80", b"\x09\0", b"\x0d\0", b"\x0c", b"\xff" * 1000)
     },
-    "groups": (b"\x0b" * 1000, "not a valid ModelInferRequest"),
-    "an endless number": (b"\xff" * 1000, "not a valid ModelInferRequest"),
     "a length beyond the message": (b"\x0a\xff\xff\xff\xff\x0f", "not a valid"),
     "a long name": (field(1, b"x" * 70_000), "name or version has 70000 bytes"),
     "a name that is not UTF-8": (field(1, b"\xff") + field(4, bytes(70_000)), "not a valid"),

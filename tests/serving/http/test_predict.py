@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import http.client
 import json
 import struct
@@ -32,12 +31,7 @@ from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded, noise, photo  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 
-_FORMATS = "is neither PNG, JPEG nor WebP"
 Make = Callable[[], bytes]
-
-
-def small_image(mode: str = "RGB") -> Any:
-    return Image.fromarray(noise(9, 12)).convert(mode)
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -50,18 +44,12 @@ def png_header(width: int, height: int) -> bytes:
     return found
 
 
-def many_scans(count: int) -> bytes:
-    """A progressive JPEG whose last scan, of a few bytes, comes so many times."""
-    data = encoded(small_image("L"), "JPEG", progressive=True)
-    last = data.rindex(b"\xff\xda")
-    return data[:last] + count * data[last:-2] + data[-2:]
-
-
 ANSWERED_IMAGES: dict[str, Make] = {
     "one pixel": lambda: encoded(np.zeros((1, 1, 3), np.uint8)),
     "rubbish behind it": lambda: photo() + bytes(100_000),
-    "many scans": lambda: many_scans(90),
-    "a colour profile": lambda: encoded(small_image("CMYK"), "JPEG", icc_profile=bytes(200_000)),
+    "a colour profile": lambda: encoded(
+        Image.fromarray(noise(9, 12)).convert("CMYK"), "JPEG", icc_profile=bytes(200_000)
+    ),
     "a long side": lambda: encoded(np.zeros((1, 60_000, 3), np.uint8)),
 }
 
@@ -108,7 +96,6 @@ REFUSED: dict[str, tuple[str, bytes | Make, str, int, str]] = {
     "empty": ("classify", b"", "image/png", 400, "the body is empty; send a JPEG"),
     "type": ("classify", LIGHT, "audio/wav", 415, "'audio/wav' is not offered; send a JPEG"),
     "curl -d": ("text-classify", b"text=good", URLENCODED, 415, "is not offered; send text/plain"),
-    "text for images": ("classify", b"cat", "text/plain", 415, "'text/plain' is not offered"),
     "image for text": ("text-classify", LIGHT, "image/png", 415, "'image/png' is not offered"),
     **{
         f"charset of {kind}": ("text-classify", body, f"{kind}; charset=utf-16", 415, "'utf-16' is")
@@ -156,24 +143,18 @@ REFUSED: dict[str, tuple[str, bytes | Make, str, int, str]] = {
             ("text-classify", b'["\\ud83d"]', "is not valid JSON"),
             ("text-classify", b"[" * 101 + b"]" * 101, "nested more than 100 deep"),
             ("classify", as_json(["?!"]), "image 1 is not base64"),
-            ("classify", as_json(["ü"]), "image 1 is not base64"),
         )
     },
-    "no json": ("classify", b"{", "application/json", 400, "is not valid JSON"),
-    "null": ("text-classify", b"null", "application/json", 400, "text 1 must be a string"),
     # images
-    "html": bad_image(lambda: b"<html>", _FORMATS),
+    "html": bad_image(lambda: b"<html>", "is neither PNG, JPEG nor WebP"),
     "bomb": bad_image(lambda: png_header(50_000, 50_000), "has more than 25 million pixels"),
     "above": bad_image(lambda: png_header(5_001, 5_000), "is 5001x5000, above the limit of 25"),
-    "gif": bad_image(lambda: encoded(small_image(), "GIF"), _FORMATS),
     "cut": bad_image(lambda: photo()[:9000], "image file is truncated"),
-    "too many scans": bad_image(lambda: many_scans(100), "a JPEG has 100 at most"),
     # text
     "too long": bad_text(b"good " * 100, "has 102 tokens, the model takes 8"),
     "4 MB": bad_text(b"good " * 790_000, "is above 800 bytes, the model takes 8 tokens"),
     "byte order mark": bad_text(b"\xef\xbb\xbf", "is empty"),
     "utf-16": bad_text("good".encode("utf-16"), "is not UTF-8"),
-    "half of a pair": bad_text(b"\xed\xa0\x80", "is not UTF-8"),
 }
 
 KINDS = ("classify", "detect", "segment", "embed", "text-classify")
@@ -287,11 +268,6 @@ def test_tritonclient_sends_images_and_text_over_http_as_over_grpc(
         assert json.loads(text)["label"] == "good"
         with pytest.raises(triton.InferenceServerException, match="image 2 of 2"):
             ask("classify", "image", [images[0], b"?"])
-        tensor = triton.InferInput("image", [1, 16, 24, 3], "UINT8")
-        tensor.set_data_from_numpy(np.zeros((1, 16, 24, 3), np.uint8), binary_data=binary)
-        names = {each["name"] for each in client.get_model_metadata("classify")["outputs"]}
-        answer = client.infer("classify", [tensor], request_compression_algorithm=coding)
-        assert {each["name"] for each in answer.get_response()["outputs"]} == names
 
 
 SENTENCE = b"good good good"
@@ -360,12 +336,6 @@ def test_a_large_form_and_large_json_are_taken_apart_elsewhere(served: Running) 
         assert found[0]["score"] == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_compressed_body_is_read(served: Running) -> None:
-    body = gzip.compress(as_json(["good", "bad"]))
-    status, found = post(served, "text-classify", body, "application/json", Content_Encoding="gzip")
-    assert (status, [each["label"] for each in found]) == (200, ["bad", "bad"])
-
-
 def test_a_form_may_hold_what_looks_like_its_boundary(served: Running) -> None:
     body, kind = form(("text", b"good\r\n------bad\r\n----b good"))
     status, found = post(served, "text-classify", body, kind)
@@ -415,12 +385,6 @@ def test_items_of_several_requests_are_joined(opened: dict[str, Any]) -> None:
         counts = server.server.repository.models["classify"].metrics.statistics()
     assert counts["inference_count"] == 16
     assert counts["execution_count"] < 16, counts["batch_stats"]
-
-
-def test_a_full_queue_refuses_the_whole_request(opened: dict[str, Any]) -> None:
-    with running({"classify": opened["classify"]}, queue=1, max_delay_us=500_000) as server:
-        status, found = post(server, "classify", *form(*[("image", LIGHT)] * 60))
-        assert status == 503, found
 
 
 def test_the_memory_budget_counts_what_was_decoded(

@@ -21,7 +21,7 @@ from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import frames, infer_bytes
 from tests.support.serving.memory import Seen
-from tests.support.serving.running import Running, infer_json, request, running
+from tests.support.serving.running import Running, infer_json, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])
 INFER = "/v2/models/m/infer"
@@ -41,19 +41,6 @@ def test_health_and_readiness_routes_answer(server: Running, target: str, expect
     reply, head = (server.ask(method, target) for method in ("GET", "HEAD"))
     assert (reply.status, reply.json) == (200, expected)
     assert (head.status, int(head.headers["content-length"])) == (200, len(reply.body))
-
-
-@pytest.mark.parametrize("base", ["/v2/models/m", "/v2/models/m/versions/1"])
-def test_metadata_includes_the_batch_axis_and_config_does_not(server: Running, base: str) -> None:
-    metadata, config = (server.ask("GET", base + end).json for end in ("", "/config"))
-    assert metadata["versions"] == ["1"]
-    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
-    assert config["max_batch_size"] == 32
-    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [4]}]
-    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 0
-    document = server.ask("GET", "/v2").json
-    assert document["name"] == "deploykit"
-    assert {"binary_tensor_data", "model_configuration"} <= set(document["extensions"])
 
 
 def test_a_model_with_a_fixed_first_axis_is_not_batched() -> None:
@@ -120,24 +107,6 @@ def test_what_is_not_there_or_not_allowed_is_refused(
     assert says in reply.json["error"]
     allow = {404: None, 405: "POST" if method == "GET" else "GET, HEAD"}[status]
     assert reply.headers.get("allow") == allow
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff" * 50, b'{"inputs": [5]}'])
-def test_a_bad_body_gets_400_and_the_connection_stays_open(server: Running, body: bytes) -> None:
-    raw = server.connect()
-    for content, status in ((body, 400), (GOOD, 200)):
-        reply = raw.ask(request("POST", INFER, content, Content_Length=str(len(content))))
-        assert reply.status == status
-        assert ("error" in reply.json) == (status == 400)
-
-
-def test_two_models_answer_by_their_names() -> None:
-    with running({"a": FakeEngine(), "b.2": FakeEngine(width=2)}) as server:
-        assert server.ask("POST", "/v2/models/a/infer", GOOD).json["model_name"] == "a"
-        body = infer_json([1, 2], [1, 2])
-        assert server.ask("POST", "/v2/models/b.2/infer", body).json["model_name"] == "b.2"
-        names = [each["name"] for each in server.ask("GET", "/v2/models/stats").json["model_stats"]]
-        assert names == ["a", "b.2"]
 
 
 READY = b'{"ready":true}'

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import random
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from deploykit.serving.http2.connection import CLOSED as IS_CLOSED
-from deploykit.serving.http2.connection import PREFACE, Http2Limits
+from deploykit.serving.http2.connection import IN_HEADERS, PREFACE, Http2Limits
 from deploykit.serving.transport import listener as places
 from tests.support.campaign import rounds
+from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
     INVALID_ARGUMENT,
     LIVE,
     RESOURCE_EXHAUSTED,
+    STREAM,
     UNIMPLEMENTED,
     Answer,
     Frames,
@@ -40,8 +43,16 @@ OPEN = (HEADERS, END_HEADERS, 1, block())
 ASK = (HEADERS, END_HEADERS | END, 1, block())
 WHOLE = [OPEN, (DATA, END, 1, EMPTY)]  # a call that is answered
 
-ENDS_THE_CONNECTION: dict[str, tuple[list[Any], int]] = {
-    "3.4 a first frame that is not SETTINGS": ([], PROTOCOL),  # see the test
+ENDS_THE_CONNECTION: dict[str, tuple[Any, int]] = {
+    **{
+        f"3.4 {hello[:9]!r}": (hello, PROTOCOL)
+        for hello in (
+            PREFACE + packed(*ASK),  # a first frame that is not SETTINGS
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01" + bytes(40),
+            b"PRI * HTTP/3",
+        )
+    },
     "4.2 DATA above the frame size": ([OPEN, (DATA, 0, 1, bytes(16385))], FRAME_SIZE),
     "4.2 HEADERS above the frame size": ([(HEADERS, 4, 1, bytes(16385))], FRAME_SIZE),
     "4.3 a header block that is not HPACK": ([(HEADERS, 4, 1, b"\x80")], COMPRESSION),
@@ -216,10 +227,11 @@ def send(client: Frames, sent: list[Any]) -> None:
 @pytest.mark.parametrize("name", ENDS_THE_CONNECTION)
 def test_a_connection_error_ends_the_connection_with_its_code(served: Serving, name: str) -> None:
     sent, code = ENDS_THE_CONNECTION[name]
-    with frames(served.port, greet=bool(sent)) as client:
-        if not sent:
-            client.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + packed(*ASK))
-        send(client, sent)
+    with frames(served.port, greet=isinstance(sent, list)) as client:
+        if isinstance(sent, bytes):
+            client.socket.sendall(sent)
+        else:
+            send(client, sent)
         assert client.closed()
         assert client.goaway == code
         assert client.about
@@ -302,7 +314,8 @@ def test_a_call_whose_deadline_has_passed_is_not_answered(
 def test_any_frames_are_answered_or_end_the_connection() -> None:
     """No error inside the server, nothing left behind: a million inputs in a campaign."""
     chance = random.Random(9113)
-    rows = [*(row for row, _ in ENDS_THE_CONNECTION.values()), *IS_ANSWERED.values()]
+    ended = [row for row, _ in ENDS_THE_CONNECTION.values() if isinstance(row, list)]
+    rows = [*ended, *IS_ANSWERED.values()]
     rows += [[(HEADERS, END_HEADERS, 1, headers)] for headers in RESETS_THE_STREAM.values()]
     echo = block(path="/echo")
     known = [each for row in rows for each in row[:9] if len(each[3]) < 200]
@@ -375,15 +388,6 @@ def test_unary_calls_need_exactly_one_whole_message(client: Frames) -> None:
     assert [client.answers[n].status for n in (1, 3, 5)] == [INVALID_ARGUMENT] * 3
 
 
-def test_a_message_in_padded_frames_of_one_byte_is_read(client: Frames) -> None:
-    data = infer_bytes(value=5)
-    data = b"\0" + len(data).to_bytes(4, "big") + data
-    client.open(1)
-    for at in range(len(data)):
-        client.send(0, 8 | (at == len(data) - 1), 1, b"\3" + data[at : at + 1] + b"\0\0\0")
-    assert first_value(client.answer(1)) == 11
-
-
 def test_equal_header_blocks_are_decoded_with_the_current_dynamic_table(client: Frames) -> None:
     """`be` is the first entry of the dynamic table; a new entry moves it."""
     start = client.encoder.encode([(":method", "POST"), (":scheme", "http")])
@@ -415,61 +419,35 @@ def test_too_many_headers_and_a_malformed_timeout_are_refused(client: Frames) ->
     assert "'1x'" in refused.headers["grpc-message"]
 
 
-def test_rapid_reset_closes_the_connection_and_empties_the_queue() -> None:
-    """CVE-2023-44487."""
-    data = infer_bytes()
+@pytest.mark.parametrize("by", ["client", "server"])
+def test_rapid_reset_closes_the_connection_and_empties_the_queue(by: str) -> None:
+    """CVE-2023-44487; a client can also provoke the server's resets."""
     limits = Http2Limits(empty_frames=100)
     with serving(limits=limits) as running, frames(running.port) as client:
         with contextlib.suppress(ConnectionError):
             for stream in range(1, 20_001, 2):
-                client.start(stream, data)
-                client.cancel(stream)
+                if by == "client":
+                    client.start(stream, infer_bytes())
+                    client.cancel(stream)
+                else:
+                    client.open(stream, **{"content-length": "1"})
+                    client.send(DATA, 0, stream, b"xy")
         assert client.closed()
         assert client.goaway == CALM
         assert running.see(lambda: running.grpc.unanswered) == 0
 
 
-def test_a_stream_above_the_limit_is_refused() -> None:
-    with serving(limits=Http2Limits(streams=3)) as running, frames(running.port) as client:
-        for stream in (1, 3, 5, 7):
-            client.open(stream)
-        client.until(lambda: 7 in client.answers)
-        assert client.answers[7].reset == 7  # REFUSED_STREAM: it may be tried again
-        client.message(1, infer_bytes())
-        assert client.answer(1).status == 0
-        assert client.call(9, infer_bytes()).status == 0
-
-
-def compressed(client: Frames, stream: int, data: bytes, encoding: str) -> Answer:
-    client.start(stream, data, compressed=1, grpc_encoding=encoding)
-    return client.answer(stream)
-
-
-def test_a_compressed_message_above_the_limit_is_refused() -> None:
+def test_a_compressed_message_above_the_limit_or_of_another_coding_is_refused() -> None:
+    good = zlib.compress(infer_bytes(value=4))
     with serving(max_body_bytes=100_000) as running, frames(running.port) as client:
-        bomb = zlib.compress(bytes(50_000_000), 9)
-        refused = compressed(client, 1, bomb, "deflate")
-        assert refused.status == RESOURCE_EXHAUSTED
-        good = compressed(client, 3, zlib.compress(infer_bytes(value=4)), "deflate")
-        assert first_value(good) == 9
-        assert compressed(client, 5, b"abc", "deflate").status == INVALID_ARGUMENT
-        assert compressed(client, 7, b"abc", "zstd").status == UNIMPLEMENTED
-        assert compressed(client, 9, b"abc", "identity").status == INVALID_ARGUMENT
-
-
-@pytest.mark.parametrize(
-    "hello",
-    [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01" + bytes(40),
-        b"PRI * HTTP/3",
-    ],
-)
-def test_a_client_that_does_not_speak_http2_is_disconnected(served: Serving, hello: bytes) -> None:
-    with frames(served.port, greet=False) as client:
-        client.socket.sendall(hello)
-        assert client.closed()
-        assert client.goaway == PROTOCOL
+        for stream, data, encoding, status in (
+            (1, zlib.compress(bytes(50_000_000), 9), "deflate", RESOURCE_EXHAUSTED),
+            (3, b"abc", "deflate", INVALID_ARGUMENT),
+            (5, b"abc", "zstd", UNIMPLEMENTED),
+            (7, b"abc", "identity", INVALID_ARGUMENT),
+        ):
+            assert client.call(stream, data, compressed=1, grpc_encoding=encoding).status == status
+        assert first_value(client.call(9, good, compressed=1, grpc_encoding="deflate")) == 9
 
 
 def test_a_connection_above_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,3 +461,220 @@ def test_a_connection_above_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch)
             assert c.goaway == CALM
             assert "2 connections" in c.about
         assert a.call(3, infer_bytes()).status == 0
+
+
+def test_more_data_than_the_window_allows_closes_the_connection(client: Frames) -> None:
+    client.open(1)
+    client.send(0, 0, 1, b"\0" + (4 << 20).to_bytes(4, "big") + bytes(1000))
+    client.until(lambda: 1 in client.updates)  # it may send the message, and no more
+    left = (1 << 20) - 1005 + client.updates[1]
+    assert left == (4 << 20) + 5 - 1005
+    try:
+        while left > -16000:
+            client.send(0, 0, 1, bytes(16000))
+            left -= 16000
+    except ConnectionError:
+        pass
+    assert client.closed()
+    assert client.goaway == FLOW_CONTROL
+
+
+def test_a_connection_gives_windows_to_four_large_messages_at_a_time() -> None:
+    """A connection buffers four of the largest messages; the fifth waits until one has ended."""
+    size = 8 << 20
+    prefix = b"\0" + size.to_bytes(4, "big")
+    with serving(max_body_bytes=size) as running, frames(running.port) as client:
+        for stream in (1, 3, 5, 7, 9):
+            client.open(stream)
+            client.send(0, 0, stream, prefix)
+        client.settle()
+        granted = [stream for stream in (1, 3, 5, 7, 9) if stream in client.updates]
+        assert granted == [1, 3, 5, 7]
+        client.cancel(3)
+        client.settle()
+        assert 9 in client.updates
+
+
+def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> None:
+    """All have hours, which pass when the server has seen what they do."""
+    hours = Http2Limits(header_s=3600, stall_s=3600, idle_s=7200)
+    with serving(limits=hours) as running:
+        shared = running.grpc
+
+        def pass_time(seconds: float = 4000) -> None:
+            clock_s, tick = shared.clock_s, shared.tick
+            shared.clock_s = lambda: clock_s() + seconds
+            shared.tick = lambda now_s: tick(now_s + seconds)
+
+        def links() -> list[Any]:
+            return running.see(lambda: list(shared.connections))
+
+        with frames(running.port, greet=False) as silent:
+            eventually(links)
+            pass_time()
+            assert silent.closed()
+        with frames(running.port) as headers:
+            headers.send(1, 0, 1, b"\x83")
+            eventually(lambda: [each.phase for each in links()] == [IN_HEADERS])
+            pass_time()
+            assert headers.closed()
+        with frames(running.port) as idle:
+            assert idle.call(1, infer_bytes()).status == 0
+            pass_time(8000)
+            assert idle.closed()
+            assert idle.goaway == 0
+        assert running.see(lambda: running.grpc.unanswered) == 0
+
+
+def test_unsent_error_answers_of_a_stream_are_bounded(served: Serving, client: Frames) -> None:
+    """Each request is answered before the next is read, and none is read without a window."""
+    client.open(1, STREAM)
+    piece = b"\0" + (3).to_bytes(4, "big") + b"\xff\xff\xff"
+    for _ in range(3):  # six times what the window of 65,535 bytes lets out
+        client.send(0, 0, 1, piece * 2000)
+    client.send(0, 1, 1, b"")
+    client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
+    client.settle()
+    (connection,) = served.see(lambda: [c for c in served.grpc.connections if c.streams])
+    assert len(connection.streams[1].unsent) < 10
+    client.send(8, 0, 1, (1 << 30).to_bytes(4, "big"))
+    client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
+    answer = client.answer(1)
+    assert answer.status == 0
+    assert answer.data.count(b"not a valid ModelInferRequest") == 6_000
+
+
+# -- What a gRPC client does not read is counted, bounded, and ends its connection in time
+
+
+WIDTH = 1_000_000  # answers of 4 MB
+ANSWER = 4 * WIDTH
+NO_WINDOW = b"\0\4\0\0\0\0"
+WATCH = "/grpc.health.v1.Health/Watch"
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def wide(value: float = 1.0) -> bytes:
+    return infer_bytes(value=value, width=WIDTH, model_name="wide")
+
+
+def held(server: Serving) -> int:
+    return server.see(lambda: server.grpc.memory.bytes)
+
+
+def connections(server: Serving) -> int:
+    return server.see(lambda: len(server.grpc.connections))
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_answers_beyond_the_clients_window_are_counted_and_refused_above_the_limit(
+    eventually: Eventually, path: str
+) -> None:
+    limit = 3 * ANSWER
+    with serving({"wide": FakeEngine(width=WIDTH)}, max_held_bytes=limit) as server:
+        model = server.repository.models["wide"]
+        with frames(server.port, settings=NO_WINDOW) as client:
+            refused = 0
+            for stream in range(1, 16, 2):
+                client.start(stream, wide(), path, end=path == INFER)
+                eventually(lambda: server.see(lambda: model.unanswered) == 0)
+                client.settle()
+                assert held(server) <= limit + 1000
+                answer = client.answers.get(stream, Answer())
+                if answer.ended:
+                    assert answer.status == 14
+                    assert f"holds {limit} bytes" in answer.headers["grpc-message"]
+                    refused += 1
+            assert refused >= 5
+        eventually(lambda: held(server) == 0)
+
+
+def test_a_connection_with_many_unread_answers_has_no_further_requests_run(
+    eventually: Eventually,
+) -> None:
+    engine = FakeEngine(width=WIDTH)
+    with (
+        serving({"wide": engine}, max_held_bytes=1 << 30) as server,
+        frames(server.port, settings=NO_WINDOW) as client,
+    ):
+        runs = server.repository.models["wide"]
+        for stream in range(1, 32, 2):
+            client.start(stream, wide())
+            eventually(lambda: server.see(lambda: runs.unanswered) == 0)
+        (link,) = server.see(lambda: list(server.grpc.connections))
+        assert 16 << 20 < link.answer_bytes < 32 << 20
+        assert len(link._parked) > 8
+        client.open_windows()
+        assert [client.answer(stream).status for stream in range(1, 32, 2)] == [0] * 16
+
+
+def test_a_client_that_reads_a_byte_at_a_time_is_disconnected(eventually: Eventually) -> None:
+    limits = Http2Limits(stall_s=0.3)
+    models = {"m": FakeEngine(width=8000)}
+    with serving(models, limits) as server, frames(server.port, settings=NO_WINDOW) as client:
+        client.start(1, infer_bytes(width=8000))
+        with contextlib.suppress(ConnectionError):
+            while connections(server):
+                client.send(8, 0, 1, b"\0\0\0\1")
+                client.settle()
+        eventually(lambda: connections(server) == 0)
+        assert held(server) == 0
+
+
+def test_watch_calls_are_bounded_per_client_and_in_all(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("deploykit.serving.grpc.methods._WATCHES", 20)
+    with serving(token="a token of some length") as server:
+        with frames(server.port) as first, frames(server.port) as second:
+            for client, most in ((first, 16), (second, 4)):
+                for stream in range(1, 36, 2):
+                    client.start(stream, b"", WATCH)
+                client.settle()
+                ended = [n for n, answer in client.answers.items() if answer.ended]
+                assert len(ended) == 18 - most
+                assert {client.answers[n].status for n in ended} == {8}
+            first.cancel(1)
+            first.settle()
+            second.start(51, b"", WATCH)
+            second.until(lambda: bool(second.answers.get(51, Answer()).data))
+        calls = server.grpc
+        eventually(lambda: server.see(lambda: calls._watching) == {})
+
+
+def test_a_long_name_is_not_kept_for_a_watch_call(client: Frames) -> None:
+    for stream, size in ((1, 257), (3, 70_000)):
+        name = b"\n" + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + b"x" * size
+        assert client.call(stream, name, WATCH).status == (3 if size < 1000 else 8)
+
+
+def test_streams_above_the_limit_of_a_connection_or_of_all_are_refused() -> None:
+    limits = Http2Limits(streams=7, all_streams=10)
+    with serving(limits=limits) as server, frames(server.port) as a, frames(server.port) as b:
+        for client, most in ((a, 7), (b, 3)):
+            for stream in range(1, 18, 2):
+                client.open(stream)
+            client.settle()
+            refused = [n for n, answer in client.answers.items() if answer.reset == 7]
+            assert len(refused) == 9 - most  # REFUSED_STREAM: it may be tried again
+        a.message(1, infer_bytes())
+        assert a.answer(1).status == 0
+        b.cancel(1)
+        assert b.call(21, infer_bytes()).status == 0
+    assert server.grpc.open_streams == 0
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    """One server for this file; after each test it must still answer."""
+    models = {"m": FakeEngine(), "wide": FakeEngine(width=1_000_000)}
+    with serving(models, max_body_bytes=8 << 20) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Serving) -> Iterator[Frames]:
+    with frames(served.port) as client:
+        yield client
+    with frames(served.port) as after:
+        assert first_value(after.call(1, infer_bytes(value=20))) == 41

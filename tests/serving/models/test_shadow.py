@@ -174,15 +174,12 @@ COMPARED: dict[str, tuple[np.ndarray, np.ndarray, bool]] = {
     "scores off by more than a tenth": (floats(0.0, 8.9, 5.0), SCORES, False),
     "another largest score": (floats(0.0, 9.7, 9.9), floats(0.0, 9.9, 9.7), False),
     "two largest scores within 1 %": (floats(0.0, 9.96, 9.97), floats(0.0, 9.97, 9.96), True),
-    "a unit vector off by 5 %": (floats(0.6, -0.75), floats(0.6, -0.8), False),
     "a single number within 1 %": (floats(99.1), floats(100.0), True),
-    "a single number off by more": (floats(98.9), floats(100.0), False),
     "near zero": (floats(1e-9), floats(0.0), True),
     "from zero": (floats(1e-3), floats(0.0), False),
     "half precision": (np.float16([[100.1]]), floats(100.0), True),
     "both NaN": (floats(math.nan), floats(math.nan), True),
     "one infinite": (floats(1.0), floats(math.inf), False),
-    "an image within 1 %": (PIXELS * 1.009, PIXELS, True),
     "an image with one pixel off": (PIXELS + np.eye(2) * [0, 0.02], PIXELS, False),
     "other integers": (np.array([[3, 5]]), np.array([[3, 4]]), False),
     "another shape": (floats(1.0, 2.0), floats(1.0), False),
@@ -232,13 +229,11 @@ def test_a_different_or_missing_output_is_a_disagreement_of_its_row() -> None:
 @pytest.mark.parametrize(
     ("wrong", "count", "threshold", "alarm"),
     [
-        (0, 0, 0.0, False),
         (2, 2, 0.01, False),  # too few for a share
         (3, 3, 0.01, True),
         (3, 300, 0.01, False),  # just the share allowed
         (10, 100, 0.0551, True),  # Wilson's lower bound with 95 % is 0.0552
         (10, 100, 0.0553, False),
-        (1000, 1000, 1.0, False),
         (5, 100_000, 0.0, True),
     ],
 )

@@ -14,7 +14,7 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp
 from deploykit.serving.options import ServeOptions
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, Function
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
 
 
@@ -153,14 +153,13 @@ def test_an_unknown_axis_is_warmed_up_at_the_smallest_size_that_works(
 def test_a_batch_that_fails_in_the_warm_up_is_named(
     problem: Exception, kind: type[DeploykitError]
 ) -> None:
-    class Failing(FakeEngine):
-        def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
-            if len(feeds["x"]) == 8:
-                raise problem
-            return super().__call__(feeds)
+    def fail(feeds: Any) -> dict[str, np.ndarray]:
+        if len(feeds["x"]) == 8:
+            raise problem
+        return {"y": feeds["x"]}
 
     with pytest.raises(kind, match=r"model 'm' cannot run x \[8, 4\]"):
-        warmed(Failing(), max_batch=8)
+        warmed(Function(fail), max_batch=8)
 
 
 def test_an_output_whose_shape_is_declared_wrongly_is_served_with_a_warning(

@@ -172,7 +172,7 @@ def test_the_span_of_a_failed_request_carries_the_error(collector: Collector) ->
 
     spans = sent(collector, fail)
     assert collector.root().status.message == "the queue is full"
-    root, *others = [span for span in spans if not span.parent_span_id.hex() == SPAN]
+    root, *others = [span for span in spans if span.parent_span_id.hex() != SPAN]
     assert (root.name, root.status.code) == ("infer m", 2)
     assert root.status.message == "the request waited 40 ms, past its time limit"
     stages = [span.name for span in others if span.parent_span_id == root.span_id]

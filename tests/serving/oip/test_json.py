@@ -16,11 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 from deploykit.core.errors import BadInput, DeploykitError, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
-from deploykit.engines.data.samples import random_feeds
 from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import (
-    Binary,
-    InputData,
     Request,
     RequestedOutput,
     Signature,
@@ -28,7 +25,6 @@ from deploykit.serving.oip.request import (
 )
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.tensors import to_bytes
-from deploykit.serving.shared_memory import Region
 from tests.support.campaign import rounds
 from tests.support.serving.requests import (
     DTYPES,
@@ -36,7 +32,6 @@ from tests.support.serving.requests import (
     LIMIT,
     FakeMemory,
     binary,
-    build,
     model,
     one,
     tensor,
@@ -79,27 +74,6 @@ def test_a_binary_and_a_json_input_in_one_request() -> None:
     request = oip.decode(head + b.tobytes(), len(head), two_inputs())
     np.testing.assert_array_equal(request.feeds["a"], [[1, 2.5], [3, 4]])
     np.testing.assert_array_equal(request.feeds["b"], b)
-
-
-def test_a_long_answer_is_written_in_steps_and_is_one_document() -> None:
-    outputs = {"p": np.arange(140_000, dtype=np.float32).reshape(2, -1), "q": np.array([5, 7])}
-    specs = [TensorSpec("p", "float32", ("N", "W")), TensorSpec("q", "int64", ("N",))]
-    signature = signature_of(specs, specs, 8, LIMIT)
-    for raw in (False, True):  # of the second output
-        wanted = (RequestedOutput("p", False), RequestedOutput("q", raw))
-        request = Request({}, 2, (), wanted, id="seven")
-        parts, json_bytes = oip.encode("m", "1", request, outputs, signature)
-        body = b"".join(parts)
-        document = json.loads(body[:json_bytes])
-        p, q = document["outputs"]
-        assert (document["id"], p["shape"], p["data"]) == (
-            "seven",
-            [2, 70_000],
-            list(range(140_000)),
-        )
-        assert q.get("data") == (None if raw else [5, 7])
-        assert body[json_bytes or len(body) :] == (outputs["q"].tobytes() if raw else b"")
-        assert max(map(len, parts)) < 1 << 20
 
 
 def test_a_non_contiguous_slice_of_a_batch_is_encoded() -> None:
@@ -221,14 +195,6 @@ def test_shared_memory_is_refused_when_it_is_not_enabled() -> None:
     oip.decode(body, None, model(), FakeMemory(16))
 
 
-def test_a_repeated_request_reads_the_memory_again() -> None:
-    memory, signature = FakeMemory(16), model()
-    for value in (0, 1):
-        memory.write(Region("r", 0, 16), np.full(4, value, np.float32).tobytes())
-        request = oip.decode(ask_input(**REGION), None, signature, memory)
-        assert request.feeds["x"].tolist() == [[value] * 4]
-
-
 # -- BYTES tensors: strings in and out
 
 
@@ -268,14 +234,11 @@ def test_an_output_that_is_not_utf8_is_sent_as_binary_only() -> None:
                 ["7.000000:0", "7.000000:1", "7.000000:3"],
             ],
         ),
-        (np.array([1, 2], np.uint8), False, ["2:1", "1:0"]),
         (np.array([0, 2**64 - 1], np.uint64), False, ["18446744073709551615:1", "0:0"]),
         (np.array([-(2**63), -1]), False, ["-1:1", "-9223372036854775808:0"]),
-        (np.array([False, True]), False, ["1:1", "0:0"]),
         (np.array(2.5), False, ["2.500000:0"]),
         (np.array([np.nan, -np.inf, np.inf]), False, ["inf:2", "-inf:1", "nan:0"]),
         (np.array([[[1, 2], [4, 3]]]), True, [["4:2", "3:3", "2:1"]]),
-        (np.array([[1, 2], [4, 3]]), False, ["4:2", "3:3", "2:1"]),
         (np.empty((0, 4)), True, []),
         (np.empty((2, 0)), True, [[], []]),
     ],
@@ -317,39 +280,6 @@ def test_the_size_limit_applies_to_the_sum_of_all_inputs() -> None:
         oip.decode(body, json_bytes, signature_of(specs, specs, 0, strings - 1))
 
 
-@pytest.mark.parametrize("kind", [bytes, memoryview], ids=["bytes", "memoryview"])
-def test_an_image_is_not_copied_between_the_body_and_the_engine(kind: type) -> None:
-    """The only copy is the transport's, from the socket into the body."""
-    image = values("uint8", 1, 224, 224, 3)
-    signature = model("uint8", "N", 224, 224, 3)
-    body, json_bytes = one("uint8", image)
-    payload = image.tobytes()
-    item = InputData("x", "UINT8", [*image.shape], Binary(kind(payload), 0, len(payload)))
-    for source, request in (
-        (body, oip.decode(kind(body), json_bytes, signature)),
-        (payload, oip.decode(kind(payload), 0, signature)),
-        (payload, build([item], None, {}, None, signature, binary=True)),  # as over gRPC
-    ):
-        assert np.shares_memory(request.feeds["x"], np.frombuffer(source, np.uint8))
-        np.testing.assert_array_equal(request.feeds["x"], image)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spaces", range(4))
-def test_inputs_are_equal_wherever_the_json_part_ends(dtype: str, spaces: int) -> None:
-    """A view of the body is read-only; `stack` aligns it."""
-    array = random_feeds((TensorSpec("x", dtype, ("N", 4)),), {"N": 2})["x"]
-    if dtype == "bfloat16":  # a client drops the bits that it lacks
-        array = values(dtype, 2, 4)
-    body, json_bytes = one(dtype, array, parameters={"binary_data_output": True})
-    body = body[: json_bytes - 1] + b" " * spaces + body[json_bytes - 1 :]
-    x = oip.decode(body, json_bytes + spaces, model(dtype)).feeds["x"]
-    assert x.flags.c_contiguous
-    shared = np.shares_memory(x, np.frombuffer(body, np.uint8))
-    assert not (shared and x.flags.writeable)
-    np.testing.assert_array_equal(x, array, strict=True)
-
-
 def test_bfloat16_is_rounded_as_by_ml_dtypes() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)
     ties = (bits & 0xFFFF0000) | 0x8000
@@ -381,10 +311,8 @@ DOCUMENTS: list[tuple[bytes, str]] = [
         )
     ),
     (b"[]", "must be a JSON object"),
-    (b"null", "must be a JSON object"),
     (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "more than 100 deep"),
     (b"{}", "'inputs' must be a list"),
-    (b'{"inputs": {}}', "'inputs' must be a list"),
     (b'{"inputs": []}', "at least one"),
     (b'{"inputs": [5]}', "must be an object"),
     (adding(b'"id": 5'), "'id' must be a string"),
@@ -434,8 +362,8 @@ DOCUMENTS: list[tuple[bytes, str]] = [
 TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"name": "z"}, "unknown input 'z'"),
     ({"name": ["x"]}, "unknown input"),
+    ({"name": "x\n\x1b[2J" + "é" * 1000}, "unknown input"),
     ({"datatype": "fp32"}, "is FP32, got datatype 'fp32'"),
-    ({"datatype": "INT64"}, "is FP32, got datatype 'INT64'"),
     ({"datatype": None}, "got datatype None"),
     *(({"shape": shape}, "'shape' must be a list") for shape in (4, [1.0, 4], [True, 4], [-1, -4])),
     ({"shape": [4]}, r"x:float32\[N,4\], got shape \[4\]"),
@@ -443,7 +371,6 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"shape": [1, 5], "data": [0] * 5}, r"got shape \[1, 5\]"),
     ({"shape": [9, 4], "data": [0] * 36}, "batch 9 is above 8"),
     ({"data": [1, 2, 3]}, "4 elements, 'data' has 3"),
-    ({"data": [1, 2, 3, 4, 5]}, "4 elements, 'data' has 5"),
     ({"shape": [2, 4], "data": [[1, 2, 3, 4], [5, 6]]}, "not nested like"),
     ({"shape": [2, 4], "data": [[1, 2, 3, 4], 5]}, "not nested like"),
     ({"data": [[[1], [2], [3], [4]]]}, r"'data' holds \[1\]"),
@@ -463,7 +390,6 @@ VALUES: list[tuple[str, object, str]] = [
     ("int64", 2**63, "out of range for INT64"),
     ("uint64", 2**64, "holds 1.8446744073709552e"),
     ("bool", 2, "is BOOL, 'data' holds 2"),
-    ("bool", 1, "is BOOL, 'data' holds 1"),
     ("int32", True, "holds True"),
     ("string", 1, "is BYTES, 'data' holds 1"),
 ]
@@ -481,19 +407,16 @@ RAW: list[tuple[Signature, int, str]] = [
 STRINGS: list[tuple[bytes, str]] = [
     (packed(b"ab") + struct.pack("<I", 3) + b"cd", "element 1 claims 3 bytes, 2 remain"),
     (packed(b"ab") + b"\xff\xff\xff\xff" + b"cd", "claims 4294967295 bytes, 2 remain"),
-    (packed(b"ab", b"cd", b"ef"), "6 bytes follow the last of 2"),
     (packed(b"ab", b"cd") + b"\0", "1 bytes follow the last of 2"),
     (packed(b"abcd"), "the bytes end before element 1 of 2"),
     (packed(b"abcd") + b"\0\0", "the bytes end before element 1 of 2"),
     (b"\0" * 7, "at least 8 bytes, got 7"),
-    (b"", "at least 8 bytes, got 0"),
     (packed(b"ab", b"\xff\xfe"), "element 1 is not UTF-8"),
     (packed(b"ab", "\ud800".encode(errors="surrogatepass")), "element 1 is not UTF-8"),
 ]
 FREE = model("float32", "H", "W", max_batch=0)
 GOOD, GOOD_BYTES = binary({"x": values("float32", 1, 4)})
 ROW, INT = values("float32", 1, 2), values("int64", 1)
-CLASSES = [{"name": "y", "parameters": {"classification": 1}}]
 OTHERS: list[tuple[Sent, Signature, str]] = [
     (binary({"a": ROW}), two_inputs(), "missing input 'b'"),
     (
@@ -565,8 +488,11 @@ REFUSED: list[tuple[Sent, Signature, str]] = [
 
 @pytest.mark.parametrize(("sent", "signature", "message"), REFUSED)
 def test_an_invalid_request_is_refused(sent: Sent, signature: Signature, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match=message) as caught:
         oip.decode(*sent, signature, FakeMemory(16))
+    assert caught.value.message.isascii()
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300
 
 
 def test_a_claimed_binary_size_allocates_nothing() -> None:
@@ -582,25 +508,9 @@ def test_a_claimed_binary_size_allocates_nothing() -> None:
         tracemalloc.stop()
 
 
-def test_client_strings_in_errors_are_short_and_printable() -> None:
-    item = {"name": "x\n\x1b[2J" + "é" * 1000, "datatype": "FP32", "shape": [1, 4], "data": []}
-    with pytest.raises(BadInput) as caught:
-        oip.decode(json.dumps({"inputs": [item]}).encode(), None, model())
-    assert caught.value.message.isascii()
-    assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 200
-
-
 # -- Any bytes, and any arrays
 
 
-MODELS = [
-    two_inputs(),
-    *(model(dtype) for dtype in DTYPES),
-    *(model(dtype, "H", 3, "W", max_batch=0) for dtype in ("float32", "string", "bfloat16")),
-    signature_of([TensorSpec("x", "float64", ())], [TensorSpec("y", "float64", ())], 0, LIMIT),
-]
-MEMORY = FakeMemory(64)
 SETTINGS = settings(
     max_examples=rounds(60, 5000),
     deadline=None,
@@ -608,30 +518,6 @@ SETTINGS = settings(
     derandomize=True,  # the same examples each time: a failure is reproducible
     suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-def survives(body: bytes, json_bytes: int | None, signature: Signature) -> Request | None:
-    """The accepted request, which must fit the model, or None for a refusal."""
-    refusal = None
-    try:
-        request = oip.decode(body, json_bytes, signature, MEMORY)
-    except DeploykitError as exc:
-        refusal = exc
-    if refusal is not None:
-        assert 400 <= refusal.http_status < 500
-        assert refusal.message.isprintable()
-        assert refusal.message.isascii()
-        return None
-    assert list(request.feeds) == list(signature.inputs)
-    for name, array in request.feeds.items():
-        spec = signature.inputs[name].spec
-        assert array.dtype == carrier(spec.dtype)
-        assert len(array.shape) == len(spec.shape)
-        if signature.max_batch:
-            assert array.shape[0] == request.rows <= signature.max_batch
-        if spec.dtype == "string":
-            assert all(type(text) is str for text in array.flat)
-    return request
 
 
 @SETTINGS
@@ -645,7 +531,21 @@ def test_a_valid_request_with_damaged_bytes_is_decoded_or_refused(
         at = draw.draw(st.integers(0, len(damaged) - 1))
         piece = draw.draw(st.binary(max_size=4) | st.sampled_from([b"null", b"-1", b"[]", b"1e5"]))
         damaged[at : at + draw.draw(st.integers(0, 8))] = piece
-    survives(bytes(damaged), draw.draw(st.sampled_from([json_bytes, None, 1])), model(dtype))
+    signature, json_part = model(dtype), draw.draw(st.sampled_from([json_bytes, None, 1]))
+    try:
+        request = oip.decode(bytes(damaged), json_part, signature, FakeMemory(64))
+    except DeploykitError as exc:
+        refusal = exc
+    else:
+        array = request.feeds["x"]
+        assert array.dtype == carrier(dtype)
+        assert array.shape == (request.rows, 4)
+        assert request.rows <= signature.max_batch
+        assert dtype != "string" or all(type(text) is str for text in array.flat)
+        return
+    assert 400 <= refusal.http_status < 500
+    assert refusal.message.isprintable()
+    assert refusal.message.isascii()
 
 
 def arrays(dtype: str) -> st.SearchStrategy[np.ndarray]:

@@ -1,11 +1,12 @@
-"""What many clients do at one moment is done in many turns of the event loop."""
+"""Many clients at one moment take many turns of the event loop; slow links may take their time."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,20 +20,20 @@ from deploykit.serving.http2.connection import (
     PREFACE,
     SETTINGS,
     Http2Connection,
-    Http2Limits,
     frame,
 )
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
+from deploykit.serving.transport.listener import LEAST_BYTES_S, unread_bytes
 from deploykit.serving.transport.turns import BUSY_BYTES, TURN_S, Turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving import wired
 from tests.support.serving.faults import until
-from tests.support.serving.grpc_cases import CALM, STREAM, Answer, frames, infer_bytes, serving
+from tests.support.serving.grpc_cases import STREAM, Answer, frames, infer_bytes, serving
 from tests.support.serving.memory import held_bytes
 from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
-    Raw,
     Running,
     infer_json,
     request,
@@ -48,41 +49,6 @@ class Now:
 
     def __call__(self) -> float:
         return self.s
-
-
-def test_a_turn_that_is_used_up_leaves_the_rest_to_the_next_ones() -> None:
-    now, done = Now(), list[str]()
-    shared = Turns(now)
-
-    def work(name: str = "a") -> None:
-        begun_s = now.s
-        now.s += 0.6 * TURN_S
-        shared.spend(begun_s)
-        done.append(name)
-
-    async def main() -> None:
-        work()
-        assert not shared.busy
-        work()
-        assert shared.busy
-        for _ in range(3):
-            shared.wait(work)
-        shared.wait(lambda: work("urgent"), urgent=True)
-        assert len(done) == 2
-        for count in range(3, 7):  # in half a turn, what has just come gets the other half
-            await asyncio.sleep(0)
-            assert len(done) == count
-            assert not shared.busy
-        await asyncio.sleep(0)
-        assert not shared.waiting
-        assert done == ["a", "a", "urgent", "a", "a", "a"]
-        shared.spend(now.s - 0.2 * TURN_S)
-        now.s += TURN_S  # in the system, which is counted too
-        shared.spend(now.s)
-        assert shared.busy
-        assert shared.late()
-
-    asyncio.run(main())
 
 
 def test_work_that_fails_does_not_stop_what_waits_for_its_turn(
@@ -160,18 +126,6 @@ def test_slow_requests_of_many_clients_are_one_in_each_turn(
     assert sum(slow.turns) == 6 * count
     assert max(slow.turns) <= 2  # of the work that waited, and of what was just received
     eventually(lambda: held_bytes(server) == 0)
-
-
-def test_clients_that_leave_while_their_requests_wait_are_forgotten(
-    server: Running, eventually: Eventually
-) -> None:
-    Slow(server)
-    for number in range(8):
-        with contextlib.closing(Raw(server.port)) as raw:
-            raw.send(ASKED if number % 2 else SCRAPE * 9)
-    eventually(lambda: not server.server._listener.connections)
-    eventually(lambda: held_bytes(server) == 0)
-    assert server.ask("GET", "/v2/health/ready").status == 200
 
 
 def feed(connection: HttpConnection, data: bytes) -> None:
@@ -379,19 +333,6 @@ def test_requests_of_a_stream_that_was_reset_leave_the_queue(eventually: Eventua
         assert client.answer(1).status == 0
 
 
-def test_resets_that_a_client_provokes_count_as_frames_without_content() -> None:
-    with (
-        serving(limits=Http2Limits(empty_frames=40)) as server,
-        frames(server.port) as client,
-        contextlib.suppress(ConnectionError),
-    ):
-        for stream in range(1, 200, 2):
-            client.open(stream, **{"content-length": "1"})
-            client.send(DATA, 0, stream, b"xy")
-        assert client.closed()
-        assert client.goaway == CALM
-
-
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("protocol", ["HTTP", "gRPC"])
 def test_little_is_received_in_a_busy_turn(idle: Server, protocol: str, tls: bool) -> None:
@@ -415,3 +356,163 @@ def test_little_is_received_in_a_busy_turn(idle: Server, protocol: str, tls: boo
     assert sizes[0] > 4096
     assert sizes[1] == BUSY_BYTES[tls]
     wire.close()
+
+
+SIZE = 4 << 20
+PAUSE_S = 10.0
+STEADY, SLOW = 2 * LEAST_BYTES_S, LEAST_BYTES_S // 8  # bytes/s
+
+
+def head(more: str) -> bytes:
+    return f"POST / HTTP/1.1\r\nHost: localhost\r\n{more}\r\n\r\n".encode()
+
+
+def data_frames(number: int, data: bytes, *, end: bool = False) -> bytes:
+    pieces = [data[at : at + (1 << 14)] for at in range(0, len(data), 1 << 14)] or [b""]
+    return b"".join(frame(DATA, end and piece is pieces[-1], number, piece) for piece in pieces)
+
+
+MESSAGE = b"\0" + (100_000).to_bytes(4, "big") + bytes(100_000)
+BEGINS = {
+    "upload": head(f"Content-Length: {SIZE}"),
+    "chunks": head("Transfer-Encoding: chunked"),
+    "download": b"",
+    "gRPC upload": frame(HEADERS, 4, 1, block(path="/echo"))
+    + frame(DATA, 0, 1, b"\0" + SIZE.to_bytes(4, "big")),
+    # two answers: the second one has to wait for the first
+    "gRPC download": frame(HEADERS, 4, 1, block(path="/echo"))
+    + data_frames(1, MESSAGE, end=True)
+    + frame(HEADERS, 4, 3, block(path="/echo"))
+    + data_frames(3, MESSAGE, end=True),
+}
+
+
+class Link:
+    """A client; in each step of ten seconds so many of its bytes move."""
+
+    def __init__(self, idle: Server, kind: str) -> None:
+        self.kind, self.listener, self.left = kind, idle._listener, SIZE
+        if kind.startswith("gRPC"):
+            self.wired = Wired(max_bytes=SIZE)
+            self.wire = self.wired.wire
+            self.connection: Any = self.wired.connection
+            self.feed(PREFACE + frame(SETTINGS, 0, 0))
+        else:
+            self.wire = Wire()
+            self.listener.turns._scheduled, self.listener.turns.clock_s = True, lambda: 0.0
+            self.connection = HttpConnection(self.listener)
+            self.connection.connection_made(self.wire)
+        self.feed(BEGINS[kind])
+        if "download" in kind:
+            self.wire.get_write_buffer_size = lambda: self.left  # type: ignore[method-assign]
+            self.connection.pause_writing()
+
+    def feed(self, data: bytes) -> None:
+        while data:
+            into = self.connection.get_buffer(-1)
+            into[: len(data)] = data[: len(into)]
+            size = min(len(into), len(data))
+            if self.kind.startswith("gRPC"):
+                self.wired.turn(self.connection.buffer_updated, size)
+            else:
+                self.connection.buffer_updated(size)
+            data = data[size:]
+
+    def move(self, size: int) -> None:
+        self.left -= size
+        if self.kind == "chunks" and size:
+            self.feed(b"%x\r\n%s\r\n" % (size, bytes(size)))
+        elif self.kind == "upload":
+            self.feed(bytes(size))
+        elif self.kind == "gRPC upload":
+            self.feed(data_frames(1, bytes(size)))
+        if self.kind.startswith("gRPC"):
+            self.wired.tick(PAUSE_S)
+        else:
+            self.listener.tick(self.listener.now_s + PAUSE_S)
+
+    @property
+    def ended(self) -> bool:
+        out = self.wire.out
+        return self.wire.closed or b" 408 " in out or b"came too slowly" in out
+
+
+@pytest.mark.parametrize("kind", BEGINS)
+def test_a_steady_link_is_not_cut_and_one_that_pauses_or_drips_is(idle: Server, kind: str) -> None:
+    steady = Link(idle, kind)
+    for _ in range(20):  # 200 s
+        steady.move(int(STEADY * PAUSE_S))
+        assert not steady.ended
+    pauses = 0
+    while not steady.ended:
+        steady.move(0)
+        pauses += 1
+    assert 3 <= pauses <= 4  # 32 s
+    dripping = Link(idle, kind)
+    for _ in range(5):
+        dripping.move(int(SLOW * PAUSE_S))
+    assert dripping.ended
+    for each in (steady, dripping):
+        if kind.startswith("gRPC"):
+            each.wired.close()
+
+
+def test_what_the_system_holds_counts_as_unread() -> None:
+    """It takes more only once a third of its buffer is free: 870 kB, for longer than a pause."""
+    wire = Wire()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        wire.get_extra_info = lambda *_: client  # type: ignore[method-assign]
+        client.setblocking(False)
+        sent = client.send(bytes(8 << 20))  # nobody accepts it
+        assert 0 < unread_bytes(wire) <= sent
+        client.close()
+
+
+class Unread(Wire):
+    """A transport whose client takes nothing."""
+
+    ended = ""
+
+    def get_write_buffer_size(self) -> int:
+        return 1
+
+    def close(self) -> None:
+        self.ended += "closed "
+
+    def abort(self) -> None:
+        self.ended += "aborted "
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["idle", "last"])
+def test_a_closed_connection_whose_client_reads_nothing_is_ended(idle: Server, keeps: bool) -> None:
+    """Answers below the transport's limit of 64 KiB do not count as stalled: it stayed for ever."""
+    listener, transport = idle._listener, Unread()
+    listener.turns._scheduled, listener.turns.clock_s = True, lambda: 0.0
+    connection = HttpConnection(listener)
+    connection.connection_made(transport)
+    data = request("GET", "/v2", Connection="keep-alive" if keeps else "close")
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+    idle_s = listener.limits.idle_s if keeps else 0.0
+    listener.tick(listener.now_s + idle_s + 1)
+    assert transport.ended == "closed "
+    listener.tick(listener.now_s + listener.limits.stall_s - 2)
+    assert transport.ended == "closed "
+    listener.tick(listener.now_s + 3)
+    assert transport.ended == "closed aborted "
+
+
+def test_the_pause_is_an_option(idle: Server) -> None:
+    for limits in (idle._listener.limits, idle._grpc.limits):
+        assert (limits.stall_s, limits.idle_s) == (32, 74)
+
+
+@pytest.fixture
+def idle() -> Iterator[Server]:
+    options = ServeOptions(http_port=0, grpc_port=0, max_held_bytes=1 << 40, stall_s=32, idle_s=74)
+    found = Server({"m": FakeEngine()}, options)
+    yield found
+    found.repository.close(drain=False)
+    found._offload.close()
+    found._release()

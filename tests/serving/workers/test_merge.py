@@ -44,17 +44,6 @@ def value(samples: list[Sample], name: str, **labels: str) -> float | BucketCoun
     return found.value
 
 
-def test_counters_and_histograms_are_added_up() -> None:
-    samples = merge.merge_samples([report(1, 4), report(4)])
-    assert value(samples, "deploykit_requests_total", outcome="success") == 3
-    assert value(samples, "nv_inference_count") == 9
-    rows = value(samples, "deploykit_batch_rows")
-    assert isinstance(rows, BucketCounts)
-    assert dict(rows.counts)["1"] == 1
-    assert dict(rows.counts)["4"] == dict(rows.counts)["+Inf"] == 3
-    assert rows.total == 9
-
-
 def test_gauges_show_what_an_operator_has_to_see() -> None:
     labels = {"model": "m", "version": "1"}
     values = {
@@ -70,27 +59,31 @@ def test_gauges_show_what_an_operator_has_to_see() -> None:
     assert merged == {name: each[2] for name, each in values.items()}
 
 
-def test_statistics_are_added_up_by_batch_size() -> None:
-    (model,) = merge.merge_statistics([report(1, 4), report(4)])["model_stats"]
-    (one,) = report(1)["statistics"]["model_stats"]
+def test_figures_are_added_up_and_have_the_form_of_those_of_one() -> None:
+    reports = [report(1, 4), report(4)]
+    for number, each in enumerate(reports):
+        each["status"]["process"] = {"cpu_s": 2.0, "started_s": 10 + number, "at_s": 20 + number}
+    samples = merge.merge_samples(reports)
+    assert value(samples, "deploykit_requests_total", outcome="success") == 3
+    assert value(samples, "nv_inference_count") == 9
+    rows = value(samples, "deploykit_batch_rows")
+    assert isinstance(rows, BucketCounts)
+    counts = dict(rows.counts)
+    assert (counts["1"], counts["4"], counts["+Inf"], rows.total) == (1, 3, 3, 9)
+    (model,), (one,) = (
+        each["model_stats"] for each in (merge.merge_statistics(reports), reports[0]["statistics"])
+    )
     assert model.keys() == one.keys()
     assert (model["inference_count"], model["execution_count"]) == (9, 3)
     assert model["inference_stats"]["success"]["count"] == 3
     sizes = {b["batch_size"]: b["compute_infer"] for b in model["batch_stats"]}
     assert sizes == {1: {"count": 1, "ns": 10_000}, 4: {"count": 2, "ns": 80_000}}
-
-
-def test_the_status_of_several_has_the_form_of_one() -> None:
-    reports = [report(1), report(2)]
-    for number, each in enumerate(reports):
-        each["status"]["process"] = {"cpu_s": 2.0, "started_s": 10 + number, "at_s": 20 + number}
-    merged, one = merge.merge_status(reports), reports[0]["status"]
-    assert merged.keys() == one.keys()
-    (model,), (alone,) = merged["models"], one["models"]
-    assert model.keys() == alone.keys()
-    assert (model["rows"], model["queue"], model["engines"]) == (3, 10, 2)
-    assert (model["outcomes"]["success"], sum(model["request"]["counts"])) == (2, 2)
-    assert merged["process"] == {"cpu_s": 4.0, "started_s": 10, "at_s": 21}
+    status, alone = merge.merge_status(reports), reports[0]["status"]
+    (model,), (one,) = status["models"], alone["models"]
+    assert (status.keys(), model.keys()) == (alone.keys(), one.keys())
+    assert (model["rows"], model["queue"], model["engines"]) == (9, 10, 2)
+    assert (model["outcomes"]["success"], sum(model["request"]["counts"])) == (3, 3)
+    assert status["process"] == {"cpu_s": 4.0, "started_s": 10, "at_s": 21}
 
 
 @pytest.mark.parametrize("dead", [1, 2])

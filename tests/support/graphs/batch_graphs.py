@@ -43,12 +43,9 @@ same_for_all = _rows("y = Mul(x, zero)", zero=[0.0])
 
 DEPENDENT: Mapping[str, Make] = {
     "reverse": reverse,
-    "top_k": _rows("k = Shape<start = 0, end = 1>(x) y, order = TopK<axis = 0>(x, k)"),
     "softmax": _rows("y = Softmax<axis = 0>(x)"),
     "attention": attention,
     "similarity": similarity,
-    # with another name for the second axis, as an exporter may write it
-    "hidden_similarity": _rows("other = Transpose(x) y = MatMul(x, other)", out="N,M"),
     "row_number": _rows(  # adds a hundredth of the number of its row
         "rows = Shape<start = 0, end = 1>(x) count = Squeeze(rows) "
         "numbers = Range(zero, count, one) floats = Cast<to = 1>(numbers) "

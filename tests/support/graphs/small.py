@@ -23,18 +23,14 @@ def value(
 def write_graph(
     path: Path,
     nodes: list[onnx.NodeProto],
-    inputs: Sequence[onnx.ValueInfoProto] | None = None,
-    outputs: Sequence[onnx.ValueInfoProto] | None = None,
+    inputs: Sequence[onnx.ValueInfoProto] = (value("x"),),
+    outputs: Sequence[onnx.ValueInfoProto] = (value("y"),),
     weights: dict[str, np.ndarray] | None = None,
     functions: list[onnx.FunctionProto] | None = None,
 ) -> Path:
     tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
-    ends = [
-        [value("x")] if inputs is None else inputs,
-        [value("y")] if outputs is None else outputs,
-    ]
     model = helper.make_model(
-        helper.make_graph(nodes, "g", *ends, tensors),
+        helper.make_graph(nodes, "g", inputs, outputs, tensors),
         opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("local", 1)],
         functions=functions or [],
         ir_version=10,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +31,10 @@ PROVENANCE = {
 }
 
 
+def plain(text: str) -> str:
+    return text.replace("\u202f", " ")
+
+
 def bare_point(label: str = "A", batch: int = 1, **changes: Any) -> Point:
     """A point of one session in one process."""
     point = Point(
@@ -43,32 +46,24 @@ def bare_point(label: str = "A", batch: int = 1, **changes: Any) -> Point:
     return replace(point, **changes)
 
 
-def timed_point(label: str, batch: int, rounds: Sequence[np.ndarray], **changes: Any) -> Point:
-    """What these calls give, in seconds, of so many rows each."""
-    seconds = [float(calls.sum()) for calls in rounds]
-    rows = [float(batch * len(calls)) for calls in rounds]
-    return bare_point(
-        label,
-        batch,
-        **{
-            "samples": sum(map(len, rounds)),
-            "rounds": len(rounds),
-            "duration_s": sum(seconds),
-            "latency": Latency.of(*rounds),
-            "throughput_per_s": throughput(rows, seconds),
-            "round_rates": tuple(r / s for r, s in zip(rows, seconds, strict=True)),
-            **changes,
-        },
-    )
-
-
 def point(batch: int, call_s: float, random: np.random.Generator, label: str = "model") -> Point:
     """Rounds differ by 0.5 %, calls by 10 %."""
-    rounds = [
+    calls_s = [
         call_s * np.exp(0.005 * random.standard_normal() + 0.1 * random.standard_normal(CALLS))
         for _ in range(ROUNDS)
     ]
-    return timed_point(label, batch, rounds, threads=2, shapes={"x": (batch, 64)})
+    seconds, rows = [float(each.sum()) for each in calls_s], [float(batch * CALLS)] * ROUNDS
+    return bare_point(
+        label,
+        batch,
+        threads=2,
+        shapes={"x": (batch, 64)},
+        samples=ROUNDS * CALLS,
+        duration_s=sum(seconds),
+        latency=Latency.of(*calls_s),
+        throughput_per_s=throughput(rows, seconds),
+        round_rates=tuple(r / s for r, s in zip(rows, seconds, strict=True)),
+    )
 
 
 def simulated(seed: int, slower: float = 1.0) -> Report:

@@ -18,6 +18,10 @@ from tests.support.fake_engine import FakeEngine
 QUICK = Timing(warmup_s=0.0, seconds=1.0, rounds=2)
 
 
+def feeds(batch: int) -> Arrays:
+    return random_feeds(FakeEngine().inputs, {"N": batch})
+
+
 class VirtualTime(threading.local):
     """A clock of each thread's own that only engines move, so that every figure is exact."""
 
@@ -77,7 +81,7 @@ class Bench:
 
     def feeds(self, batch: int) -> Arrays:
         self.fed.append(batch)
-        return random_feeds(FakeEngine().inputs, {"N": batch})
+        return feeds(batch)
 
     def sweep(
         self,

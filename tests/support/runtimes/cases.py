@@ -234,22 +234,18 @@ def _onnx_file(folder: Path, case: Case) -> Path:
     return path
 
 
-def open_stand_in(folder: Path, case: Case) -> Engine:
+def open_stand_in(_folder: Path, case: Case) -> Engine:
     """Our TensorRT engine on a TensorRT made of Python, which computes what the case does.
 
     So the suite proves its names, dtypes, shapes, batches and buffers on machines without a GPU.
     """
     from deploykit.core.manifest import Manifest
-    from deploykit.engines.tensorrt.compatibility import PlanFile
-    from deploykit.engines.tensorrt.engine import TensorRtEngine
-    from tests.support.runtimes.fake_tensorrt import FakeTensorRt, plan_bytes, tensor
+    from tests.support.runtimes.fake_tensorrt import tensor
+    from tests.support.runtimes.gpu_machine import Opened
     from tests.support.runtimes.own_cuda import FakeCuda
 
     types = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "bool": "BOOL"}
-    sizes: Mapping[Any, tuple[int, int, int]] = {
-        "N": (1, 8, LARGEST_BATCH),
-        "T": (1, 3, LARGEST_STEPS),
-    }
+    sizes: Any = {"N": (1, 8, LARGEST_BATCH), "T": (1, 3, LARGEST_STEPS)}
     tensors = [
         tensor(spec.name, mode, spec.shape, types[spec.dtype])
         for mode, specs in (("INPUT", case.input_specs), ("OUTPUT", case.output_specs))
@@ -259,11 +255,9 @@ def open_stand_in(folder: Path, case: Case) -> Engine:
         spec.name: [[sizes.get(n, (n,) * 3)[at] for n in spec.shape] for at in range(3)]
         for spec in case.input_specs
     }
-    manifest = Manifest("tensorrt", case.input_specs, case.output_specs, {}, "", (), {})
+    manifest = Manifest("tensorrt", case.input_specs, case.output_specs)
     cuda = FakeCuda(new_machine=False)
-    nv = FakeTensorRt(cuda, computes=case.compute)
-    plan = PlanFile(plan_bytes(tensors, [profile]), (), host_code=False)
-    return TensorRtEngine(nv, cuda, folder / f"{case.name}.trt", plan, manifest)
+    return Opened(tensors, (profile,), manifest, cuda=cuda, computes=case.compute).engine
 
 
 OPENERS: Mapping[str, Callable[[Path, Case], Engine]] = {

@@ -3,13 +3,8 @@
 Its engines are described in JSON and run on the CUDA of our own driver. Its network has one input,
 `x` float32[-1, 4], and layers of the given types: it parses nothing. `Behaviour` says what it does.
 
-It answers as the real one was seen to: None, False or an exception where it fails, as NVIDIA's
-bindings do for that member (PY_ASSERT_* in pyCore.cpp), the reason in the log only,
-the first logger of a process kept, a shape of -1 for what only running tells. By NVIDIA's
-documentation ("Threading", "CUDA Graphs", "Execution contexts"): the contexts of an engine share
-its weights, each takes memory of its own, is for one thread at a time and one stream; they may
-share a profile (always since 10.0); a graph holds until its context is changed, and can be
-captured only after a call with the same shapes.
+It fails as NVIDIA's bindings do for each member (None, False or an exception; the reason in the log
+only), and asserts what NVIDIA's documentation asks of threads, contexts, streams and graphs.
 """
 
 # ruff: noqa: ARG002, ARG005 - members take what those of NVIDIA take
@@ -44,10 +39,7 @@ if TYPE_CHECKING:
     from tests.support.runtimes.own_cuda import FakeCuda
 
 BATCH = AxisRange(1, 4, 8)
-NO_FORMATS = (
-    "IBuilder::buildSerializedNetwork: Error Code 9: Internal Error (conv: could not find any "
-    "supported formats consistent with input/output data types)"
-)
+NO_FORMATS = "Internal Error (conv: could not find any supported formats consistent with types)"
 MAGIC = b"ptrt"
 WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}
 
@@ -94,9 +86,7 @@ class ILogger:
     Severity = Severity
 
 
-def tensor(
-    name: str, mode: str, shape: Sequence[int | str], dtype: str = "FLOAT", **more: Any
-) -> Any:
+def tensor(name: str, mode: str, shape: Sequence[Any], dtype: str = "FLOAT", **more: Any) -> Any:
     """`shape`: -1 is the batch; a name is the size that another tensor has there."""
     return {"name": name, "mode": mode, "shape": list(shape), "dtype": dtype, **more}
 
@@ -135,7 +125,6 @@ class Behaviour:
     dla_cores: int = 0
     warnings: tuple[str, ...] = ()  # logged while it builds
     needs_plugins: bool = False  # the graph has a node that NVIDIA's own plugins run
-    hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
     layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
     strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
     cache_refused: str = ""  # by "create", which gives an empty one, or by "set"
@@ -186,7 +175,7 @@ class FakeTensorRt:
         self.BuilderFlag = _names("FP16 BF16 INT8 FP8 INT4 TF32 GPU_FALLBACK VERSION_COMPATIBLE")
         self.MemoryPoolType = _names("WORKSPACE")
         self.ProfilingVerbosity = _names("DETAILED")
-        self.HardwareCompatibilityLevel = _names(does.hardware)
+        self.HardwareCompatibilityLevel = _names("NONE AMPERE_PLUS")  # 10.13 has one more
         self.DeviceType = _names("GPU DLA")
         self.LayerInformationFormat = _names("ONELINE JSON")
 
@@ -226,11 +215,10 @@ class FakeTensorRt:
         return bool(line)
 
     def took(self, nbytes: int, owner: Any) -> bool:
-        if self.cuda is None or self.cuda.take(nbytes):
-            return True
-        line = f"Requested amount of GPU memory ({nbytes} bytes) could not be allocated."
-        self.report(line, owner)
-        return False
+        fits = self.cuda is None or bool(self.cuda.take(nbytes))
+        if not fits:
+            self.report(f"Requested amount of GPU memory ({nbytes} bytes) could not be", owner)
+        return fits
 
     def report(self, line: str, owner: Any = None) -> None:
         """To the recorder of `owner` if it has one, else to the logger: never to both."""
@@ -307,9 +295,8 @@ class Engine:
 
     def create_execution_context(self, strategy: Any) -> Context | None:
         assert strategy == "user managed"
-        if self.nv.failed("create_execution_context", self):
-            return None
-        if not self.nv.took(self.told.get("context", 0), self):
+        failed = self.nv.failed("create_execution_context", self)
+        if failed or not self.nv.took(self.told.get("context", 0), self):
             return None
         context = Context(self)
         self.nv.made.append(weakref.ref(context))

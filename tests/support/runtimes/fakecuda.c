@@ -182,7 +182,7 @@ static void drop(object *gone) {
     clear(&gone->ops);
     free(gone);
 }
-static int known(const void *address, size_t count) { return block(MEMORY, address, count) || block(HOST, address, count); }
+int fakecuda_known(const void *address, size_t count) { return block(MEMORY, address, count) || block(HOST, address, count); }
 
 /* Run the stream, up to an event if one is given. A copy to memory that is gone loses the context. */
 static int run(object *stream, uintptr_t until) {
@@ -193,7 +193,7 @@ static int run(object *stream, uintptr_t until) {
         if (stream->owner->lost) continue;
         if (done.call) done.call(done.data);
         else if (done.event) { if (done.event == until) break; }
-        else if (!known(done.to, done.count) || !known(done.from, done.count)) stream->owner->lost = ILLEGAL_ADDRESS;
+        else if (!fakecuda_known(done.to, done.count) || !fakecuda_known(done.from, done.count)) stream->owner->lost = ILLEGAL_ADDRESS;
         else memmove(done.to, done.from, done.count);
     }
     return stream->owner->lost;

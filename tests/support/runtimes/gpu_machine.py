@@ -78,7 +78,7 @@ def gpu_machine(
         yield does
 
 
-# an engine opened on its stand-ins alone; the fixture is imported by its function's name
+# an engine opened on its stand-ins alone
 
 PROFILE = {"x": [[1, 4], [8, 4], [32, 4]]}
 
@@ -120,10 +120,3 @@ class Opened:
     def __exit__(self, *raised: object) -> None:
         self.engine.close()
         assert raised[0] or self.cuda.held() == {}
-
-
-@pytest.fixture(name="opened")
-def opened_fixture() -> Iterator[Opened]:
-    """The model y = 2x + 1 on float32[N,4], batches 1 to 32."""
-    with Opened() as opened:
-        yield opened

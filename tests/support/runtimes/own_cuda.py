@@ -78,6 +78,7 @@ def library() -> Any:
     found.fakecuda_machine.argtypes = [ctypes.c_size_t, ctypes.c_int]
     found.fakecuda_take.argtypes = [ctypes.c_long]
     found.fakecuda_total.argtypes = [ctypes.c_size_t]
+    found.fakecuda_known.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     found.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p]
     return found
 
@@ -127,10 +128,7 @@ class FakeCuda(CudaDevice):
             self.library.fakecuda_lose(0, 0)
             self.total_bytes = total_bytes
         self.library_bytes = self.most_library_bytes = 0  # taken by a library, as for weights
-        self.device_blocks: dict[int, int] = {}  # address -> bytes
-        self.host_blocks: dict[int, np.ndarray] = {}
         self.streams: set[int] = set()
-        self.graphs: set[int] = set()
         self._callbacks: list[Any] = []  # CUDA does not hold them
         self._captured: dict[int, list[list[Callable[[], None]]]] = {}  # by stream, then by graph
         self._raised: BaseException | None = None
@@ -184,13 +182,8 @@ class FakeCuda(CudaDevice):
         return True
 
     def at(self, address: int, nbytes: int) -> np.ndarray:
-        blocks = dict(self.device_blocks)
-        if self.integrated:
-            blocks |= {base: block.nbytes for base, block in self.host_blocks.items()}
-        for base, size in blocks.items():
-            if base <= address and address + nbytes <= base + size:
-                return self.array(address, nbytes)
-        raise AssertionError(f"illegal address {address:#x}, {nbytes} bytes")
+        assert self.library.fakecuda_known(address, nbytes), f"illegal: {address:#x}, {nbytes}"
+        return self.array(address, nbytes)
 
     def push(self, stream: int, name: str, op: Callable[[], None]) -> None:
         """Enqueue `op`, as a kernel, which is kept until it ran or its graph is dropped."""
@@ -211,19 +204,11 @@ class FakeCuda(CudaDevice):
 
     def done(self, name: str, arguments: tuple[int, ...], result: Any) -> None:
         """Note what `name` changed; raise what a kernel raised."""
-        if name == "allocate":
-            self.device_blocks[result] = arguments[0]
-        elif name == "pin":
-            self.host_blocks[result] = self.array(result, arguments[0])
-        elif name == "open_stream":
+        if name == "open_stream":
             self.streams.add(result)
         elif name == "close_stream":
             self.streams.discard(arguments[0])
-        elif name == "drop_graph":
-            self.graphs.discard(arguments[0])
-        elif name in ("free", "unpin"):
-            blocks: dict[int, Any] = self.device_blocks if name == "free" else self.host_blocks
-            blocks.pop(arguments[0])
+        elif name == "free":
             self.scratch_of.pop(arguments[0], None)
         raised, self._raised = self._raised, None
         if raised is not None:
@@ -244,7 +229,6 @@ def _logged(name: str, stream: int | None) -> Callable[..., Any]:
         captured = self._captured.pop(arguments[0], []) if ends else []
         result = original(self, *arguments)
         if name == "end_capture":
-            self.graphs.add(result)
             self._captured[result] = captured
         else:
             for kernel in captured:

@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over its DevTools protocol with the standard library alone."""
+"""Headless Chromium, driven over its DevTools protocol, and what a person does on the page."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from tests.support.serving.running import Running
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NO_CHROMIUM = "no chromium on PATH"
 WAIT_S = 60  # a limit against hanging, not a measure
-ARROWS = ("ArrowLeft", "ArrowUp", "ArrowRight", "ArrowDown")
-KEY_CODES = {"Tab": 9, "Enter": 13, **{name: 37 + i for i, name in enumerate(ARROWS)}}
 
 
 class Tab:
@@ -94,13 +94,6 @@ class Tab:
         """What a reader sees of the first element of this selector."""
         return str(self.ask(f"document.querySelector({json.dumps(selector)}).innerText"))
 
-    def key(self, name: str, *, shift: bool = False) -> None:
-        """Press and release Tab, Enter or an arrow."""
-        key = {"key": name, "windowsVirtualKeyCode": KEY_CODES[name], "modifiers": 8 * shift}
-        text = "\r" if name == "Enter" else ""
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **key)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **key)
-
     def drag(self, points: list[tuple[float, float]]) -> None:
         """Press the left button at the first point, move through all, let go."""
         moves = [("mouseMoved", point) for point in points]
@@ -114,11 +107,9 @@ class Tab:
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
-    def look(self, *, dark: bool = False, width: int = 1280, height: int = 900) -> None:
-        """Set the colour scheme and the size of the window."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    def look(self, *, width: int = 1280) -> None:
+        """Set the width of the window."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
 
@@ -150,3 +141,49 @@ def chromium(folder: Path) -> Iterator[Tab]:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def open_page(tab: Tab, server: Running) -> Tab:
+    tab.open("about:blank")  # the page before it may still ask a server that has ended
+    tab.problems.clear()
+    tab.requests.clear()
+    tab.look()
+    tab.open(f"http://127.0.0.1:{server.port}/")
+    tab.until(f"location.port === '{server.port}' && document.querySelector('#tiles dd')")
+    return tab
+
+
+def choose_model(tab: Tab, name: str) -> None:
+    tab.ask(f"[...document.querySelectorAll('#models-rows button')].find("
+            f"(b) => b.textContent === '{name}').click()")  # fmt: skip
+    assert tab.text("#try-title") == f"Try {name}"
+
+
+def choose_way(tab: Tab, name: str) -> None:
+    tab.ask(f"document.querySelector('#kinds input[value=\"{name}\"]').click()")
+
+
+def run(tab: Tab) -> str:
+    """Press Run and return the visible answer."""
+    tab.ask("document.querySelector('#answer').replaceChildren()")
+    tab.ask("document.querySelector('#run').click()")
+    tab.until(
+        "document.querySelector('#answer').innerText && !document.querySelector('#run').disabled"
+    )
+    tab.ask("document.querySelectorAll('#answer details').forEach((each) => { each.open = true; })")
+    return tab.text("#answer")
+
+
+def values(tab: Tab, output: int = 0) -> list[float]:
+    """The values of one output."""
+    text = tab.ask(f"document.querySelectorAll('#answer .values')[{output}].textContent")
+    return [float(word) for word in text.split()]
+
+
+def box(tab: Tab, selector: str) -> dict[str, float]:
+    tab.ask(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
+    found: dict[str, float] = tab.ask(
+        f"(({{left, top, width, height}}) => ({{left, top, width, height}}))("
+        f"document.querySelector('{selector}').getBoundingClientRect())"
+    )
+    return found

@@ -8,7 +8,6 @@ import operator
 import os
 import random
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -63,6 +62,13 @@ def refused(folder: Path, *options: str, **how: Any) -> tuple[int, str]:
         out, errors = process.communicate(timeout=LIMIT_S)
     assert out == b""
     return process.returncode, errors.decode()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Process:
@@ -177,20 +183,6 @@ def request(*values: float, width: int = 4) -> bytes:
     return json.dumps({"inputs": [{**item, "data": data}]}).encode()
 
 
-def binary(value: float, width: int) -> tuple[bytes, bytes]:
-    """A request for one row of `width` equal values, bytes in and bytes out, and its head."""
-    size = 4 * width
-    item = {"name": "x", "datatype": "FP32", "shape": [1, width]}
-    inputs = [{**item, "parameters": {"binary_data_size": size}}]
-    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    head = (
-        f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Length: {len(text) + size}\r\n"
-        f"Inference-Header-Content-Length: {len(text)}\r\n\r\n"
-    )
-    return text + struct.pack("<f", value) * width, head.encode()
-
-
 def answer(status: int, body: bytes) -> Any:
     """The first number of each row of a success, else the error's text."""
     found = json.loads(body)
@@ -255,17 +247,3 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._pool.shutdown()
-
-
-def sent(server: Process, data: bytes) -> socket.socket:
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little fits in between
-    client.settimeout(LIMIT_S)
-    client.connect(("127.0.0.1", server.port))
-    client.sendall(data)
-    return client
-
-
-def posted(body: bytes) -> bytes:
-    head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-    return f"{head}\r\n\r\n".encode() + body

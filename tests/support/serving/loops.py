@@ -1,4 +1,4 @@
-"""Event loops, clocks and answers that a test of the batcher turns by hand."""
+"""A clock and the answers of a batcher that a test turns by hand."""
 
 from __future__ import annotations
 
@@ -11,39 +11,9 @@ from deploykit.core.tensors import InputKey
 from deploykit.engines.engine import Arrays
 from deploykit.serving.batching.batcher import Batcher, deliver_inline
 from deploykit.serving.batching.queue import NEVER_US, Pending
-from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S
 
 KEY = (("x", "FP32", (4,)),)
-
-
-class Loop:
-    """The part of an event loop that matters: it runs what is asked for when the test says so."""
-
-    def __init__(self) -> None:
-        self.asked: list[Callable[[], None]] = []
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        self.asked.append(function)
-
-    def turn(self) -> int:
-        """One iteration; returns how many functions it ran."""
-        asked, self.asked = self.asked, []
-        for function in asked:
-            function()
-        return len(asked)
-
-
-class Threads(FakeEngine):
-    """Remembers which thread called it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: list[int] = []
-
-    def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        self.threads.append(threading.get_ident())
-        return super().__call__(feeds)
 
 
 class Clock:

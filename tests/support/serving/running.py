@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.tensors import TensorSpec
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
@@ -154,14 +153,6 @@ def binary_request(rows: np.ndarray, **more: object) -> bytes:
     head = json.dumps(document).encode()
     length = {"Inference_Header_Content_Length": str(len(head))}
     return request("POST", "/v2/models/m/infer", head + rows.tobytes(), **length)
-
-
-def free_axis() -> FakeEngine:
-    """A FakeEngine whose rows have any length."""
-    engine = FakeEngine()
-    engine.inputs = (TensorSpec("x", "float32", ("N", "T")),)
-    engine.outputs = (TensorSpec("y", "float32", ("N", "T")),)
-    return engine
 
 
 @contextmanager

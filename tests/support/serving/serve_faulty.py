@@ -5,8 +5,8 @@ engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, say
 No call returns while there is a file `hold` in the working folder; at its end it writes to `ran`
 how many rows it answered whose first value is 100 or more, which a warm-up has not. It takes
 FAULT_LATENCY_S for a call; FAULT_ROWS is its largest batch, FAULT_WIDTH its numbers in a row;
-closing it takes FAULT_CLOSE_S. With FAULT_OPENS only so many workers can open the model: they count
-themselves in the folder. SETTINGS are the server's own limits.
+closing it takes FAULT_CLOSE_S, after it wrote `closing`. With FAULT_OPENS only so many workers can
+open the model: they count themselves in the folder. SETTINGS are the server's own limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deploykit.serving import processes, serve, server
 from deploykit.serving.workers import group, parent, signals
 from tests.support.fake_engine import FakeEngine
 
-POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
+POISON, MEMORY, LOST, HANG, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6)
 HOLD = Path("hold")
 SETTINGS = {
     "FAULT_CONNECT_S": (group, "CONNECT_S"),
@@ -48,6 +48,7 @@ class Faulty(FakeEngine):
     ran = 0
 
     def close(self):
+        Path("closing").touch()
         time.sleep(setting("FAULT_CLOSE_S"))
         Path("ran").write_text(str(self.ran))
         super().close()
@@ -67,8 +68,6 @@ class Faulty(FakeEngine):
             time.sleep(0.001)
         y = super().__call__(feeds)["y"]
         self.ran += int((feeds["x"][:, 0] >= 100).sum())
-        if SHAPE in asked:
-            y = np.repeat(y, 2, axis=1)
         if DTYPE in asked:
             y = y.astype(np.float64)
         return {"y": y[:-1] if FEWER in asked else y}
