@@ -67,8 +67,6 @@ def test_type_checkers_see_the_objects_that_are_loaded_at_run_time() -> None:
     assert set(deploykit.__all__) <= set(dir(deploykit))
 
 
-PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-
 SERVE = ("uvloop", "httptools", "hpack", "orjson", "prometheus_client")
 TRAIN = ("torch", "sklearn", "torchvision")
 BLOCKED = """
@@ -120,7 +118,7 @@ def test_train_and_demo_name_all_that_they_lack_before_they_begin(tmp_path: Path
 
 def resolved(extra: str, machine: str, python: str) -> set[str]:
     """The packages of `extra` on such a machine, by the markers of `pyproject.toml`."""
-    optional = read_toml(PYPROJECT)["project"]["optional-dependencies"]
+    optional = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
     here = {"platform_machine": machine, "python_version": python, "sys_platform": "linux"}
     found = set()
     for requirement in map(Requirement, optional[extra]):

@@ -14,10 +14,7 @@ from deploykit.engines.engine import Arrays, Engine, check_feeds
 
 
 class FakeEngine(Engine):
-    """y = 2x + 1 over float32 rows of `width` numbers.
-
-    A call takes `latency_s`.
-    """
+    """y = 2x + 1 over float32 rows of `width` numbers; a call takes `latency_s`."""
 
     device = "cpu"
     runtime = "fake"
