@@ -309,21 +309,12 @@ def test_recipes_know_the_core_and_what_gives_them_data(path: Path) -> None:
 
 
 TESTS = Path(__file__).resolve().parent
-PROGRAMS = ("support/",)  # folders of helpers
 IMPORTS_A_TEST = re.compile(r"^ *(?:from|import) tests\b.*\b(?:test_\w+|conftest)\b.*", re.M)
 
 
-def name_of_test(path: Path) -> str:
-    return path.relative_to(TESTS).as_posix()
-
-
-def test_no_file_imports_a_test() -> None:
+def test_folders_of_tests_hold_only_tests_and_no_file_imports_one() -> None:
     """What two of them need is in tests/support."""
-    found = {path: IMPORTS_A_TEST.findall(path.read_text("utf-8")) for path in TESTS.rglob("*.py")}
-    assert {name_of_test(path): lines for path, lines in found.items() if lines} == {}
-
-
-def test_folders_of_tests_hold_only_tests() -> None:
-    names = [name_of_test(path) for path in TESTS.rglob("*.py")]
-    others = [name for name in names if not name.startswith(PROGRAMS)]
-    assert [n for n in others if not n.rpartition("/")[2].startswith(("test_", "conftest."))] == []
+    for path in TESTS.rglob("*.py"):
+        assert not IMPORTS_A_TEST.findall(path.read_text("utf-8")), path
+        if TESTS / "support" not in path.parents:
+            assert path.name.startswith(("test_", "conftest.")), path

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 
 from deploykit.deploying.folder import read_bundle, verify
 from scripts import new_rows
 from tests.support.cli.command import Run, one_process
-from tests.support.onnx_zoo import make, save
+from tests.support.onnx_zoo import save, zoo
 
 WRAPPED = ("--profile", "./wrapped.toml")
 
@@ -44,9 +43,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A model, samples, a profile of the new runtime, and the engine that was built for it."""
     folder = tmp_path_factory.mktemp("rows")
     weight = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
-    node = helper.make_node("MatMul", ["x", "W"], ["y"], name="layer")
-    model = make([node], {"x": ("N", 256)}, {"y": ("N", 256)}, {"W": weight})
-    save(model, folder / "model.onnx")
+    text = "(float[N,256] x) => (float[N,256] y) { [layer] y = MatMul(x, W) }"
+    save(zoo(text, {"W": weight}), folder / "model.onnx")
     np.savez(folder / "samples.npz", x=np.eye(8, 256, dtype=np.float32))
     (folder / "wrapped.toml").write_text(new_rows.PROFILE)
     (folder / "junk").write_bytes(b"junk" * 99)

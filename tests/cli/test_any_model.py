@@ -81,7 +81,6 @@ EXTERNAL = {  # what the model says of its weights: location, offset, length; an
     "beyond the end": (("w.bin", "1000000000000"), BEYOND),
     "before the start": (("w.bin", "-8"), BEYOND),
     "of no length": (("w.bin", "0", "-1"), BEYOND),
-    "words": (("w.bin", "zero"), BEYOND),
     "5000 digits": (("w.bin", "9" * 5000), BEYOND),
 }
 

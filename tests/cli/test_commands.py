@@ -234,13 +234,10 @@ def test_health_is_exit_0_only_from_a_server_that_is_ready(
     assert "http://127.0.0.1:1: no server answers there: Connection refused" in ran.error()
 
 
-@pytest.fixture
-def _round_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_shows_a_few_targets_in_full_and_all_in_a_line_each(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_round_calibration(tmp_path / "cache", monkeypatch)
-
-
-@pytest.mark.usefixtures("_round_cpu")
-def test_plan_shows_a_few_targets_in_full_and_all_in_a_line_each(run: Run, model: Path) -> None:
     ran = run(
         *("plan", model, "--profile", "cpu", "--profile", "l4", "--batches", "1,8"),
         *("--slo-ms", 20, "--rate", 1000),

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.torch
 KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "bare": lambda weights: weights,
     "of DataParallel": lambda weights: {f"module.{key}": each for key, each in weights.items()},
-    "of an attribute": lambda weights: {f"net.body.{key}": each for key, each in weights.items()},
     "with own classes": lambda weights: (
         weights | {key: weights[key][:3] for key in list(weights)[-2:]}
     ),

@@ -194,10 +194,11 @@ def test_digests_are_written_to_the_lock_and_to_both_dockerfiles(
         ("docker.io/library/absent:1 unpinned", [], "docker.io/library/absent:1: HTTP Error 404"),
     ],
 )
-def test_a_tag_that_was_moved_or_is_absent_is_found_and_nothing_is_written(
+def test_a_tag_that_was_moved_or_is_absent_and_a_digest_that_is_wrong_are_found(
     checkout: Path,
     registry: str,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     wrong: str,
     options: list[str],
     error: str,
@@ -210,11 +211,6 @@ def test_a_tag_that_was_moved_or_is_absent_is_found_and_nothing_is_written(
     assert error in shown
     assert not error or "nothing was written" in shown
     assert lock.read_bytes() == before
-
-
-def test_a_registry_whose_answer_has_another_digest_is_not_believed(
-    registry: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(Registry, "lies", True)
     with pytest.raises(ValueError, match="the registry says"):
         digest_of("docker.io/library/debian:bookworm-slim", registry)

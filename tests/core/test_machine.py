@@ -110,7 +110,6 @@ def test_power_mode_is_found_by_its_number_and_garbage_in_system_files_raises_no
             b"",
             b"\xff\xfe\0\n",
             b"pmode:x MemTotal: -1 kB < POWER_MODEL ID=",
-            bytes(99),
             b"9" * 5000,  # more digits than Python turns into a number
             "\u00b2 \uff11\uff12".encode(),  # digits that are no numbers, or not ours
             b"pmode:" + b"1" * 5000,

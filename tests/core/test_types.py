@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import onnx
 import pytest
 
 from deploykit.core import errors, precision
@@ -124,22 +123,6 @@ def test_types_that_numpy_lacks_are_stored_in_types_that_it_has() -> None:
     assert mismatch(TensorSpec("x", "string", ("N",)), "object", (2,)) is None
     assert mismatch(TensorSpec("x", "bfloat16", ("N",)), "float32", (2,)) is None
     assert mismatch(TensorSpec("x", "object", ("N",)), "float32", (2,)) is not None
-
-
-def test_a_row_has_a_name_of_its_own_and_says_how_and_in_which_onnx_type_it_is_written() -> None:
-    assert len(precision.BY_NAME) == len(precision.ALL)
-    written = [row for row in precision.ALL if row.writer]
-    assert {row.writer for row in written} == {
-        *(precision.CAST, precision.PAIRS, precision.WEIGHTS, precision.DYNAMIC)
-    }
-    assert {row.onnx_type for row in written} <= set(dir(onnx.TensorProto))
-
-
-def test_a_graph_is_called_by_its_narrowest_type() -> None:
-    names = {"": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8e4m3fn": "fp8"}
-    for dtype, name in names.items():
-        assert precision.narrowest(("float32", *filter(None, [dtype]))) == name
-    assert precision.narrowest(("float16", "int8")) == "int8"
 
 
 def test_a_graph_needs_a_target_that_offers_its_types_and_float32_alone_has_a_tighter_bound() -> (

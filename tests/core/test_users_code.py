@@ -76,7 +76,6 @@ def test_what_is_not_there_or_of_another_form_is_refused(
         ("def (", "SyntaxError"),
         ("import a_module_it_lacks", "a_module_it_lacks"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("open('/no/such/file')", "FileNotFoundError"),
         ("import sys; sys.exit(3)", r"it called exit\(3\)"),
         ("class Odd(BaseException): pass\nraise Odd('mine')", "Odd: mine"),
         ("def __getattr__(name): raise OSError('lazy')", "OSError: lazy"),
@@ -189,10 +188,3 @@ def test_a_users_recipe_is_a_file_with_any_name_in_it_or_a_module(
         load_recipe(str(write(tiny, "x = 1")))
     with pytest.raises(NotFound, match="no recipe 'nothing'"):
         load_recipe("nothing")
-
-
-@pytest.mark.torch
-def test_shipped_recipes_load() -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    for info in list_recipes():
-        assert load_recipe(info.name).inputs

@@ -146,7 +146,6 @@ def test_every_suite_selects_tests_of_its_runtime_alone(monkeypatch: pytest.Monk
     ("part", "status", "code"),
     [
         ("plans", "skipped", run.LACKING),
-        ("cuda", "skipped", run.LACKING),
         ("build", "skipped", run.LACKING),
         ("torch", "skipped", 0),
         ("plans", "passed", 0),

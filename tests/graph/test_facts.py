@@ -111,6 +111,7 @@ DAMAGE = {
     "truncated": b"\x08\x0a\x3a\xff\xff\xff\xff\x0f",
     "noise": b"\x08\x0a" + np.random.default_rng(1).bytes(100_000),
     "a tensor of 127 bytes in a graph of 2": b"\x08\x0a\x3a\x02\x2a\x7f" + b"\x10\x0a" * 100,
+    "three bytes": b"\x08\x0a\x12",
     "zeros": bytes(1000),
     "no graph": b"\x08\x0a",
 }

@@ -211,38 +211,25 @@ def test_domains_that_onnxruntime_writes_are_accepted(tmp_path: Path) -> None:
     assert load_graph(save(model, tmp_path / "m.onnx")) == model
 
 
-def external(folder: Path, location: str, **entries: str) -> Path:
-    """The linear model whose W (48 bytes) is said to lie at `location`."""
+@pytest.mark.parametrize("beside", [True, False], ids=["of one folder", "of another folder"])
+def test_a_model_and_its_data_may_be_links_to_files_of_one_folder(
+    tmp_path: Path, beside: bool
+) -> None:
+    """As every file of a snapshot of Hugging Face's is."""
+    folder, blobs = tmp_path / "model", tmp_path / "blobs"
+    folder.mkdir()
+    blobs.mkdir()
+    values = np.arange(12, dtype=np.float32)
+    data = (blobs if beside else tmp_path) / "secret.bin"
+    data.write_bytes(values.tobytes())
     model = linear()
     weight = model.graph.initializer[0]
     weight.ClearField("raw_data")
     weight.data_location = TensorProto.EXTERNAL
-    for key, value in {"location": location, **entries}.items():
-        weight.external_data.add(key=key, value=value)
-    return save(model, folder / "m.onnx")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model's folder in a folder with other files."""
-    inner = tmp_path / "model"
-    inner.mkdir()
-    return inner
-
-
-@pytest.mark.parametrize("beside", [True, False], ids=["of one folder", "of another folder"])
-def test_a_model_and_its_data_may_be_links_to_files_of_one_folder(
-    folder: Path, beside: bool
-) -> None:
-    """As every file of a snapshot of Hugging Face's is."""
-    blobs = folder.parent / "blobs"
-    blobs.mkdir()
-    values = np.arange(12, dtype=np.float32)
-    data = (blobs if beside else folder.parent) / "secret.bin"
-    data.write_bytes(values.tobytes())
-    external(blobs, "w.bin").rename(blobs / "0a1b")
+    weight.external_data.add(key="location", value="w.bin")
+    save(model, blobs / "0a1b")
     (folder / "m.onnx").symlink_to("../blobs/0a1b")
-    (folder / "w.bin").symlink_to(f"../{data.relative_to(folder.parent)}")
+    (folder / "w.bin").symlink_to(f"../{data.relative_to(tmp_path)}")
     if not beside:
         with pytest.raises(BadInput, match="symbolic link") as caught:
             load_graph(folder / "m.onnx")

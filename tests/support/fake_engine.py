@@ -14,10 +14,7 @@ from deploykit.engines.engine import Arrays, Engine, check_feeds
 
 
 class FakeEngine(Engine):
-    """y = 2x + 1 over float32 rows of `width` numbers.
-
-    A call takes `latency_s`, and `per_row_s` more for each row.
-    """
+    """y = 2x + 1 over float32 rows of `width` numbers; a call takes `latency_s`."""
 
     device = "cpu"
     runtime = "fake"
@@ -29,13 +26,11 @@ class FakeEngine(Engine):
         width: int = 4,
         max_batch: int | None = None,
         latency_s: float = 0.0,
-        per_row_s: float = 0.0,
     ) -> None:
         self.inputs = (TensorSpec("x", "float32", ("N", width)),)
         self.outputs = (TensorSpec("y", "float32", ("N", width)),)
         self.max_batch = max_batch
         self.latency_s = latency_s
-        self.per_row_s = per_row_s
         self.batches: list[int] = []  # the size of every batch it ran
         self.closed = False
 
@@ -47,7 +42,7 @@ class FakeEngine(Engine):
         if self.max_batch is not None and rows > self.max_batch:
             raise BadInput(f"fake: batch {rows} is above {self.max_batch}")
         self.batches.append(rows)
-        end = time.perf_counter() + self.latency_s + rows * self.per_row_s
+        end = time.perf_counter() + self.latency_s
         outputs = {"y": feeds["x"] * np.float32(2) + np.float32(1)}
         while (left := end - time.perf_counter()) > 0:
             time.sleep(left if left > 2e-3 else 0)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET by `reply`, without a line on stderr, which tests read."""
+    """A subclass answers in `reply`; without a line on stderr, which tests read."""
+
+    reply: Callable[..., None]
 
     def do_GET(self) -> None:
         self.reply()
 
-    def reply(self) -> None:
-        raise NotImplementedError
+    def do_POST(self) -> None:
+        self.reply()
 
     def answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
         self.send_response(status)
