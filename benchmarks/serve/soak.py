@@ -39,12 +39,6 @@ from tests.support.serving.running import binary_request
 CONNECTIONS = 16
 
 
-def holds(server: Process) -> tuple[int, int]:
-    """How many file descriptors and threads it has."""
-    place = Path(f"/proc/{server.popen.pid}")
-    return len(list((place / "fd").iterdir())), len(list((place / "task").iterdir()))
-
-
 def sent(server: Process, data: bytes) -> socket.socket:
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little fits in between
@@ -127,7 +121,7 @@ def soak(server: Process, requests: int) -> list[Tenth]:
         tenth = uvloop.run(one_tenth(server, requests // 10, number))
         until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
         time.sleep(0.5)  # its side of the connections closes
-        tenth.files, tenth.threads = holds(server)
+        tenth.files, tenth.threads = server.holds()
         tenth.rss_mib = server.rss_bytes() / 2**20
         tenths.append(tenth)
     return tenths
@@ -170,11 +164,11 @@ def leavers(server: Process, count: int) -> tuple[str, bool]:
     for _ in range(500):
         sent(server, data).close()
     until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
-    held, rss = holds(server), server.rss_bytes()
+    held, rss = server.holds(), server.rss_bytes()
     for _ in range(count):
         sent(server, data).close()
     until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
-    until(lambda: holds(server) <= held)
+    until(lambda: server.holds() <= held)
     grown = (server.rss_bytes() - rss) / 2**20
     return f"{count} clients that left: memory {grown:+.1f} MiB (below 8)", grown < 8
 
@@ -184,12 +178,12 @@ def readers(folder: Path, count: int) -> tuple[str, bool]:
     width = 1 << 20
     data = binary_request(np.ones((1, width), np.float32))
     with Process(folder, "--max-batch", "1", env={"FAULT_WIDTH": str(width)}) as server:
-        before, rss = holds(server)[0], server.rss_bytes()
+        before, rss = server.holds()[0], server.rss_bytes()
         waiting = [sent(server, data) for _ in range(count)]
         until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
         most = (server.rss_bytes() - rss) / 2**20
         began_s = time.monotonic()
-        until(lambda: holds(server)[0] <= before + 1, 120)
+        until(lambda: server.holds()[0] <= before + 1, 120)
         took_s = time.monotonic() - began_s
         for each in waiting:
             each.close()

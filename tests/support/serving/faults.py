@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import operator
 import os
 import random
 import socket
@@ -116,6 +117,11 @@ class Process:
         assert found, f"no metric {name}"
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
+    def holds(self) -> tuple[int, int]:
+        """How many file descriptors and threads it has."""
+        place = Path(f"/proc/{self.popen.pid}")
+        return len(list((place / "fd").iterdir())), len(list((place / "task").iterdir()))
+
     def rss_bytes(self) -> int:
         pages = int(Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGESIZE")
@@ -141,6 +147,24 @@ class Process:
         """Whether one request is in the engine, and no other waits."""
         in_flight = self.gauge("deploykit_requests_in_flight")
         return in_flight == 1 and self.gauge("deploykit_queue_depth") == 0
+
+
+def leaves_nothing(server: Process, act: Callable[[], object], slack_bytes: int) -> None:
+    """`act` leaves files, threads and memory as they were, at least the second or third time.
+
+    A leak grows each time; what allocators keep, and a thread that is started when it is first
+    needed, does not.
+    """
+    grown: list[str] = []
+    for limit_s in (5.0, 5.0, LIMIT_S):
+        held, rss_bytes = server.holds(), server.rss_bytes()
+        act()
+        with suppress(AssertionError):
+            until(lambda held=held: all(map(operator.le, server.holds(), held)), limit_s)  # type: ignore[misc]
+            if server.rss_bytes() - rss_bytes < slack_bytes:
+                return
+        grown.append(f"{held} to {server.holds()}, {server.rss_bytes() - rss_bytes} bytes")
+    raise AssertionError(grown)
 
 
 def quiet_port() -> int:
