@@ -119,6 +119,8 @@ def test_damaged_plan_is_refused_trusted_or_not(
     [{"sha256": ""}, {"format": "onnx"}, {"evidence": Evidence(weights=WeightsFile("../x", "00"))}],
 )
 def test_manifest_of_something_else_is_refused(plan: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="SHA-256 differs"):
+        check_plan(plan, described(b"another"), HERE)
     with pytest.raises(BadInput, match=r"m\.trt\.json does not describe an engine"):
         check_plan(plan, replace(described(), **other), HERE)
 
