@@ -35,7 +35,6 @@ MEMBERS = (
     "swin-t",
     "bert-tiny",
     "detector",
-    "masked-ids",
     "overflow",
     "bad-int8",
 )

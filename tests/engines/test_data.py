@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,12 @@ from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.data.examples import Example
 from deploykit.engines.data.samples import (
     Samples,
+    SampleStream,
+    check_calibration,
+    find_source,
+    overlap,
     random_feeds,
+    read_ahead,
     read_npz,
     read_samples,
     write_npz,
@@ -86,15 +93,6 @@ def test_arrays_that_do_not_fit_are_refused_with_what_they_look_like(
     with pytest.raises(BadInput, match=message) as caught:
         read_samples(npz, tuple(inputs))
     assert hint in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (9, [7])])
-def test_batches_cover_all_samples_in_order(size: int, sizes: list[int]) -> None:
-    samples = Samples({"x": rows(7), "b": np.arange(7)}, None, "data.npz")
-    batches = list(samples.batches(size))
-    assert [len(batch["x"]) for batch in batches] == sizes
-    np.testing.assert_array_equal(np.concatenate([batch["x"] for batch in batches]), rows(7))
-    np.testing.assert_array_equal(np.concatenate([batch["b"] for batch in batches]), np.arange(7))
 
 
 @pytest.mark.parametrize(
@@ -278,20 +276,6 @@ def test_a_folder_of_anything_else_is_refused_by_name(folder: Path, case: str) -
         read_samples(folder, (X,))
 
 
-def test_a_link_that_leads_nowhere_or_round_is_refused(folder: Path) -> None:
-    (folder / "a.npz").symlink_to(folder / "a.npz")
-    with pytest.raises(BadInput, match=r"a\.npz: cannot be read: Too many levels"):
-        read_samples(folder, (X,))
-    (folder / "a.npz").unlink()
-    (folder / "a.npz").symlink_to(folder / "gone")
-    with pytest.raises(NotFound, match=r"a\.npz: no such file"):
-        read_samples(folder, (X,))
-    (folder / "a.npz").unlink()
-    (folder / "again").symlink_to(folder)
-    with pytest.raises(BadInput, match="again/again: is a folder"):
-        read_samples(folder, (X,))
-
-
 # --- random feeds and examples ---
 
 SPECS = tuple(
@@ -350,17 +334,185 @@ def test_random_masks_hide_no_whole_row(spec: str) -> None:
     assert (alone == (spec != "src_key_padding_mask:bool")).all()
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_random_flags_differ_from_row_to_row(width: int) -> None:
-    flags = random_feeds((parse_spec(f"flags:bool[N,{width}]"),), {"N": 50})["flags"]
-    assert len(np.unique(flags, axis=0)) == 2**width
-
-
 def test_an_example_is_permuted_and_repeated_along_its_batch_alone() -> None:
-    """The layers of a state, [2,N], stay in their order."""
     specs = [parse_spec("state:int64[2,N]"), parse_spec("x:float32[N,3]")]
     example = Example({"state": np.array([[1, 2, 3], [10, 20, 30]]), "x": rows(3)})
     for seed in range(9):
         found = example.feeds(specs, {"N": 6}, seed)["state"]
         assert sorted(found[0]) == [1, 1, 2, 2, 3, 3]
         assert (found[1] == 10 * found[0]).all()
+
+
+# --- streams: the samples that `read_samples` reads, a batch at a time ---
+
+IDS = np.arange(50)
+
+
+def in_files(folder: Path) -> Path:
+    for name, part in (("a", slice(0, 7)), ("b", slice(7, 8)), ("c", slice(8, 50))):
+        np.savez(folder / f"{name}.npz", x=rows(50)[part], b=IDS[part])
+    return folder
+
+
+def saved(save: Callable[..., None] = np.savez, **arrays: np.ndarray) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        save(folder / "d.npz", **{"x": rows(50), "b": IDS, **arrays})
+        return folder / "d.npz"
+
+    return make
+
+
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
+    "stored": saved(),
+    "compressed": saved(np.savez_compressed),
+    "several files": in_files,
+    "by columns": saved(x=np.asfortranarray(rows(50))),
+    "big-endian": saved(x=rows(50).astype(">f4"), b=IDS.astype(">i8")),
+    "labelled": saved(labels=IDS),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_batches_are_the_samples_and_the_digest_does_not_depend_on_them(
+    tmp_path: Path, layout: str
+) -> None:
+    path = LAYOUTS[layout](tmp_path)
+    whole, source = read_samples(path, (X, B)), find_source(path, (X, B))
+    for size in (1, 8, 50, 1000):
+        with SampleStream(source) as stream:
+            batches = list(stream.batches(size))
+            labels = stream.read_labels()
+        assert [each.samples for each in batches[:-1]] == [size] * (len(batches) - 1)
+        for name, array in whole.inputs.items():
+            joined = np.concatenate([each.feeds[name] for each in batches])
+            np.testing.assert_array_equal(joined, array, strict=True)
+        np.testing.assert_array_equal(labels, whole.labels)
+    with SampleStream(source) as one, SampleStream(source) as other:
+        assert [each.digest for each in one.batches(4)][9] == other.skip(40)
+        (left,) = other.batches(100)
+        assert (left.samples, left.feeds["x"][0, 0]) == (10, 120.0)
+
+
+def test_a_changed_value_changes_the_digest(tmp_path: Path) -> None:
+    digests = set()
+    for at in (None, 0, 19, 20):
+        x = rows(50)
+        if at is not None:
+            x[at, 1] += 1
+        with SampleStream(find_source(saved(x=x)(tmp_path), (X, B))) as stream:
+            digests.add(stream.skip(20))
+    assert len(digests) == 3  # sample 20 is not one of the first 20
+
+
+@pytest.mark.parametrize("at", [0.3, 0.9])
+def test_damage_in_the_middle_names_the_file(tmp_path: Path, at: float) -> None:
+    def read_all(path: Path) -> None:
+        with SampleStream(find_source(path, (X,))) as stream:
+            for _ in stream.batches(64):
+                pass
+
+    x = np.random.default_rng(0).standard_normal((5000, 3)).astype(np.float32)
+    np.savez_compressed(tmp_path / "d.npz", x=x)
+    content = bytearray((tmp_path / "d.npz").read_bytes())
+    content[int(len(content) * at)] ^= 0x15
+    (tmp_path / "d.npz").write_bytes(content)
+    with pytest.raises(BadInput, match=r"d\.npz: is not a readable \.npz file"):
+        read_all(tmp_path / "d.npz")
+
+
+def test_the_next_items_are_made_in_order_by_another_thread_while_one_is_used() -> None:
+    third, threads = threading.Event(), set()
+
+    def items() -> Iterator[int]:
+        for number in range(20):
+            threads.add(threading.get_ident())
+            if number == 2:
+                third.set()
+            yield number
+
+    ahead = read_ahead(items())
+    assert next(ahead) == 0
+    assert third.wait(60)
+    assert list(ahead) == list(range(1, 20))
+    assert threading.get_ident() not in threads
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield from range(3)
+        raise BadInput("the fourth")
+
+    ahead = read_ahead(items())
+    assert [next(ahead) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(BadInput, match="the fourth"):
+        next(ahead)
+
+
+# warnings of calibration data, and samples that two sets share
+
+
+RNG = np.random.default_rng(0)
+GOOD = RNG.standard_normal((100, 3, 4, 4)).astype(np.float32)
+PIXELS = RNG.integers(0, 256, (100, 4, 4, 3), np.uint8)
+
+
+def samples_of(array: np.ndarray, **others: np.ndarray) -> Samples:
+    return Samples({"x": array, **others}, None, "calib")
+
+
+def repeated(count: int) -> np.ndarray:
+    return np.concatenate([GOOD[-1:]] * count + [GOOD[count:]])
+
+
+def constant(array: np.ndarray, at: object, value: float) -> np.ndarray:
+    array = array.copy()
+    array[at] = value
+    return array
+
+
+LAST = np.s_[:, 2]
+FIRST = np.s_[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("array", "warnings"),
+    [
+        (GOOD, []),
+        (PIXELS, []),
+        (GOOD[:99], ["calib: only 99 samples"]),
+        (repeated(10), []),
+        (repeated(11), ["calib: 11 of 100 samples are duplicates"]),
+        (RNG.random((100, 3, 4, 4), np.float32), []),
+        (255 * RNG.random((100, 3, 4, 4), np.float32), ["look unnormalised"]),
+        (1000 * RNG.standard_normal((100, 8)).astype(np.float32), []),  # these are no pixels
+        (constant(GOOD, LAST, 0.5), ["calib: channel 2 of 'x' is 0.5 everywhere"]),
+        (constant(PIXELS, FIRST, 0), ["calib: channel 0 of 'x' is 0 everywhere"]),
+        (PIXELS * 0, ["99 of 100 samples are duplicates", *["is 0 everywhere"] * 3]),
+        (constant(GOOD, 3, np.nan), []),  # a calibration refuses it
+    ],
+)
+def test_what_is_odd_in_calibration_data_is_reported(
+    array: np.ndarray, warnings: Sequence[str]
+) -> None:
+    shape = ",".join(map(str, ("N", *array.shape[1:])))
+    found = check_calibration(samples_of(array), (parse_spec(f"x:{array.dtype}[{shape}]"),))
+    assert len(found) == len(warnings)
+    assert all(words in text for words, text in zip(warnings, found, strict=True)), found
+
+
+def test_samples_repeat_only_where_all_their_inputs_do() -> None:
+    samples = samples_of(np.repeat(GOOD[:1], 100, axis=0), mask=np.arange(100))
+    specs = (parse_spec("x:float32[N,3,4,4]"), parse_spec("mask:int64[N]"))
+    assert not any("duplicates" in text for text in check_calibration(samples, specs))
+
+
+def test_overlap_counts_test_samples_that_were_also_calibrated_on() -> None:
+    array = GOOD[:20]
+    a, b = samples_of(array[:12]), samples_of(array[9:])
+    assert overlap(a, b) == 3
+    assert overlap(a, samples_of(array[12:])) == 0
+    assert overlap(samples_of(array[::-1]), samples_of(np.asfortranarray(array))) == 20
+    assert overlap(a, samples_of(np.repeat(array[:1], 4, axis=0))) == 4
+    numbered = samples_of(array[:5], ids=np.arange(5))  # all inputs of a sample count
+    assert overlap(numbered, samples_of(array[:5], ids=np.array([0, 1, 9, 9, 9]))) == 2
+    assert overlap(numbered, samples_of(array[:5] + 1, ids=np.arange(5))) == 0

@@ -44,7 +44,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(path: Path, height: int = 4, width: int = 6, seed: int = 0) -> np.ndarray:
-    """Write an image of noise as PNG or JPEG, by its name; return its pixels."""
     path.parent.mkdir(exist_ok=True)
     pixels = noise(height, width, seed=seed)
     Image.fromarray(pixels).save(path)
@@ -72,6 +71,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "palette": lambda: Image.fromarray(noise(4, 6)).quantize(8),
     "alpha": lambda: Image.fromarray(noise(4, 6, 4), "RGBA"),
     "grey with alpha": lambda: Image.fromarray(noise(4, 6, 2), "LA"),
+    "CMYK": lambda: Image.fromarray(noise(4, 6)).convert("CMYK"),
 }
 
 
@@ -83,22 +83,14 @@ def test_other_modes_become_what_pillow_converts_them_to(
     """As torchvision's datasets read them; transparency is dropped, not laid on a colour."""
     image = MODES[kind]()
     more = {"transparency": bytes([0, 128, 255])} if kind == "palette" else {}
-    data = encoded(image, **more)
+    data = encoded(image, "JPEG" if kind == "CMYK" else "PNG", **more)
     found = read_image(data, image_input(colours=colours, interpolation="nearest")).pixels
+    image = Image.open(io.BytesIO(data)) if kind == "CMYK" else image  # JPEG loses some
     expected = np.asarray(image.convert(colours)).reshape(4, 6, -1)
     np.testing.assert_array_equal(found, expected)
     (folder / "a.png").write_bytes(data)
     samples = read_samples(folder, COLOUR if colours == "RGB" else GREY)
     np.testing.assert_array_equal(pixels_of(samples)[0], expected)
-
-
-def test_cmyk_becomes_what_pillow_converts_it_to() -> None:
-    data = encoded(Image.fromarray(noise(16, 16)).convert("CMYK"), "JPEG", quality=95)
-    with Image.open(io.BytesIO(data)) as opened:
-        assert opened.mode == "CMYK"
-        expected = np.asarray(opened.convert("RGB"))
-    found = read_image(data, image_input(16, 16, interpolation="nearest"))
-    np.testing.assert_array_equal(found.pixels, expected)
 
 
 def test_bgr_is_rgb_in_the_other_order() -> None:
@@ -109,7 +101,6 @@ def test_bgr_is_rgb_in_the_other_order() -> None:
 
 
 def test_the_first_image_of_a_jpeg_with_several_is_the_photo() -> None:
-    """As phones write them: the second one is another exposure, or a preview."""
     second = Image.fromarray(noise(4, 6, seed=1))
     data = encoded(noise(4, 6), "MPO", save_all=True, append_images=[second], quality=95)
     alone = encoded(noise(4, 6), "JPEG", quality=95)
@@ -221,7 +212,6 @@ def test_what_cannot_be_read_is_refused_in_one_line_and_not_decoded(
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png"])
 def test_an_image_with_any_flipped_byte_is_read_or_refused(folder: Path, name: str) -> None:
-    """Never another exception, never a warning."""
     write(folder / name)
     content = (folder / name).read_bytes()
     for at in range(len(content)):
@@ -296,28 +286,25 @@ def test_resizing_and_cropping_are_torchvisions(transforms: Any, interpolation: 
 
 
 FREE = ImageInput("image", 0, 0, "shortest-edge", 20, padding=7)
+LETTER = image_input(60, 60, resize=LETTERBOX, padding=7)
 
 
 @pytest.mark.parametrize(
-    ("size", "rule", "shape", "inner"),
+    ("size", "rule", "shape", "box"),
     [
-        ((50, 100), image_input(60, 60, resize="letterbox", padding=7), (60, 60), (15, 0, 45, 60)),
-        ((100, 50), image_input(60, 60, resize="letterbox", padding=7), (60, 60), (0, 15, 60, 45)),
+        ((50, 100), LETTER, (60, 60), (15, 0, 45, 60)),
+        ((100, 50), LETTER, (60, 60), (0, 15, 60, 45)),
         ((35, 100), FREE, (20, 57), (0, 0, 20, 57)),
         ((35, 100), replace(FREE, multiple=8), (24, 64), (0, 0, 20, 57)),
     ],
 )
 def test_an_image_that_keeps_its_ratio_is_filled_up(
-    size: tuple[int, int],
-    rule: ImageInput,
-    shape: tuple[int, int],
-    inner: tuple[int, int, int, int],
+    size: tuple[int, int], rule: ImageInput, shape: tuple[int, int], box: tuple[int, ...]
 ) -> None:
-    top, left, bottom, right = inner
+    top, left, bottom, right = box
     found = read_image(encoded(noise(*size)), rule)
-    resized = Image.fromarray(noise(*size)).resize(
-        (right - left, bottom - top), Image.Resampling.BILINEAR
-    )
+    inner = (right - left, bottom - top)
+    resized = Image.fromarray(noise(*size)).resize(inner, Image.Resampling.BILINEAR)
     expected = np.full((*shape, 3), 7, np.uint8)
     expected[top:bottom, left:right] = np.asarray(resized)
     np.testing.assert_array_equal(found.pixels, expected)
@@ -367,14 +354,6 @@ def test_a_rule_that_is_not_known_is_refused(change: dict[str, Any], reason: str
 # --- folders ---
 
 
-def test_images_of_a_folder_are_read_in_the_order_of_their_names(folder: Path) -> None:
-    b, a = write(folder / "b.png", seed=1), write(folder / "a.PNG", seed=2)
-    samples = read_samples(folder, COLOUR)
-    assert list(samples.inputs) == ["image"]
-    np.testing.assert_array_equal(pixels_of(samples), np.array([a, b], np.uint8))
-    assert samples.labels is None
-
-
 def test_sub_folders_are_classes_numbered_in_the_order_of_their_names(folder: Path) -> None:
     written = [write(folder / f"{name}.png", seed=ord(name[-1])) for name in ("dog/b", "dog/a")]
     written.append(write(folder / "cat" / "z.png", seed=3))
@@ -410,21 +389,13 @@ def test_a_model_without_uint8_input_is_refused_with_the_option(folder: Path, sp
     assert "`preprocess`" in (caught.value.hint or "")
 
 
-def test_more_pixels_than_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(3):
-        write(folder / f"{number}.png")
-    monkeypatch.setattr("deploykit.core.memory.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
-    with pytest.raises(BadInput, match="images: contains 0 GB of arrays, this machine's memory"):
-        read_samples(folder, COLOUR)
-
-
 INPUTS = (parse_spec("image:uint8[N,8,8,3]"),)
 PLACED = ImageInput("image", 8, 8, LETTERBOX)
 TASK = Task("classify", TaskOutputs("scores"), PLACED, labels=("dog", "cat", "crane", "crane"))
 
 
 def test_photos_of_any_size_are_placed_as_the_server_places_them(folder: Path) -> None:
-    for name, size in (("a.jpg", (20, 30)), ("b.png", (9, 5))):
+    for name, size in (("a.jpg", (20, 30)), ("b.PNG", (9, 5))):
         write(folder / name, *size)
     free = replace(PLACED, height=0, width=0, resize="shortest-edge", resize_to=6, multiple=8)
     square = replace(PLACED, resize="shortest-edge", resize_to=8)
@@ -432,7 +403,9 @@ def test_photos_of_any_size_are_placed_as_the_server_places_them(folder: Path) -
         task = replace(TASK, image=rule)
         files = sorted(folder.iterdir())
         expected = np.stack([read_image(file.read_bytes(), server).pixels for file in files])
-        np.testing.assert_array_equal(pixels_of(read_samples(folder, inputs, task=task)), expected)
+        samples = read_samples(folder, inputs, task=task)
+        assert (list(samples.inputs), samples.labels) == (["image"], None)
+        np.testing.assert_array_equal(pixels_of(samples), expected)
         with SampleStream(find_source(folder, inputs, task=task)) as stream:
             (batch,) = stream.batches(4)
         np.testing.assert_array_equal(batch.feeds["image"], expected)
@@ -489,9 +462,7 @@ def test_a_file_gives_mean_std_and_scale(tmp_path: Path) -> None:
         ("mean = [0.5]", "std: must be a list"),
         ("mean = [0.5]\nstd = [0.5, 0.5]", "mean has 1 values, std has 2"),
         ("mean = [0.5]\nstd = [0.0]", "above 0"),
-        ("mean = [0.5]\nstd = [1.0]\nscale = -1", "above 0"),
         ("mean = [0.5]\nstd = [nan]", "std: must be a list of numbers"),
-        ("mean = []\nstd = []", "mean: must be a list"),
         ("mean = [true]\nstd = [1.0]", "mean: must be a list of numbers"),
         ("mean = [0.5]\nstd = [1.0]\ncrop = 256", "unknown key 'crop'"),
         ("mean = [0.5]\nstd = [1.0]\nresize = 'x'", "resize must be one of"),

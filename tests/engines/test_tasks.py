@@ -48,7 +48,6 @@ CUT = placed(4, 10, image_input(4, 4, resize="shortest-edge", resize_to=4))  # i
 
 
 def only(*given: Any, **more: Any) -> dict[str, Any]:
-    """The one answer, which is JSON."""
     (found,) = answer(*given, **more)
     return json.loads(json.dumps(found, allow_nan=False))
 
@@ -134,11 +133,6 @@ def test_a_png_has_no_place_for_more_labels_than_255() -> None:
         only(task("segment"), {"mask": np.full((1, 4, 6), 255)}, [SMALL], mask="png")
 
 
-def test_an_embedding_is_a_list_of_numbers_for_each_row() -> None:
-    found = answer(task("embed"), {"embedding": np.array([[0.5, -0.5], [1, 0]])}, [SMALL, SMALL])
-    assert found == [{"embedding": [0.5, -0.5]}, {"embedding": [1.0, 0.0]}]
-
-
 @pytest.mark.parametrize("kind", ["classify", "detect", "embed"])
 def test_nan_is_refused(kind: str) -> None:
     outputs = {**boxes_of(np.nan, 1), "embedding": np.array([[np.inf, 0]])}
@@ -153,8 +147,6 @@ IMAGE, SCORES = "image:uint8[N,4,6,3]", "scores:float32[N,2]"
 
 
 def brightness(sizes: list[int]) -> Function:
-    """Scores of "dark" and "light": how bright the image is."""
-
     def run(feeds: Any) -> dict[str, np.ndarray]:
         sizes.append(len(feeds["image"]))
         light = feeds["image"].mean((1, 2, 3), dtype=np.float32) / 255
@@ -189,8 +181,6 @@ def test_images_are_answered_in_their_order_and_joined_only_where_that_changes_n
 def test_sentences_of_other_lengths_are_answered_in_their_order(
     sentences: Task, tmp_path: Path
 ) -> None:
-    """By the share of the word "good" among the real tokens."""
-
     def run(feeds: Any) -> dict[str, np.ndarray]:
         good = (feeds["ids"] == WORDS["good"]).sum(1) / feeds["mask"].sum(1)
         return {"scores": np.stack([1 - good, good], axis=1).astype(np.float32)}
@@ -218,9 +208,20 @@ PUTS = "puts images into 'image:uint8[N,4,6,3]'"
 READS = "reads the output "
 
 
+TOKENS = "ids:int64[N,T] mask:int64[N,T]"
+WORDS_OF = "puts tokens into int64[N,T] ids, mask"
+FILLS = "fills rows up with the token"
+
+
 @pytest.mark.parametrize(
     ("inputs", "outputs", "change", "reason"),
     [
+        ("ids:int32[N,T] mask:int64[N,T]", SCORES, {}, WORDS_OF),
+        ("ids:int64[N,T]", SCORES, {}, WORDS_OF),
+        (f"{TOKENS} z:int64[N,T]", SCORES, {}, WORDS_OF),
+        (TOKENS.replace("T", "5"), SCORES, {}, "allows 6 tokens, the model takes 5"),
+        (TOKENS, SCORES, {"pad_id": -1}, FILLS),
+        (TOKENS, SCORES, {"pad_id": 1 << 80}, FILLS),
         ("image:float32[N,4,6,3]", SCORES, {}, PUTS),
         ("image:uint8[N,4,7,3]", SCORES, {}, PUTS),
         ("image:uint8[8,4,6,3]", SCORES, {}, PUTS),
@@ -239,37 +240,20 @@ READS = "reads the output "
     ],
 )
 def test_a_task_that_does_not_fit_the_model_is_refused(
-    inputs: str, outputs: str, change: dict[str, Any], reason: str
+    inputs: str, outputs: str, change: dict[str, Any], reason: str, sentences: Task, tmp_path: Path
 ) -> None:
-    changed = {"kind": "detect", **change} if "outputs" in change else change
+    if inputs.startswith("ids"):
+        assert sentences.text is not None
+        task = replace(sentences, text=replace(sentences.text, **change))
+    else:
+        task = replace(IMAGES, **({"kind": "detect", **change} if "outputs" in change else change))
+    specs = [parse_spec(each) for each in inputs.split()]
     with pytest.raises(BadInput) as caught:
-        TaskSteps(replace(IMAGES, **changed), [parse_spec(inputs)], [parse_spec(outputs)], Path())
+        TaskSteps(task, specs, [parse_spec(outputs)], tmp_path)
     assert reason in caught.value.message
 
 
 TOKENS = ["ids:int64[N,T]", "mask:int64[N,T]"]
-TEXTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
-    "type": (["ids:int32[N,T]", TOKENS[1]], {}, "puts tokens into int64[N,T] ids, mask"),
-    "missing": (TOKENS[:1], {}, "puts tokens into int64[N,T] ids, mask"),
-    "more": ([*TOKENS, "z:int64[N,T]"], {}, "puts tokens into int64[N,T]"),
-    "short": (["ids:int64[N,5]", "mask:int64[N,5]"], {}, "allows 6 tokens, the model takes 5"),
-    "padding": (TOKENS, {"pad_id": -1}, "fills rows up with the token"),
-    "large padding": (TOKENS, {"pad_id": 1 << 80}, "fills rows up with the token"),
-}
-
-
-@pytest.mark.parametrize("case", TEXTS)
-def test_a_text_task_that_does_not_fit_the_model_is_refused(
-    sentences: Task, tmp_path: Path, case: str
-) -> None:
-    inputs, change, reason = TEXTS[case]
-    assert sentences.text is not None
-    changed = replace(sentences, text=replace(sentences.text, **change))
-    with pytest.raises(BadInput) as caught:
-        TaskSteps(changed, [parse_spec(each) for each in inputs], [parse_spec(SCORES)], tmp_path)
-    assert reason in caught.value.message
-
-
 # --- texts ---
 
 START, END, GOOD, BAD = (WORDS[word] for word in ("[CLS]", "[SEP]", "good", "bad"))

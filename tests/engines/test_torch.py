@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from shutil import copy as copy_file
+from shutil import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.benchmarking import layers as bench_layers  # noqa: E402
-from deploykit.benchmarking.columns import open_entry  # noqa: E402
-from deploykit.benchmarking.timing import Setup, Timing, sweep  # noqa: E402
 from deploykit.core.errors import BadInput, NotFound, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.core.files import folder  # noqa: E402
 from deploykit.core.recipe import load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.engines.engine import Arrays  # noqa: E402
 from deploykit.engines.torch import engine as layers  # noqa: E402
 from deploykit.engines.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.engines.torch.files import module_errors  # noqa: E402
@@ -41,9 +31,22 @@ INPUT = parse_spec("x:float32[N,4]")
 X = {"x": np.ones((2, 4), np.float32)}
 
 
+ARCH = """
+import torch
+build = lambda: torch.nn.Linear(4, 2)
+ready = torch.nn.Linear(4, 2)
+number = 3
+not_a_module = lambda: 3
+def needy(width, depth, *extra, bias=True, **more):
+    pass
+def broken():
+    raise ZeroDivisionError("no\\nmore")
+"""
+
+
 @pytest.fixture
 def arch(tmp_path: Path) -> str:
-    (tmp_path / "arch.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(4, 2)\n")
+    (tmp_path / "arch.py").write_text(ARCH, encoding="utf-8")
     return f"{tmp_path}/arch.py:build"
 
 
@@ -68,20 +71,21 @@ def test_a_checkpoint_comes_back_with_its_specs_and_weights(tmp_path: Path, arch
 
 
 def test_a_checkpoint_of_somebody_elses_recipe_asks_for_the_architecture(tmp_path: Path) -> None:
-    """Its text is never taken as a path or module to import."""
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
     for name in (f"{tmp_path}/evil.py", "os:system", "../../evil"):
         save_checkpoint(tmp_path / "m.pt", torch.nn.Linear(4, 2), name, [INPUT], [INPUT])
         with pytest.raises(BadInput, match="does not come with deploykit") as caught:
             load_module(tmp_path / "m.pt")
         assert "`arch`" in str(caught.value.hint)
+    torch.save({"deploykit_checkpoint": 99, "state_dict": {}}, tmp_path / "x.pt")
+    with pytest.raises(BadInput, match="version 99"):
+        open_engine(tmp_path / "x.pt")
 
 
 def test_the_file_of_a_users_recipe_opens_its_checkpoint_as_a_packaged_ones_name_does(
     tmp_path: Path,
 ) -> None:
-    """With the preprocessing that the recipe declares: bytes in."""
-    mine = copy_file(folder("models") / "cats_dogs.py", tmp_path / "mine.py")
+    mine = copy(folder("models") / "cats_dogs.py", tmp_path / "mine.py")
     recipe = load_recipe("cats-dogs")
     module, bytes_in = recipe.build(), torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8)
     answers = []
@@ -107,25 +111,8 @@ def test_a_bare_state_dict_needs_arch_and_inputs(weights: Path, arch: str) -> No
     assert "export" in str(caught.value.hint)
 
 
-def test_a_loaded_module_returns_a_tuple_stays_in_eval_mode_and_can_be_copied(
-    weights: Path, arch: str
-) -> None:
-    module = load_module(weights, arch=arch, inputs=[INPUT]).module
-    module.train()  # as exporters and users do; dropout must not come back
-    assert not module.training
-    assert not module.module.training
-    copied = copy.deepcopy(module)
-    torch.nn.init.zeros_(copied.module.weight)
-    torch.nn.init.zeros_(copied.module.bias)
-    (zeros,), (values,) = copied(torch.ones(1, 4)), module(torch.ones(1, 4))
-    assert not zeros.any()
-    assert values.any()
-
-
 @pytest.mark.parametrize("writeable", [True, False])
 def test_a_module_that_writes_to_its_input_leaves_the_callers_array(writeable: bool) -> None:
-    """It is what the exported graph is compared on next."""
-
     class Centres(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x -= 3
@@ -139,14 +126,7 @@ def test_a_module_that_writes_to_its_input_leaves_the_callers_array(writeable: b
         assert (x == 1).all()
 
 
-def test_a_checkpoint_of_another_version(tmp_path: Path) -> None:
-    torch.save({"deploykit_checkpoint": 99, "state_dict": {}}, tmp_path / "x.pt")
-    with pytest.raises(BadInput, match="version 99"):
-        open_engine(tmp_path / "x.pt")
-
-
 def test_a_model_that_fails_is_bad_input() -> None:
-    """An id beyond the table; more outputs than announced."""
     ids = parse_spec("ids:int64[N,T]")
     with (
         TorchEngine(load_live(torch.nn.Embedding(5, 2), [ids]), "m", "cpu", None) as engine,
@@ -227,18 +207,10 @@ def test_a_run_in_float64_leaves_the_weights_where_they_are(fails: bool) -> None
     assert [(each.data_ptr(), each.dtype) for each in tensors] == before
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.ns = 0
-
-    def __call__(self) -> int:
-        return self.ns
-
-
 class Takes(torch.nn.Module):  # type: ignore[misc]  # torch is Any here
     """Moves the clock by `ms` before what is inside it and by as much after."""
 
-    def __init__(self, clock: Clock, ms: int, *inside: Any) -> None:
+    def __init__(self, clock: Any, ms: int, *inside: Any) -> None:
         super().__init__()
         self.clock, self.ms, self.inside = clock, ms, torch.nn.ModuleList(inside)
         self.fails = False
@@ -261,8 +233,8 @@ def engine_of(module: Any, *shape: str | int) -> TorchEngine:
 def test_a_module_has_its_own_time_and_all_add_up_to_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(layers, "perf_counter_ns", clock)
+    clock = SimpleNamespace(ns=0)
+    monkeypatch.setattr(layers, "perf_counter_ns", lambda: clock.ns)
     twice = Takes(clock, 3)
     with engine_of(Takes(clock, 10, Takes(clock, 1, twice), twice), 4) as engine:
         wanted = engine(X)
@@ -292,53 +264,7 @@ def test_an_encoder_keeps_its_fast_path() -> None:
     assert {key[0] for key in watch.runs[0]} == {"inputs and outputs", "(model)"}
 
 
-def run_here(_: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """As in a process of its own, to which all is sent."""
-    function, arguments = pickle.loads(pickle.dumps((function, arguments)))
-    return function(*arguments, None)
-
-
-def feeds_of(shape: tuple[int, ...], batch: int) -> Arrays:
-    return {"image": np.ones((batch, *shape), np.float32)}
-
-
-def test_bench_times_the_modules_of_a_checkpoint_however_many_sessions_it_ran_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_layers, "run_apart", run_here)
-    monkeypatch.setattr("deploykit.benchmarking.layers._LENGTH_S", 0.01)
-    recipe, path = load_recipe("mnist-cnn"), tmp_path / "m.pt"
-    save_checkpoint(path, recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
-    entry = open_entry(path)
-    setup = Setup("m", partial(entry.open, "cpu"), sessions=2)
-    feeds = partial(feeds_of, (1, 28, 28))
-    points = sweep([setup], [1], Timing(0.0, 0.02, 2), feeds)
-    (found,), gaps = bench_layers.measure_layers([entry], [setup], points, feeds)
-    names = {each.name for each in found.layers}
-    assert {"conv1", "dense1", "(model)", "inputs and outputs"} <= names
-    assert (gaps, found.runtime) == ([], f"torch {torch.__version__}")
-    assert found.sum_ms > 0
-
-
-ARCH = """
-import torch
-Two = lambda: torch.nn.Linear(4, 2)
-ready = torch.nn.Linear(4, 2)
-number = 3
-not_a_module = lambda: 3
-def needy(width, depth, *extra, bias=True, **more):
-    pass
-def broken():
-    raise ZeroDivisionError("no\\nmore")
-"""
 FILE = Path("w.pt")
-
-
-@pytest.fixture
-def arch_file(tmp_path: Path) -> Path:
-    path = tmp_path / "arch.py"
-    path.write_text(ARCH, encoding="utf-8")
-    return path
 
 
 @pytest.mark.parametrize(
@@ -352,25 +278,13 @@ def arch_file(tmp_path: Path) -> Path:
     ],
 )
 def test_what_builds_no_module_is_named(
-    arch_file: Path, name: str, error: type[BadInput], told: str
+    arch: str, name: str, error: type[BadInput], told: str
 ) -> None:
     with pytest.raises(error, match=told) as caught:
-        build_module(f"{arch_file}:{name}")
+        build_module(arch.replace(":build", f":{name}"))
     assert ("./file.py:build" in str(caught.value.hint)) is (name == "needy")
-    for good in ("Two", "ready"):
-        assert isinstance(build_module(f"{arch_file}:{good}")[0], torch.nn.Linear)
-
-
-def test_a_torchvision_built_for_another_torch_is_imported() -> None:
-    """In a process of its own: the operators, once declared, stay."""
-    if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
-    code = (
-        "from deploykit.engines.torch.weights import build_module\n"
-        "print(type(build_module('torchvision.models:squeezenet1_1')[0]).__name__)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.stdout.strip() == "SqueezeNet", ran.stderr
+    ready, _ = build_module(arch.replace(":build", ":ready"))
+    assert isinstance(ready, torch.nn.Linear)
 
 
 class Own(torch.nn.Module):
@@ -405,15 +319,15 @@ NOT_FITTING: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]
             "0.bias [7,3] in the file, [4] in the model and 10 more"
         ),
     ),
-    "shapes and names": (
-        lambda: torch.nn.Linear(4, 2),
-        {"weight": torch.zeros(3, 4), "scale": torch.zeros(1)},
-        "size mismatch: weight [3,4] in the file, [2,4] in the model; missing bias; unexpec",
-    ),
     "a prefix of some names": (
         lambda: torch.nn.Linear(4, 2),
         {"module.weight": torch.zeros(2, 4), "bias": torch.zeros(2)},
         "missing weight; unexpected module.weight",
+    ),
+    "integers": (  # torch would convert them silently
+        lambda: torch.nn.Linear(4, 2),
+        {"weight": torch.zeros(2, 4, dtype=torch.int8), "bias": torch.zeros(2)},
+        "weight is int8 in the file, float32 in the model",
     ),
     "tied": (Tied, {"x": torch.ones(1)}, "missing table.weight, head.weight; unexpected x"),
 }
@@ -456,15 +370,7 @@ def test_float16_weights_are_converted_to_the_models_type_with_a_note(dtype: str
     assert notes == (f"2 tensors converted from {dtype} to float32",)
 
 
-def test_integer_weights_are_not_taken_as_floats() -> None:
-    """A quantised file has other numbers in the same place; torch would convert them silently."""
-    weights = {"weight": torch.zeros(2, 4, dtype=torch.int8), "bias": torch.zeros(2)}
-    with pytest.raises(BadInput, match="weight is int8 in the file, float32 in the model"):
-        copy_weights(FILE, torch.nn.Linear(4, 2), weights)
-
-
 def test_a_lazy_module_gets_copies_of_the_files_shapes(tmp_path: Path) -> None:
-    """The file may change or go once it is loaded."""
     path = tmp_path / "w.pt"
     torch.save(torch.nn.Linear(300, 300).state_dict(), path)
     mapped = torch.load(path, mmap=True, weights_only=True)

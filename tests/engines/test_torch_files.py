@@ -39,8 +39,6 @@ OUTPUT = TensorSpec("output", "float32", ("N", 2))
 
 
 class Bomb:
-    """Unpickling this writes a file: proof that code in a file ran."""
-
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
@@ -49,12 +47,10 @@ class Bomb:
 
 
 class PrivateError(Exception):
-    """An exception like any user's own."""
+    pass
 
 
 class Grenade:
-    """Unpickling this raises an exception of a class that nobody else knows."""
-
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return (_explode, ())
 
@@ -84,12 +80,7 @@ def with_payload(path: Path, payload: bytes) -> None:
 
 
 MODULE = torch.nn.Linear(4, 2)
-
-
-@pytest.fixture
-def arch(tmp_path: Path) -> str:
-    (tmp_path / "arch.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(4, 2)\n")
-    return f"{tmp_path}/arch.py:build"
+ARCH = f"{__file__}:MODULE"
 
 
 SAVERS: dict[str, Callable[[Path], None]] = {
@@ -108,7 +99,6 @@ WHOLE = ["torch.export", "TorchScript", "pickle", "legacy pickle"]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the module as a file of each kind, of that name."""
     folder = tmp_path_factory.mktemp("saved")
     for kind, save in SAVERS.items():
         save(folder / kind)
@@ -116,9 +106,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", SAVERS)
-def test_content_decides_and_every_kind_computes_the_same(
-    saved: Path, arch: str, kind: str
-) -> None:
+def test_content_decides_and_every_kind_computes_the_same(saved: Path, kind: str) -> None:
     """Whole models, which are known without opening them, need permission to run their code."""
     path, whole = saved / kind, kind in WHOLE
     assert sniff(path) == ("safetensors" if kind == "safetensors" else "torch")
@@ -128,7 +116,7 @@ def test_content_decides_and_every_kind_computes_the_same(
         with pytest.raises(BadInput, match=rf"{kind}: .*run .*so it was not loaded") as caught:
             load_module(path, inputs=inputs)
         assert "`allow_pickle`" in str(caught.value.hint)
-    loaded = load_module(path, arch=None if whole else arch, inputs=inputs, allow_pickle=True)
+    loaded = load_module(path, arch=None if whole else ARCH, inputs=inputs, allow_pickle=True)
     assert loaded.source == kind.removeprefix("legacy ")
     assert loaded.ran_pickle is whole
     torch.testing.assert_close(loaded.module(torch.ones(3, 4))[0], MODULE(torch.ones(3, 4)))
@@ -211,11 +199,11 @@ def test_what_the_code_in_a_file_asks_for_is_named(tmp_path: Path, case: str) ->
 
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "net"])
 def test_weights_inside_a_training_checkpoint_are_found_with_a_note(
-    tmp_path: Path, arch: str, key: str
+    tmp_path: Path, key: str
 ) -> None:
     document = {"epoch": 3, "best": torch.tensor(0.5), key: MODULE.state_dict(), "optimizer": {}}
     torch.save(document, tmp_path / "w.pt")
-    loaded = load_module(tmp_path / "w.pt", arch=arch, inputs=[INPUT])
+    loaded = load_module(tmp_path / "w.pt", arch=ARCH, inputs=[INPUT])
     assert torch.equal(loaded.module.module.weight, MODULE.weight)
     assert loaded.notes == (f"took '{key}' out of the file; not used: epoch, best, optimizer",)
     assert set(load_weights(tmp_path / "w.pt")) == {"weight", "bias"}
@@ -332,8 +320,6 @@ def test_an_archive_that_decompresses_to_far_more_is_refused(tmp_path: Path) -> 
 
 
 class Busy(torch.nn.Module):
-    """A nested input, a constant one, a keyword; a dict with a tuple and a None in it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
@@ -436,8 +422,6 @@ def test_an_axis_of_even_sizes_only_is_noted(tmp_path: Path) -> None:
 
 
 class Looping(torch.nn.Module):
-    """Control flow that depends on a size: scripting keeps it, tracing would bake it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.engines.data.examples import Example  # noqa: E402
-from deploykit.engines.torch.files import absent, module_errors, with_torchvision  # noqa: E402
+from deploykit.engines.torch.files import absent, module_errors  # noqa: E402
 from deploykit.engines.torch.loaded import Loaded, load_live  # noqa: E402
 from deploykit.engines.torch.open import load_module  # noqa: E402
 from deploykit.engines.torch.outputs import (  # noqa: E402
@@ -48,8 +49,6 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 class Function(torch.nn.Module):
-    """A module that is one function."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
@@ -59,7 +58,6 @@ class Function(torch.nn.Module):
 
 
 def described(module: Any, *inputs: str) -> Loaded:
-    """The module with these inputs; its outputs are found by running it."""
     wanted = [parse_spec(text) for text in inputs]
     adapter = adapt(module, binding(module, [spec.name for spec in wanted])[0], len(wanted))
     return describe("m", adapter, wanted, Example())
@@ -131,11 +129,6 @@ AXES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "merged": (lambda i: i.reshape(-1), "i:int64[N,T]", "output:int64[output_0]"),
     "shorter": (lambda i: i[:, 1:], "i:int64[N,T]", "output:int64[N,output_1]"),
     "cut": (lambda i: i[:, :2], "i:int64[N,T]", "output:int64[N,2]"),
-    "joined": (
-        lambda a, b: torch.cat([a, b], 1),
-        "a:float32[N,T] b:float32[N,U]",
-        "output:float32[N,output_1]",
-    ),
     "data": (lambda x: x.nonzero(), "x:float32[N,4]", "output:int64[output_0,2]"),
     "data, and a fixed batch": (
         lambda x: torch.cat([x, torch.ones(1, 4)])[torch.cat([x, torch.ones(1, 4)])[:, 0] > 0.5],
@@ -148,11 +141,6 @@ AXES: dict[str, tuple[Callable[..., Any], str, str]] = {
         torch.nn.MaxPool2d(32, ceil_mode=True),
         "x:float32[N,3,H,W]",
         "output:float32[N,3,output_2,output_3]",
-    ),
-    "a stride of 8": (
-        torch.nn.MaxPool1d(8, ceil_mode=True),
-        "x:float32[N,3,T]",
-        "output:float32[N,3,output_2]",
     ),
     "larger sizes": (
         torch.nn.Conv1d(1, 2, 400, stride=320),
@@ -208,57 +196,32 @@ class TakesTwo(torch.nn.Module):
         return x + mask
 
 
-NETWORK = torch.nn.Sequential(
-    torch.nn.Conv2d(3, 2, 11, stride=4), torch.nn.Flatten(), torch.nn.Linear(8, 2)
-)
-REFUSED: dict[str, tuple[torch.nn.Module, str, str, str]] = {
+NO = "the model does not take"
+REFUSED: dict[str, tuple[torch.nn.Module, str, str]] = {
     "a shape": (
         torch.nn.Linear(4, 2),
         "x:float32[N,5]",
         r"does not take x:float32\[N,5\] .*N=2\): RuntimeError: .*mat1",
-        "",
-    ),
-    "an image": (  # at small sizes it would fail for another reason: a kernel too large
-        NETWORK,
-        "x:float32[N,3,H,W]",
-        r"tried N=2, H=64, W=96\): RuntimeError: .*mat1 and mat2",
-        "",
     ),
     "a fixed axis": (
         Function(lambda x: x.reshape(2, 4)),
         "x:float32[N,4]",
-        "axis N is not dynamic in this model.*size of 2",
-        "fixed size",
+        "axis N is not dynamic in this model.*size of 2.*fixed size",
     ),
-    "an error of the user's own": (Function(fails), "x:float32[N]", "OddError: first$", ""),
-    "one more": (
-        Takes(),
-        "x:float32[N,4] y:float32[N,4]",
-        "the model does not take",
-        "the model's forward takes: x",
-    ),
-    "one less": (
-        TakesTwo(),
-        "x:int64[N,4]",
-        "missing 1 required .*argument: 'mask'",
-        "",
-    ),
-    "no batch": (
-        Takes(),
-        "x:float32[3]",
-        "the model does not take",
-        "its batch axis is missing: 'x:float32[N,3]'",
-    ),
-    "nothing to advise": (Takes(), "x:float32[N,3]", "the model does not take", "None"),
+    "an error of the user's own": (Function(fails), "x:float32[N]", "OddError: first "),
+    "one more": (Takes(), "x:float32[N,4] y:float32[N,4]", f"{NO}.*forward takes: x"),
+    "one less": (TakesTwo(), "x:int64[N,4]", "missing 1 required .*argument: 'mask'"),
+    "no batch": (Takes(), "x:float32[3]", f"{NO}.*batch axis is missing: 'x:float32.N,3.'"),
+    "nothing to advise": (Takes(), "x:float32[N,3]", f"{NO}.* None$"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(case: str) -> None:
-    module, inputs, reason, hint = REFUSED[case]
-    with pytest.raises(BadInput, match=reason) as caught:
+    module, inputs, reason = REFUSED[case]
+    with pytest.raises(BadInput) as caught:
         described(module, *inputs.split())
-    assert hint in str(caught.value.hint)
+    assert re.search(reason, f"{caught.value.message} {caught.value.hint}")
 
 
 # --- inputs ---
@@ -289,7 +252,6 @@ def loaded(kind: type[torch.nn.Module], *inputs: str) -> Loaded:
 
 
 def test_inputs_named_as_forwards_parameters_go_in_by_keyword() -> None:
-    """In any order, and to keyword-only parameters."""
     found = loaded(Named, "scale:float32[N]", "mask:bool[N,T]", "ids:int64[N,T]")
     assert [str(spec) for spec in found.outputs] == [
         "ids_2:int64[N,T]",
@@ -339,8 +301,6 @@ def test_an_absent_operator_is_read_off_what_torch_says(said: str) -> None:
 
 
 class Asks:
-    """A pickle of it raises what a library raises whose operators are not there."""
-
     def __reduce__(self) -> tuple[object, ...]:
         return exec, ("raise RuntimeError('operator mine::op does not exist')",)
 
@@ -358,18 +318,3 @@ def test_a_file_or_model_that_lacks_an_operator_names_it(tmp_path: Path) -> None
         described(module, "x:float32[N,3]")
     with pytest.raises(BadInput, match="the operator deploykit_test::twice"), module_errors("m"):
         module(torch.zeros(1, 3))
-
-
-def test_what_lacks_torchvision_runs_again_and_all_else_does_not() -> None:
-    runs: list[str] = []
-
-    def first_fails(said: str) -> int:
-        runs.append(said)
-        if len(runs) == 1:
-            raise RuntimeError(said)
-        return len(runs)
-
-    assert with_torchvision(lambda: first_fails("operator torchvision::nms does not exist")) == 2
-    runs.clear()
-    with pytest.raises(RuntimeError, match="mine"):
-        with_torchvision(lambda: first_fails("operator mine::op does not exist"))

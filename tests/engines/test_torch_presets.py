@@ -19,6 +19,7 @@ from deploykit.engines.torch.open import load_module  # noqa: E402
 from tests.support.installed import needs  # noqa: E402
 
 pytestmark = pytest.mark.torch
+preset_of: Any = presets.preset_of
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,6 @@ def models() -> Any:
 
 @pytest.mark.parametrize("arch", ["shufflenet_v2_x0_5", "torchvision.models:shufflenet_v2_x0_5"])
 def test_a_name_of_torchvisions_is_enough(models: Any, arch: str, tmp_path: Path) -> None:
-    """Built with the classes of its weights, however they are wrapped."""
     weights = models.shufflenet_v2_x0_5(weights=None, num_classes=7).state_dict()
     for front in ("", "_orig_mod.module."):
         torch.save({front + key: value for key, value in weights.items()}, tmp_path / "w.pth")
@@ -37,8 +37,7 @@ def test_a_name_of_torchvisions_is_enough(models: Any, arch: str, tmp_path: Path
         assert [str(spec) for spec in loaded.inputs] == ["image:float32[N,3,224,224]"]
         assert [spec.shape for spec in loaded.outputs] == [("N", 7)]
     torch.save(models.shufflenet_v2_x0_5(weights=None).state_dict(), tmp_path / "w.pth")
-    found = load_module(tmp_path / "w.pth", arch=arch).preset
-    assert found is not None
+    found: Any = load_module(tmp_path / "w.pth", arch=arch).preset
     assert found.image == ImageInput("image", 224, 224, "shortest-edge", 256)
     assert found.preprocess.mean == (0.485, 0.456, 0.406)
     assert found.labels[:2] == ("tench", "goldfish")
@@ -54,7 +53,7 @@ def test_weights_that_torchvision_published_are_known_by_their_hash(
 
     def preset(arch: str, sha256: str) -> Any:
         monkeypatch.setattr(presets, "sha256", lambda _path: sha256 + 56 * "0")
-        return presets.preset_of(module, arch, path)
+        return preset_of(module, arch, path)
 
     newest, first = preset("resnet50", "00000000"), preset("resnet50", "0676ba61")
     assert (newest.image.resize_to, first.image.resize_to) == (232, 256)
@@ -74,8 +73,7 @@ def test_an_image_that_was_placed_for_a_detector_is_not_resized_again(models: An
     module = models.get_model(
         "fasterrcnn_mobilenet_v3_large_320_fpn", weights=None, weights_backbone=None
     ).eval()
-    preset = presets.preset_of(module, "fasterrcnn_mobilenet_v3_large_320_fpn")
-    assert preset is not None
+    preset = preset_of(module, "fasterrcnn_mobilenet_v3_large_320_fpn")
     height, width = preset.image.height, preset.image.width - 64  # as with `inputs` of another size
     image = torch.zeros(3, height, width)
     assert module.transform([image])[0].tensors.shape[2:] != (height, width)
@@ -89,8 +87,7 @@ def test_a_segmentation_of_the_photos_ratio_sees_what_torchvision_shows_it(model
     from deploykit.engines.tasks.images import place
 
     name = "lraspp_mobilenet_v3_large"
-    preset = presets.preset_of(torch.nn.Identity(), name)
-    assert preset is not None
+    preset = preset_of(torch.nn.Identity(), name)
     photo = image.effect_noise((640, 427), 80).convert("RGB")
     theirs = models.get_model_weights(name).DEFAULT.transforms()(photo)
     fixed = replace(preset.image, height=520, width=779)
@@ -119,17 +116,15 @@ def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.Monkey
         "mean": (0.5, 0.5, 0.5),
         "std": (0.25, 0.25, 0.25),
     }
-    found = presets.preset_of(module)
-    assert found is not None
+    found = preset_of(module)
     assert found.image == ImageInput("image", 224, 224, "shortest-edge", 248, "bicubic")
     assert (found.preprocess.std, found.labels) == ((0.25, 0.25, 0.25), ("a", "b"))
     assert found.source == "timm's configuration of net.in1k"
     module.pretrained_cfg["crop_mode"] = "squash"
-    squashed = presets.preset_of(module)
-    assert squashed is not None
+    squashed = preset_of(module)
     assert (squashed.image.resize, squashed.image.resize_to) == ("stretch", 248)
     module.num_classes = 0  # timm's for a model without its classifier
-    assert [each.task for each in (found, presets.preset_of(module)) if each] == [CLASSIFY, EMBED]
+    assert [each.task for each in (found, preset_of(module)) if each] == [CLASSIFY, EMBED]
     module.num_classes = module.pretrained_cfg["num_classes"] = 512  # CLIP's size, no classes
     monkeypatch.setattr(presets, "_timm_labels", lambda _module: ())
     with pytest.raises(BadInput, match=r"timm's configuration of net\.in1k the outputs are feat"):
@@ -139,5 +134,4 @@ def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.Monkey
 def test_a_name_that_nobody_knows_is_refused_with_the_nearest(models: Any) -> None:
     with pytest.raises(NotFound, match="`arch` resnet81: torchvision has no model") as caught:
         presets.build_named("resnet81", {})
-    assert caught.value.hint is not None
-    assert "resnet18" in caught.value.hint or "resnet101" in caught.value.hint
+    assert "resnet18" in str(caught.value.hint) or "resnet101" in str(caught.value.hint)

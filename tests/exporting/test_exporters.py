@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -54,14 +55,24 @@ def rows(count: int, width: int = 4, start: float = -3.0) -> np.ndarray:
 
 
 def script(module: nn.Module, *, scripted: bool) -> nn.Module:
-    """TorchScript of the module, which goes through the older exporter."""
     found: nn.Module = torch.jit.script(module.eval()) if scripted else module.eval()
     return found
 
 
-class Wrapper(nn.Module):
-    """As deploykit wraps a user's module."""
+class Applied(nn.Module):
+    """A function of the module, which has these parts, and of its inputs."""
 
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+class Wrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -85,16 +96,15 @@ def test_the_current_exporter_gives_the_same_bytes_and_no_paths(out: Path, tmp_p
     assert b"aten" not in out.read_bytes()
 
 
-class Address(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        aligned = x.data_ptr() % 4 == 0
-        return (x * 3 if aligned else x * 2,)
+def address(_: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor]:
+    aligned = x.data_ptr() % 4 == 0
+    return (x * 3 if aligned else x * 2,)
 
 
 def test_the_older_exporter_is_the_fallback_and_the_reason_is_noted(
     out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = export_module(Address(), [ROW], [ANSWER], out)
+    done = export_module(Applied(address), [ROW], [ANSWER], out)
     assert done.exporter == "torchscript"
     assert "data pointer" in done.fallback
     assert "`aligned = x.data_ptr() % 4 == 0`" in done.fallback
@@ -102,38 +112,28 @@ def test_the_older_exporter_is_the_fallback_and_the_reason_is_noted(
     assert capfd.readouterr() == ("", "")
 
 
-class ChosenColumns(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = torch.tensor([3, 0, 2, 1])
-        self.kept = torch.tensor([True, False, True, True])
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        x = x[..., self.order]
-        return (torch.stack([x[..., at] for at, kept in enumerate(self.kept) if kept], -1),)
+def chosen_columns(me: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
+    x = x[..., me.order]
+    return (torch.stack([x[..., at] for at, kept in enumerate(me.kept) if kept], -1),)
 
 
 def test_a_branch_by_constants_is_written_where_integers_pick_columns(out: Path) -> None:
-    done = export_module(ChosenColumns(), [ROW], [parse_spec("y:float32[N,3]")], out)
+    order, kept = torch.tensor([3, 0, 2, 1]), torch.tensor([True, False, True, True])
+    module = Applied(chosen_columns, order=order, kept=kept)
+    done = export_module(module, [ROW], [parse_spec("y:float32[N,3]")], out)
     assert "decides by tensors that no input changes" in done.fallback
     np.testing.assert_array_equal(ran(out, x=rows(3))["y"], rows(3)[:, [3, 2, 1]])
 
 
-class Unit(nn.Module):
+def unit(me: Any, x: torch.Tensor) -> tuple[torch.Tensor]:
     """Divides a row by its norm and a small number: 0 for a row of zeros."""
-
-    def __init__(self, small: float) -> None:
-        super().__init__()
-        self.small = small
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        norm = x.pow(2).sum(-1, keepdim=True).sqrt()
-        return ((x + 0) * 1 / (norm + self.small) * 1.000004,)
+    norm = x.pow(2).sum(-1, keepdim=True).sqrt()
+    return ((x + 0) * 1 / (norm + me.small) * 1.000004,)
 
 
 @pytest.mark.parametrize("small", [1e-8, 1e-30])
 def test_a_small_constant_is_no_zero_and_a_factor_near_1_no_1(out: Path, small: float) -> None:
-    module = Unit(small)
+    module = Applied(unit, small=small)
     assert export_module(module, [ROW], [ANSWER], out).exporter == "dynamo"
     kinds = [node.op_type for node in onnx.load(out).graph.node]
     assert (kinds.count("Add"), kinds.count("Mul")) == (1, 1)  # not x + 0 and x * 1
@@ -143,23 +143,20 @@ def test_a_small_constant_is_no_zero_and_a_factor_near_1_no_1(out: Path, small: 
     np.testing.assert_allclose(ran(out, x=x)["y"], expected, rtol=1e-6)
 
 
-class Listed(nn.Module):
-    """Gives a function a list of tensors; returns its input, and one tensor twice."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (y,) = torch.atleast_1d([x])
-        y = y.unsqueeze(1).expand(-1, 3, -1) + 1
-        return x, y, y
+def listed(_: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    (y,) = torch.atleast_1d([x])
+    y = y.unsqueeze(1).expand(-1, 3, -1) + 1
+    return x, y, y
 
 
 def test_a_list_of_tensors_becomes_a_sequence_and_outputs_keep_their_order(out: Path) -> None:
     names = {"same": "[N,4]", "wide": "[N,3,4]", "again": "[N,3,4]"}
     outputs = [parse_spec(f"{name}:float32{shape}") for name, shape in names.items()]
-    export_module(Listed(), [ROW], outputs, out, sizes={"N": 3})
+    export_module(Applied(listed), [ROW], outputs, out, sizes={"N": 3})
     found, wide = ran(out, x=rows(2)), np.stack([rows(2) + 1] * 3, 1)
     np.testing.assert_equal(found, {"same": rows(2), "wide": wide, "again": wide})
     with pytest.raises(BadInput, match="3 outputs, the model has 1: same"):
-        export_module(Listed(), [ROW], outputs[:1], out)
+        export_module(Applied(listed), [ROW], outputs[:1], out)
 
 
 class Gate(nn.Module):
@@ -198,7 +195,6 @@ class Kinds(nn.Module):
 
 @BOTH
 def test_inputs_keep_their_dtypes_and_share_two_dynamic_axes(out: Path, scripted: bool) -> None:
-    """An input that the model does not read stays an input."""
     specs = ("ids:int64", "keep:bool", "half:float16", "bytes_:uint8", "unread:int64")
     inputs = tuple(parse_spec(f"{text}[N,T]") for text in specs)
     module = Kinds().eval()
@@ -260,30 +256,9 @@ def test_a_model_that_needs_longer_inputs_is_exported_at_longer_ones(
     assert ran(out, x=rows(3, 20))["y"].shape == (3, 12)
 
 
-@BOTH
-def test_image_models_are_exported_at_sizes_large_enough_for_their_pooling(
-    out: Path, scripted: bool
-) -> None:
-    halved = [nn.MaxPool2d(2) for _ in range(5)]
-    module = nn.Sequential(*halved, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    image, answer = parse_spec("image:float32[N,3,H,W]"), parse_spec("y:float32[N,3]")
-    export_module(Wrapper(script(module, scripted=scripted)), [image], [answer], out)
-    pixels = np.ones((2, 3, 70, 130), np.float32)
-    np.testing.assert_array_equal(ran(out, image=pixels)["y"], np.ones((2, 3)))
-
-
-class Causal(nn.Module):
+def causal(me: Any, x: torch.Tensor) -> Any:
     """Torch's layers look at a mask's values to find out whether it is causal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        values: torch.Tensor = self.layers(x, mask)
-        return values
+    return me.layers(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
 
 
 def test_an_encoder_takes_any_length_and_torchs_settings_are_put_back(
@@ -291,7 +266,10 @@ def test_an_encoder_takes_any_length_and_torchs_settings_are_put_back(
 ) -> None:
     detect, logger = nn.modules.transformer._detect_is_causal_mask, logging.getLogger("torch")
     before = (logger.handlers, logger.propagate)
-    module, spec = Wrapper(Causal()).eval(), TensorSpec("x", "float32", ("N", "T", 8))
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    module = Wrapper(Applied(causal, layers=layers)).eval()
+    spec = TensorSpec("x", "float32", ("N", "T", 8))
     export_module(module, [spec], [replace(spec, name="y")], out)
     assert nn.modules.transformer._detect_is_causal_mask is detect
     assert torch.backends.mha.get_fastpath_enabled()
@@ -308,8 +286,6 @@ SHAPES = ((1, 1), (5, 2), (3, 17))  # T and N: neither of the example's
 
 
 class Stacks(nn.Module):
-    """Layers one after the other, attention over what they return, and their last states."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -380,23 +356,22 @@ def test_recurrent_layers_are_one_operator_each_and_take_any_length(
                 np.testing.assert_allclose(got, value, atol=1e-5)
 
 
-class Attention(torch.nn.Module):
+def attention(_: nn.Module, x: Any, keep: Any) -> Any:
     """As in transformers: a boolean mask [N,1,1,T] of what is padding."""
-
-    def forward(self, x: Any, keep: Any) -> Any:
-        heads = x.reshape(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
-        mask = keep[:, None, None].expand(-1, 1, x.shape[1], -1)
-        return (torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, mask),)
+    heads = x.reshape(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
+    mask = keep[:, None, None].expand(-1, 1, x.shape[1], -1)
+    return (torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, mask),)
 
 
 def test_a_masked_attention_has_the_nodes_of_its_formula(tmp_path: Path) -> None:
     specs = [parse_spec("x:float32[N,T,8]"), parse_spec("keep:bool[N,T]")]
-    export_module(Attention(), specs, [parse_spec("y:float32[N,2,T,4]")], tmp_path / "m.onnx")
+    module = Applied(attention)
+    export_module(module, specs, [parse_spec("y:float32[N,2,T,4]")], tmp_path / "m.onnx")
     kinds = Counter(node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node)
     assert (kinds["IsNaN"], kinds["Where"], kinds["Reshape"], kinds["Transpose"]) == (0, 1, 1, 2)
     x = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
     keep = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
-    (wanted,) = Attention()(torch.tensor(x), torch.tensor(keep))
+    (wanted,) = module(torch.tensor(x), torch.tensor(keep))
     with load(tmp_path / "m.onnx", "cpu") as engine:
         got = engine({"x": x, "keep": keep})["y"]
     np.testing.assert_allclose(got[:2], wanted[:2], atol=1e-6)
@@ -432,7 +407,6 @@ KEY |= {"made": "2,3,4,5"}
 
 
 def simplify(text: str) -> tuple[onnx.ModelProto, onnx.ModelProto, Counter[str]]:
-    """A graph before and after, and its operators after."""
     before = onnx.parser.parse_model(text)
     model = ir.from_proto(before)
     finishing.simplify(model)
@@ -462,7 +436,6 @@ def test_what_is_left_out_changes_no_bit(text: str) -> None:
         (GUARDED, "IsNaN", {"tested": "seen"}),
         (GUARDED, "IsNaN", {"scores": "seen"}),  # it may hold -infinity
         (SWAPPED, "Reshape", {"perm": "2,1,0"}),
-        (SWAPPED, "Reshape", {"split": "3,2,4,5", "made": "3,2,4,5"}),
         (SWAPPED, "Reshape", {"split": "2,3,5,4", "made": "2,3,5,4"}),
         (SWAPPED, "Reshape", {"merge": "-1,4,5", "merged": "6,4,5"}),
         (SWAPPED, "Reshape", {"merge": "2,15,4", "merged": "2,15,4", "split": "2,4,3,5"}),
@@ -492,9 +465,7 @@ CAUSAL = {"opset": "23", "q": "2,2,3,4", "kv": "2", "t": "float", "causal": "0"}
         ("2,1,1,5", {"opset": "24"}, 4),
         ("2,1,1,5", {"q": "B,2,Q,4"}, 4),
         ("2,1,1,5", {"kv": "1"}, 4),  # grouped queries
-        ("1,1,1,5", {}, 4),
         ("2,1,5", {}, 4),  # of heads
-        ("1,5", {}, 4),
         ("5", {"t": "bool"}, 4),
         ("2,1,3,1", {}, 4),
         ("2,1,1,1", {}, 4),

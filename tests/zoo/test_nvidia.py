@@ -53,8 +53,6 @@ def convolutions(*last: Any) -> Any:
 
 
 class Words(nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
-    """The vectors of tokens, or the classes of their mean."""
-
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(128, 16)

@@ -58,7 +58,6 @@ def test_every_recipe_has_a_chain() -> None:
     ids=lambda name: Path(name).stem,
 )
 def test_a_recipe_trains_exports_quantises_and_serves(recipe: str, tmp_path: Path) -> None:
-    """Its answers at the server are those of the engine."""
     from tritonclient import http as triton
     from tritonclient.utils import np_to_triton_dtype
 

@@ -10,6 +10,7 @@ downloaded.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import sys
@@ -25,14 +26,18 @@ from torch import nn
 
 from deploykit.core.files import import_object
 from deploykit.engines.data.samples import LABELS, write_npz
-from tests.support.zoo import data, models, weights
-from tests.support.zoo.data import Labelled
+from tests.support.zoo import models, weights
+from tests.support.zoo.weights import Labelled
 
 HERE = Path(__file__).resolve().parent
 STEPS = 24  # of the sequences; their axis T is dynamic
 SEED_TUNE, SEED_CALIBRATION, SEED_TEST = 1, 2, 3
 
 Arrays = Mapping[str, np.ndarray]
+Splits = list[Labelled]  # to train, to calibrate, to test
+IMAGENET_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
+IMAGENET_STD = np.array([0.229, 0.224, 0.225], np.float32)
+DIGITS_TRAIN, DIGITS_CALIBRATION = 597, 100  # the other 1,100 of 1,797 test
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Member:
     tune: Callable[[nn.Module, Callable[[int, int], Arrays]], object]
     needs: tuple[str, ...] = ()
     large: bool = False
-    labelled: Callable[[], tuple[Labelled, Labelled]] | None = None
+    labelled: Callable[[], Splits] | None = None
 
     @property
     def missing(self) -> str:
@@ -109,79 +114,125 @@ def prepare(member: Member, folder: Path, *, samples: int = 64, kind: str = "saf
     return Files(model, calib, test, member.arch, member.inputs, count)
 
 
+def photos(count: int, seed: int, side: int = 224) -> np.ndarray:
+    """float32 (count, 3, side, side), normalised as torchvision's models want it."""
+    random = np.random.default_rng(seed)
+    images = np.empty((count, side, side, 3), np.float32)
+    sources = _photographs()
+    for at in range(count):
+        crop = _crop(sources[at % len(sources)], random, side)
+        gain, lift = random.uniform(0.5, 1.3, 3), random.uniform(-0.15, 0.15, 3)
+        images[at] = np.clip(crop * gain + lift, 0, 1)
+    return np.ascontiguousarray(((images - IMAGENET_MEAN) / IMAGENET_STD).transpose(0, 3, 1, 2))
+
+
+@functools.cache
+def _photographs() -> tuple[np.ndarray, ...]:
+    from sklearn.datasets import load_sample_images
+
+    return tuple(image.astype(np.float32) / 255 for image in load_sample_images().images)
+
+
+def _crop(source: np.ndarray, random: np.random.Generator, side: int) -> np.ndarray:
+    """A square of 15 to 100 % of the height, mirrored or not, by the nearest pixels."""
+    height, width = source.shape[:2]
+    size = int(random.uniform(0.15, 1.0) * min(height, width))
+    top, left = random.integers(0, height - size + 1), random.integers(0, width - size + 1)
+    at = np.arange(side) * size // side
+    crop = source[top + at][:, left + at]
+    return np.asarray(crop[:, ::-1] if random.random() < 0.5 else crop)
+
+
+def signals(count: int, seed: int, steps: int, width: int) -> np.ndarray:
+    """float32 (count, steps, width): each step is 0.8 of the last and 0.6 of new noise."""
+    random = np.random.default_rng(seed)
+    values = random.standard_normal((count, steps, width)).astype(np.float32)
+    values += random.standard_normal((count, 1, width)).astype(np.float32)  # what the sample is of
+    for step in range(1, steps):
+        values[:, step] = 0.8 * values[:, step - 1] + 0.6 * values[:, step]
+    return values
+
+
+def lengths_mask(count: int, seed: int, steps: int) -> np.ndarray:
+    """Bool (count, steps): true up to a length of its own, at least 1."""
+    lengths = np.random.default_rng(seed).integers(1, steps + 1, count)
+    return np.arange(steps) < lengths[:, None]
+
+
+@functools.cache
+def digits() -> list[Labelled]:
+    """scikit-learn's 8x8 digits in 0..1, (samples, 1, 8, 8): to train, to calibrate, to test."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    order = np.random.RandomState(0).permutation(len(loaded.images))
+    images = (loaded.images[order] / 16).astype(np.float32)[:, None]
+    labels = loaded.target[order].astype(np.int64)
+    ends = (DIGITS_TRAIN, DIGITS_TRAIN + DIGITS_CALIBRATION)
+    parts = [np.split(array, ends) for array in (images, labels)]
+    return [Labelled(x, y) for x, y in zip(*parts, strict=True)]
+
+
 def _own(name: str) -> str:
     return f"{HERE / 'models.py'}:{name}"
 
 
 def _photos(count: int, seed: int, side: int = 224) -> Arrays:
-    return {"image": data.photos(count, seed, side)}
+    return {"image": photos(count, seed, side)}
 
 
 def _ids(count: int, seed: int) -> Arrays:
-    return {"ids": data.word_ids(count, seed, STEPS, models.WORDS)}
+    """The frequent ones are small, as in text (Zipf's law)."""
+    drawn = np.random.default_rng(seed).zipf(1.3, (count, STEPS))
+    return {"ids": np.minimum(drawn - 1, models.WORDS - 1).astype(np.int64)}
 
 
-def _ids_and_mask(count: int, seed: int, names: tuple[str, str] = ("ids", "mask")) -> Arrays:
-    mask = data.lengths_mask(count, seed, STEPS).astype(np.int64)
-    return dict(zip(names, (_ids(count, seed)["ids"], mask), strict=True))
+def _text(count: int, seed: int) -> Arrays:
+    mask = lengths_mask(count, seed, STEPS).astype(np.int64)
+    return {"input_ids": _ids(count, seed)["ids"], "attention_mask": mask}
 
 
 def _signals(count: int, seed: int) -> Arrays:
-    return {"x": data.signals(count, seed, STEPS, models.WIDTH)}
+    return {"x": signals(count, seed, STEPS, models.WIDTH)}
 
 
 def _signals_and_mask(count: int, seed: int) -> Arrays:
-    return {**_signals(count, seed), "keep": data.lengths_mask(count, seed, STEPS)}
+    return {**_signals(count, seed), "keep": lengths_mask(count, seed, STEPS)}
 
 
-def _digits(count: int, seed: int, name: str, scale: float, flat: bool) -> Arrays:
-    x = data.digits()[1].x[np.random.default_rng(seed).permutation(data.DIGITS_CALIBRATION)[:count]]
-    return {name: _digits_input(x, scale, flat)}
-
-
-def _digits_input(x: np.ndarray, scale: float, flat: bool) -> np.ndarray:
-    return np.asarray((x.reshape(len(x), -1) if flat else x) * np.float32(scale))
-
-
-def _labelled_digits(scale: float, flat: bool) -> tuple[Labelled, Labelled]:
-    _, calibration, test = (
-        Labelled(_digits_input(part.x, scale, flat), part.labels) for part in data.digits()
-    )
-    return calibration, test
-
-
-def _mnist(count: int, seed: int) -> Arrays:
-    return {"image": _mnist_splits()[1].x[:count]}
-
-
-def _mnist_splits() -> tuple[Labelled, Labelled, Labelled]:
+def _mnist() -> Splits:
     from deploykit.core.recipe import load_recipe
 
     splits: Any = load_recipe("mnist-cnn").data(None)
-    train, calibration, test = (
-        Labelled(part.inputs["image"], part.labels)
-        for part in (splits.train, splits.calibration, splits.test)
-    )
-    return train, calibration, test
+    parts = (splits.train, splits.calibration, splits.test)
+    return [Labelled(part.inputs["image"], part.labels) for part in parts]
 
 
-def _labelled_mnist() -> tuple[Labelled, Labelled]:
-    return _mnist_splits()[1:]
+def _flat_digits() -> Splits:
+    return [Labelled(part.x.reshape(len(part.x), -1) * 255, part.labels) for part in digits()]
 
 
-def _train_mnist(module: nn.Module, _: object) -> None:
-    weights.fit(module, _mnist_splits()[0], epochs=8, rate=3e-3)
+def _trained(
+    name: str,
+    arch: str,
+    spec: str,
+    splits: Callable[[], Splits],
+    *steps: Callable[[nn.Module], object],
+    **fit: Any,
+) -> Member:
+    """A member that is trained on the first of its splits, and then changed by `steps`."""
 
+    def sample(count: int, seed: int) -> Arrays:
+        x = splits()[1].x
+        return {spec.partition(":")[0]: x[np.random.default_rng(seed).permutation(len(x))[:count]]}
 
-def _train_overflow(module: nn.Module, _: object) -> None:
-    part = data.digits()[0]
-    scaled = Labelled(_digits_input(part.x, 255, True), part.labels)
-    weights.fit(module, scaled, epochs=40, rate=5e-3)
+    def tune(module: nn.Module, _: object) -> None:
+        weights.fit(module, splits()[0], **fit)
+        for step in steps:
+            step(module)
 
-
-def _train_bad_int8(module: nn.Module, _: object) -> None:
-    weights.fit(module, data.digits()[0], epochs=40, rate=3e-3, noise=0.2)
-    weights.massive_feature(module, "dense1", "dense2", 4000.0)
+    needs = ("sklearn",)
+    return Member(name, arch, (spec,), sample, tune, needs, labelled=lambda: splits()[1:])
 
 
 def _tune(
@@ -200,30 +251,25 @@ def _tune(
         weights.spread_logits(module, head, inputs)
 
 
-def _fan_in(module: nn.Module, _: object) -> None:
-    weights.fan_in(module)
-
-
 # torchvision's classifiers: their heads, what their weights need, and samples to set them by
 _VISION: dict[str, tuple[str, Callable[..., object], int]] = {
     "resnet18": ("fc", weights.batch_norms, 32),
-    "vgg16": ("classifier.6", _fan_in, 12),
+    "vgg16": ("classifier.6", weights.fan_in, 12),
     "mobilenet_v3_small": ("classifier.3", weights.batch_norms, 32),
     "efficientnet_b0": ("classifier.1", weights.batch_norms, 32),
-    "convnext_tiny": ("classifier.2", _fan_in, 16),
-    "vit_b_16": ("heads.head", _fan_in, 16),
-    "swin_t": ("head", _fan_in, 16),
+    "convnext_tiny": ("classifier.2", weights.fan_in, 16),
+    "vit_b_16": ("heads.head", weights.fan_in, 16),
+    "swin_t": ("head", weights.fan_in, 16),
 }
 
 _MEMBERS = (
-    Member(
+    _trained(
         "mnist-cnn",
         f"{HERE.parents[2] / 'models' / 'mnist_cnn.py'}:MnistCnn",
-        ("image:float32[N,1,28,28]",),
+        "image:float32[N,1,28,28]",
         _mnist,
-        _train_mnist,
-        needs=("sklearn",),
-        labelled=_labelled_mnist,
+        epochs=8,
+        rate=3e-3,
     ),
     Member("lstm", _own("Lstm"), ("ids:int64[N,T]",), _ids, _tune),
     Member("encoder", _own("Encoder"), ("x:float32[N,T,64]",), _signals, _tune),
@@ -250,8 +296,8 @@ _MEMBERS = (
         "bert-tiny",
         _own("bert_tiny"),
         ("input_ids:int64[N,T]", "attention_mask:int64[N,T]"),
-        partial(_ids_and_mask, names=("input_ids", "attention_mask")),
-        partial(_tune, head="", steps=(_fan_in,)),
+        _text,
+        partial(_tune, head="", steps=(weights.fan_in,)),
         needs=("transformers",),
     ),
     Member(
@@ -262,30 +308,23 @@ _MEMBERS = (
         partial(_tune, head="", steps=(weights.batch_norms,)),
         needs=("PIL", "sklearn"),
     ),
-    Member(
-        "masked-ids",
-        _own("MaskedIds"),
-        ("ids:int64[N,T]", "mask:int64[N,T]"),
-        _ids_and_mask,
-        _tune,
-    ),
-    Member(
+    _trained(
         "overflow",
         _own("Overflow"),
-        ("pixels:float32[N,64]",),
-        partial(_digits, name="pixels", scale=255.0, flat=True),
-        _train_overflow,
-        needs=("sklearn",),
-        labelled=partial(_labelled_digits, scale=255.0, flat=True),
+        "pixels:float32[N,64]",
+        _flat_digits,
+        epochs=40,
+        rate=5e-3,
     ),
-    Member(
+    _trained(
         "bad-int8",
         _own("BadInt8"),
-        ("image:float32[N,1,8,8]",),
-        partial(_digits, name="image", scale=1.0, flat=False),
-        _train_bad_int8,
-        needs=("sklearn",),
-        labelled=partial(_labelled_digits, scale=1.0, flat=False),
+        "image:float32[N,1,8,8]",
+        digits,
+        partial(weights.massive_feature, before="dense1", after="dense2", size=4000.0),
+        epochs=40,
+        rate=3e-3,
+        noise=0.2,
     ),
 )
 ZOO: Mapping[str, Member] = {member.name: member for member in _MEMBERS}

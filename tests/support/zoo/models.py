@@ -6,7 +6,7 @@ state dict.
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 
 import torch
 from torch import nn
@@ -15,16 +15,13 @@ from torch.nn import functional as F
 WORDS = 1000  # the vocabulary of the models that read ids
 WIDTH = 64  # features per step of the encoders' input
 
-# What torchvision's Python files expect its native library to have registered.
-_NATIVE = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    (
-        "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, "
-        "int pooled_width, int sampling_ratio, bool aligned) -> Tensor"
-    ),
-)
-_libraries: list[torch.library.Library] = []  # kept: a definition goes with its library
+
+def register_torchvision() -> None:
+    """Make torchvision importable beside a torch that its native library was not built for."""
+    from deploykit.engines.torch.files import with_torchvision  # not where only a class is asked
+
+    if importlib.util.find_spec("torchvision"):
+        with_torchvision(lambda: importlib.import_module("torchvision"))
 
 
 def bert_tiny() -> nn.Module:
@@ -41,27 +38,6 @@ def bert_tiny() -> nn.Module:
     )
     module: nn.Module = BertModel(config)
     return module
-
-
-def register_torchvision() -> None:
-    """Make torchvision importable beside a torch that its native library was not built for.
-
-    Beside a CPU wheel of torch the native library of PyPI's torchvision does not load, and its
-    Python files stop at the first operator that it would have registered.
-    """
-    try:
-        import torchvision  # noqa: F401
-    except ModuleNotFoundError:
-        return
-    except RuntimeError as exc:
-        if "torchvision::nms" not in str(exc):
-            raise
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in _NATIVE:
-            library.define(operator)
-        _libraries.append(library)
 
 
 class Lstm(nn.Module):
@@ -103,22 +79,6 @@ class MaskedEncoder(Encoder):
         states = self.layers(x, src_key_padding_mask=~keep)
         weight = keep.to(x.dtype)[:, :, None]
         logits: torch.Tensor = self.head((states * weight).sum(1) / weight.sum(1))
-        return logits
-
-
-class MaskedIds(nn.Module):
-    """ids int64 (N, T), mask int64 (N, T) of 0 and 1 -> logits float32 (N, 10)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 64)
-        self.hidden = nn.Linear(64, 128)
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        kept = (mask > 0).to(torch.float32)[:, :, None]
-        mean = (self.embedding(ids) * kept).sum(1) / kept.sum(1).clamp(min=1.0)
-        logits: torch.Tensor = self.head(F.gelu(self.hidden(mean)))
         return logits
 
 

@@ -8,14 +8,22 @@ place and left in eval mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.zoo.data import Labelled
-
 LOGIT_SPREAD = 3.0  # a trained classifier's logits differ by about this much between images
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """One split: `x` shape (samples, ...), `labels` int64 (samples,)."""
+
+    x: np.ndarray
+    labels: np.ndarray
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -25,9 +33,9 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return build().eval()
 
 
-def fan_in(module: nn.Module, seed: int = 0) -> None:
+def fan_in(module: nn.Module, _: object = None) -> None:
     """Linear layers with variance 1/inputs, so that a signal keeps its size on the way."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("layer_scale"):  # ConvNeXt starts its blocks at 1e-6: as if absent
