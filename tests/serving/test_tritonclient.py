@@ -1,7 +1,8 @@
-"""The real tritonclient over HTTP and gRPC: sync, asynchronous and streaming."""
+"""The real tritonclient over HTTP and gRPC: sync, asynchronous, streaming and aio."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,6 +21,8 @@ from tests.support.serving.running import WAIT_S, Running, running
 ml_dtypes = pytest.importorskip("ml_dtypes")
 http = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
+import tritonclient.grpc.aio as grpc_aio  # noqa: E402
+import tritonclient.http.aio as http_aio  # noqa: E402
 from tritonclient.grpc import service_pb2  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
@@ -69,7 +72,7 @@ def client(served: Running, triton: Any) -> Iterator[Any]:
 
 
 def address(server: Running, module: Any) -> str:
-    port = server.port if module is http else server.server.grpc_port
+    port = server.port if module in (http, http_aio) else server.server.grpc_port
     return f"localhost:{port}"
 
 
@@ -341,3 +344,14 @@ def test_requests_in_the_queue_know_their_client() -> None:
             with module.InferenceServerClient(address(server, module)) as client:
                 client.infer("m", [tensor(module, rows_of(1))])
     assert [str(peer.address) for peer in peers] == ["127.0.0.1"] * 2
+
+
+@pytest.mark.parametrize("module", [http_aio, grpc_aio], ids=["http", "grpc"])
+def test_the_aio_client_infers(served: Running, module: Any) -> None:
+    async def answers() -> list[Any]:
+        async with module.InferenceServerClient(address(served, module)) as client:
+            calls = (client.infer(dtype, [tensor(module, values(dtype))]) for dtype in DTYPES)
+            return await asyncio.gather(*calls)
+
+    for dtype, answer in zip(DTYPES, asyncio.run(answers()), strict=True):
+        check(dtype, answer.as_numpy("y"))
