@@ -281,6 +281,8 @@ def test_what_a_folder_asks_beyond_that_is_refused(
 
 HEARS: dict[str, Any] = {
     "d_model": 8,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 1 for side in ("encoder", "decoder")},
     "vocab_size": 32,
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     "pad_token_id": 0,
