@@ -97,6 +97,8 @@ def test_other_artefacts_run_as_the_baseline_does_and_in_settings_of_their_own(
 
 def test_each_file_is_timed_once_and_the_baseline_comes_first(affine_onnx: Path) -> None:
     other = copy_of(affine_onnx)
+    with pytest.raises(BadInput, match="`engines` names no file"):
+        open_entries([], [affine_onnx])
     found = open_entries([other, affine_onnx, other], [affine_onnx])
     assert [each.artefact.name for each in found] == ["affine.onnx", "copy.onnx"]
 
