@@ -42,8 +42,8 @@ class InferRoute(ModelRoute):
         except BadInput:
             self.model.metrics.count("bad_request")
             raise
-        if json_bytes is None and head.content_type is not None:
-            compression.check_charset(head.content_type)
+        if json_bytes is None and head.content_type is not None and head.encoding is None:
+            body = compression.to_utf8(body, head.content_type)
         if self.model.task.ready and _sends_bytes(head, body, json_bytes):
             large = len(body) > LARGE_BYTES or head.encoding is not None
             task = HttpTaskInference(self, call, head.trace)

@@ -1,6 +1,6 @@
 """POST /v2/models/M/predict: images or text in the client's own format, answers as JSON.
 
-The body is an image, text (text/plain), a form (multipart/form-data), or JSON:
+The body is an image, text (text/plain), a form (multipart/form-data or urlencoded), or JSON:
 {"text": "..."}, {"image": "BASE64"}, a list of several in place of the string, or such a list
 alone. Several items have a list of answers.
 """
@@ -75,9 +75,27 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
     match = _NAME.search(fields.get(b"content-disposition", b""))
     if match is None:
         raise BadInput("a field of the form has no name")
+    encoding = fields.get(b"content-transfer-encoding", b"binary").strip().lower()
+    if encoding not in (b"binary", b"8bit", b"7bit"):
+        raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
-    compression.check_charset(fields.get(b"content-type", b""))
-    return name, body[start + end + 4 : stop]
+    content: Bytes = body[start + end + 4 : stop]
+    kind = fields.get(b"content-type", b"")
+    return name, compression.to_utf8(content, kind) if b"text/" in kind else content
+
+
+def split_urlencoded(body: Bytes) -> list[Field] | None:
+    """Split the form of a browser or of `curl -d`; None for other bytes under that type."""
+    if _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])) is None or not bytes(body).isascii():
+        return None
+    if len(body) > _MOST_URL_BYTES:
+        text = f"the urlencoded form is above {_MOST_URL_BYTES} bytes"
+        raise TooLarge(text, hint="send multipart/form-data")
+    try:
+        pairs = parse_qsl(bytes(body).decode("ascii"), True, max_num_fields=MOST_ITEMS)
+    except ValueError as exc:
+        raise TooLarge(f"the form has more than {MOST_ITEMS} fields") from exc
+    return [(name, value.encode()) for name, value in pairs]
 
 
 def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
@@ -91,10 +109,10 @@ def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
 
 
 _IMAGE, _TEXT = ("image", "images"), ("text", "texts")
-_FORM = b"multipart/form-data"
-_CURL = b"application/x-www-form-urlencoded"  # of `curl -d`, whatever it sends
-_BINARY = (b"", b"application/octet-stream", b"binary/octet-stream")
-_UNNAMED = (*_BINARY, _CURL)
+_FORM, _URL_FORM = b"multipart/form-data", b"application/x-www-form-urlencoded"
+_UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)
+_URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
+_MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
 _URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
@@ -138,26 +156,40 @@ def _is_item(content_type: bytes, body: Bytes) -> bool:
 def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     """Split a body into strings if `text`, else images. Raises BadInput, UnknownEncoding."""
     kind, first = _kind(content_type), bytes(body[:1])
-    if kind.startswith((b"text/", b"application/")):
-        compression.check_charset(content_type)
     is_json = kind == b"application/json" or kind.endswith(b"+json")
     if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
-        return _split_json(text, bytes(body))
-    fields = split_parts(body, content_type) if kind == _FORM else None
-    taken = kind == b"text/plain" if text else kind == _CURL or kind.startswith(b"image/")
-    if not taken and kind not in (_FORM, *_BINARY):
+        return _split_json(text, content_type, body)
+    fields = _fields(kind, content_type, body)
+    if kind == b"text/plain" and text:
+        body = compression.to_utf8(body, content_type)
+    elif kind not in (_FORM, *_UNNAMED) and (text or not kind.startswith(b"image/")):
         raise UnknownEncoding(
             f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
         )
     if fields is None:
         return Items([body], several=False)  # the bytes of an image say what it is
     known = (*(_TEXT if text else _IMAGE), "file")
+    charsets = [content for name, content in fields if name == "_charset_"]
+    if charsets:  # from a browser, for each string
+        named = b";charset=" + bytes(charsets[0][:40])
+        rest = [each for each in fields if each[0] != "_charset_"]
+        fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             hint = f"possible: {', '.join(known)}"
             raise BadInput(f"the form has a field {quote(name)}", hint=hint)
     found: list[Item] = [content for _, content in fields]
+    if kind == _URL_FORM and not text:  # `curl -d image=$(base64 FILE)` leaves its plus signs
+        strings = [bytes(content).decode().replace(" ", "+") for _, content in fields]
+        found = [from_base64(each, number) for number, each in enumerate(strings, 1)]
     return Items(found, several=len(found) > 1)
+
+
+def _fields(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None:
+    """Return the fields of a form; None if the body is not one."""
+    if kind == _FORM:
+        return split_parts(body, content_type)
+    return split_urlencoded(body) if kind == _URL_FORM else None
 
 
 class HttpTaskCall(TaskCall):
@@ -171,7 +203,8 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def _split_json(text: bool, data: bytes) -> Items:
+def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
+    data = bytes(compression.to_utf8(body, content_type))
     check_json_size(data, _hint(text))
     with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one runs on the loop
         document = parse_document(data)
@@ -276,22 +309,22 @@ class PipelineRoute:
         check_query(head.target, ())
         content_type, name = head.content_type or b"", self._pipeline.input
         kind, takes = _kind(content_type), self._pipeline.takes
-        text_in_json = takes == "text" and kind == b"application/json"
+        is_json = kind == b"application/json"
         body = compression.decompress(body, head.encoding, self._max_body_bytes)
-        fields = split_parts(body, content_type) if kind == _FORM else None
-        if kind.startswith((b"text/", b"application/")):
-            compression.check_charset(content_type)
+        fields = _fields(kind, content_type, body)
+        if is_json or kind.startswith(b"text/"):
+            body = compression.to_utf8(body, content_type)
         if fields is not None:
-            chosen = [each for each in fields if each[0] == name] or fields
+            chosen = [each for each in fields if each[0] == name]
+            if not chosen and kind == _FORM:
+                chosen = fields
             if len(chosen) != 1:
                 raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
             body = chosen[0][1]
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)
-        if takes == "text" and kind == _CURL:
-            hint = "send text/plain, a form or JSON"
-            raise UnknownEncoding(f"the Content-Type '{kind.decode()}' is not offered", hint=hint)
+        text_in_json = takes == "text" and is_json
         if takes == "json" or text_in_json:
             check_json_size(data, NOT_JSON)
         if not text_in_json:

@@ -34,13 +34,13 @@ from deploykit.serving.transport.call import (
     COMPRESSED,
     JSON,
     Call,
-    check_charset,
     choose_encoding,
     compress,
     decompress,
     reply_error,
     reply_exception,
     reply_with,
+    to_utf8,
 )
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi
@@ -282,8 +282,7 @@ def _document(call: Call) -> dict[str, Any]:
     if len(call.body) > _DOCUMENT_BYTES:
         raise TooLarge(f"the body is above {_DOCUMENT_BYTES} bytes, more than this route needs")
     body = decompress(call.body, call.head.encoding, _DOCUMENT_BYTES)
-    check_charset(call.head.content_type or b"")
-    return parse_json(bytes(body))
+    return parse_json(bytes(to_utf8(body, call.head.content_type or b"")))
 
 
 def _value(make: Callable[[], object]) -> Route:

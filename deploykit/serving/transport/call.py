@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import logging
@@ -209,15 +210,30 @@ def reply_with(call: Call, make: Callable[[], Bytes], headers: bytes = JSON) -> 
         reply_exception(call, exc)
 
 
-_CHARSET = re.compile(rb';\s*charset="?(?!(?:utf-?8|(?:us-)?ascii)\b)([^\s;"]+)', re.I)
+_CHARSET = re.compile(rb';\s*charset="?([^\s;"]+)', re.I)
+_KNOWN = re.compile(  # no codec that is slow, or unpacks data
+    r"iso8859-\d+|cp\d+|utf-(16|32)(-[lb]e)?|shift_jis\w*|euc_\w+|gb\w*|big5\w*|koi8-\w"
+)
+_MOST_DECODED_BYTES = 4 << 20  # a few milliseconds
 
 
-def check_charset(content_type: bytes) -> None:
-    """Raise UnknownEncoding for text that is not UTF-8."""
+def to_utf8(body: Bytes, content_type: bytes) -> Bytes:
+    """Return text in UTF-8 that has the charset of its Content-Type. Raises UnknownEncoding."""
     match = _CHARSET.search(content_type)
-    if match is not None:
-        name = quote(match[1].decode("latin-1"))
-        raise UnknownEncoding(f"the charset {name} is not offered", hint="send UTF-8")
+    if match is None:
+        return body
+    name = match[1].decode("latin-1")
+    try:
+        charset = codecs.lookup(name).name
+        if charset in ("utf-8", "ascii"):
+            return body
+        if _KNOWN.fullmatch(charset) and len(body) <= _MOST_DECODED_BYTES:
+            return str(body, charset).encode()
+    except UnicodeError as exc:
+        raise BadInput(f"the body is not {quote(name)}, as its Content-Type says") from exc
+    except (LookupError, ValueError):
+        pass
+    raise UnknownEncoding(f"the charset {quote(name)} is not offered", hint="send UTF-8")
 
 
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
