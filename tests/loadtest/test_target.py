@@ -99,11 +99,12 @@ REFUSED: dict[str, tuple[StandIn, dict[str, object], str, str]] = {
 def test_a_run_that_cannot_be_is_refused_before_it_begins(
     server: StandIn, options: dict[str, Any], words: str, hint: str
 ) -> None:
+    sent = len(server.bodies)  # other tests load some of these servers
     with server.running() as url, pytest.raises((BadInput, NotFound)) as caught:
         load_test(url, **{**QUICK, **options})
     assert words in caught.value.message
     assert hint in str(caught.value.hint)
-    assert server.bodies == []
+    assert len(server.bodies) == sent
 
 
 AS_KSERVE = answering(index=reply(404, {}), models=reply(200, {"models": ["m"]}))
