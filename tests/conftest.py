@@ -7,6 +7,7 @@ reason, which `pytest -ra` (our default) prints.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -169,3 +170,13 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         capture_output=True,
     )
     return cert, key
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """A command that runs in the process of the tests sets them."""
+    loggers = [logging.getLogger(), logging.getLogger("deploykit")]
+    before = [each.level for each in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
