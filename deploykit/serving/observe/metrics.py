@@ -309,15 +309,16 @@ class Sampler:
             self._thread.join(INTERVAL_S)  # a daemon: this does not wait for a driver that hangs
 
     def _loop(self) -> None:
-        devices = self._devices or Devices()
+        devices = self._devices
         try:
             while True:
                 at_s = self._clock_s()
                 try:
+                    devices = devices or Devices()
                     process = this_process()
                 except OSError:  # the process has no file descriptor left
                     process = {}
-                snapshot = Snapshot(at_s, process, devices.read())
+                snapshot = Snapshot(at_s, process, devices.read() if devices else ())
                 with self._changed:
                     self._newest = snapshot
                     self._changed.wait_for(lambda: self._closing, INTERVAL_S)
@@ -326,7 +327,8 @@ class Sampler:
                     if self._closing:
                         return
         finally:
-            devices.close()
+            if devices:
+                devices.close()
 
 
 def this_process() -> dict[str, float]:

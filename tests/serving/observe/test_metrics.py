@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import threading
 import time
@@ -273,3 +274,21 @@ def test_the_sampler_survives_a_lack_of_file_descriptors(
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         eventually(lambda: has_process() is True)
+
+
+def test_gpus_are_sampled_once_the_process_has_file_descriptors_again(
+    eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def devices() -> Devices:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return Devices()
+
+    monkeypatch.setattr(process_module, "Devices", devices)
+    monkeypatch.setattr(process_module, "INTERVAL_S", 0.01)
+    with closing(Sampler()) as sampler:
+        eventually(lambda: bool((found := sampler.latest()) and found.process))
+    assert len(tries) == 2
