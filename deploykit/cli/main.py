@@ -155,6 +155,10 @@ def _exit_with(exc: Exception) -> NoReturn:
         exc = does_not_fit("", str(exc))
     if isinstance(exc, OSError):  # not a file of the user's: a full disk, TMPDIR
         exc = os_error(exc)
+    if str(exc).startswith("Symlink loop"):  # Path.resolve before Python 3.13
+        exc = BadInput(str(exc))
+    if isinstance(exc, UnicodeEncodeError) and exc.reason == "surrogates not allowed":
+        exc = BadInput(f"not UTF-8: {exc.object[:200]}", hint="rename the file or its folder")
     if isinstance(exc, DeploykitError):
         output.error(exc)
         _exit(exc.exit_code)

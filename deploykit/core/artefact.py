@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.files import StrPath, check_inside, manifest_path, open_readable, sha256
+from deploykit.core.files import (
+    StrPath,
+    check_inside,
+    check_utf8,
+    manifest_path,
+    open_readable,
+    sha256,
+)
 from deploykit.core.manifest import Manifest, load_manifest
 from deploykit.core.notebook import Shown
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
@@ -147,6 +154,7 @@ def sniff(path: Path) -> str:
     Raises NotFound or BadInput if the file cannot be read or has another format.
     """
     with open_readable(path) as handle:
+        check_utf8(path)
         head = handle.read(512)
     if head[:4] == b"vtrt":
         raise Unsupported(

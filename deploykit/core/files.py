@@ -172,6 +172,16 @@ def check_writable(out: Path) -> None:
         raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
 
 
+def check_utf8(path: Path) -> Path:
+    """Raise BadInput for a path that is no UTF-8."""
+    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # from os.fsdecode
+        raise BadInput(
+            f"{path}: the path is not UTF-8, which the libraries that open models need",
+            hint="rename the file or its folder",
+        )
+    return path
+
+
 def make_folder(folder: Path) -> Path:
     """Create `folder` and its parents. Raises BadInput on failure."""
     try:

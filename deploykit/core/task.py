@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
@@ -49,30 +48,48 @@ class Kind:
     any_size: bool = False
 
 
-def _kind(name: str, takes: str, outputs: str, head: str, answer: str, **more: Any) -> Kind:
-    """Return a row whose head is in `exporting.heads` and whose answer in `engines.tasks`."""
-    head, answer = f"{_HEADS}.{head}:add_head", f"{_ANSWERS}:{answer}"
-    return Kind(name, tuple(takes.split()), tuple(outputs.split()), head, answer, **more)
-
-
-_TEXT_OPTIONS = ("tokenizer", "max_length")
-_BOXES = ("labels", "threshold", "iou", "boxes")
 ALL = (
-    _kind(CLASSIFY, "image", "scores", "classify", "label_rows", resize=SHORTEST_EDGE),
-    _kind(
-        *(DETECT, "image", "scores boxes classes", "detect", "box_rows"),
-        options=_BOXES,
-        resize=LETTERBOX,
-    ),
-    _kind(SEGMENT, "image", "mask", "segment", "segment_rows", any_size=True),
-    _kind(
-        *(EMBED, "image text", "embedding", "embed", "embedding_rows"),
-        options=(*_TEXT_OPTIONS, "pooling"),
+    Kind(
+        CLASSIFY,
+        takes=("image",),
+        outputs=("scores",),
+        head=f"{_HEADS}.classify:add_head",
+        answer=f"{_ANSWERS}:label_rows",
         resize=SHORTEST_EDGE,
     ),
-    _kind(
-        *(TEXT_CLASSIFY, "text", "scores", "classify", "label_rows"),
-        options=("labels", *_TEXT_OPTIONS),
+    Kind(
+        DETECT,
+        takes=("image",),
+        outputs=("scores", "boxes", "classes"),
+        head=f"{_HEADS}.detect:add_head",
+        answer=f"{_ANSWERS}:box_rows",
+        options=("labels", "threshold", "iou", "boxes"),
+        resize=LETTERBOX,
+    ),
+    Kind(
+        SEGMENT,
+        takes=("image",),
+        outputs=("mask",),
+        head=f"{_HEADS}.segment:add_head",
+        answer=f"{_ANSWERS}:segment_rows",
+        any_size=True,
+    ),
+    Kind(
+        EMBED,
+        takes=("image", "text"),
+        outputs=("embedding",),
+        head=f"{_HEADS}.embed:add_head",
+        answer=f"{_ANSWERS}:embedding_rows",
+        options=("tokenizer", "max_length", "pooling"),
+        resize=SHORTEST_EDGE,
+    ),
+    Kind(
+        TEXT_CLASSIFY,
+        takes=("text",),
+        outputs=("scores",),
+        head=f"{_HEADS}.classify:add_head",
+        answer=f"{_ANSWERS}:label_rows",
+        options=("labels", "tokenizer", "max_length"),
     ),
 )
 KINDS: Mapping[str, Kind] = {each.name: each for each in ALL}

@@ -149,9 +149,7 @@ class JetsonReader:
     def read(self) -> GpuState | None:
         """Return the state, in about a millisecond; None if this machine is not a Jetson."""
         root = self._root
-        clocks = [
-            each for each in sorted(root.glob("sys/class/devfreq/*")) if _GPU.search(each.name)
-        ]
+        clocks = [each for each in _list(root, "sys/class/devfreq/*") if _GPU.search(each.name)]
         loads = [*(entry / "device/load" for entry in clocks), *(root / path for path in _LOADS)]
         load = next((value for path in loads if (value := _number(path)) is not None), None)
         if load is None and not clocks:
@@ -192,15 +190,15 @@ class JetsonReader:
         """
         alerts = [
             state
-            for device in sorted(self._root.glob("sys/class/thermal/cooling_device*"))
+            for device in _list(self._root, "sys/class/thermal/cooling_device*")
             if file_text(device / "type").strip().endswith("throttle-alert")
             and (state := _number(device / "cur_state")) is not None
         ]
         counts = [
             count
-            for chip in sorted(self._root.glob("sys/class/hwmon/hwmon*"))
+            for chip in _list(self._root, "sys/class/hwmon/hwmon*")
             if file_text(chip / "name").strip() == "soctherm_oc"
-            for entry in sorted(chip.glob("oc[1-9]_event_cnt"))
+            for entry in _list(chip, "oc[1-9]_event_cnt")
             if (count := _number(entry)) is not None and count >= 0
         ]
         if not alerts and not counts:
@@ -227,12 +225,10 @@ def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]
 
 def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
     """Yield each connected INA3221 channel: millivolts times milliamperes."""
-    for chip in sorted(root.glob("sys/bus/i2c/devices/*")):
+    for chip in _list(root, "sys/bus/i2c/devices/*"):
         if "ina3221" not in file_text(chip / "name"):
             continue
-        for entry in sorted(
-            chip.glob("hwmon/hwmon*/in[1-3]_label")
-        ):  # in7 is the sum of the shunts
+        for entry in _list(chip, "hwmon/hwmon*/in[1-3]_label"):  # in7 is the sum of the shunts
             name = file_text(entry).strip()
             if name == "NC":
                 continue
@@ -249,13 +245,20 @@ def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
 def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
     """Return degrees Celsius by thermal zone: `cpu`, `gpu`, `soc0`, `tj` and any others."""
     zones: dict[str, float] = {}
-    for zone in sorted(root.glob("sys/class/thermal/thermal_zone*")):
+    for zone in _list(root, "sys/class/thermal/thermal_zone*"):
         name = file_text(zone / "type").strip().lower()  # GPU-therm or gpu-thermal
         name = re.sub(r"[-_]therm(al)?$", "", name)
         milli = _number(zone / "temp")
         if name and milli is not None and _DEGREES[0] <= milli / 1000 <= _DEGREES[1]:
             zones.setdefault(name, milli / 1000)
     return tuple(sorted(zones.items()))
+
+
+def _list(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:  # no file descriptors are left, or the device is gone
+        return []
 
 
 def _number(path: Path) -> int | None:
@@ -504,7 +507,7 @@ class EnergyMeter(_Watch):
 
     def _open_packages(self, root: Path) -> list[_Counter]:
         found, hidden = [], []
-        for folder in sorted(root.glob(f"{_POWERCAP}/*:*")):
+        for folder in _list(root, f"{_POWERCAP}/*:*"):
             name = file_text(folder / "name").strip()
             if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
                 continue

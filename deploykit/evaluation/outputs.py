@@ -16,6 +16,7 @@ from deploykit.core.artefact import Artefact, sniff
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import (
     StrPath,
+    check_utf8,
     check_writable,
     make_folder,
     manifest_path,
@@ -74,6 +75,7 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
         check_inputs((place,), given)
         check_owned((place,), {place.name} if _marked(place, kind) else (), force)
         return place
+    check_utf8(place)
     written = [place, rejected(place)]
     if kind == "tensorrt":  # the graph that fails its gate before it is built
         written.append(rejected(place.with_suffix(".onnx")))

@@ -34,6 +34,7 @@ DAMAGED = {
     "page": b"<!DOCTYPE html><html>404 not found</html>",
     "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
 }
+LATIN_1 = "caf\udce9"  # a name of another system, as Python decodes it
 ON_A_MODEL = (
     *("inspect MODEL", "quantize MODEL --to fp16 -o out.onnx", "compare MODEL MODEL"),
     *("build MODEL --profile cpu -o out.onnx", "predict MODEL data.npz -o out.npz"),
@@ -159,6 +160,7 @@ for name in ("two words", "", "ä", "x" * 129):
 for url in ("8000", "http://", "http://x:port", "http://a b"):
     REFUSED[f"health '{url}'"] = url
 for line in ON_A_MODEL:
+    REFUSED[line.replace("MODEL", f"{LATIN_1}.onnx")] = "not UTF-8"
     REFUSED[line.replace("MODEL", "changed.onnx")] = "is not the file that changed.onnx.json"
     for kind in (*DAMAGED, "missing", "folder"):
         REFUSED[line.replace("MODEL", f"{kind}.onnx")] = f"{kind}.onnx"
@@ -176,6 +178,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("refused")
     for name, graph in (("model", mnist_like()), ("linear", linear()), ("conv", conv_relu())):
         save(graph, here / f"{name}.onnx")
+    (here / f"{LATIN_1}.onnx").write_bytes(GOOD)
     for kind, content in DAMAGED.items():
         (here / f"{kind}.onnx").write_bytes(content)
     for kind, (arrays, _) in DATA.items():

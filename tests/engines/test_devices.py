@@ -5,11 +5,12 @@ NVML is real nvidia-ml-py over a small stand-in library.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,21 @@ def test_older_boards_are_read_and_other_machines_are_none(tmp_path: Path) -> No
     clock = "sys/class/devfreq/17000000.ga10b"
     gpu = jetson(tmp_path, {f"{clock}/cur_freq": 306000000, f"{clock}/device/load": 999})
     assert (gpu.utilization, gpu.clock_hz) == (0.999, 306_000_000)
+
+
+def test_a_jetson_is_read_while_its_process_has_no_file_descriptor_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folders cannot be listed: before Python 3.13 `glob` raises that."""
+
+    def glob(*_: object) -> Iterator[Path]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    write(tmp_path, ORIN_NANO | {"sys/devices/platform/gpu.0/load": 500})
+    monkeypatch.setattr(Path, "glob", glob)
+    state = JetsonReader(tmp_path).read()
+    assert state is not None
+    assert (state.utilization, state.clock_hz, state.zones) == (0.5, None, ())
 
 
 def test_incomplete_and_damaged_system_files_give_the_readable_values(tmp_path: Path) -> None:

@@ -35,16 +35,14 @@ class Signals:
         self._before = {n: signal.signal(n, self._receive) for n in numbers if n not in kept}
 
     def restore(self, ends_process: bool = False) -> None:
-        """Restore the previous handlers; with `ends_process`, ignore these signals instead.
-
-        Also ignore those that have ended the server: its program cleans up, and `timeout`, systemd
-        and a closing terminal signal both a process and its group.
-        """
+        """Restore the previous handlers; with `ends_process`, ignore these signals instead."""
         for number, handler in self._before.items():
             if handler is None:  # the previous handler was not set from Python
                 handler = signal.SIG_DFL
-            elif ends_process or (number in ENDING and self.count):
+            elif ends_process:
                 handler = signal.SIG_IGN
+            elif number in ENDING and self.count:
+                handler = _without_echoes(handler)
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -56,7 +54,28 @@ class Signals:
         self._waiting.discard(number)
         before_s, self._last_s = self._last_s, time.monotonic()
         if number in ENDING and self._last_s - before_s < ECHO_S:
-            return
+            return  # `timeout` and a closing terminal signal both the process and its group
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         self._act()
+
+
+def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
+    """Pass on the first signal that comes a second or more after the one before, then all.
+
+    The first second starts now: no signal was handled while the models were closed.
+    """
+    last_s = time.monotonic()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        before_s, last_s = last_s, time.monotonic()
+        if last_s - before_s < ECHO_S:
+            return
+        signal.signal(number, handler)
+        if callable(handler):
+            handler(number, frame)
+        else:  # SIG_DFL or SIG_IGN
+            signal.raise_signal(number)
+
+    return handle

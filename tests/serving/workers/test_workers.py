@@ -34,7 +34,7 @@ from deploykit.serving.processes import (
     time_threads,
 )
 from deploykit.serving.server import Server
-from deploykit.serving.workers import group
+from deploykit.serving.workers import group, signals
 from deploykit.serving.workers.group import Hooks, Member, ServerGroup
 from tests.support.fake_engine import FakeEngine
 from tests.support.runtimes.large_model import write_model
@@ -473,6 +473,21 @@ def test_no_signal_interrupts_what_a_worker_cleans_up_once_its_server_has_ended(
     with pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_program_whose_server_has_ended_can_be_ended_a_second_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it is over, what comes again is the echo of what ended the server."""
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=None))
+    assert server.run(lambda *_: signal.raise_signal(signal.SIGTERM)) == 0
+    signal.raise_signal(signal.SIGTERM)
+    assert seen == []
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    signal.raise_signal(signal.SIGTERM)
+    assert seen == [signal.SIGTERM]
 
 
 # -- Files that change, and pipelines that fork
