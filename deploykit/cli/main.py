@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -88,15 +87,9 @@ def main() -> NoReturn:
     output.open_streams()
     if "_DEPLOYKIT_COMPLETE" in os.environ:
         app(prog_name="deploykit")
-    interrupted = threading.Event()
-
-    def interrupt() -> NoReturn:
-        interrupted.set()  # a native module that is loading turns this into an ImportError
-        raise Interrupted
-
     signal.signal(signal.SIGTERM, _without_echoes(_terminate))
     if callable(signal.getsignal(signal.SIGINT)):  # else SIGINT is ignored
-        signal.signal(signal.SIGINT, _without_echoes(interrupt))
+        signal.signal(signal.SIGINT, _without_echoes(_interrupt))
     try:
         code = _run(sys.argv[1:])
         sys.stdout.flush()
@@ -110,8 +103,6 @@ def main() -> NoReturn:
     except Exception as exc:  # noqa: BLE001 - every error becomes a line and a code
         if "--debug" in sys.argv:
             output.note(traceback.format_exc())
-        if interrupted.is_set():
-            _exit_interrupted()
         _drop_output()
         _exit_with(exc)
 
@@ -189,19 +180,41 @@ def _usage_error(exc: Any, message: str) -> BadInput:
     return BadInput(message, hint=did_you_mean(word, re.findall(r"'([^']+)'", choices), hint))
 
 
+def _interrupt() -> NoReturn:
+    raise Interrupted
+
+
 def _terminate() -> NoReturn:
     """End on SIGTERM through the same clean-up as Ctrl-C."""
     raise _Terminated(_EXIT_TERMINATED)
 
 
-def _without_echoes(end: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:
-    """Return a handler that ignores repeated signals during clean-up: `timeout` sends two."""
-    last_s = -math.inf
+_IMPORT_S, _AGAIN_S = 5.0, 0.02  # how long an import may put off a signal; until the next look
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        nonlocal last_s
-        before_s, last_s = last_s, time.monotonic()
+
+def _without_echoes(end: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:
+    """Return a handler that ignores repeated signals during clean-up: `timeout` sends two.
+
+    During an import it waits: a native module that is loading loses what a handler raises.
+    """
+    first_s, last_s = math.inf, -math.inf
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s, last_s
+        now_s = time.monotonic()
+        first_s = min(first_s, now_s)
+        if _imports(frame) and now_s - first_s < _IMPORT_S:
+            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            return
+        before_s, last_s = last_s, now_s
         if last_s - before_s >= 1.0:  # a second signal within this time is the same one
             end()
 
     return handle
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None

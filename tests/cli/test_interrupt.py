@@ -127,8 +127,15 @@ def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
             server.kill()
 
 
+NATIVE = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException:  # as the loader of a native module does
+    pass
+"""
 RUNNING = """
-import atexit, signal
+import atexit, signal, time
 from pathlib import Path
 from deploykit.cli import main
 from deploykit.core.errors import BadInput
@@ -160,6 +167,7 @@ main.main()
         ("twice(signal.SIGTERM)", 143, ""),
         # as a module does that defines a dataclass: `python -m` would end by the signal itself
         ("exec('signal.raise_signal(signal.SIGINT)')", 130, "interrupted\n"),
+        ("import native; time.sleep(3)", 130, "interrupted\n"),
         ("at_exit()", 0, ""),  # at the end of Python it changes neither output nor code
         ("at_exit(); raise BadInput('no')", 2, "error: no\n"),
     ],
@@ -167,6 +175,7 @@ main.main()
 def test_a_signal_at_any_moment_has_its_exit_code_and_lets_the_clean_up_end(
     tmp_path: Path, body: str, code: int, error: str
 ) -> None:
+    (tmp_path / "native.py").write_text(NATIVE)
     (tmp_path / "running.py").write_text(RUNNING.format(body=body))
     command = [sys.executable, "-m", "running"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
