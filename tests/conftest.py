@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deploykit.engines.engine import Engine
@@ -66,6 +67,13 @@ def _signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers(request: pytest.FixtureRequest) -> None:
+    """Draw the same numbers in a test, whichever ran before it."""
+    if generator := getattr(request.module, "RNG", None):
+        generator.bit_generator.state = np.random.default_rng(1).bit_generator.state
 
 
 @pytest.fixture

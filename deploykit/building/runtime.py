@@ -26,7 +26,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, dynamic_sizes
 from deploykit.engines.data.samples import Samples, check_calibration, read_samples
 from deploykit.engines.engine import Arrays, Engine, load
-from deploykit.evaluation import batching, golden, verify
+from deploykit.evaluation import golden, verify
 from deploykit.evaluation.artefacts import (
     Made,
     Progress,
@@ -242,8 +242,8 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
         declared, notes = declare_outputs(graph, stale)
         result = build(declared.save(tmp.with_name("declared.onnx")), tmp)
         with load(tmp, runtime.usable("cpu")) as engine:
-            proof = batching.prove_batch(engine, tmp, evidence.golden)
-            notes += batching.notes(engine, proof)
+            proof = golden.prove_batch(engine, tmp, evidence.golden)
+            notes += golden.batching_notes(engine, proof)
         evidence = replace(evidence, batching=proof, notes=(*evidence.notes, *notes))
     evidence = replace(
         evidence,
@@ -370,8 +370,8 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
-        proof = batching.prove_batch(engine, tmp, samples, most)
-        notes += batching.notes(engine, proof)
+        proof = golden.prove_batch(engine, tmp, samples, most)
+        notes += golden.batching_notes(engine, proof)
     if moved and not evaluation:
         notes.append(_NOT_CHECKED)
     return Evidence(

@@ -36,7 +36,7 @@ from deploykit.deploying.folder import (
 )
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
-from deploykit.evaluation import batching, golden
+from deploykit.evaluation import golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.feeds import parity_sizes
 from deploykit.evaluation.simulate import open_graph
@@ -74,7 +74,7 @@ def complete_model(
         if found is None:
             raise BadInput(f"{source}: its inputs and outputs are too large for golden samples")
         proof = known.evidence.batching if known else None
-        proof = proof or batching.prove_batch(engine, out, found)
+        proof = proof or golden.prove_batch(engine, out, found)
     found = replace(found, max_error=max(found.max_error, max_engine_error(graph.precision)))
     before = known.evidence if known else Evidence()
     evidence = replace(before, golden=found, batching=proof, weights=None)

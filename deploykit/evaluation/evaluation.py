@@ -16,7 +16,7 @@ from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, P
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
-from deploykit.evaluation.feeds import Feeds, comparison_feeds
+from deploykit.evaluation.feeds import Feeds, comparison_feeds, single_rows
 from deploykit.evaluation.parity import BOXES, compare_engines
 from deploykit.evaluation.statistics import (
     pooled_share,
@@ -61,7 +61,8 @@ def evaluate(
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        random: inputs where there are no samples; by default those of `comparison_feeds`.
+        random: inputs where there are no samples; by default those of `comparison_feeds`. Rows of
+            the largest are compared one by one too: see `single_rows`.
         shares: outputs from 0 to 1. Where one is below 0.001 everywhere, as the map of a detector
             that finds nothing, its SQNR says nothing: others decide, and none but such fails.
 
@@ -79,6 +80,7 @@ def evaluate(
             )
         if not random:
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
+        random = [*single_rows(random, reference.inputs), *random]
         parity = compare_engines(reference, candidate, random, names=names, random=True)
         return _without_labels(parity, None, None, None, shares)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))

@@ -33,6 +33,7 @@ _LONGER = (
     *(16, 32, 64, 80, 96, 128, 160, 224, 256, 320, 400, 512, 640, 800, 1000, 1024, 1536, 2048),
     *(4096, 8000, 16000, 32000),
 )
+_SINGLE_ROWS = 8
 _SEARCH_S = 30.0  # limit of the search for sizes: CPU time, whatever else the machine does
 MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
 MOST_CALL_BYTES = 128 << 20  # limit of the largest tensor when comparing
@@ -347,6 +348,19 @@ def first_rows(feeds: Sequence[Feeds], rows: int, inputs: Sequence[TensorSpec]) 
         return array.take(spread_places(array.shape[axis], rows)[::-1], axis)
 
     return [{name: cut(name, array) for name, array in each.items()} for each in feeds]
+
+
+def single_rows(feeds: Sequence[Feeds], inputs: Sequence[TensorSpec]) -> list[Feeds]:
+    """Return rows of the last of the feeds one at a time, where the first of them are one row.
+
+    The few outputs of one random row may all be near 0, so that noise is large next to them.
+    """
+    axes = batch_places(inputs)
+    rows = [{feed[name].shape[axis] for name, axis in axes.items()} for feed in feeds]
+    return [
+        {name: x.take([at], axes[name]) if name in axes else x for name, x in feeds[-1].items()}
+        for at in range(min(_SINGLE_ROWS, *rows[-1]) if rows[0] == {1} else 0)
+    ]
 
 
 def rows_note(rows: int, usual: int = MOST_SAMPLES) -> tuple[str, ...]:

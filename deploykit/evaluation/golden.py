@@ -2,22 +2,24 @@
 
 `FILE.golden.npz` holds arrays `inputs/NAME` and `outputs/NAME`; the manifest names it with its hash
 and the largest error that a replay may have. An artefact that is made from FILE gets a copy.
+They also are what the proof that requests may be joined is run on.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
-from deploykit.core.evidence import GoldenSamples, Parity
+from deploykit.core.evidence import GoldenSamples, Parity, RowIndependence
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, batch_axes, batch_places
+from deploykit.engines.batching import looks_batched, prove_rows
 from deploykit.engines.data.samples import read_npz, write_npz
 from deploykit.engines.engine import Engine, RecordedEngine
 from deploykit.evaluation.feeds import batch_limits
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 SAMPLES = 4
+ROWS = 32  # as many as `serve` joins by default
 MAX_ERROR = 1e-3  # the bound for a replay in float32 on another runtime
 _INPUTS, _OUTPUTS = "inputs/", "outputs/"
 _LARGEST_BYTES = 64 << 20
@@ -129,3 +132,46 @@ def find_samples(artefact: Path, manifest: Manifest) -> GoldenSamples | None:
             f"{artefact.name} describes (SHA-256 differs)"
         )
     return found
+
+
+def prove_batch(
+    engine: Engine, path: Path, samples: GoldenSamples | None, rows: int = ROWS
+) -> RowIndependence:
+    """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.
+
+    `rows`: fewer than `ROWS` where those need too much memory; `serve` then tries more itself.
+    """
+    return prove_rows(engine, min(ROWS, rows), samples=_row_inputs(engine, path, samples))
+
+
+def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:
+    """Give engines their file and the manifest's proof, or else inputs to prove it with.
+
+    Raises BadInput for a file that is not the one its manifest describes.
+    """
+    for engine in engines:
+        engine.source = artefact
+    manifest = artefact.manifest
+    if manifest is None:
+        return
+    proof, examples = manifest.evidence.batching, None
+    if proof is None:
+        samples = find_samples(artefact.path, manifest)
+        examples = _row_inputs(engines[0], artefact.path, samples)
+    for engine in engines:
+        engine.batching, engine.examples = proof, examples
+
+
+def _row_inputs(
+    engine: Engine, path: Path, samples: GoldenSamples | None
+) -> Mapping[str, np.ndarray] | None:
+    if samples is None or not all(spec.batched for spec in engine.inputs):
+        return None
+    return open_samples(samples, path, engine.inputs, engine.outputs)[1]
+
+
+def batching_notes(engine: Engine, proof: RowIndependence) -> tuple[str, ...]:
+    """Return notes for the user where axis 0 looks like a batch but is not."""
+    if proof.passed or not looks_batched(engine):
+        return ()
+    return (f"`serve` will not join requests to it: {proof.why}",)

@@ -34,7 +34,6 @@ from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
-from deploykit.evaluation.batching import add_evidence, prove_batch
 from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
 from deploykit.evaluation.feeds import comparison_feeds, small_batches
 from deploykit.evaluation.parity import compare_engines
@@ -205,7 +204,7 @@ def check_proven(
     if moved and parity.passed:
         evidence = replace(before, precision=read, proven_on=(*proven, str(place)))
         if before.batching is not None and before.batching.passed:
-            rows = prove_batch(engine, path, before.golden)
+            rows = golden.prove_batch(engine, path, before.golden)
             evidence = evidence if rows.passed else replace(evidence, batching=rows)
     elif not proven and place != built_on:
         evidence = replace(evidence, proven_on=(str(place),))
@@ -301,7 +300,7 @@ def open_proven(
             if len(engines) == 1 and manifest is not None:
                 manifest = check_proven(engines[0], artefact.path, manifest, trust, on_note)
                 artefact = Artefact.from_manifest(artefact.path, manifest)
-        add_evidence(engines, artefact)
+        golden.add_evidence(engines, artefact)
         stack.pop_all()
     for note in engines[0].notes:
         on_note(note)

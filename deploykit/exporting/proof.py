@@ -16,7 +16,7 @@ from deploykit.core.evidence import GoldenSamples, Parity, ParityRow, RowIndepen
 from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.examples import Example
 from deploykit.engines.engine import Arrays, Engine, load
-from deploykit.evaluation import batching, golden
+from deploykit.evaluation import golden
 from deploykit.evaluation.feeds import (
     MOST_SAMPLES,
     first_rows,
@@ -97,14 +97,14 @@ def prove_export(
                 ) from exc
             few = _few_rows(reference, feeds)
             recorded = golden.record(reference, few, tmp)
-            rows = batching.prove_batch(exported, tmp, recorded, most)
+            rows = golden.prove_batch(exported, tmp, recorded, most)
             notes = (*left_out, *rows_note(most))
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
                 values, first = _compare_parts(source, tmp, done, exported, feeds, check, most)
                 parity, rows = replace(parity, rows=values), rows if rows.passed else first
                 notes += (_IN_PARTS,)
-            notes += batching.notes(exported, rows)
+            notes += golden.batching_notes(exported, rows)
             decided = tuple(x for x in done.decided if _limits(x, reference, exported, done))
             cause = ""
             if parity.passed:
@@ -209,7 +209,7 @@ def _compare_parts(
         ):
             values = check(reference, graph, feeds)
             chosen = check(cast("Engine", _ChosenBy(graph, choice)), exported, feeds)
-            batch = batching.prove_batch(graph, file, None, most)
+            batch = golden.prove_batch(graph, file, None, most)
     return (*values.rows, *chosen.rows), batch
 
 

@@ -19,7 +19,7 @@ import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed, MissingExtra, Unsupported
 from deploykit.core.extras import installed
 from deploykit.evaluation import predict as partial
-from deploykit.evaluation.batching import prove_batch
+from deploykit.evaluation.golden import prove_batch
 from tests.support import onnx_zoo, string_labels
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs.small import parse

@@ -27,7 +27,7 @@ from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
-from deploykit.evaluation import batching, golden, verify
+from deploykit.evaluation import golden, verify
 from deploykit.evaluation.artefacts import Made, carry_task, keep, reject
 from deploykit.evaluation.feeds import feeds_at_sizes
 from deploykit.graph.graph import Graph
@@ -138,7 +138,7 @@ def _prove(manifest: Manifest, graph_file: Artefact, job: BuildJob) -> tuple[Evi
                     evaluation = evaluate_engine(model, engine, request, (source.name, name))
             evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
             if parity is not None and parity.passed:
-                proof = batching.prove_batch(engine, tmp, evidence.golden)
+                proof = golden.prove_batch(engine, tmp, evidence.golden)
                 evidence = replace(evidence, batching=proof)
     except Unsupported as exc:
         why = exc.message
