@@ -12,6 +12,7 @@ import gc
 import itertools
 import logging
 import math
+import mmap
 import os
 import pickle
 import signal
@@ -31,16 +32,9 @@ from deploykit.serving.transport.listener import address_of, remove_path, reserv
 from deploykit.serving.web.status import EVERY_US, History
 from deploykit.serving.workers import merge
 from deploykit.serving.workers.engine import EngineMember
-from deploykit.serving.workers.front import RemoteEngine
-from deploykit.serving.workers.group import (
-    ENGINE,
-    NOT_CONNECTED,
-    Logging,
-    Member,
-    Message,
-    WorkerLink,
-    become_worker,
-)
+from deploykit.serving.workers.front import EngineLink, RemoteEngine
+from deploykit.serving.workers.group import ENGINE, Logging, Member, become_worker
+from deploykit.serving.workers.link import Link, Message
 from deploykit.serving.workers.signals import ENDING, Signals
 
 Serve = Callable[[Member], int]  # runs in a worker; returns the number of unanswered requests
@@ -59,7 +53,6 @@ class Forked:
     number: int
     pid: int
     last: int  # a pipe for its result at its end
-    control: socket.socket  # for connections to the engines
     begun_s: float
     send: Callable[..., None] = lambda *_: None  # a message, once it is connected
     ready: bool = False
@@ -69,50 +62,6 @@ class Forked:
     report: merge.Report | None = None
     not_ready: str | None = None
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-
-
-def fork(
-    number: int,
-    count: int,
-    http: socket.socket,
-    grpc: socket.socket | None,
-    serve: Serve,
-    logging_of: Logging,
-    engines: Mapping[str, RemoteEngine] | None = None,
-) -> tuple[Forked, socket.socket]:
-    """Start a worker that takes over the sockets; return it with our end of its link."""
-    (ours, theirs), (control, taken) = socket.socketpair(), socket.socketpair()
-    last, written = os.pipe()
-    kind = EngineMember if number == ENGINE else Member
-    member = kind(number, count, theirs, taken, http, grpc, written, engines)
-    parent, taken_over = os.getpid(), [each for each in (theirs, taken, http, grpc) if each]
-    try:
-        pid = os.fork()
-    except OSError:
-        os.close(last)
-        os.close(written)
-        raise
-    if pid == 0:
-        keep = [written, *(each.fileno() for each in taken_over)]
-        become_worker(member, serve, logging_of, parent, keep)
-    os.close(written)
-    for each in taken_over:
-        each.close()
-    for each in (ours, control):
-        each.setblocking(False)
-    return Forked(number, pid, last, control, time.monotonic()), ours
-
-
-def connect_engine(front: Forked, engine: Forked, share_bytes: int) -> None:
-    """Give both processes their ends of a connection, and memory to share. Raises OSError."""
-    with contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(each) for each in socket.socketpair()]
-        memory = os.memfd_create("deploykit")  # without a name, nothing of it remains
-        stack.callback(os.close, memory)
-        os.ftruncate(memory, share_bytes)
-        for each, end in zip((front, engine), ends, strict=True):
-            with contextlib.suppress(ConnectionError):  # the process has just ended
-                socket.send_fds(each.control, [b"m"], [end.fileno(), memory])
 
 
 class Hub:
@@ -269,6 +218,7 @@ DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled fo
 END_S = 50.0  # time limit for workers to drain, above their own limits
 ABORT_S = 5.0
 _POLL_S = 0.02
+_NORESERVE = 0x4000  # of mmap(2): memory counts once it is used
 _END_POLLS = 6000  # half a minute and more: then a worker without its link is killed
 SHARE_BYTES = 64 << 20  # per worker for requests, and for answers, above the largest body
 
@@ -314,7 +264,14 @@ class Parent:
         self._shared = shared
         self._drain_s = options.drain_s
         self._end_s = END_S + options.drain_s
-        self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._memories: list[mmap.mmap] = []
+        if shared:  # in front ends as in engines, and in those that replace them
+            self._listener.bind("")  # the system chooses a name
+            self._listener.listen(count)
+            size = 2 * (options.max_body_bytes + SHARE_BYTES)
+            flags = mmap.MAP_SHARED | _NORESERVE
+            self._memories = [mmap.mmap(-1, size, flags=flags) for _ in range(count)]
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
         self._failure: BaseException | None = None
@@ -407,13 +364,7 @@ class Parent:
         gc.freeze()  # otherwise the children's collectors would write to the shared memory
         try:
             for number in numbers:
-                http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
-                engines = None if number == ENGINE else self._engines
-                worker, end = fork(
-                    number, self._count, http, grpc, self._serve, self._logging_of, engines
-                )
-                self._workers[worker.pid] = worker
-                self._do(self._connect(worker, end))
+                self._fork(number)
         except OSError as exc:  # the system has no file descriptor, process or memory left
             problem = os_reason(exc)
         gc.unfreeze()
@@ -421,13 +372,42 @@ class Parent:
         self._log.__enter__()
         return problem
 
+    def _fork(self, number: int) -> None:
+        (ours, theirs), (last, written) = socket.socketpair(), os.pipe()
+        http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
+        common = number, self._count, theirs, http, grpc, written
+        inherited = [theirs, http, *([grpc] if grpc else [])]
+        keep = [written, *(each.fileno() for each in inherited)]
+        member = Member(*common)
+        if number == ENGINE:
+            keep.append(self._listener.fileno())
+            member = EngineMember(*common, listener=self._listener, memories=self._memories)
+        elif self._shared:
+            address = self._listener.getsockname()
+            engine = EngineLink(number, self._memories[number - 1], address)
+            member = Member(*common, self._engines, engine)
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(last)
+            os.close(written)
+            raise
+        if pid == 0:
+            become_worker(member, self._serve, self._logging_of, parent, keep)
+        os.close(written)
+        for each in inherited:
+            each.close()
+        worker = self._workers[pid] = Forked(number, pid, last, time.monotonic())
+        self._do(self._connect(worker, ours))
+
     def _close_log(self) -> None:
         before, self._log = self._log, None
         if before is not None:
             before.__exit__(None, None, None)
 
     async def _connect(self, worker: Forked, end: socket.socket) -> None:
-        link = WorkerLink(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
+        link = Link(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
         worker.send = link.send
         await link.connect(end)
 
@@ -439,7 +419,6 @@ class Parent:
                 os.kill(worker.pid, signal.SIGKILL)
             await asyncio.sleep(_POLL_S / 4)
         del self._workers[worker.pid]
-        worker.control.close()
         self._on_end(worker, os.waitstatus_to_exitcode(ended[1]), last_words(worker.last))
 
     def _on_end(self, worker: Forked, code: int, last: object) -> None:
@@ -499,7 +478,11 @@ class Parent:
 
     # -- messages of workers ---------------------------------------------------------------------
 
-    def _receive(self, worker: Forked, message: Message) -> None:
+    def _receive(self, worker: Forked, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._follow(worker, message)
+
+    def _follow(self, worker: Forked, message: Message) -> None:
         match message:
             case "state", not_ready:
                 worker.not_ready = not_ready
@@ -509,16 +492,10 @@ class Parent:
                 if self._stopped.is_set():
                     worker.send("drain")
                 else:
-                    self._join_engine(worker)
                     worker.send("open", list(self._hub.regions.values()))
                     self._share_state()
             case "engines", engines:
                 self._engines = engines
-                for each in self._workers.values():
-                    if each.number != ENGINE and each.ready:
-                        each.send("engines", engines)
-            case ("connect",):
-                self._join_engine(worker)
             case ("drained",):
                 worker.drained = True
                 self._let_close()
@@ -534,18 +511,6 @@ class Parent:
         """Return the process of the engines, once it is ready."""
         found = (each for each in self._workers.values() if each.number == ENGINE and each.ready)
         return next(found, None)
-
-    def _join_engine(self, worker: Forked) -> None:
-        """Connect a ready worker with the process of the engines, or that one with all workers."""
-        engine = self._engine
-        if engine is None:
-            return
-        ready = [each for each in self._workers.values() if each.ready and each is not engine]
-        for front in ready if worker is engine else [worker]:
-            try:
-                connect_engine(front, engine, self._share_bytes)
-            except OSError as exc:  # no file descriptor or memory left; the worker asks again
-                log.error("%s: %s", NOT_CONNECTED, os_reason(exc))
 
     def _let_close(self) -> None:
         """Let workers refuse connections once all have answered their accepted requests."""
