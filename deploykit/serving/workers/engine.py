@@ -17,13 +17,11 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers.blocks import BlockAllocator, Shapes, TensorCodec
+from deploykit.serving.workers.blocks import BlockAllocator, TensorCodec
 from deploykit.serving.workers.front import RemoteEngine
 from deploykit.serving.workers.group import Hooks, Member
 from deploykit.serving.workers.link import Link, Message
@@ -104,6 +102,8 @@ class FrontEnd(Link):
         self._fronts = fronts
         self._describe = describe
         self._open: dict[int, tuple[EngineProcessModel, Pending]] = {}
+        self._memory: mmap  # both are known once it says which one it is
+        self._blocks: BlockAllocator
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse other programs: what they send is not unpickled."""
@@ -117,23 +117,23 @@ class FrontEnd(Link):
 
     def _take(self, messages: Sequence[Message]) -> None:
         try:
-            for message in messages:
-                match message:
-                    case "front", number:
-                        self._memory = self._memories[number - 1]
-                        self._blocks = BlockAllocator(len(self._memory) // 2, len(self._memory))
-                        self._fronts.add(self)
-                        self.send("models", self._describe())
-                    case "infer", number, index, *request:
-                        self._start(number, self._models[index], *request)
-                    case "read", blocks:
-                        for block in blocks:
-                            self._blocks.give(*block)
-                    case "cancel", number:
-                        found = self._open.get(number)
-                        if found is not None and found[0].model.cancel(found[1]):
-                            del self._open[number]
-                            self.send("answer", number, None, 0, None, None)
+            for kind, *content in messages:
+                if kind == "infer":
+                    self._start(content)
+                elif kind == "read":
+                    for block in content[0]:
+                        self._blocks.give(*block)
+                elif kind == "cancel":
+                    number = content[0]
+                    found = self._open.get(number)
+                    if found is not None and found[0].model.cancel(found[1]):
+                        del self._open[number]
+                        self.send("answer", number, None, 0, None, None)
+                else:  # "front"
+                    self._memory = self._memories[content[0] - 1]
+                    self._blocks = BlockAllocator(len(self._memory) // 2, len(self._memory))
+                    self._fronts.add(self)
+                    self.send("models", self._describe())
         except (LookupError, TypeError, ValueError, DeploykitError) as exc:
             log.error("a process of this server sent what it should not: %s", exc)
             if self.transport is not None:
@@ -146,35 +146,17 @@ class FrontEnd(Link):
         for model, request in waiting.values():
             model.model.cancel(request)
 
-    def _start(
-        self,
-        number: int,
-        model: EngineProcessModel,
-        at: int,
-        shapes: Shapes,
-        strings: Mapping[str, np.ndarray] | None,
-        times_us: tuple[int, int, int, int],
-        about: tuple[int, int, str | None, str | None],
-    ) -> None:
+    def _start(self, content: Sequence[Any]) -> None:
+        number, index, at, shapes, strings, rows, arrived_us, deadline_us, *more = content
+        give_up_us, priority, trace, decode_us, name = more
+        model = self._models[index]
         layout = model.inputs.layout(shapes)
         feeds = model.inputs.read(self._memory, at, layout, strings, copy=False)
         buckets = model.model.buckets
         key = layout.key if buckets is None else buckets.key(layout.key)
-        arrived_us, deadline_us, give_up_us, decode_us = times_us
-        rows, priority, trace, name = about
-        request = Pending(
-            feeds,
-            rows,
-            key,
-            partial(self._answer, number),
-            arrived_us,
-            deadline_us,
-            give_up_us,
-            priority,
-            trace,
-            decode_us,
-            name,
-        )
+        done = partial(self._answer, number)
+        request = Pending(feeds, rows, key, done, arrived_us, deadline_us, give_up_us, priority)
+        request.trace, request.decode_us, request.id = trace, decode_us, name
         self._open[number] = model, request
         try:
             model.model.enqueue(request)

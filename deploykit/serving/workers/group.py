@@ -162,7 +162,7 @@ class Member(ServerGroup):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
-        self._drained = self._closing = self._lost = False
+        self._lost = False
         self._parent = os.getpid()  # the process that is about to fork
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
@@ -204,13 +204,6 @@ class Member(ServerGroup):
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._link.send, "announce", model, level, message)
-
-    def may_close(self) -> bool:
-        """Return whether all processes have answered: until then a health check gets an answer."""
-        if not self._drained:
-            self._drained = True
-            self._link.send("drained")
-        return self._closing or self._lost
 
     def collect(self, what: str, then: Then, since_us: int = 0) -> None:
         if self._lost:
@@ -280,8 +273,6 @@ class Member(ServerGroup):
                 for what, arguments in changes:
                     self._do(what, arguments)
                 self._may_open.set()
-            case ("close",):
-                self._closing = True
             case ("drain" | "abort" as kind,):
                 self._stop_waiting()
                 (self._hooks.drain if kind == "drain" else self._hooks.abort)()

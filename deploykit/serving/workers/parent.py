@@ -47,7 +47,7 @@ _PAUSE_S = 0.01  # pause between two collections
 class Forked:
     """One process. `report`: its last figures; `missed`: samples since it last answered.
 
-    `ready`, `serving`, `drained`: the states that it has reached.
+    `ready`, `serving`: the states that it has reached.
     """
 
     number: int
@@ -57,7 +57,6 @@ class Forked:
     send: Callable[..., None] = lambda *_: None  # a message, once it is connected
     ready: bool = False
     serving: bool = False
-    drained: bool = False
     missed: int = 0
     report: merge.Report | None = None
     not_ready: str | None = None
@@ -291,10 +290,10 @@ class Parent:
             self._close_log()
             self._signals.restore()
             self._loop.close()
-            for each in (self._http, self._grpc):
-                if each is not None:
-                    remove_path(each)
-                    each.close()
+            self._listener.close()
+            for each in filter(None, (self._http, self._grpc)):
+                remove_path(each)
+                each.close()
         if self._signals.count > 1 or self._signals.interrupted:
             raise KeyboardInterrupt
         if self._failure is not None:
@@ -373,8 +372,8 @@ class Parent:
         return problem
 
     def _fork(self, number: int) -> None:
-        (ours, theirs), (last, written) = socket.socketpair(), os.pipe()
         http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
+        (ours, theirs), (last, written) = socket.socketpair(), os.pipe()
         common = number, self._count, theirs, http, grpc, written
         inherited = [theirs, http, *([grpc] if grpc else [])]
         keep = [written, *(each.fileno() for each in inherited)]
@@ -425,7 +424,6 @@ class Parent:
         number = worker.number
         self._hub.end(worker)
         self._share_state()
-        self._let_close()
         if isinstance(last, int):
             self._dropped += last
         if self._stopped.is_set():
@@ -449,10 +447,10 @@ class Parent:
 
     def _replace(self, number: int, why: str, error: DeploykitError) -> None:
         """Start another process later, unless every one that could answer fails at each start."""
-        failures = self._failures[number]
+        failures, engines = self._failures[number], number == ENGINE
         fronts = [count for each, count in self._failures.items() if each != ENGINE]
-        alone = number == ENGINE or not self._hub.serving
-        if alone and (failures if number == ENGINE else min(fronts)) >= MOST_FAILURES:
+        alone = engines or not self._hub.serving
+        if alone and (failures if engines else min(fronts)) >= MOST_FAILURES:
             log.error("%s; no worker is left, and %d starts of each failed", why, MOST_FAILURES)
             self._end_with(error)
             return
@@ -496,9 +494,6 @@ class Parent:
                     self._share_state()
             case "engines", engines:
                 self._engines = engines
-            case ("drained",):
-                worker.drained = True
-                self._let_close()
             case ("listening",):
                 worker.serving, worker.begun_s = True, time.monotonic()
                 if self._started:
@@ -511,15 +506,6 @@ class Parent:
         """Return the process of the engines, once it is ready."""
         found = (each for each in self._workers.values() if each.number == ENGINE and each.ready)
         return next(found, None)
-
-    def _let_close(self) -> None:
-        """Let workers refuse connections once all have answered their accepted requests."""
-        serving = [worker for worker in self._workers.values() if worker.serving]
-        if self._stopped.is_set() and not all(worker.drained for worker in serving):
-            return
-        for worker in serving:
-            if worker.drained:
-                worker.send("close")
 
     def _share_state(self) -> None:
         """Send each worker the reason why another one is not ready."""
