@@ -32,7 +32,6 @@ from deploykit.serving.models.offload import raise_error
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import bind
-from deploykit.serving.web.status import Samples
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
 from deploykit.serving.workers.link import Link, Message
 from deploykit.serving.workers.signals import ENDING
@@ -71,19 +70,10 @@ class ServerGroup:
     def __init__(self) -> None:
         self._reports: Makers = {}
         self._changes: Mapping[str, Callable[..., None]] = {}
-        self._history: Callable[[int], Samples] = lambda _: []
 
-    def offer(
-        self,
-        reports: Makers,
-        changes: Mapping[str, Callable[..., None]],
-        history: Callable[[int], Samples],
-    ) -> None:
-        """Set the `reports` to collect, by name, and the `changes` that all processes can make.
-
-        `history` returns samples after a time, which come with the report "status".
-        """
-        self._reports, self._changes, self._history = reports, changes, history
+    def offer(self, reports: Makers, changes: Mapping[str, Callable[..., None]]) -> None:
+        """Set the `reports` to collect, by name, and the `changes` that all processes can make."""
+        self._reports, self._changes = reports, changes
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         """Return the limits of one process."""
@@ -110,13 +100,9 @@ class ServerGroup:
         """Return whether a server that has answered all requests may refuse connections now."""
         return True
 
-    def collect(self, what: str, then: Then, since_us: int = 0) -> None:
-        """Call `then` with the figures `what` of all processes, now or later.
-
-        "status" comes with the history after `since_us`.
-        """
-        report = self._reports[what]
-        then((lambda: (report(), self._history(since_us))) if what == "status" else report)
+    def collect(self, what: str, then: Then) -> None:
+        """Call `then` with the figures `what` of all processes, now or later."""
+        then(self._reports[what])
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
         """Make the change `what` in all processes; `then` gets None, or the first error."""
@@ -205,11 +191,11 @@ class Member(ServerGroup):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._link.send, "announce", model, level, message)
 
-    def collect(self, what: str, then: Then, since_us: int = 0) -> None:
+    def collect(self, what: str, then: Then) -> None:
         if self._lost:
-            super().collect(what, then, since_us)
+            super().collect(what, then)
         else:
-            self._ask(then, "collect", what, since_us)
+            self._ask(then, "collect", what)
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
         if self._lost:
@@ -259,8 +245,9 @@ class Member(ServerGroup):
     def _follow(self, message: Message) -> None:
         assert self._hooks is not None
         match message:
-            case "report", number, names:
-                self._link.send("done", number, {name: self._reports[name]() for name in names})
+            case "report", number:
+                report = {name: make() for name, make in self._reports.items()}
+                self._link.send("done", number, report)
             case "do", number, what, arguments:
                 self._link.send("done", number, self._do(what, arguments))
             case "answer", number, value:

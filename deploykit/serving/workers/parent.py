@@ -29,7 +29,6 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsup
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import address_of, remove_path, reserve, share_address
-from deploykit.serving.web.status import EVERY_US, History
 from deploykit.serving.workers import merge
 from deploykit.serving.workers.engine import EngineMember
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
@@ -39,13 +38,14 @@ from deploykit.serving.workers.signals import ENDING, Signals
 
 Serve = Callable[[Member], int]  # runs in a worker; returns the number of unanswered requests
 REPORT_S = 1.0  # after so long a worker's last report is used
-MOST_MISSED = 10  # samples in a row, half a minute: then its event loop hangs
+WATCH_S = 2.0
+MOST_MISSED = 10  # reports in a row, half a minute: then its event loop hangs
 _PAUSE_S = 0.01  # pause between two collections
 
 
 @dataclass(eq=False)
 class Forked:
-    """One process. `report`: its last figures; `missed`: samples since it last answered.
+    """One process. `report`: its last figures; `missed`: those asked for since it last answered.
 
     `ready`, `serving`: the states that it has reached.
     """
@@ -82,11 +82,10 @@ class Hub:
         self.restarts = 0
         self._ended: merge.Report | None = None  # counters of workers that have ended
         self.regions: dict[str, tuple[str, tuple[Any, ...]]] = {}  # for a new worker to repeat
-        self._asks: list[tuple[Forked, int, str, int]] = []
+        self._asks: list[tuple[Forked, int, str]] = []
         self._announced: dict[str, str] = {}  # the last message about each model
         self._collecting = False
         self._numbers = itertools.count()
-        self._history = History()
 
     @property
     def serving(self) -> int:
@@ -102,8 +101,8 @@ class Hub:
                     worker.report = value
                 if future is not None and not future.done():
                     future.set_result(value)
-            case "collect", number, what, since_us:
-                self._asks.append((worker, number, what, since_us))
+            case "collect", number, what:
+                self._asks.append((worker, number, what))
                 if not self._collecting:
                     self._collecting = True
                     self._run(self._collect())
@@ -122,37 +121,26 @@ class Hub:
         if worker.report is not None:
             self._ended = merge.counters([each for each in (self._ended, worker.report) if each])
 
-    async def keep_history(self) -> None:
-        """Sample the counters for the dashboard, until it is cancelled."""
+    async def watch(self) -> None:
+        """Keep each worker's last figures and end those that hang, until it is cancelled."""
         while True:
-            await asyncio.sleep(EVERY_US / 1e6)
+            await asyncio.sleep(WATCH_S)
             for worker in self._workers.values():
                 worker.missed += worker.ready
-            reports = await self._reports("most_waiting")
+            await self._reports()
             for worker in self._workers.values():
                 if worker.missed >= MOST_MISSED:
                     log.error("worker %d does not answer its parent and is killed", worker.number)
                     os.kill(worker.pid, signal.SIGKILL)
-            models = []
-            for name, counted in merge.merge_counts(reports).items():
-                waiting = sum(each.get("most_waiting", {}).get(name, 0) for each in reports)
-                models.append({"name": name, **counted, "waiting": waiting})
-            if models:
-                self._history.add(time.monotonic_ns() // 1000, models)
 
     async def _collect(self) -> None:
         """Answer all requests for figures, with figures counted after they arrived."""
         while self._asks:
             asks, self._asks = self._asks, []
             reports = await self._reports()
-            values = {
-                what: self._merged(what, reports) for what in {what for _, _, what, _ in asks}
-            }
-            for worker, number, what, since_us in asks:
-                value = values[what]
-                if what == "status" and not isinstance(value, Exception):
-                    value = value, self._history.since(since_us)
-                worker.send("answer", number, value)
+            values = {what: self._merged(what, reports) for what in {what for _, _, what in asks}}
+            for worker, number, what in asks:
+                worker.send("answer", number, values[what])
             await asyncio.sleep(_PAUSE_S)
         self._collecting = False
 
@@ -170,9 +158,9 @@ class Hub:
         workers = {"wanted": self._wanted, "serving": self.serving, "restarts": self.restarts}
         return {**merge.merge_status(reports), "workers": workers}
 
-    async def _reports(self, *more: str) -> list[merge.Report]:
+    async def _reports(self) -> list[merge.Report]:
         """Return the figures of all workers; the last ones of those that do not answer in time."""
-        await self._ask_all("report", (*merge.PARTS, *more))
+        await self._ask_all("report")
         found = [each.report for each in self._workers.values() if each.report is not None]
         return found if self._ended is None else [*found, self._ended]
 
@@ -314,7 +302,7 @@ class Parent:
             log.info("%d workers serve", self._count)
             host, port = address_of(self._http)
             on_ready(host, port, address_of(self._grpc)[1] if self._grpc else None)
-        ticking = asyncio.ensure_future(self._hub.keep_history())
+        ticking = asyncio.ensure_future(self._hub.watch())
         await self._stopped.wait()
         for worker in self._workers.values():
             if worker.ready:

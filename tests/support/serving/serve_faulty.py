@@ -30,7 +30,7 @@ SETTINGS = {
     "FAULT_CONNECT_S": (front, "CONNECT_S"),
     "FAULT_DELAY_S": (parent, "DELAY_S"),
     "FAULT_ECHO_S": (signals, "ECHO_S"),
-    "FAULT_EVERY_US": (parent, "EVERY_US"),
+    "FAULT_WATCH_S": (parent, "WATCH_S"),
     "FAULT_LINGER_S": (server, "LINGER_S"),
     "FAULT_MISSED": (parent, "MOST_MISSED"),
     "FAULT_SOON_S": (server, "SOON_S"),
