@@ -82,14 +82,6 @@ def _of_model(model: ServedModel, address: Address) -> str:
     if not model.max_batch:
         batch = f"not batched: {model.not_batched}"
     summary = f"{model.engines[0].runtime} on {model.device}, {batch}"
-    facts, since, more = model.in_use.file, model.in_use.parameters, ""
-    if facts is not None:
-        nodes = ", ".join(f"{count} {kind}" for kind, count in facts["precision"].items())
-        more = (
-            f'<p class="quiet">{escape(facts["name"])}{escape(f" · {nodes} nodes" * bool(nodes))} '
-            f'· SHA-256 <code class="hash">{facts["sha256"]}</code> · loaded {since["loaded"]}, '
-            f"generation {since['generation']}</p>"
-        )
     programs, takes = dict[str, str](), model.task.parameters.get("takes")
     if model.task.ready:
         summary += f"; task: {model.task.parameters['task']}"
@@ -112,7 +104,7 @@ def _of_model(model: ServedModel, address: Address) -> str:
         for kind, slots in (("input", inputs), ("output", outputs))
         for slot in slots
     ]
-    return _section(model.name, summary, more, tensors, programs)
+    return _section(model.name, summary, tensors, programs)
 
 
 def _of_pipeline(pipeline: ServedPipeline, address: Address) -> str:
@@ -123,17 +115,16 @@ def _of_pipeline(pipeline: ServedPipeline, address: Address) -> str:
     ]
     programs = _of_items(pipeline.name, pipeline.takes, pipeline.input, address)
     summary = f"pipeline: {about['stages'].replace(', ', ' → ')}"
-    return _section(pipeline.name, summary, "", tensors, programs)
+    return _section(pipeline.name, summary, tensors, programs)
 
 
 def _section(
     name: str,
     summary: str,
-    more: str,
     tensors: Iterable[tuple[str, str, str, str]],
     programs: Mapping[str, str],
 ) -> str:
-    """Return one section. `more`: HTML. `tensors`: kind, name, type, shape."""
+    """Return one section. `tensors`: kind, name, type, shape."""
     rows = "".join(
         f'<tr><td>{kind}</td><th scope="row">{escape(each)}</th><td>{escape(datatype)}</td>'
         f"<td>[{escape(shape)}]</td></tr>"
@@ -147,7 +138,7 @@ def _section(
     return (
         f'<section id="{name}" aria-label="{name}"><h2>{name}</h2>'
         f'<p class="quiet">{escape(summary)}</p>'
-        f'{more}<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
+        '<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
         '<th scope="col">Name</th><th scope="col">Type</th><th scope="col">Shape</th></tr></thead>'
         f'<tbody>{rows}</tbody></table></div><div class="examples">{blocks}</div></section>'
     )

@@ -111,7 +111,7 @@ def test_the_curl_example_of_a_small_model_contains_its_data(tmp_path: Path) -> 
         assert '"data":[3.0,3.0,3.0,3.0]' in execute("curl", found["curl"], tmp_path)
 
 
-def test_the_status_and_the_guide_show_a_models_file_and_task(tmp_path: Path) -> None:
+def test_the_status_shows_a_models_file_and_the_guide_its_task(tmp_path: Path) -> None:
     file = write_task_model(tmp_path, "classify")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     (engine,) = open_proven(file, threads=1)
@@ -120,7 +120,6 @@ def test_the_status_and_the_guide_show_a_models_file_and_task(tmp_path: Path) ->
         guide = server.ask("GET", "/docs", Host="localhost:80").body.decode()
     assert (facts["name"], facts["sha256"]) == (file.name, digest)
     assert facts["bytes"] == file.stat().st_size
-    assert digest in guide
     assert "task: classify" in guide
     assert "curl http://localhost:80/v2/models/b/predict -F image=@photo.jpg" in guide
 
