@@ -18,7 +18,7 @@ from typing import cast
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
+from deploykit.serving.http.head import END, ChunkedBody, HttpLimits, SizedBody, read_head
 from deploykit.serving.transport.call import (
     RETRY,
     Call,
@@ -39,6 +39,7 @@ _HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 _UNREAD = Head()
+_END_BYTES = len(END)
 
 
 class State(IntEnum):
@@ -54,10 +55,9 @@ class State(IntEnum):
     REFUSED = 7  # reads no more; the error reply is still to be sent
     LINGERING = 8  # the client gets time to read the error reply
     CLOSED = 9
-    SPARE = 10  # above the limit of connections: only health checks are answered
 
 
-NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
+NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED = State
 
 
 class Exchange(Call):
@@ -134,11 +134,10 @@ class Listener(Port):
         self.limits = limits
         self.access = access
         self.max_body_bytes = max_body_bytes
-        self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
-        self.view = memoryview(self.read_into)
+        self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
         self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
         self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
-        self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
+        self.find_head = self._known_heads.get
         self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
             NEW: limits.header_s,
             IDLE: limits.idle_s,
@@ -153,14 +152,6 @@ class Listener(Port):
         _status_lines.cache_clear()  # their Date is that of a tick
         super().tick(now_s)
 
-    def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
-        """Return the bytes of the head received from `at` on, and the Head if it is cached."""
-        raw = bytes(self.view[at : self.read_into.find(END, at, end) + len(END)])
-        head = self._known_heads.get(raw)
-        if head is not None:
-            self.last_head = raw, head
-        return raw, head
-
     def keep(self, raw: bytes, head: Head) -> None:
         """Cache a head, unless it has a trace id or a boundary, which differ in each request."""
         form = head.content_type is not None and b"boundary" in head.content_type
@@ -172,37 +163,33 @@ class Listener(Port):
     def forget_heads(self) -> None:
         """Empty the cache: other requests are allowed now."""
         self._known_heads.clear()
-        self.last_head = b"", None
 
-    def is_health_check(self, end: int) -> bool:
-        """Return whether the first `end` bytes received are just a cheap health check."""
-        data = self.read_into
-        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
-
-    def make_room(self, connection: HttpConnection) -> bool:
-        """Return whether a new connection has a place; else it may only ask for the health."""
+    def has_spare_place(self, connection: HttpConnection) -> bool:
+        """Return whether a new connection is one above the limit, which may ask for the health."""
         if self.has_place():
-            return True
+            return False
         self._spare.append(connection)
         if len(self._spare) > SPARE_CLIENTS:
             self._spare.popleft().refuse_spare()
-        return False
+        return True
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One client. `_state` says what is being read, into `_reader` for `_exchange`."""
+    """One client. `_state` says what is being read, into `_body` for `_exchange`."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self._limits = listener.limits
         self._state = NEW
+        self._spare = False  # above the limit of connections: only health checks are answered
         self._since_s = listener.now_s  # when it began to wait for the client
         self._by_s = 0.0  # when more of the body must have come, or of the replies been read
-        self._reader: HeadReader | SizedBody | ChunkedBody | None = None  # None before a request
+        self._body: SizedBody | ChunkedBody | None = None
         self._exchange = Exchange(self, _UNREAD)  # whose body is read
         self.exchanges: deque[Exchange] = deque()  # that are being answered
         self._paused = False  # no request is processed until replies are sent, or in this turn
-        self._kept = b""  # bytes received meanwhile; counted in the memory budget
+        self._queued = False  # received bytes wait for a turn of the event loop
+        self._kept = b""  # bytes received and not processed; counted in the memory budget
         self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
         self._unread: int | None = None  # bytes of replies, while there are too many to go on
 
@@ -212,7 +199,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
+        busy = self._state > HEAD or self.exchanges or self._queued or self._unsent_bytes
         return None if busy else self._since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
@@ -221,7 +208,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         self.listener.connections.add(self)
-        self._state = NEW if self.listener.make_room(self) else SPARE
+        self._spare = self.listener.has_spare_place(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._state = CLOSED
@@ -237,38 +224,32 @@ class HttpConnection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         listener, into = self.listener, self.listener.view
         if self._state is SIZED:
-            into = cast("SizedBody", self._reader).left[:PIECE_BYTES]
+            into = cast("SizedBody", self._body).left[:PIECE_BYTES]
         if listener.turns.late() if self._tls else listener.turns.busy:  # this turn is used up
             return into[: BUSY_BYTES[self._tls]]
         return into
 
     def buffer_updated(self, nbytes: int) -> None:
-        state, turns = self._state, self.listener.turns
+        listener, state = self.listener, self._state
+        turns = listener.turns
         if state is SIZED:
-            self._receive(cast("SizedBody", self._reader), nbytes)
-        elif state < LAST:
-            urgent = turns.busy and state <= IDLE and self.listener.is_health_check(nbytes)
-            if not turns.busy or (urgent and not turns.overdrawn):
-                self._read(nbytes)
-                return
-            self._pause()
-            self._keep(0, nbytes)
-            self._resume(urgent=urgent)
-        elif state is not SPARE:  # received data are dropped
+            self._receive(cast("SizedBody", self._body), nbytes)
+        elif state >= LAST:  # received data are dropped
             if turns.late():
                 self._wait(self._resume)
-        elif self.listener.is_health_check(nbytes):
-            self._state = IDLE
-            self._read(nbytes)
-            self._state = SPARE if self._state is IDLE else self._state
         else:
-            self.refuse_spare()
+            data = bytes(listener.view[:nbytes])
+            if self._kept:
+                data = self._take_kept() + data
+            if turns.busy:
+                self._pause()
+                self._keep(data)
+                self._resume(urgent=_is_health_check(data))
+            else:
+                self._read(data)
 
     def refuse_spare(self) -> None:
-        """Close the connection, unless it is no longer a spare one."""
-        if self._state is SPARE:
-            self._state = NEW
-            self._refuse(503, f"there are {self._limits.connections} connections already")
+        self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def pause_writing(self) -> None:
         self._unread = unread_bytes(self.transport)
@@ -301,23 +282,22 @@ class HttpConnection(asyncio.BufferedProtocol):
         room = len(self.exchanges) < self._limits.pipelined
         if self._unread is None and room and self._state is not WHOLE:
             self._paused = False
-            if self._kept:  # not in this turn: another connection may be using the shared buffer
+            if self._kept:  # not in this turn
+                self._queued = True
                 self.listener.turns.wait(self._read_kept, urgent=urgent)
             elif not self.transport.is_closing():
                 self.transport.resume_reading()
 
     def _read_kept(self) -> None:
-        data = self._take_kept()
+        self._queued = False
         if self._state < LAST:
-            self.listener.view[: len(data)] = data
-            self._read(len(data))
-            if not (self._paused or self._kept):
+            self._read(self._take_kept())
+            if not (self._paused or self._queued):
                 self.transport.resume_reading()
 
-    def _keep(self, at: int, end: int) -> None:
-        """Keep this part of the shared buffer, which other connections will use."""
-        self._kept = bytes(self.listener.view[at:end])
-        self.listener.memory.add(end - at, 0)
+    def _keep(self, data: bytes) -> None:
+        self._kept = data
+        self.listener.memory.add(len(data), 0)
 
     def _take_kept(self) -> bytes:
         data, self._kept = self._kept, b""
@@ -332,69 +312,74 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _read(self, end: int) -> None:
-        """Process received data: the first `end` bytes of the shared buffer."""
-        listener, data = self.listener, self.listener.read_into
-        at = steps = 0
-        while at < end and self._state < LAST and not self._paused:
+    def _read(self, data: bytes) -> None:
+        """Process received data, and keep what is incomplete or has to wait."""
+        at, steps, size = 0, 0, len(data)
+        while at < size and self._state < LAST and not self._paused:
             if at:
                 steps += 1
                 if steps == self._limits.pipelined:  # the rest in the next turn
                     self._pause()
                     break
             if self._state is CHUNKED:
-                at += self._read_chunks(cast("ChunkedBody", self._reader), at, end)
-                continue
-            if self._state is not HEAD:
-                raw, head = listener.last_head
-                if head is None or not data.startswith(raw, at, end):
-                    raw, head = listener.find_head(at, end)
+                end = self._read_chunks(cast("ChunkedBody", self._body), data, at)
+            else:
+                stop = data.find(END, at) + _END_BYTES
+                head = self.listener.find_head(data[at:stop])
                 if head is not None:
-                    at = self._begin(head, at + len(raw), end)
-                    continue
-                self._enter(HEAD)
-                self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
-            at = self._read_head(cast("HeadReader", self._reader), at, end)
-        if at < end and self._state < LAST:
-            self._keep(at, end)
+                    end = self._begin(head, data, stop)
+                else:
+                    end = self._read_head(data, at, stop if stop >= _END_BYTES else size)
+            if end == at:
+                break
+            at = end
+        if at < size and self._state < LAST:
+            self._keep(data[at:])
         if self._paused:
             self._resume()
 
-    def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
-        begun_s = self.listener.turns.clock_s()
-        raw = bytes(self.listener.view[at:end])
-        used, head = reader.feed(raw)
-        self.listener.turns.spend(begun_s)
+    def _read_head(self, data: bytes, at: int, stop: int) -> int:
+        """Read a head that is not cached, as far as it was received."""
+        if data[at] in b"\r\n":  # an empty line, as after a body
+            return at + 1
+        raw, listener = data[at:stop], self.listener
+        begun_s = listener.turns.clock_s()
+        head = read_head(raw, self._limits, listener.access, listener.max_body_bytes)
+        listener.turns.spend(begun_s)
         if head is None:
-            return end
-        if head.refusal is None and reader.bytes == used:  # the head came in one piece
-            self.listener.keep(raw[:used], head)
-        return self._begin(head, at + used, end)
+            if self._state is not HEAD:
+                self._enter(HEAD)
+            return at
+        if head.refusal is None:
+            listener.keep(raw, head)
+        return self._begin(head, data, stop)
 
-    def _begin(self, head: Head, at: int, end: int) -> int:
+    def _begin(self, head: Head, data: bytes, at: int) -> int:
         """Start a request: take the received part of its body from `at` on."""
         exchange = self._exchange = Exchange(self, head)
-        self._reader = None
-        if head.refusal is not None:
+        refusal, length, received = head.refusal, head.length, len(data) - at
+        if refusal is not None:
             self._enter(SIZED)
-            self._refuse(head.refusal.status, head.refusal.text, head.refusal.headers)
-            return end
-        received, length, view = end - at, head.length, self.listener.view
+            self._refuse(refusal.status, refusal.text, refusal.headers)
+            return len(data)
+        if self._spare and (length != 0 or not head.path.startswith(HEALTH)):
+            self.refuse_spare()
+            return len(data)
         if length is not None and received >= length:
-            self._complete(exchange, bytes(view[at : at + length]) if length else b"")
+            self._complete(exchange, data[at : at + length])
             return at + length
         if head.expect and not received and not self.exchanges:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
             self._enter(CHUNKED)
-            self._reader = ChunkedBody(self._limits, self.listener.max_body_bytes)
+            self._body = ChunkedBody(self._limits, self.listener.max_body_bytes)
             return at
         self._enter(SIZED)
         try:
-            self._reader = SizedBody(length, head.json_bytes, view[at:end])
+            self._body = SizedBody(length, head.json_bytes, data[at:])
         except MemoryError:
             self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
-        return end
+        return len(data)
 
     def _receive(self, body: SizedBody, size: int) -> None:
         """Count `size` bytes of a body of known length, which are in place already."""
@@ -414,26 +399,25 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _take_whole(self) -> None:
         """Process the request whose body is whole, in this connection's turn."""
         if self._state is WHOLE:
-            body, self._reader = cast("SizedBody", self._reader).body, None
+            body, self._body = cast("SizedBody", self._body).body, None
             self._complete(self._exchange, body)
             del body  # frees its memory
             self._resume()
 
-    def _read_chunks(self, chunks: ChunkedBody, at: int, end: int) -> int:
-        data = bytes(self.listener.view[at:end])
+    def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> int:
         try:
-            used = chunks.feed(data)
+            end = chunks.feed(data, at)
         except DeploykitError as exc:
             self._refuse(exc.http_status, message_of(exc))
             return len(data)
-        if not self._reserve(used):
+        if not self._reserve(end - at):
             return len(data)
         if chunks.done:
-            self._reader = None
+            self._body = None
             self._complete(self._exchange, chunks.body)
         if self.listener.turns.late():
             self._pause()
-        return used
+        return end
 
     def _reserve(self, size: int) -> bool:
         """Count bytes of the body that is being read."""
@@ -513,11 +497,11 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _discard(self) -> None:
         """Free the data of an incomplete request."""
-        reader, self._reader = self._reader, None
+        body, self._body = self._body, None
         self._take_kept()
-        if isinstance(reader, SizedBody):
-            reader.left.release()
-            self.listener.turns.run(reader.body.release)  # 4 ms for 36 MB
+        if isinstance(body, SizedBody):
+            body.left.release()
+            self.listener.turns.run(body.body.release)  # 4 ms for 36 MB
 
     def _enter(self, state: State) -> None:
         self._state = state
@@ -534,7 +518,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._unread = size
             if now_s > self._by_s:
                 self.transport.abort()
-        elif self.exchanges or self._kept or state is WHOLE:
+        elif self.exchanges or self._queued or state is WHOLE:
             pass  # the client waits for the server
         elif state in (SIZED, CHUNKED):
             if now_s > self._by_s:
@@ -553,3 +537,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._enter(LAST)
         self._discard()
         self.transport.close()
+
+
+def _is_health_check(data: bytes) -> bool:
+    """Return whether received data are just a cheap health check."""
+    return data.startswith(_HEALTH) and data.find(END) == len(data) - _END_BYTES
