@@ -1,4 +1,4 @@
-"""One client's HTTP/1.1 connection: read requests, pass them to the routes, reply in order.
+"""One client's HTTP/1.1 connection: read a request, pass it to the routes, reply, read the next.
 
 Every wait has a limit. A head equal to a previous one is not parsed again: clients repeat theirs. A
 large body is received directly into its final memory.
@@ -43,27 +43,28 @@ _END_BYTES = len(END)
 
 
 class State(IntEnum):
-    """The state of reading, which decides on received bytes. Below LAST it reads requests."""
+    """What a connection does, which decides on received bytes."""
 
-    NEW = 0  # waiting for the first request
-    IDLE = 1  # waiting for another request
+    NEW = 0  # waits for the first request
+    IDLE = 1  # waits for another request
     HEAD = 2  # part of a head received
     SIZED = 3  # part of a body received whose length is known
     CHUNKED = 4  # part of a chunked body received
     WHOLE = 5  # a whole body received, which waits for a turn of the event loop
-    LAST = 6  # reads no more; closes after the last reply
-    REFUSED = 7  # reads no more; the error reply is still to be sent
-    LINGERING = 8  # the client gets time to read the error reply
-    CLOSED = 9
+    ANSWERING = 6  # the request is being answered
+    LAST = 7  # reads no more; closes once all is sent
+    REFUSED = 8  # reads no more; the error reply is being sent
+    LINGERING = 9  # the client gets time to read the error reply
+    CLOSED = 10
 
 
-NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED = State
+NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, ANSWERING, LAST, REFUSED, LINGERING, CLOSED = State
 
 
 class Exchange(Call):
-    """A request, and its reply until it is sent."""
+    """A request of a connection."""
 
-    __slots__ = ("begun_s", "connection", "keep_alive", "pending_reply")
+    __slots__ = ("begun_s", "connection", "keep_alive")
 
     def __init__(self, connection: HttpConnection, head: Head) -> None:
         listener = connection.listener
@@ -71,14 +72,13 @@ class Exchange(Call):
         self.connection = connection
         self.keep_alive = head.keep_alive
         self.begun_s = listener.turns.clock_s() if listener.records else 0.0
-        self.pending_reply: list[Bytes] | None = None
 
     @property
     def peer(self) -> Peer:
         return Peer.of(self.connection.transport.get_extra_info("peername"), self.connection)
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
+        """Send the reply. Raises Overloaded for an answer above the memory budget."""
         connection, head = self.connection, self.head
         if self.gone:
             return
@@ -87,15 +87,15 @@ class Exchange(Call):
         listener = connection.listener
         length = sum(map(len, parts))
         large = length > _JOINED_BYTES
-        if (large or connection.exchanges[0] is not self) and status < 400:  # it waits for others
-            connection.release_sent()
+        if large and status < 400:
+            connection.count_unsent()
             if not self.reserve(length):
                 raise Overloaded(self.memory.message)
         listener.replies[status] += 1
         if listener.records:
             asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
             listener.record(self, asked, str(status), connection.transport, failed=status >= 400)
-        if listener.draining and connection.exchanges[-1] is self:
+        if listener.draining and not connection.has_more:
             self.keep_alive = False
         end = b"\r\n"
         if head.old or not self.keep_alive:
@@ -104,11 +104,12 @@ class Exchange(Call):
         if head.method == "HEAD":
             parts = ()
         lines: list[Bytes] = [_status_lines(status), headers, head.cors, size, end]
-        if not large:
-            lines += parts
-            parts = ()
-        self.pending_reply = [b"".join(lines), *parts]
-        connection.flush()
+        if large:
+            connection.write_large([b"".join(lines), *parts])
+            self.release()
+        else:
+            connection.transport.write(b"".join([*lines, *parts]))
+        connection.end_exchange(self)
 
 
 @cache
@@ -185,21 +186,25 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._since_s = listener.now_s  # when it began to wait for the client
         self._by_s = 0.0  # when more of the body must have come, or of the replies been read
         self._body: SizedBody | ChunkedBody | None = None
-        self._exchange = Exchange(self, _UNREAD)  # whose body is read
-        self.exchanges: deque[Exchange] = deque()  # that are being answered
-        self._paused = False  # no request is processed until replies are sent, or in this turn
+        self._exchange = Exchange(self, _UNREAD)  # the request that is read or answered
+        self._paused = False  # nothing is received
         self._queued = False  # received bytes wait for a turn of the event loop
         self._kept = b""  # bytes received and not processed; counted in the memory budget
-        self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
+        self._unsent_bytes = 0  # bytes of replies that were not sent; counted there too
         self._unread: int | None = None  # bytes of replies, while there are too many to go on
 
     @property
     def unanswered(self) -> int:
-        return len(self.exchanges)
+        return int(self._queued or self._state is ANSWERING)
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether the client has sent more than the request that is being answered."""
+        return bool(self._kept)
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self._state > HEAD or self.exchanges or self._queued or self._unsent_bytes
+        busy = self._state > HEAD or self._queued or self._unsent_bytes
         return None if busy else self._since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
@@ -213,13 +218,11 @@ class HttpConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._state = CLOSED
         self._discard()
-        self._exchange.release()
         self.listener.memory.release(self._unsent_bytes)
         self._unsent_bytes = 0
-        del self._exchange  # a reference cycle: only the garbage collector would free it
         self.listener.connections.discard(self)
-        while self.exchanges:
-            self.exchanges.popleft().abandon()
+        self._exchange.abandon()
+        del self._exchange  # a reference cycle: only the garbage collector would free it
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         listener, into = self.listener, self.listener.view
@@ -234,17 +237,17 @@ class HttpConnection(asyncio.BufferedProtocol):
         turns = listener.turns
         if state is SIZED:
             self._receive(cast("SizedBody", self._body), nbytes)
-        elif state >= LAST:  # received data are dropped
+        elif state > ANSWERING:  # received data are dropped
             if turns.late():
                 self._wait(self._resume)
         else:
             data = bytes(listener.view[:nbytes])
             if self._kept:
                 data = self._take_kept() + data
-            if turns.busy:
-                self._pause()
+            if turns.busy or self._paused or state is ANSWERING:
                 self._keep(data)
-                self._resume(urgent=_is_health_check(data))
+                self._pause()
+                self._go_on(urgent=_is_health_check(data))
             else:
                 self._read(data)
 
@@ -255,16 +258,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._unread = unread_bytes(self.transport)
         self._by_s = self.listener.now_s + self._limits.stall_s
         self._pause()
-        more = self.transport.get_write_buffer_size() - self._unsent_bytes
-        if more > 0:  # small replies, which count only if the client does not read them
-            self._unsent_bytes += more
-            self.listener.memory.add(more, 0)
+        self.count_unsent()
 
     def resume_writing(self) -> None:
         self._unread = None
         self._by_s = self.listener.now_s + self._limits.stall_s  # of a body that waited
-        self.release_sent()
-        self._resume()
+        self.count_unsent()
+        self._go_on()
 
     # -- waiting: for the client to read replies, or for this connection's turn ----------------
 
@@ -272,28 +272,34 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._paused = True
         self.transport.pause_reading()
 
+    def _resume(self) -> None:
+        if not self.transport.is_closing():
+            self._paused = False
+            self.transport.resume_reading()
+
     def _wait(self, work: Callable[[], None]) -> None:
         """Read no more until `work` is called in one of the next turns of the event loop."""
-        self.transport.pause_reading()
+        self._pause()
         self.listener.turns.wait(work)
 
-    def _resume(self, *, urgent: bool = False) -> None:
-        """Process requests again if enough replies were sent."""
-        room = len(self.exchanges) < self._limits.pipelined
-        if self._unread is None and room and self._state is not WHOLE:
-            self._paused = False
-            if self._kept:  # not in this turn
-                self._queued = True
-                self.listener.turns.wait(self._read_kept, urgent=urgent)
-            elif not self.transport.is_closing():
-                self.transport.resume_reading()
+    def _go_on(self, *, urgent: bool = False) -> None:
+        """Process what was received in one of the next turns, or receive more."""
+        if self._unread is not None or self._queued or self._state > CHUNKED:
+            return
+        if self._kept:
+            self._queued = True
+            self._pause()
+            self.listener.turns.wait(self._read_kept, urgent=urgent)
+        else:
+            self._resume()
 
     def _read_kept(self) -> None:
         self._queued = False
-        if self._state < LAST:
+        if self._state <= CHUNKED and self._unread is None:
             self._read(self._take_kept())
-            if not (self._paused or self._queued):
-                self.transport.resume_reading()
+            waits = self._queued or (self._kept and self._state is ANSWERING)
+            if self._unread is None and not waits:
+                self._resume()
 
     def _keep(self, data: bytes) -> None:
         self._kept = data
@@ -304,82 +310,72 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.listener.memory.release(len(data))
         return data
 
-    def release_sent(self) -> None:
-        """Remove replies from the memory budget once the client has read them all."""
-        if self._unsent_bytes and not self.transport.get_write_buffer_size():
-            self.listener.memory.release(self._unsent_bytes)
-            self._unsent_bytes = 0
+    def count_unsent(self) -> None:
+        """Count in the memory budget what was written and not sent."""
+        size = self.transport.get_write_buffer_size()
+        self.listener.memory.add(size - self._unsent_bytes, 0)
+        self._unsent_bytes = size
 
     # -- requests --------------------------------------------------------------------------------
 
     def _read(self, data: bytes) -> None:
-        """Process received data, and keep what is incomplete or has to wait."""
-        at, steps, size = 0, 0, len(data)
-        while at < size and self._state < LAST and not self._paused:
-            if at:
-                steps += 1
-                if steps == self._limits.pipelined:  # the rest in the next turn
-                    self._pause()
-                    break
-            if self._state is CHUNKED:
-                end = self._read_chunks(cast("ChunkedBody", self._body), data, at)
-            else:
-                stop = data.find(END, at) + _END_BYTES
-                head = self.listener.find_head(data[at:stop])
-                if head is not None:
-                    end = self._begin(head, data, stop)
-                else:
-                    end = self._read_head(data, at, stop if stop >= _END_BYTES else size)
-            if end == at:
-                break
-            at = end
-        if at < size and self._state < LAST:
-            self._keep(data[at:])
-        if self._paused:
-            self._resume()
+        """Process the next request, or a part of it; what follows waits for another turn."""
+        if self._state is CHUNKED:
+            self._read_chunks(cast("ChunkedBody", self._body), data, 0)
+            return
+        stop = data.find(END) + _END_BYTES
+        head = self.listener.find_head(data[:stop])
+        if head is None:
+            self._read_head(data, stop if stop >= _END_BYTES else len(data))
+        else:
+            self._begin(head, data, stop)
 
-    def _read_head(self, data: bytes, at: int, stop: int) -> int:
+    def _read_head(self, data: bytes, stop: int) -> None:
         """Read a head that is not cached, as far as it was received."""
-        if data[at] in b"\r\n":  # an empty line, as after a body
-            return at + 1
-        raw, listener = data[at:stop], self.listener
+        plain, listener = data.lstrip(b"\r\n"), self.listener
+        if len(plain) < len(data):  # empty lines, as after a body
+            self._read(plain)
+            return
         begun_s = listener.turns.clock_s()
+        raw = data[:stop]
         head = read_head(raw, self._limits, listener.access, listener.max_body_bytes)
         listener.turns.spend(begun_s)
-        if head is None:
+        if head is not None:
+            if head.refusal is None:
+                listener.keep(raw, head)
+            self._begin(head, data, stop)
+        elif data:
+            self._keep(data)
             if self._state is not HEAD:
                 self._enter(HEAD)
-            return at
-        if head.refusal is None:
-            listener.keep(raw, head)
-        return self._begin(head, data, stop)
 
-    def _begin(self, head: Head, data: bytes, at: int) -> int:
-        """Start a request: take the received part of its body from `at` on."""
-        exchange = self._exchange = Exchange(self, head)
-        refusal, length, received = head.refusal, head.length, len(data) - at
+    def _begin(self, head: Head, data: bytes, at: int) -> None:
+        """Start a request; its body is in `data` from `at` on, as far as it was received."""
+        self._exchange = Exchange(self, head)
+        refusal, length, size = head.refusal, head.length, len(data)
         if refusal is not None:
             self._enter(SIZED)
             self._refuse(refusal.status, refusal.text, refusal.headers)
-            return len(data)
-        if self._spare and (length != 0 or not head.path.startswith(HEALTH)):
+        elif self._spare and (length != 0 or not head.path.startswith(HEALTH)):
             self.refuse_spare()
-            return len(data)
-        if length is not None and received >= length:
-            self._complete(exchange, data[at : at + length])
-            return at + length
-        if head.expect and not received and not self.exchanges:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if length is None:
+        elif length is not None and at + length <= size:
+            self._complete(data[at : at + length], data[at + length :])
+        else:
+            if head.expect and at == size:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._begin_body(head, data, at)
+
+    def _begin_body(self, head: Head, data: bytes, at: int) -> None:
+        if head.length is None:
             self._enter(CHUNKED)
-            self._body = ChunkedBody(self._limits, self.listener.max_body_bytes)
-            return at
+            self._body = chunks = ChunkedBody(self._limits, self.listener.max_body_bytes)
+            self._read_chunks(chunks, data, at)
+            return
         self._enter(SIZED)
         try:
-            self._body = SizedBody(length, head.json_bytes, data[at:])
+            self._body = SizedBody(head.length, head.json_bytes, data[at:])
         except MemoryError:
-            self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
-        return len(data)
+            self._refuse(503, f"there is no memory for a body of {head.length} bytes", RETRY)
 
     def _receive(self, body: SizedBody, size: int) -> None:
         """Count `size` bytes of a body of known length, which are in place already."""
@@ -388,7 +384,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         body.left, turns = body.left[size:], self.listener.turns
         if body.left:
             if turns.late():
-                self._wait(self._resume)
+                self._wait(self._go_on)
             return
         self._state = WHOLE
         if turns.busy:
@@ -400,24 +396,26 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Process the request whose body is whole, in this connection's turn."""
         if self._state is WHOLE:
             body, self._body = cast("SizedBody", self._body).body, None
-            self._complete(self._exchange, body)
-            del body  # frees its memory
-            self._resume()
+            self._complete(body)
+            if self._paused and self._unread is None:
+                self._resume()
 
-    def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> int:
+    def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> None:
         try:
             end = chunks.feed(data, at)
         except DeploykitError as exc:
             self._refuse(exc.http_status, message_of(exc))
-            return len(data)
+            return
         if not self._reserve(end - at):
-            return len(data)
+            return
+        self.listener.turns.late()
         if chunks.done:
             self._body = None
-            self._complete(self._exchange, chunks.body)
-        if self.listener.turns.late():
-            self._pause()
-        return end
+            self._complete(chunks.body, data[end:])
+        elif end < len(data):
+            self._keep(data[end:])
+            if end > at:
+                self._go_on()
 
     def _reserve(self, size: int) -> bool:
         """Count bytes of the body that is being read."""
@@ -427,67 +425,54 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._refuse(503, self.listener.memory.message, RETRY)
         return False
 
-    def _complete(self, exchange: Exchange, body: Bytes) -> None:
+    def _complete(self, body: Bytes, rest: bytes = b"") -> None:
+        """Have the request answered. `rest`: what was received after it."""
+        exchange, turns = self._exchange, self.listener.turns
         exchange.body = body
-        self._state = IDLE if exchange.keep_alive else LAST
-        self.exchanges.append(exchange)
-        turns = self.listener.turns
+        del body  # the route frees its memory
+        self._state = ANSWERING
+        if rest:
+            self._keep(rest)
         begun_s = turns.clock_s()
         self.listener.handle(exchange)
         turns.spend(begun_s)
-        full = len(self.exchanges) >= self._limits.pipelined
-        if full or turns.busy or turns.waiting:  # one at a time while others wait for their turn
-            self._pause()
 
     # -- replies ---------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Send the replies that are next in order."""
-        exchanges = self.exchanges
-        while exchanges and (answer := exchanges[0].pending_reply) is not None:
-            exchange = exchanges.popleft()
-            if len(answer) == 1 and not exchange.held_bytes:
-                self.transport.write(answer[0])
-            else:
-                self._write_large(exchange, answer)
-            exchange.pending_reply = None
-            if not exchange.keep_alive:
-                self._finish()
-                return
-        if self._paused:
-            self._resume()
-        if not exchanges and self._state is IDLE:
-            self._since_s = self.listener.now_s
-
-    def _write_large(self, exchange: Exchange, answer: Sequence[Bytes]) -> None:
-        """Write a reply that counts in the memory budget until the client has read it."""
-        self._unsent_bytes += exchange.held_bytes
-        exchange.held_bytes = 0
+    def write_large(self, parts: Sequence[Bytes]) -> None:
+        """Write a reply in parts, which are not copied."""
         if self._tls:  # the TLS transport forwards each write whole and does not count it
-            for part in answer:
+            for part in parts:
                 for at in range(0, len(part), READ_BYTES):
                     self.transport.write(memoryview(part)[at : at + READ_BYTES])
         else:
-            self.transport.writelines(answer)
-        self.release_sent()
+            self.transport.writelines(parts)
+        self.count_unsent()
+
+    def end_exchange(self, exchange: Exchange) -> None:
+        """Go on after the reply to a request."""
+        if not exchange.keep_alive:
+            self._finish()
+        elif self._state is ANSWERING:
+            self._state = IDLE
+            self._since_s = self.listener.now_s
+            if self._kept or self._paused:
+                self._go_on()
 
     def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
-        """Reply with an error after the pending replies, and read no more."""
-        if self._state >= LAST:
+        """Reply with an error, and read no more."""
+        if self._state >= ANSWERING:
             return
         exchange = self._exchange if self._state >= SIZED else Exchange(self, _UNREAD)
         self._state = REFUSED
         self._discard()
         exchange.keep_alive = False
-        self.exchanges.append(exchange)
         reply_error(exchange, status, text, headers)
 
     # -- deadlines and the end -------------------------------------------------------------------
 
     def _finish(self) -> None:
         """End after the last reply. A client that is still sending gets time to read it."""
-        while self.exchanges:
-            self.exchanges.popleft().abandon()
         refused = self._state is REFUSED
         self._enter(LINGERING if refused else LAST)
         if refused and self.transport.can_write_eof():
@@ -511,14 +496,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit."""
         waited_s, state = now_s - self._since_s, self._state
-        self.release_sent()
+        self.count_unsent()
         if self._unread is not None:
             size = unread_bytes(self.transport)
             self._by_s = extend(self._by_s, self._unread - size, now_s, self._limits.stall_s)
             self._unread = size
             if now_s > self._by_s:
                 self.transport.abort()
-        elif self.exchanges or self._queued or state is WHOLE:
+        elif self._queued or state in (WHOLE, ANSWERING):
             pass  # the client waits for the server
         elif state in (SIZED, CHUNKED):
             if now_s > self._by_s:

@@ -38,7 +38,6 @@ class HttpLimits:
     headers: int = 100
     target_bytes: int = 8 << 10
     chunks: int = 65_536
-    pipelined: int = 16
     connections: int = 4096
     header_s: float = 10.0  # from the connection or a message's first byte; also for TLS
     stall_s: float = 30.0  # a pause in a body, or of a client that does not read its reply
