@@ -50,15 +50,13 @@ class State(IntEnum):
     HEAD = 2  # part of a head received
     SIZED = 3  # part of a body received whose length is known
     CHUNKED = 4  # part of a chunked body received
-    WHOLE = 5  # a whole body received, which waits for a turn of the event loop
-    ANSWERING = 6  # the request is being answered
-    LAST = 7  # reads no more; closes once all is sent
-    REFUSED = 8  # reads no more; the error reply is being sent
-    LINGERING = 9  # the client gets time to read the error reply
-    CLOSED = 10
+    ANSWERING = 5  # the request is being answered
+    LAST = 6  # reads no more; closes once all is sent
+    REFUSED = 7  # reads no more; the client gets time to read the error reply
+    CLOSED = 8
 
 
-NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, ANSWERING, LAST, REFUSED, LINGERING, CLOSED = State
+NEW, IDLE, HEAD, SIZED, CHUNKED, ANSWERING, LAST, REFUSED, CLOSED = State
 
 
 class Exchange(Call):
@@ -143,7 +141,7 @@ class Listener(Port):
             NEW: limits.header_s,
             IDLE: limits.idle_s,
             HEAD: limits.header_s,
-            LINGERING: limits.linger_s,
+            REFUSED: limits.linger_s,
         }
 
     def connect(self) -> HttpConnection:
@@ -188,7 +186,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._body: SizedBody | ChunkedBody | None = None
         self._exchange = Exchange(self, _UNREAD)  # the request that is read or answered
         self._paused = False  # nothing is received
-        self._queued = False  # received bytes wait for a turn of the event loop
+        self._queued = False  # what was received waits for a turn of the event loop
         self._kept = b""  # bytes received and not processed; counted in the memory budget
         self._unsent_bytes = 0  # bytes of replies that were not sent; counted there too
         self._unread: int | None = None  # bytes of replies, while there are too many to go on
@@ -286,7 +284,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Process what was received in one of the next turns, or receive more."""
         if self._unread is not None or self._queued or self._state > CHUNKED:
             return
-        if self._kept:
+        if self._kept or self._state is SIZED:
             self._queued = True
             self._pause()
             self.listener.turns.wait(self._read_kept, urgent=urgent)
@@ -295,11 +293,15 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _read_kept(self) -> None:
         self._queued = False
-        if self._state <= CHUNKED and self._unread is None:
+        if self._state > CHUNKED or self._unread is not None:
+            return
+        if not isinstance(self._body, SizedBody):
             self._read(self._take_kept())
-            waits = self._queued or (self._kept and self._state is ANSWERING)
-            if self._unread is None and not waits:
-                self._resume()
+        elif not self._body.left:
+            self._take_whole()
+        waits = self._queued or (self._kept and self._state is ANSWERING)
+        if self._unread is None and not waits:
+            self._resume()
 
     def _keep(self, data: bytes) -> None:
         self._kept = data
@@ -382,23 +384,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._reserve(size):
             return
         body.left, turns = body.left[size:], self.listener.turns
-        if body.left:
-            if turns.late():
-                self._wait(self._go_on)
-            return
-        self._state = WHOLE
-        if turns.busy:
-            self._wait(self._take_whole)
-        else:
+        if not body.left and not turns.busy:
             self._take_whole()
+        elif not body.left or turns.late():
+            self._go_on()
 
     def _take_whole(self) -> None:
-        """Process the request whose body is whole, in this connection's turn."""
-        if self._state is WHOLE:
-            body, self._body = cast("SizedBody", self._body).body, None
-            self._complete(body)
-            if self._paused and self._unread is None:
-                self._resume()
+        body, self._body = cast("SizedBody", self._body).body, None
+        self._complete(body)
 
     def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> None:
         try:
@@ -464,7 +457,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._state >= ANSWERING:
             return
         exchange = self._exchange if self._state >= SIZED else Exchange(self, _UNREAD)
-        self._state = REFUSED
+        self._enter(REFUSED)
         self._discard()
         exchange.keep_alive = False
         reply_error(exchange, status, text, headers)
@@ -473,11 +466,10 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _finish(self) -> None:
         """End after the last reply. A client that is still sending gets time to read it."""
-        refused = self._state is REFUSED
-        self._enter(LINGERING if refused else LAST)
-        if refused and self.transport.can_write_eof():
+        if self._state is REFUSED and self.transport.can_write_eof():
             self.transport.write_eof()
         else:
+            self._enter(LAST)
             self.transport.close()
 
     def _discard(self) -> None:
@@ -503,7 +495,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._unread = size
             if now_s > self._by_s:
                 self.transport.abort()
-        elif self._queued or state in (WHOLE, ANSWERING):
+        elif self._queued or state is ANSWERING:
             pass  # the client waits for the server
         elif state in (SIZED, CHUNKED):
             if now_s > self._by_s:
