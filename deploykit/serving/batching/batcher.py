@@ -260,7 +260,7 @@ class Batcher(Closing):
                 late += [r for r in worker.running if not r.finished and r.give_up_us <= now_us]
             mark_expired(late, now_us)
             if self._steering is not None:
-                self._queue.policy = self._steering.step(now_us, self._queue.added_rows)
+                self._queue.policy = self._steering.step(now_us)
         self._finish(late, now_us)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:

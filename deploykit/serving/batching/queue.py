@@ -147,7 +147,6 @@ class RequestQueue:
         self.count = 0
         self.most = 0  # the largest count before a removal; its reader resets it
         self.rows = 0
-        self._removed_rows = 0
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
         self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
         self._soonest_us = NEVER_US  # no deadline is earlier
@@ -155,10 +154,6 @@ class RequestQueue:
         self._now = 0  # the virtual time, in rows
         self._spent: dict[Hashable, int] = {}  # when a client's next rows may start
         self._starts: dict[Pending, tuple[int, Hashable]] = {}  # of those in turns
-
-    @property
-    def added_rows(self) -> int:
-        return self._removed_rows + self.rows
 
     def add(self, request: Pending) -> bool | None:
         """Add a request; return whether an idle engine should look at the queue again.
@@ -267,7 +262,6 @@ class RequestQueue:
         rows = sum([request.rows for request in requests]) if group.requests else group.rows
         group.rows -= rows
         self.rows -= rows
-        self._removed_rows += rows
         self.count -= len(requests)
         if not group.requests:
             del self._groups[(group.level, group.key)]

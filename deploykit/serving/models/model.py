@@ -473,8 +473,8 @@ class ServedModel:
             inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
             self._times_us = times
             if steering is not None:
-                for rows, taken_us in times.items():
-                    steering.record_time(rows, taken_us, clock_us())
+                for rows, taken_us in sorted(times.items()):
+                    steering.record_time(rows, taken_us)
         if misplaced := description.misplaced_pairs(engines[0]):
             notes = (*notes, misplaced)
         for note in notes:

@@ -238,7 +238,7 @@ def test_a_request_that_cannot_meet_the_slo_is_refused() -> None:
     with holding({"m": engine}, max_batch=1, slo_ms=0.1) as repository:
         model = repository.find("m")
         assert model._steering is not None
-        model._steering.record_time(1, 10**6, 0)
+        model._steering.record_time(1, 10**6)
         repository.expire()
         engine.warm = True
         model.submit(ask(), ignore)
