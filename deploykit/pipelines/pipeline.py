@@ -71,7 +71,7 @@ class OpenPipeline(Closing, Shown):
     def _run_model(self, stage: WiredStage, values: Sequence[Mapping[str, Any]]) -> list[Any]:
         prepared = stage.prepare(values, self._max_rows[stage.name])
         with named(stage.name):
-            outputs = [self.engines[stage.name](call.feeds) for call in prepared.calls]
+            outputs = [self.engines[stage.name](feeds) for feeds in prepared.feeds]
         found = iter(stage.collect(prepared, outputs))
         given = [[next(found) for _ in stage.items(each)] for each in values]
         return given if stage.each else [each[0] for each in given]

@@ -11,13 +11,14 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import numpy as np
 
 from deploykit.core.errors import DeploykitError, StageFailed, first_line
-from deploykit.core.tensors import TensorSpec, carrier, mismatch
+from deploykit.core.tensors import TensorSpec, carrier, concrete, mismatch
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks.engine import TaskSteps, answer
 
@@ -119,27 +120,22 @@ def describe_value(value: object) -> str:
     return name
 
 
-class Piece(NamedTuple):
-    """An item's rows in one call: rows `start` to `stop` of the call's outputs."""
+class Group(NamedTuple):
+    """Items whose rows are joined in `calls` calls, with the rows of each.
 
-    item: int
-    start: int
-    stop: int
+    `states`: of each item, whether it lacks a batch axis, or its task's state.
+    """
 
-
-class ModelCall(NamedTuple):
-    """One call of a model, with the items that its rows belong to."""
-
-    feeds: dict[str, np.ndarray]
-    rows: int
-    pieces: Sequence[Piece]
+    calls: int
+    rows: list[int]
+    states: list[Any]
 
 
 class ModelCalls(NamedTuple):
-    """A model's calls. `states`: by item, whether it lacks a batch axis, or its task's state."""
+    """The inputs of a model's calls, and the groups of items that they belong to, in order."""
 
-    calls: list[ModelCall]
-    states: list[Any]
+    feeds: list[Arrays]
+    groups: list[Group]
 
 
 @dataclass(frozen=True)
@@ -178,8 +174,15 @@ class Ports:
         """
         read = self._read_tensors if self.task is None else self._read_item
         pairs = [read(item, max_rows) for item in items]
-        calls = list(_join_calls([feeds for feeds, _ in pairs], max_rows))
-        return ModelCalls(calls, [state for _, state in pairs])
+        calls, groups = list[Arrays](), list[Group]()
+        for _, group in groupby(pairs, lambda pair: _shapes(pair[0]) if max_rows else id(pair)):
+            feeds, states = map(list, zip(*group, strict=True))
+            whole = _join(feeds)
+            rows = [len(next(iter(each.values()))) for each in feeds] if max_rows else [1]
+            cuts = [slice(at, at + max_rows) for at in range(0, sum(rows), max_rows or 1)]
+            groups.append(Group(len(cuts), rows, states))
+            calls += [{n: a[cut] for n, a in whole.items()} if max_rows else whole for cut in cuts]
+        return ModelCalls(calls, groups)
 
     def _read_item(self, item: Mapping[str, Any], _max_rows: int) -> tuple[Arrays, Any]:
         assert self.task is not None
@@ -210,54 +213,39 @@ class Ports:
         return feeds, alone.pop()
 
     def collect(self, prepared: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
-        parts: list[list[Arrays]] = [[] for _ in prepared.states]
-        for call, found in zip(prepared.calls, outputs, strict=True):
-            for item, start, stop in call.pieces:
-                whole = len(call.pieces) == 1
-                rows = found if whole else {n: array[start:stop] for n, array in found.items()}
-                parts[item].append(rows)
-        return [self._output(*each) for each in zip(parts, prepared.states, strict=True)]
+        """Return the result of each item. `outputs`: of each call."""
+        found, left = list[Any](), iter(outputs)
+        for calls, rows, states in prepared.groups:
+            whole = _join(list(islice(left, calls))) or {
+                spec.name: np.zeros((0, *concrete(spec, {})[1:]), carrier(spec.dtype))
+                for spec in self.outputs
+            }
+            if self.task is not None:
+                found += answer(self.task.task, whole, states)
+                continue
+            ends = list(accumulate(rows))
+            for end, count, state in zip(ends, rows, states, strict=True):
+                one = {n: a[end - count : end] for n, a in whole.items()} if ends[1:] else whole
+                found.append(self._result(one, state))
+        return found
 
-    def _output(self, parts: Sequence[Arrays], state: Any) -> Any:
-        if self.task is not None:
-            return answer(self.task.task, parts[0], [state])[0]
+    def _result(self, outputs: Arrays, sample: bool) -> Any:
         found = {}
         for spec in self.outputs:
-            arrays = [each[spec.name] for each in parts]
-            if not arrays:
-                sizes = [0 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
-                arrays = [np.zeros((0, *sizes), carrier(spec.dtype))]
-            array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
             rows = bool(spec.shape) and spec.shape[0] in (1, self.inputs[0].shape[0])
-            found[spec.name] = array[0] if state and rows else array
+            found[spec.name] = outputs[spec.name][0] if sample and rows else outputs[spec.name]
         return found if len(found) > 1 else next(iter(found.values()))
 
 
-def _join_calls(items: Sequence[Arrays], max_rows: int) -> Iterator[ModelCall]:
-    parts: list[Arrays] = []
-    pieces: list[Piece] = []
-    rows, shapes = 0, None
+def _shapes(feeds: Arrays) -> list[Any]:
+    return [(array.dtype, array.shape[1:]) for array in feeds.values()]
 
-    def joined() -> ModelCall:
-        feeds = dict(parts[0])
-        if len(parts) > 1:
-            feeds = {name: np.concatenate([each[name] for each in parts]) for name in feeds}
-        return ModelCall(feeds, rows, pieces)
 
-    for number, feeds in enumerate(items):
-        count = len(next(iter(feeds.values()))) if max_rows else 1
-        own = tuple((array.dtype, array.shape[1:]) for array in feeds.values())
-        for at in range(0, count, max_rows or 1):
-            take = min(count - at, max_rows or 1)
-            if parts and (rows + take > max_rows or own != shapes):
-                yield joined()
-                parts, pieces, rows = [], [], 0
-            whole = take == count
-            parts.append(feeds if whole else {n: a[at : at + take] for n, a in feeds.items()})
-            pieces.append(Piece(number, rows, rows + take))
-            rows, shapes = rows + take, own
-    if parts:
-        yield joined()
+def _join(parts: Sequence[Arrays]) -> Arrays:
+    """Return one array of all rows for each name; nothing without parts."""
+    if len(parts) < 2:
+        return dict(*parts)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 @dataclass(frozen=True)

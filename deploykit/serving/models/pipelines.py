@@ -518,7 +518,7 @@ class PipelineRun:
 
     def _submit(self, stage: PipelineStage, calls: ModelCalls) -> None:
         """Queue every call of the model; the last to end continues the run."""
-        outputs: list[Any] = [None] * len(calls.calls)
+        outputs: list[Any] = [None] * len(calls.feeds)
         left = len(outputs)
 
         def go_on() -> None:
@@ -542,12 +542,10 @@ class PipelineRun:
         left_us = max(1, self._started_us + self._limit_us - monotonic_us())
         slots = model.signature.inputs
         try:
-            for at, call in enumerate(calls.calls):
-                key = tuple(
-                    (n, slots[n].datatype, array.shape[1:]) for n, array in call.feeds.items()
-                )
-                rows = call.rows if model.max_batch else 1
-                request = Request(dict(call.feeds), rows, key, (), timeout_us=left_us)
+            for at, feeds in enumerate(calls.feeds):
+                key = tuple((n, slots[n].datatype, array.shape[1:]) for n, array in feeds.items())
+                rows = len(next(iter(feeds.values()))) if model.max_batch else 1
+                request = Request(dict(feeds), rows, key, (), timeout_us=left_us)
                 pending = model.submit(request, partial(ran, at), trace=self._trace, admitted=True)
                 waiting.append(partial(model.cancel, pending))
         except DeploykitError as exc:
