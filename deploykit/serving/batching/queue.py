@@ -66,7 +66,6 @@ class BatchRun(NamedTuple):
 
     `copy_in_us` and `copy_out_us` are 0 for an engine that does not time its copies; `engine_us`
     excludes them. `idle_us`: the sum of the times that requests waited while the engine was idle.
-    `instance`: the number of the engine.
     """
 
     requests: Sequence[Pending]
@@ -77,7 +76,6 @@ class BatchRun(NamedTuple):
     copy_out_us: int
     split_us: int
     idle_us: int = 0
-    instance: int = 0
 
     @property
     def busy_us(self) -> int:

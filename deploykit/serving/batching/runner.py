@@ -144,7 +144,6 @@ class Runner:
         split: Splitter,
         clock_us: Callable[[], int],
         *,
-        instance: int = 0,
         overlaps: bool = True,
     ) -> None:
         self.engine = engine
@@ -159,7 +158,6 @@ class Runner:
         self._stack = stack
         self._split = split
         self._clock_us = clock_us
-        self._number = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
         self.slots = engine.slots if overlaps and not self._strings else 1
         self.ended_us = 0
@@ -256,9 +254,7 @@ class Runner:
         served = [request for request in batch if not request.finished]
         stack_us, split_us = stacked_us - started_us, ended_us - ran_us
         engine_us = max(0, ran_us - stacked_us - in_us - out_us)
-        run = BatchRun(
-            served, started_us, stack_us, in_us, engine_us, out_us, split_us, idle_us, self._number
-        )
+        run = BatchRun(served, started_us, stack_us, in_us, engine_us, out_us, split_us, idle_us)
         for watcher in watchers:
             try:
                 watcher.record_run(run)

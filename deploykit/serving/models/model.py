@@ -59,7 +59,7 @@ def check_compatible(name: str, served: Engine, other: Engine) -> None:
 log = logging.getLogger(__name__)
 
 SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
-_LEAST_ITEMS, _MOST_ITEMS, _ITEMS_US = 64, 512, 200_000
+_LEAST_ITEMS = 64
 _ALONE = "requests are served one at a time: {}"
 
 
@@ -138,8 +138,9 @@ class ServedModel:
         # the reason, but only where the names of the axes make users expect a batch
         self._dependent = self.not_batched if looks_batched(engines[0]) else ""
         self._set_batch()
-        self._times_us: Mapping[int, int] = {}  # by rows
-        self.items = FairGate(self._most_items())
+        # images or sentences under way: two batches, so that no engine waits; more would keep the
+        # engines, and the event loop, from other clients
+        self.items = FairGate(max(_LEAST_ITEMS, 2 * self.max_batch) * len(engines))
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
         self._watchers: list[Watcher] = [self.metrics]
@@ -147,7 +148,7 @@ class ServedModel:
         self._clock_us = clock_us
         self._call_soon = call_soon
         # where each process has one core, spinning took 20 % of a request's time from the others
-        self._spare_core = usable_cores() > processes
+        self._spin_us = SPIN_US if usable_cores() > processes else 0
         self._warm_notes: tuple[str, ...] = ()
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # returns an additional note, or None
@@ -176,7 +177,6 @@ class ServedModel:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
         notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
         self._warm_notes, self.batcher.inline_max_rows = notes, inline_max_rows
-        self.items = FairGate(self._most_items())
         self.warm_up_s = time.monotonic() - begun_s
 
     def replace(self, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True) -> None:
@@ -412,16 +412,6 @@ class ServedModel:
         self.batcher = self._new_batcher(self.engines, self._steering)
         before.close()
 
-    def _most_items(self) -> int:
-        """Return the most images or sentences under way: what the engines answer in 0.2 s.
-
-        They are two batches at least, so that no engine waits; more would keep the engines, and the
-        event loop, from other clients.
-        """
-        rows = max(self._times_us, default=0)
-        soon = _ITEMS_US * rows // max(1, self._times_us[rows]) if rows else 0
-        return max(_LEAST_ITEMS, 2 * self.max_batch, min(soon, _MOST_ITEMS)) * len(self.engines)
-
     def _policy(self) -> BatchPolicy:
         options = self._options
         return BatchPolicy(self.max_batch, options.max_delay_us, options.queue)
@@ -445,8 +435,7 @@ class ServedModel:
             hung_us=2000 * self._options.timeout_ms,
             close_engines=close_engines,
             call_soon=self._call_soon,
-            spin_us=SPIN_US,
-            spare_core=self._spare_core,
+            spin_us=self._spin_us,
         )
 
     def _warm(
@@ -471,7 +460,6 @@ class ServedModel:
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
             times, notes = warm_up.run(again_us=again_us)
             inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
-            self._times_us = times
             if steering is not None:
                 for rows, taken_us in sorted(times.items()):
                     steering.record_time(rows, taken_us)
