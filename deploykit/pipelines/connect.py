@@ -7,12 +7,10 @@ input, which is the one name that no stage has. The answer is the stage that no 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from itertools import chain
 from types import GenericAlias
 from typing import Any, get_args, get_origin
 
@@ -38,8 +36,6 @@ _KINDS = {bytes: "bytes", str: "text", np.ndarray: "image"} | dict.fromkeys(
     (dict, list, int, float, bool, Any), "json"
 )
 _SMALL_BYTES = 64 << 10  # JSON of this size is parsed at once
-_STEP = 1 << 16  # values that become a list at once, which holds the GIL
-_PLAIN = {int, str, bool, type(None)}
 _VALUE_BYTES = 80  # memory for each comma, colon and opening bracket of JSON
 
 
@@ -95,17 +91,21 @@ class StageGraph:
             raise BadInput(f"the input is a JSON {describe_value(value)}, {wanted} is needed")
         return value
 
-    def answer_json(self, value: Any, *, keep_arrays: bool = False) -> Any:
-        """Return the answer as JSON values; NaN and infinity are null. Raises StageFailed.
+    def answer_json(self, value: Any) -> Any:
+        """Return the answer as JSON values; NaN and infinity are null. Raises StageFailed."""
+        with self.writing():
+            return plain(value)
 
-        `keep_arrays`: leave large arrays of numbers to a writer that takes them in parts.
-        """
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raise StageFailed for an answer that has no JSON form."""
         try:
-            return _json(value, keep_arrays)
+            yield
         except RecursionError:
             raise StageFailed(f"stage '{self.answer}': its answer is too deep for JSON") from None
         except TypeError as exc:
-            raise StageFailed(f"stage '{self.answer}': {first_line(exc)}") from None
+            text = first_line(exc.__cause__ or exc)
+            raise StageFailed(f"stage '{self.answer}': {text}") from None
 
 
 def input_bytes(value: Any, data: bytes | None) -> int:
@@ -116,32 +116,16 @@ def input_bytes(value: Any, data: bytes | None) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else len(value)
 
 
-def _json(value: Any, keep: bool) -> Any:
-    if isinstance(value, np.ndarray):
-        floats = value.dtype.kind == "f"
-        if keep and value.size > _STEP and (floats or value.dtype.kind in "iub"):
-            return np.ascontiguousarray(
-                value, np.float64 if floats else value.dtype.newbyteorder("=")
-            )
-        if floats and not np.isfinite(value).all():
-            finite, value = np.isfinite(value), value.astype(object)
-            value[~finite] = None
-        if value.dtype == object or not value.ndim:
-            return _json(value.tolist(), keep)
-        step = max(1, _STEP * len(value) // max(1, value.size))  # in rows
-        parts = (value[at : at + step].tolist() for at in range(0, len(value), step))
-        return list(chain.from_iterable(parts))
-    if isinstance(value, np.generic):
-        return _json(value.item(), keep)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+def plain(value: Any) -> Any:
+    """Return `value` as JSON values. Raises TypeError, RecursionError."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
     if isinstance(value, dict):
-        return {str(key): _json(each, keep) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_asdict"):
-        plain = set(map(type, value)) <= _PLAIN
-        return list(value) if plain else [_json(each, keep) for each in value]
+        return [plain(each) for each in value]
     if hasattr(value, "__dataclass_fields__") and not hasattr(value, "to_dict"):
-        return {name: _json(getattr(value, name), keep) for name in value.__dataclass_fields__}
+        return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
     return json_value(value)
 
 

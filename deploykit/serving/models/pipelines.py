@@ -24,7 +24,7 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Closing
-from deploykit.pipelines.connect import StageGraph, input_bytes
+from deploykit.pipelines.connect import StageGraph, input_bytes, plain
 from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
 from deploykit.pipelines.threads import FairThreads, Peer
 from deploykit.serving.batching.batcher import monotonic_us
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 MOST_THREADS = 16  # per stage; a function mostly holds the GIL
 _STEP = 1 << 16
+_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 NOT_JSON = (
     "send less at once, or not as JSON: a pipeline whose input is annotated as str takes text, as "
     "numpy.ndarray an image, and as bytes anything, such as an .npy file"
@@ -491,9 +492,8 @@ class PipelineRun:
     def _encode(self, value: Any) -> tuple[bytes, bool]:
         if isinstance(value, (bytes, bytearray)):
             return bytes(value), False
-        pipeline = self._pipeline
-        answer = pipeline.graph.answer_json(value, keep_arrays=True)
-        return b"".join(_json_parts(answer)), True
+        with self._pipeline.graph.writing():
+            return b"".join(_json_parts(value)), True
 
     def _finish(self, stage: PipelineStage, value: Any) -> None:
         """Store the stage's value, and begin the stages that waited for it."""
@@ -603,28 +603,33 @@ class PipelineRun:
 
 
 def _json_parts(value: Any) -> Iterator[bytes]:
-    """Write JSON in steps of some thousand values, between which other threads run."""
-    if isinstance(value, dict) and len(value) <= _STEP:
-        yield b"{"
+    """Write JSON in steps of some thousand values, between which other threads run.
+
+    NaN and infinity are null. Raises TypeError.
+    """
+    if isinstance(value, dict) and 0 < len(value) <= _STEP:
         for number, (key, inner) in enumerate(value.items()):
-            yield (b"," if number else b"") + orjson.dumps(key) + b":"
+            yield (b"," if number else b"{") + orjson.dumps(str(key)) + b":"
             yield from _json_parts(inner)
         yield b"}"
-    elif isinstance(value, (list, np.ndarray)) and len(value):
-        if isinstance(value, np.ndarray):
-            step = max(1, _STEP * len(value) // value.size)
-        elif any(isinstance(each, np.ndarray) for each in value):
-            step = 1
-        else:
-            inside = isinstance(value[0], (list, dict))
-            step = max(1, _STEP // max(1, len(value[0]))) if inside else _STEP
+    elif type(value) in (list, tuple, np.ndarray) and getattr(value, "shape", True) and len(value):
+        step = max(1, _STEP // max(1, _size(value[0])))
         for at in range(0, len(value), step):
             yield b"," if at else b"["
             if step > 1:
-                part = value[at : at + step]
-                yield orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+                yield orjson.dumps(value[at : at + step], _plain, _JSON)[1:-1]
             else:
                 yield from _json_parts(value[at])
         yield b"]"
     else:
-        yield orjson.dumps(value)
+        yield orjson.dumps(value, _plain, _JSON)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.size
+    return len(value) if isinstance(value, (list, tuple, dict)) else 1
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else plain(value)
