@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
@@ -149,7 +149,6 @@ class ServedModel:
         self._call_soon = call_soon
         # where each process has one core, spinning took 20 % of a request's time from the others
         self._spin_us = SPIN_US if usable_cores() > processes else 0
-        self._warm_notes: tuple[str, ...] = ()
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # returns an additional note, or None
         self._swap = threading.Lock()  # held during replacements and the shutdown
@@ -169,14 +168,13 @@ class ServedModel:
         First prove that requests may be joined; a model that fails is served one request at a time.
         Also check that padding to buckets changes no output. An error names the shape that failed.
         """
-        begun_s, times_us = time.monotonic(), dict[int, int]()
-        why = self._why_dependent(self.engines[0], times_us)
+        begun_s = time.monotonic()
+        why = self._why_dependent(self.engines[0])
         if why:
             self._stop_batching(why)
         if self._dependent:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
-        notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
-        self._warm_notes, self.batcher.inline_max_rows = notes, inline_max_rows
+        self.batcher.inline_max_rows = self._warm(self.engines, self._steering)
         self.warm_up_s = time.monotonic() - begun_s
 
     def replace(self, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True) -> None:
@@ -195,8 +193,7 @@ class ServedModel:
                     f"model '{self.name}': the new engine takes batches of {engine.max_batch} "
                     f"at most, the one in use takes {self.max_batch}"
                 )
-        task, times_us = ModelTask(self.name, engines[0]), dict[int, int]()
-        why = self._why_dependent(engines[0], times_us)
+        task, why = ModelTask(self.name, engines[0]), self._why_dependent(engines[0])
         if why:
             raise BadInput(
                 f"model '{self.name}': requests to the engine in use are joined, those to the new "
@@ -204,7 +201,7 @@ class ServedModel:
                 hint="start the server again to serve it one request at a time",
             )
         steering = self._new_steering(len(engines))
-        notes, inline_max_rows = self._warm(engines, steering, times_us)
+        inline_max_rows = self._warm(engines, steering)
         in_use = description.InUse.of(engines[0], self.in_use.generation + 1)
         with self._swap:
             if self._closed or not wanted():
@@ -213,7 +210,7 @@ class ServedModel:
             self._replaced = [each for each in self._replaced if not each.ended] + [before]
             self.batcher = self._new_batcher(engines, steering, close_engines=True)
             self.batcher.inline_max_rows = inline_max_rows
-            self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
+            self.engines, self._steering = tuple(engines), steering
             self.in_use, self.task = in_use, task
         before.retire()
 
@@ -245,7 +242,8 @@ class ServedModel:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
         if self._dependent:
             found.append(_ALONE.format(self._dependent))
-        found += [*self._warm_notes, self.remark() or "", self.task.note]
+        found.append(description.misplaced_pairs(self.engines[0]))
+        found += [self.remark() or "", self.task.note]
         return tuple(dict.fromkeys(filter(None, found)))
 
     # -- requests ------------------------------------------------------------------------------
@@ -383,19 +381,17 @@ class ServedModel:
         )
         self.largest_output_bytes = description.largest_output_bytes(self.signature)
 
-    def _why_dependent(self, engine: Engine, times_us: dict[int, int]) -> str:
-        """Return why requests may not be joined; "" if they may be, or if batching is off.
+    def _why_dependent(self, engine: Engine) -> str:
+        """Return why requests may not be joined, by the engine's manifest or by a run.
 
-        The engine's manifest says it, or a run does: `times_us` gets the times measured then.
+        Return "" if they may be, or if batching is off.
         """
         if not self.max_batch or self._options.assume_batched:
             return ""
         rows, proof = largest_batch(engine, self._options.max_batch), engine.batching
         if proof is None or (proof.passed and rows > max(proof.rows, default=0)):
             sizes = self.buckets.sizes()[0] if self.buckets else {}
-            proof = prove_rows(
-                engine, rows, sizes=sizes, samples=engine.examples, times_us=times_us
-            )
+            proof = prove_rows(engine, rows, sizes=sizes, samples=engine.examples)
         return "" if proof.passed else proof.why
 
     def _stop_batching(self, why: str) -> None:
@@ -438,36 +434,26 @@ class ServedModel:
             spin_us=self._spin_us,
         )
 
-    def _warm(
-        self, engines: Sequence[Engine], steering: Steering | None, known: Mapping[int, int]
-    ) -> tuple[tuple[str, ...], float]:
-        """Run the engines; return notes, and the most rows of a batch on the loop's thread.
-
-        `known`: times of the first engine that were measured already.
-        """
-        clock_us, lengths = self._clock_us, self.buckets.sizes() if self.buckets else [{}]
-        notes: tuple[str, ...] = ()
+    def _warm(self, engines: Sequence[Engine], steering: Steering | None) -> float:
+        """Run the engines; return the most rows of a batch on the loop's thread."""
+        lengths = self.buckets.sizes() if self.buckets else [{}]
         inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
-            own = known if engine is engines[0] else None
-            warm_up = WarmUp(
-                self.name, engine, clock_us, max_batch=self.max_batch, lengths=lengths, known=own
-            )
             steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
-            times, notes = warm_up.run(again_us=again_us)
+            size = self.max_batch
+            warm_up = WarmUp(self.name, engine, self._clock_us, max_batch=size, lengths=lengths)
+            times = warm_up.run(again_us=again_us)
             inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
             if steering is not None:
                 for rows, taken_us in sorted(times.items()):
                     steering.record_time(rows, taken_us)
         if misplaced := description.misplaced_pairs(engines[0]):
-            notes = (*notes, misplaced)
-        for note in notes:
-            log.info("model '%s': %s", self.name, note)
-        return notes, inline_max_rows
+            log.info("model '%s': %s", self.name, misplaced)
+        return inline_max_rows
 
 
 def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:
