@@ -99,9 +99,11 @@ class ModelRepository:
         self, graphs: Mapping[str, PipelineGraph], loop: asyncio.AbstractEventLoop, processes: int
     ) -> None:
         """Serve pipelines of these models by name. Raises BadInput for an invalid name."""
-        for name, graph in graphs.items():
+        shared = self.options, self.memory, loop, processes
+        for name, (graph, models) in graphs.items():
             _check_name(name)
-            self.pipelines[name] = ServedPipeline(name, *graph, self, loop, processes)
+            stages = {stage: self.models[model] for stage, model in models.items()}
+            self.pipelines[name] = ServedPipeline(name, graph, stages, *shared)
 
     def warm_up(self) -> None:
         """Run each engine at every expected shape, before the first request.
@@ -161,8 +163,8 @@ class ModelRepository:
     def drain(self) -> None:
         """Accept no more requests and report not ready; accepted ones are still answered."""
         self.leaving = self.draining = True
-        for model in self.models.values():
-            model.draining = True
+        for each in self.served.values():
+            each.draining = True
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """End the engines' threads. Returns the unanswered requests: 0 unless an engine hangs."""
@@ -204,5 +206,5 @@ class ModelRepository:
         self._samples.append(samples)
 
     def samples(self) -> list[Sample]:
-        collect = [*(model.samples for model in self.models.values()), *self._samples]
+        collect = [*(each.samples for each in self.served.values()), *self._samples]
         return [sample for each in collect for sample in each()]
