@@ -9,25 +9,28 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
 
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
 from deploykit.core.machine import usable_cores
+from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import Task
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.engines.tasks.engine import TaskSteps
 from deploykit.pipelines.threads import FairGate
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
+from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
-from deploykit.serving.models import description
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, Signature, signature
+from deploykit.serving.oip.tensors import Slot
 from deploykit.serving.options import VERSION, ServeOptions
 
 
@@ -61,6 +64,39 @@ log = logging.getLogger(__name__)
 SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
 _LEAST_ITEMS = 64
 _ALONE = "requests are served one at a time: {}"
+
+
+_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's names (platform, backend)
+    "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
+    "tensorrt": ("tensorrt_plan", "tensorrt"),
+    "torch": ("pytorch_libtorch", "pytorch"),
+}
+
+
+class InUse(NamedTuple):
+    """The file in use, as `Artefact.facts` describes it; None for an engine without a file.
+
+    `generation`: 1, and one more for each reload. `loaded_s`: seconds since 1970.
+    """
+
+    file: Mapping[str, Any] | None
+    generation: int
+    loaded_s: float
+
+    @classmethod
+    def of(cls, engine: Engine, generation: int) -> InUse:
+        return cls(engine.source.facts if engine.source else None, generation, time.time())
+
+    @property
+    def labels(self) -> dict[str, str]:
+        file = self.file or {"name": "", "sha256": ""}
+        return {"file": file["name"], "sha256": file["sha256"]}
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Return the labels and the time of loading, for the model's metadata."""
+        loaded = datetime.fromtimestamp(self.loaded_s, timezone.utc).isoformat(timespec="seconds")
+        return {**self.labels, "generation": str(self.generation), "loaded": loaded}
 
 
 class ModelTask:
@@ -155,7 +191,7 @@ class ServedModel:
         self.draining = False  # only admitted requests are still accepted
         self._limit_us = options.timeout_ms * 1000
         self._closed = False
-        self.in_use = description.InUse.of(self.engines[0], 1)
+        self.in_use = InUse.of(self.engines[0], 1)
         self._replaced: list[Batcher] = []  # replaced engines that may still run
         self._steering = self._new_steering(len(engines))
         self.batcher = self._new_batcher(self.engines, self._steering)
@@ -202,7 +238,7 @@ class ServedModel:
             )
         steering = self._new_steering(len(engines))
         inline_max_rows = self._warm(engines, steering)
-        in_use = description.InUse.of(engines[0], self.in_use.generation + 1)
+        in_use = InUse.of(engines[0], self.in_use.generation + 1)
         with self._swap:
             if self._closed or not wanted():
                 raise shutting_down()
@@ -242,7 +278,7 @@ class ServedModel:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
         if self._dependent:
             found.append(_ALONE.format(self._dependent))
-        found.append(description.misplaced_pairs(self.engines[0]))
+        found.append(misplaced_pairs(self.engines[0]))
         found += [self.remark() or "", self.task.note]
         return tuple(dict.fromkeys(filter(None, found)))
 
@@ -327,26 +363,60 @@ class ServedModel:
 
     # -- description ---------------------------------------------------------------------------
 
+    @property
+    def platform(self) -> tuple[str, str]:
+        """Return Triton's platform and backend."""
+        runtime = self.engines[0].runtime.partition(" ")[0]
+        return _PLATFORMS.get(runtime, (f"deploykit_{runtime}", runtime))
+
     def metadata(self) -> dict[str, Any]:
         """Return the model metadata; `parameters` has device, batching, file and notes."""
-        parameters = {
-            "device": self.device,
-            "batching": f"off: {self.not_batched}" if self.not_batched else "on",
-            "notes": "; ".join(self.notes),
-            **self.task.parameters,
-            **self.in_use.parameters,
+        inputs, outputs = self.signature.inputs, self.signature.outputs
+        return {
+            "name": self.name,
+            "versions": [VERSION],
+            "platform": self.platform[0],
+            "inputs": [_describe(slot) for slot in inputs.values()],
+            "outputs": [_describe(slot) for slot in outputs.values()],
+            "parameters": {
+                "device": self.device,
+                "batching": f"off: {self.not_batched}" if self.not_batched else "on",
+                "notes": "; ".join(self.notes),
+                **self.task.parameters,
+                **self.in_use.parameters,
+            },
         }
-        return description.metadata(self.name, self.engines[0], self.signature, parameters)
 
     def config(self) -> dict[str, Any]:
         """Return Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
-        return {
-            **description.config(self.name, self.engines, self.signature, self._policy()),
-            "parameters": {
-                k: {"string_value": v}
-                for k, v in {**self.task.parameters, **self.in_use.parameters}.items()
-            },
+        kind, _, number = self.device.partition(":")
+        group: dict[str, Any] = {"name": f"{self.name}_0", "count": len(self.engines)}
+        group |= (
+            {"kind": "KIND_GPU", "gpus": [int(number or 0)]}
+            if kind == "cuda"
+            else {"kind": "KIND_CPU"}
+        )
+        batched = self.max_batch > 0
+        parameters = {**self.task.parameters, **self.in_use.parameters}
+        found: dict[str, Any] = {
+            "name": self.name,
+            "platform": self.platform[0],
+            "backend": self.platform[1],
+            "max_batch_size": self.max_batch,
+            "input": [_config_entry(slot, batched) for slot in self.signature.inputs.values()],
+            "output": [_config_entry(slot, batched) for slot in self.signature.outputs.values()],
+            "instance_group": [group],
+            "model_transaction_policy": {"decoupled": False},
+            "parameters": {name: {"string_value": value} for name, value in parameters.items()},
         }
+        if batched:
+            found["dynamic_batching"] = {
+                "preferred_batch_size": [],
+                "max_queue_delay_microseconds": self._options.max_delay_us,
+                "priority_levels": LEVELS,
+                "default_priority_level": DEFAULT_LEVEL,
+            }
+        return found
 
     def samples(self) -> list[Sample]:
         """Return the counters and the current settings, for Prometheus."""
@@ -379,7 +449,7 @@ class ServedModel:
         self.signature: Signature = signature(
             engine.inputs, engine.outputs, self.max_batch, options.max_body_bytes
         )
-        self.largest_output_bytes = description.largest_output_bytes(self.signature)
+        self.largest_output_bytes = largest_output_bytes(self.signature)
 
     def _why_dependent(self, engine: Engine) -> str:
         """Return why requests may not be joined, by the engine's manifest or by a run.
@@ -451,7 +521,7 @@ class ServedModel:
             if steering is not None:
                 for rows, taken_us in sorted(times.items()):
                     steering.record_time(rows, taken_us)
-        if misplaced := description.misplaced_pairs(engines[0]):
+        if misplaced := misplaced_pairs(engines[0]):
             log.info("model '%s': %s", self.name, misplaced)
         return inline_max_rows
 
@@ -463,3 +533,49 @@ def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None
     if not lengths:
         return None
     return Buckets(name, engine.inputs, engine.outputs, lengths, options.pad)
+
+
+def misplaced_pairs(engine: Engine) -> str:
+    """Return a note if the manifest shows that the engine computes INT8 nodes in float32.
+
+    ONNX Runtime finds its integer kernels only between pairs that are placed for a CPU.
+    """
+    manifest = engine.source.manifest if engine.source else None
+    record = manifest.evidence.quantize if manifest else None
+    if manifest is None or record is None or not manifest.precision.get("int8"):
+        return ""
+    made, runs = (RUNTIMES.get(each) for each in (record.runtime, engine.runtime.split()[0]))
+    if made is None or runs is None or made.scales_outputs or not runs.scales_outputs:
+        return ""
+    if engine.device != "cpu" or manifest.built_on:
+        return ""
+    return (
+        f"its INT8 pairs are placed for {made.title}: {runs.title} computes in float32, slower "
+        f"than the model before; move them with: deploykit build {engine.source} --profile cpu"
+    )
+
+
+def largest_output_bytes(signature: Signature) -> float:
+    """Return the most bytes of an output; inf for strings and for other dynamic axes."""
+    most = 0
+    for slot in signature.outputs.values():
+        first = [signature.max_batch] if signature.max_batch else []
+        axes = [*first, *slot.spec.shape[len(first) :]]
+        if not slot.item_bytes or any(isinstance(axis, str) for axis in axes):
+            return math.inf
+        most = max(most, math.prod(map(int, axes)) * slot.dtype.itemsize)
+    return most
+
+
+def _config_entry(slot: Slot, batched: bool) -> dict[str, Any]:
+    dims = _shape(slot.spec)[1 if batched else 0 :]
+    kind = "STRING" if slot.datatype == "BYTES" else slot.datatype
+    return {"name": slot.spec.name, "data_type": f"TYPE_{kind}", "dims": dims}
+
+
+def _shape(spec: TensorSpec) -> list[int]:
+    return [-1 if isinstance(axis, str) else axis for axis in spec.shape]
+
+
+def _describe(slot: Slot) -> dict[str, Any]:
+    return {"name": slot.spec.name, "datatype": slot.datatype, "shape": _shape(slot.spec)}

@@ -29,7 +29,6 @@ from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
 from deploykit.pipelines.threads import FairThreads, Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.models.description import describe_pipeline
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, inference_stats, split_by
 from deploykit.serving.observe.prometheus import Histogram, Sample
@@ -291,7 +290,24 @@ class ServedPipeline(PipelineCounts, Closing):
         return dict(self._about)
 
     def config(self) -> dict[str, Any]:
-        return describe_pipeline(self._about)
+        """Return Triton's ModelConfig: one string in, one out, no batch."""
+        about = self._about
+        tensors = {
+            kind: [
+                {"name": each["name"], "data_type": "TYPE_STRING", "dims": each["shape"]}
+                for each in about[f"{kind}s"]
+            ]
+            for kind in ("input", "output")
+        }
+        return {
+            "name": self.name,
+            "platform": about["platform"],
+            "backend": "deploykit",
+            "max_batch_size": 0,
+            **tensors,
+            "parameters": {k: {"string_value": v} for k, v in about["parameters"].items()},
+            "model_transaction_policy": {"decoupled": False},
+        }
 
     def statistics(self) -> dict[str, Any]:
         """Return one entry of `model_stats`; `response_stats` has the times of the stages."""
