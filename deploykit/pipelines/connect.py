@@ -221,19 +221,19 @@ class _Connecting:
         functions_first = sorted(self.stages, key=lambda n: isinstance(self.stages[n], Model))
         unknown = {
             source.stage: name
-            for name in reversed(functions_first)
-            for source in reversed(list(self.sources[name].values()))
+            for name in functions_first
+            for source in self.sources[name].values()
             if source.stage not in self.stages
         }
         if not unknown:
             self._order()
-        *others, entry = unknown
-        if others:
+        entry, *others = unknown
+        for wrong in others:
             known = [*self.stages, *self.outputs]
             raise self.error(
-                f"stage '{unknown[others[0]]}' takes '{others[0]}', which is neither a stage nor "
-                f"an output of a model; the request's input is '{entry}'",
-                hint=did_you_mean(others[0], known, f"there are: {', '.join(known)}"),
+                f"stage '{unknown[wrong]}' takes '{wrong}', which is neither a stage nor an output "
+                f"of a model; the request's input is '{entry}'",
+                hint=did_you_mean(wrong, known, f"there are: {', '.join(known)}"),
             )
         return entry
 
@@ -252,7 +252,7 @@ class _Connecting:
         takers = {
             name: self._parameters(name)[parameter]
             for name, sources in self.sources.items()
-            for parameter, source in reversed(sources.items())
+            for parameter, source in sources.items()
             if source.stage == entry
         }
         functions = {n: each for n, each in takers.items() if isinstance(self.stages[n], Function)}
