@@ -66,6 +66,7 @@ def deliver_inline(requests: Sequence[Pending]) -> None:
 SLOW_US = 10_000  # the time of a slow batch: values such as denormal numbers can cause it
 PAUSE_US = 5_000_000  # how long no batch runs inline after a slow one
 GATHER_US = 500
+_SINGLE = 8  # batches of one request in a row, after which no others are expected
 _ALL = 1 << 60
 _LONGEST_SLEEP_S = 3600.0
 
@@ -108,8 +109,8 @@ class Batcher(Closing):
                 rows then run on that thread, except for PAUSE_US after a batch that computed for
                 longer than SLOW_US. After a batch of several requests the next one waits while each
                 turn of the loop brings more of them, at most GATHER_US.
-            spin_us: for so long after an inline run the loop does not sleep, so that the next
-                request of the same client is answered sooner.
+            spin_us: while requests come one at a time, the loop does not sleep for so long after
+                each, so that the next request of the same client is answered sooner.
         """
         self.inline_max_rows: float = 0
         self.watchers = watchers
@@ -131,7 +132,7 @@ class Batcher(Closing):
         self._scheduled = False  # whether `call_soon` was given `_run_next`
         self._seen = 0  # requests that were in the queue one turn ago
         self._gather_until_us = 0
-        self._several = False  # whether the last batch here had several requests
+        self._single = 1  # batches of one request since the last batch of several
         self._spinning = False
         self._spin_until_us = 0
         self._paused_until_us = 0
@@ -342,7 +343,7 @@ class Batcher(Closing):
             if not self._idle or not queue.count:
                 return
             rows, policy = queue.rows, queue.policy
-            if self._several and rows < policy.max_batch and self._gathers(queue.count):
+            if not self._single and rows < policy.max_batch and self._gathers(queue.count):
                 self._scheduled = True
                 self._call_soon(self._run_next)
                 return
@@ -355,7 +356,7 @@ class Batcher(Closing):
                 return
             batch, late, now_us = self._take(worker)
             self._seen = _ALL  # the remaining requests have waited for this batch already
-            self._several = len(batch) > 1
+            self._single = 0 if len(batch) > 1 else self._single + 1
         computed_ns = thread_time_ns()
         try:
             if late:
@@ -392,7 +393,7 @@ class Batcher(Closing):
             if self._queue.count:
                 self._scheduled = True
                 self._call_soon(self._run_next)  # after reading what was received meanwhile
-            elif self._spin_us and not self._spinning:
+            elif self._spin_us and self._single >= _SINGLE and not self._spinning:
                 self._spinning = True
                 self._call_soon(self._spin)
 

@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
-from deploykit.core.machine import usable_cores
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import Task
 from deploykit.core.tensors import TensorSpec
@@ -159,9 +158,8 @@ class ServedModel:
         deliver: Callable[[Sequence[Pending]], None],
         clock_us: Callable[[], int],
         call_soon: CallSoon | None = None,
-        processes: int = 1,
     ) -> None:
-        """Set up the model, not yet warmed up. `processes`: how many servers share the cores."""
+        """Set up the model, not yet warmed up."""
         self.name = name
         self.engines = tuple(engines)
         if not engines:
@@ -183,8 +181,6 @@ class ServedModel:
         self._deliver = deliver
         self._clock_us = clock_us
         self._call_soon = call_soon
-        # where each process has one core, spinning took 20 % of a request's time from the others
-        self._spin_us = SPIN_US if usable_cores() > processes else 0
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # returns an additional note, or None
         self._swap = threading.Lock()  # held during replacements and the shutdown
@@ -501,7 +497,7 @@ class ServedModel:
             hung_us=2000 * self._options.timeout_ms,
             close_engines=close_engines,
             call_soon=self._call_soon,
-            spin_us=self._spin_us,
+            spin_us=SPIN_US,
         )
 
     def _warm(self, engines: Sequence[Engine], steering: Steering | None) -> float:

@@ -46,7 +46,7 @@ def _check_name(name: str) -> None:
 
 
 class ModelRepository:
-    """Models by name. `deliver` and `call_soon`: see Batcher. `processes`: see ServedModel.
+    """Models by name. `deliver` and `call_soon`: see Batcher.
 
     `make_model` replaces the class ServedModel.
 
@@ -61,7 +61,6 @@ class ModelRepository:
         deliver: Callable[[Sequence[Pending]], None] = deliver_inline,
         clock_us: Callable[[], int] = monotonic_us,
         call_soon: CallSoon | None = None,
-        processes: int = 1,
         make_model: Callable[..., ServedModel] = ServedModel,
     ) -> None:
         for name in models:
@@ -80,9 +79,7 @@ class ModelRepository:
         try:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
-                self.models[name] = make_model(
-                    name, several, options, deliver, clock_us, call_soon, processes
-                )
+                self.models[name] = make_model(name, several, options, deliver, clock_us, call_soon)
             served = [model.buckets.lengths for model in self.models.values() if model.buckets]
             for axis in self.options.lengths:
                 if not any(axis in lengths for lengths in served):

@@ -181,14 +181,16 @@ def test_a_server_restores_the_garbage_collector_and_signal_handlers() -> None:
     assert state() == before
 
 
-def test_the_loop_spins_for_spin_us_after_a_batch() -> None:
+def test_the_loop_spins_for_spin_us_while_requests_come_one_at_a_time() -> None:
     engine = Turned(spin_us=100)
     with engine.batcher:
+        for _ in range(6):
+            assert [engine.turn(1), engine.turn()] == [1, 0]
         engine.turn(1)
         engine.clock.us = 99
         assert [engine.turn(), engine.turn()] == [1, 1]
         assert engine.turn(1) == 2  # the last iteration of the spin, and the batch
-        assert engine.answers.order == [0, 1]
+        assert engine.answers.order == list(range(8))
         engine.clock.us += 100
         assert [engine.turn(), engine.turn()] == [1, 0]
 
