@@ -21,9 +21,14 @@ from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import ANSWERS, claim
 from deploykit.evaluation.verify import open_proven
-from deploykit.pipelines.connect import StageGraph, connect_engines
 from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
-from deploykit.pipelines.stages import WiredStage, failure_reason, named
+from deploykit.pipelines.stages import (
+    StageGraph,
+    WiredStage,
+    connect_engines,
+    failure_reason,
+    named,
+)
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.pipelines.connect import StageGraph
 from deploykit.pipelines.pipeline import predict_files
-from deploykit.pipelines.stages import Definition
+from deploykit.pipelines.stages import Definition, StageGraph
 from tests.support.onnx_zoo import linear, save, two_inputs
 from tests.support.runtimes.tiles import mean_model, page, png, write_pipeline
 

@@ -24,8 +24,14 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Closing
-from deploykit.pipelines.connect import StageGraph, input_bytes, plain
-from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
+from deploykit.pipelines.stages import (
+    ModelCalls,
+    StageGraph,
+    failure_reason,
+    input_bytes,
+    plain,
+    stage_error,
+)
 from deploykit.pipelines.threads import FairThreads, Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending

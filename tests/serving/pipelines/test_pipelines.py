@@ -42,8 +42,8 @@ import grpc  # noqa: E402
 import tritonclient.grpc as triton  # noqa: E402
 
 from deploykit.core.json_value import MOST_JSON_BYTES, MOST_JSON_VALUES, ONE_JSON  # noqa: E402
-from deploykit.pipelines.connect import connect_engines  # noqa: E402
 from deploykit.pipelines.file import read_pipeline  # noqa: E402
+from deploykit.pipelines.stages import connect_engines  # noqa: E402
 from deploykit.serving.models.pipelines import _json_parts  # noqa: E402
 
 IN_FLIGHT = "deploykit_pipeline_in_flight"
