@@ -12,9 +12,7 @@ import contextlib
 import datetime
 import gc
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,45 +138,3 @@ def whole_state(module: torch.nn.Module) -> dict[str, Any]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(get_model_state_dict(module, options=options))
-
-
-def measure_scaling(
-    run: Any,
-    gradients: Callable[[Sequence[torch.Tensor], torch.Tensor], object],
-    batch: tuple[Sequence[torch.Tensor], torch.Tensor],
-    group: Processes,
-    device: torch.device,
-) -> dict[str, float]:
-    """Return what waiting for the others costs a step, on one batch; the weights stay.
-
-    `efficiency`: the time of a step of one process alone, over that with all. `communication`: the
-    share of a step that goes away when gradients are not exchanged; both for the slowest process.
-    """
-
-    def median() -> float:
-        times = []
-        for number in range(6):  # the first warms up
-            started = time.perf_counter()
-            gradients(*batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number:
-                times.append(time.perf_counter() - started)
-        return statistics.median(times)
-
-    alone = 0.0
-    with run.no_sync():
-        gradients(*batch)  # by all: the first pass without the others' gradients shares buffers
-        if group.first:
-            alone = median()
-        group.wait()
-        apart = max(group.gather(median()))
-    together = max(group.gather(median()))
-    alone = group.share(alone)
-    return {
-        "processes": group.size,
-        "scaling_efficiency": round(min(1.0, alone / together), 4),
-        "communication_share": round(max(0.0, 1.0 - apart / together), 4),
-        "step_alone_ms": round(alone * 1e3, 3),
-        "step_ms": round(together * 1e3, 3),
-    }

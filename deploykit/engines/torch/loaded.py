@@ -115,7 +115,7 @@ class Loaded:
 class Undescribed(BadInput):
     """A file, folder or module does not say what the model or its inputs are.
 
-    `arch`: of the library's model that has these weights; "" where that is not known.
+    `arch`: torchvision's model that has these weights; "" where that is not known.
     """
 
     arch = ""
@@ -134,10 +134,11 @@ def undescribed(
     """
     known = recognise(weights, Path(str(where))) if weights else None
     if known is not None:
-        whose, name = known
-        message = f"{where}: does not say what the model is; these are the weights of {whose}"
-        error = Undescribed(message, hint=f"`arch` {name}")
-        error.arch = name
+        message = (
+            f"{where}: does not say what the model is; these are the weights of torchvision's "
+        )
+        error = Undescribed(message + known, hint=f"`arch` {known}")
+        error.arch = known
         return error
     builds = (
         "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "

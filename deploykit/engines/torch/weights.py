@@ -182,7 +182,7 @@ def _misfit(where: Path, weights: Mapping[str, Any], reasons: Sequence[str]) -> 
     known = recognise(weights, where)
     return BadInput(
         f"{where}: weights do not fit the model: {'; '.join(reasons)}",
-        hint=f"these are the weights of {known[0]}: `arch` {known[1]}" if known else None,
+        hint=f"these are the weights of torchvision's {known}: `arch` {known}" if known else None,
     )
 
 
