@@ -47,26 +47,6 @@ def probe_outside(
     return tuple(notes.values())
 
 
-def without_hidden_rows(
-    specs: Sequence[TensorSpec], feeds: Sequence[Mapping[str, np.ndarray]]
-) -> list[Mapping[str, np.ndarray]] | None:
-    """Return the feeds without the rows that a mask hides as a whole; None if there are none."""
-    hiding = [spec for spec in _masks(specs) if "float" not in spec.dtype]
-    if not all(spec.batched for spec in specs):
-        return None
-    seen: list[Mapping[str, np.ndarray]] = []
-    found = False
-    for each in feeds:
-        keep = np.ones(len(next(iter(each.values()))), bool)
-        for spec in hiding:
-            rows = each[spec.name].reshape(len(keep), -1)
-            keep &= (rows != _hides(spec)).any(1)
-        found |= not keep.all()
-        if keep.any():
-            seen.append({name: array[keep] for name, array in each.items()})
-    return seen if found and seen else None
-
-
 def _masks(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     rows = [spec for spec in specs if len(spec.shape) > 1]
     return [spec for spec in rows if "mask" in spec.name.lower() or spec.dtype == "bool"]

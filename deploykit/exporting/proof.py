@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -26,7 +25,7 @@ from deploykit.evaluation.feeds import (
 )
 from deploykit.evaluation.parity import add_float32_errors, compare_engines, in_other_batches
 from deploykit.exporting.load import ExportSource
-from deploykit.exporting.outside import probe_outside, without_hidden_rows
+from deploykit.exporting.outside import probe_outside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,23 +39,15 @@ EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions di
 
 _IN_PARTS = "compared in two parts: the values by which the answers are chosen, then the choice"
 
-_HIDDEN = (
-    "only where a mask hides a whole row: PyTorch answers 0 there, ONNX the mean of all places"
-)
-
 
 class Proof(NamedTuple):
-    """The measurements of an exported graph.
-
-    `decided`: which sizes it is for. `cause`: why it is not the model, if that was found.
-    """
+    """The measurements of an exported graph. `decided`: which sizes it is for."""
 
     parity: Parity
     recorded: GoldenSamples | None
     batching: RowIndependence
     notes: tuple[str, ...]
     decided: tuple[Decision, ...]
-    cause: str = ""
 
 
 def prove_export(
@@ -106,13 +97,8 @@ def prove_export(
                 notes += (_IN_PARTS,)
             notes += golden.batching_notes(exported, rows)
             decided = tuple(x for x in done.decided if _limits(x, reference, exported, done))
-            cause = ""
             if parity.passed:
                 notes += probe_outside(reference, exported, few)
-            elif (others := without_hidden_rows(loaded.inputs, feeds)) is not None:
-                cause = _HIDDEN if check(reference, exported, others).passed else ""
-            if not (parity.passed or cause or _fails_elsewhere(parity, reference, exported, done)):
-                done.job.suspects[:], decided = [], ()
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             least = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             least = sorted(least, key=lambda each: sum(array.size for array in each.values()))
@@ -123,7 +109,7 @@ def prove_export(
                 with suppress(DeploykitError):  # it takes no single rows either
                     by_rows = partial(in_other_batches, reference)
                     parity = add_float32_errors(parity, reference, by_rows, least[::-1])
-        return Proof(parity, recorded, rows, notes, decided, cause)
+        return Proof(parity, recorded, rows, notes, decided)
 
 
 def _taken(
@@ -227,18 +213,6 @@ def _limits(decision: Decision, reference: Engine, exported: Engine, done: Expor
         feeds = [done.job.given.feeds(reference.inputs, outside, floats=True)]
         with suppress(DeploykitError):
             return not compare_engines(reference, exported, feeds).passed
-    return True
-
-
-def _fails_elsewhere(parity: Parity, reference: Engine, exported: Engine, done: Exported) -> bool:
-    """Return whether the graph is worse, by far, in `parity` than at the sizes of the export."""
-    feeds = done.job.given.feeds(reference.inputs, done.job.sizes, floats=True)
-    with suppress(DeploykitError):
-        there, here = (
-            max((inf if row.problem else row.error for row in rows), default=0.0)
-            for rows in (parity.rows, compare_engines(reference, exported, [feeds]).rows)
-        )
-        return there > 10 * here
     return True
 
 
