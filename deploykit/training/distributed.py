@@ -101,7 +101,7 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (group.size,))  # torch takes a GPU without it
-        for block in dict.fromkeys(_blocks(run)):
+        for block in dict.fromkeys(_blocks(run)):  # one may have two names
             fully_shard(block, mesh=mesh)
         return fully_shard(run, mesh=mesh)
     from torch.nn.parallel import DistributedDataParallel
@@ -113,23 +113,19 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
-def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the parts of `module` that FSDP gathers one at a time, inner ones first.
+def _blocks(run: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the parts of `run` and of lists, inner ones first: FSDP gathers one at a time.
 
-    Lists are taken apart, and so is a module whose weights are mostly in a list somewhere inside:
-    gathered as a whole it would need the memory of all its weights.
+    A module with a list inside would need the memory of all its weights if it was gathered whole.
     """
-
-    def weights(part: torch.nn.Module) -> int:
-        return sum(each.numel() for each in part.parameters() if each.requires_grad)
-
-    for child in module.children():
-        own = weights(child)
-        lists = [each for each in child.modules() if isinstance(each, _CONTAINERS)]
-        if own and any(2 * weights(each) > own for each in lists):
-            yield from _blocks(child)
-        if own and type(child).forward is not torch.nn.Module.forward:  # a ModuleList has none
-            yield child
+    for holder in reversed([*run.modules()]):
+        if holder is run or isinstance(holder, _CONTAINERS):
+            for part in holder.children():
+                trains = any(each.requires_grad for each in part.parameters())
+                if (
+                    trains and type(part).forward is not torch.nn.Module.forward
+                ):  # as a ModuleList's
+                    yield part
 
 
 def whole_state(module: torch.nn.Module) -> dict[str, Any]:
