@@ -117,6 +117,7 @@ def _blocks(run: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the parts of `run` and of lists, inner ones first: FSDP gathers one at a time.
 
     A module with a list inside would need the memory of all its weights if it was gathered whole.
+    A ModuleList has no `forward` to gather it for.
     """
     for holder in reversed([*run.modules()]):
         if holder is run or isinstance(holder, _CONTAINERS):
