@@ -326,14 +326,10 @@ def _copy(module: Any) -> Any:
             stored.seek(0)
             return torch.jit.load(stored, map_location="cpu")
     memo: dict[int, Any] = {}
-    for part in module.modules():
-        own = [
-            *vars(part).get("_parameters", {}).values(),
-            *vars(part).get("_buffers", {}).values(),
-        ]
-        for value in (*own, *vars(part).values()):
-            if isinstance(value, torch.nn.Parameter):
-                memo[id(value)] = torch.nn.Parameter(value.detach().cpu(), value.requires_grad)
-            elif isinstance(value, torch.Tensor):
-                memo[id(value)] = value.detach().cpu()
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    for value in (*module.parameters(), *module.buffers(), *attributes):
+        if isinstance(value, torch.nn.Parameter):
+            memo[id(value)] = torch.nn.Parameter(value.detach().cpu(), value.requires_grad)
+        elif isinstance(value, torch.Tensor):
+            memo[id(value)] = value.detach().cpu()
     return copy.deepcopy(module, memo).cpu()
