@@ -13,11 +13,9 @@ import onnx
 import pytest
 
 from deploykit.building.build import check_build
-from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import build, check
 from deploykit.building.tensorrt.options import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.engines.tensorrt.log import logger, recorder
 from tests.support.builders.nvidia_cases import ask, checked, needs, options
 from tests.support.graphs.protos import to_half
 from tests.support.graphs.small import parse
@@ -174,22 +172,6 @@ def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> No
     assert found.problems == ("no kernel fits into the workspace",)
     assert "plugin" in checked(FOREIGN, tmp_path).problems[0]
     assert checked(linear(), tmp_path).accepted
-
-
-# what the library does
-
-
-def test_an_object_with_a_recorder_reports_there_and_not_to_the_logger() -> None:
-    """Seen on TensorRT for RTX 1.7.1 with the bindings of 11.4; what our stand-in does, too."""
-    nv = module.module()
-    log, own = logger(nv), recorder(nv)()
-    log.errors.clear()
-    runtime = nv.Runtime(log)
-    runtime.error_recorder = own
-    assert runtime.deserialize_cuda_engine(b"ftrt" + bytes(100)) is None
-    assert own.num_errors() > 0
-    assert "incompatible serialization" in own.get_error_desc(0)
-    assert list(log.errors) == []
 
 
 def test_a_plan_of_rtx_is_never_kept_and_needs_the_lean_runtime_elsewhere(tmp_path: Path) -> None:

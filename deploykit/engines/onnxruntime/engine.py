@@ -28,7 +28,7 @@ from deploykit.core.machine import default_threads
 from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
-from deploykit.engines.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
+from deploykit.engines.cuda.errors import USE_LESS_MEMORY, cuda_error
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
     EXACT_INTEGERS,
@@ -580,8 +580,8 @@ def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:
             hint=USE_LESS_MEMORY,
         ) from exc
     if failure:
-        name, words = CODES.get(int(failure[1]), f"error {failure[1]}"), failure[2].strip()
-        raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
+        code, words = int(failure[1]), failure[2].strip()
+        raise cuda_error(f"{path}: {device}", "ONNX Runtime", code, words) from exc
 
 
 def providers() -> tuple[str, ...]:

@@ -155,10 +155,9 @@ class TensorRtEngine(Engine):
         if plan.dla is not None:
             self._runtime.DLA_core = plan.dla
         deserialize = self._runtime.deserialize_cuda_engine
-        engine: trt.ICudaEngine = self._log_errors.of(self._runtime).call(
+        engine: trt.ICudaEngine = self._log_errors.call(
             "deserialize_cuda_engine", deserialize, plan.content
         )
-        engine.error_recorder = self._log_errors.recorder
         self._engine: trt.ICudaEngine | None = engine
         ask = self._log_errors.call
         self.inputs, self.outputs = ask("tensors", specs, engine, path, manifest)
@@ -347,7 +346,7 @@ class Context:
         context: trt.IExecutionContext = log_errors.call(
             "create_execution_context", engine.create_execution_context, strategy
         )
-        self._log_errors = log_errors.of(context)
+        self._log_errors = log_errors
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
         self.handle = context
