@@ -335,7 +335,7 @@ def golden_differ(path: Path) -> None:
 
 def wider(path: Path) -> None:
     why = ["'add' was asked in float16 and runs in float32"]
-    change(path, "evidence.precision", wider=why, wider_share=0.5, seen=1.0)
+    change(path, "evidence.precision", wider=why, layers=[], wider_share=0.5, seen=1.0)
 
 
 @pytest.mark.parametrize(

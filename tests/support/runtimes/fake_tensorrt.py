@@ -601,4 +601,5 @@ class Rig:
     def build(
         self, model: Path | None = None, on_progress: Any = None, **given: Any
     ) -> BuildResult:
-        return build(model or self.model, self.out, options(**given), on_progress)
+        progress = on_progress or (lambda *_: None)
+        return build(model or self.model, self.out, options(**given), progress)
