@@ -51,7 +51,7 @@ def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
     recorded = record_build(manifest)
     evidence, why = _prove(manifest, graph_file, job)
     read = evidence.precision
-    on_dla = note_dla(read and read.layers, job.shapes.dla, name)
+    on_dla = note_dla(read.layers if read else None, job.shapes.dla, name)
     if read is not None and read.known:
         manifest = replace(manifest, precision=_count(read.layers or ()))
     manifest = replace(manifest, evidence=evidence)
