@@ -141,7 +141,7 @@ def _first_difference(
 
         graphs = Graph.open(first.path), Graph.open(second.path)
         chunk = CHUNK * rows_that_fit(feeds[:1], first.path) // MOST_SAMPLES
-        return first_divergence(*graphs, feeds[:1], parity.max_error, chunk)
+        return first_divergence(*graphs, feeds[0], parity.max_error, chunk)
     return None
 
 

@@ -869,17 +869,15 @@ def test_no_inputs_and_shapes_that_differ_only_when_run_are_refused() -> None:
 
 
 ROWS = "(float[N,4] x) => (float[N,4] y)"
-FIVE_ONES = [{"x": np.ones((5, 2), np.float32)}]
-
-
-def inputs_of(model: onnx.ModelProto, *batches: int) -> list[dict[str, np.ndarray]]:
-    return [random_feeds(specs(model)[0], {"N": n}, n) for n in batches]
+FIVE_ONES = {"x": np.ones((5, 2), np.float32)}
 
 
 def diverge(
     a: onnx.ModelProto, b: onnx.ModelProto, max_error: float = 1e-3, chunk: int = 64
 ) -> Divergence | None:
-    return first_divergence(Graph(a), Graph(b), inputs_of(a, 1, 3), max_error, chunk)
+    return first_divergence(
+        Graph(a), Graph(b), random_feeds(specs(a)[0], {"N": 3}), max_error, chunk
+    )
 
 
 def scaled(model: onnx.ModelProto, weight: str, factor: float) -> onnx.ModelProto:
@@ -915,13 +913,13 @@ def test_a_wrong_weight_is_found_in_each_precision(tmp_path: Path, to: str, boun
 
     assert diverge(mnist_like(), converted(1.0), bound) is None
     found = diverge(mnist_like(), converted(1.5), bound)
-    assert (found.node, found.tensor, found.steepest.node) == ("conv2", "c2", "conv2")
+    assert (found.node, found.tensor) == ("conv2", "c2")
     assert 0 < found.before < bound
 
 
 def test_the_node_that_overflows_is_named() -> None:
     half = simulate(to_half(overflow())[0])
-    feeds = [{"x": np.full((2, 4), 10, np.float32)}]
+    feeds = {"x": np.full((2, 4), 10, np.float32)}
     found = first_divergence(Graph(overflow()), Graph(half), feeds, 1e-2)
     assert (found.node, found.error, found.batch) == ("scale_up", math.inf, 2)
     assert "'scale_up' (Mul): NaN or infinity in one of the two" in found.text
@@ -943,18 +941,17 @@ def chain(*factors: float) -> onnx.ModelProto:
     return parse(f"(float[N,2] x) => (float[N,2] {names[-1]})", body, **weights)
 
 
-def test_an_error_that_builds_up_names_where_it_rose_most() -> None:
+def test_an_error_that_builds_up_is_named_where_it_passes_the_bound() -> None:
     a, b = Graph(chain(1, 1, 1, 1)), Graph(chain(1.01, 1.07, 1.09, 1.11))
     found = first_divergence(a, b, FIVE_ONES, 0.1)
-    assert (found.node, found.batch, found.compared) == ("s", 5, 4)
+    assert (found.node, found.batch) == ("s", 5)
     assert found.before == pytest.approx(0.09, abs=1e-6)
-    assert found.steepest.node == "q"
     assert found.text == (
         "the first node that differs is 's' (Mul): error 0.11 is above 0.1 in 's'; "
-        "0.09 just before it; the largest rise was at 'q' (Mul), 0.01 to 0.07"
+        "0.09 just before it"
     )
     document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert (document["node"], document["steepest"]["node"]) == ("s", "q")
+    assert (document["node"], document["tensor"]) == ("s", "s")
 
 
 def test_a_node_without_a_name_is_named_by_its_tensor_and_other_names_do_not_diverge() -> None:
