@@ -63,9 +63,10 @@ def _text(value: Any) -> str:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value's `str` is short: a number, a name, a tensor's type."""
-    own = type(value).__str__ is not object.__str__
+    kind: Any = type(value)
     return not isinstance(value, (Mapping, tuple, list)) and (
-        own or not (dataclasses.is_dataclass(value) or hasattr(value, "ndim"))
+        kind.__str__ is not object.__str__
+        or not (dataclasses.is_dataclass(value) or hasattr(value, "ndim"))
     )
 
 
