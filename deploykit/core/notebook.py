@@ -32,8 +32,7 @@ class Shown:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        others = (table_of(name.replace("_", " "), value) for name, value in _facts(self))
-        return "".join([_facts_table(type(self).__name__, self), *others])
+        return _tables_of(type(self).__name__, self)
 
 
 def _facts(value: Any) -> Iterable[tuple[str, Any]]:
@@ -73,7 +72,7 @@ def _is_plain(value: Any) -> bool:
 def table_of(name: str, value: Any) -> str:
     """Return a table of an object, or of several or of dicts, with each fact that fits a cell."""
     if isinstance(value, Shown) and not _is_plain(value):
-        return _facts_table(name, value)
+        return _tables_of(name, value)
     if not isinstance(value, (tuple, list)) or all(map(_is_plain, value)):
         return ""
     known = [each for each in value if isinstance(each, Mapping) or dataclasses.is_dataclass(each)]
@@ -84,9 +83,11 @@ def table_of(name: str, value: Any) -> str:
     return _table(name + more, tuple(key.replace("_", " ") for key in names), cells)
 
 
-def _facts_table(title: str, value: Any) -> str:
-    rows = [(name.replace("_", " "), _text(each)) for name, each in _facts(value)]
-    return _table(title, ("", ""), [row for row in rows if row[1]])
+def _tables_of(title: str, value: Any) -> str:
+    """Return a table of the facts that fit a cell, and below it those of the others."""
+    facts = [(name.replace("_", " "), each) for name, each in _facts(value)]
+    rows = [(name, text) for name, each in facts if (text := _text(each))]
+    return "".join([_table(title, ("", ""), rows), *(table_of(*each) for each in facts)])
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -54,7 +54,11 @@ ENGINE = {"engine": "model.onnx", "data": "a.npz", "out": "out.npz"}
         (load_test, {"batch": 10**400}, "`batch` must be int"),
         (plan, {"profiles": ["l4", 5]}, "`profiles` must be "),
         (plan, {"on_progress": True}, "`on_progress` must be Callable[[str, float], None]"),
-        (predict, ENGINE | {"data": ["a.npz"]}, "`data` must be str | PathLike[str], got ['a.npz']"),
+        (
+            predict,
+            ENGINE | {"data": ["a.npz"]},
+            "`data` must be str | PathLike[str], got ['a.npz']",
+        ),
         (predict, ENGINE | {"batch": True}, "`batch` must be int"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
