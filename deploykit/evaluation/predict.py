@@ -36,7 +36,7 @@ from deploykit.core.files import (
 )
 from deploykit.core.json_value import Record
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY
-from deploykit.core.tensors import BATCH, batch_places, fits_shape
+from deploykit.core.tensors import BATCH, batch_places
 from deploykit.engines.data.samples import (
     DataSource,
     Samples,
@@ -332,33 +332,29 @@ class SampleAxes:
     def __init__(self, engine: Engine, axes: Mapping[str, int | None]) -> None:
         batch = [each.shape[n] for each in engine.inputs if (n := axes[each.name]) is not None]
         names = [size for size in batch if isinstance(size, str)]
-        self._fixed = not names
-        self._shapes = {spec.name: spec.shape for spec in engine.outputs}
-        self._states = [(spec.shape, n) for spec in engine.inputs if (n := axes[spec.name])]
+        self._shapes = {spec.name: spec.shape for spec in (*engine.inputs, *engine.outputs)}
         self._named = batch_places(engine.outputs, names)
+        self._free = bool(names)
         self.known: dict[str, int] = {}
 
     def find(self, name: str, shape: Sequence[int] = (), samples: int = 0) -> int:
-        """Return the axis of an output that has this shape for so many samples."""
-        if name not in self.known:
-            self.known[name] = self._find(name, shape, samples)
-        return self.known[name]
+        """Return the axis of an output that has this shape for so many samples.
 
-    def _find(self, name: str, shape: Sequence[int], samples: int) -> int:
-        declared, named = self._shapes.get(name, ()), self._named.get(name)
-        if named is not None and declared[named] != BATCH:  # which an axis 0 without a name is, too
-            return named
-        for state, axis in self._states:  # it comes back in its own shape
-            if fits_shape(state, shape) and shape[axis] == samples:
-                return axis
-        if named is not None:
-            return named
-        places = [
-            place
-            for place, (own, size) in enumerate(zip(declared, shape, strict=False))
-            if size == samples and isinstance(own, str) is not self._fixed
-        ]
-        return places[0] if len(places) == 1 else 0
+        Without a name of its own, as an axis 0 that is `N` for want of one, it is the only one of
+        their number that may have another size; else axis 0.
+        """
+        if name not in self.known:
+            declared = self._shapes.get(name, ())
+            sizes = zip(declared, shape, strict=False)
+            places = [
+                place
+                for place, (own, size) in enumerate(sizes)
+                if size == samples and isinstance(own, str) is self._free
+            ]
+            place = places[0] if len(places) == 1 else 0
+            named = self._named.get(name)
+            self.known[name] = place if named is None or declared[named] == BATCH else named
+        return self.known[name]
 
 
 def _append_all(
