@@ -453,10 +453,6 @@ def constant(array: np.ndarray, at: object, value: float) -> np.ndarray:
     return array
 
 
-LAST = np.s_[:, 2]
-FIRST = np.s_[..., 0]
-
-
 @pytest.mark.parametrize(
     ("array", "warnings"),
     [
@@ -468,9 +464,7 @@ FIRST = np.s_[..., 0]
         (RNG.random((100, 3, 4, 4), np.float32), []),
         (255 * RNG.random((100, 3, 4, 4), np.float32), ["look unnormalised"]),
         (1000 * RNG.standard_normal((100, 8)).astype(np.float32), []),  # these are no pixels
-        (constant(GOOD, LAST, 0.5), ["calib: channel 2 of 'x' is 0.5 everywhere"]),
-        (constant(PIXELS, FIRST, 0), ["calib: channel 0 of 'x' is 0 everywhere"]),
-        (PIXELS * 0, ["99 of 100 samples are duplicates", *["is 0 everywhere"] * 3]),
+        (PIXELS * 0, ["99 of 100 samples are duplicates"]),
         (constant(GOOD, 3, np.nan), []),  # a calibration refuses it
     ],
 )

@@ -78,7 +78,10 @@ def parts(data: Path) -> Path:
 @pytest.mark.parametrize(
     ("arrays", "why"),
     [
-        ({"labels": np.array(["cat", "dog", "owl"] * 100)}, "labels are names, such as 'cat'"),
+        (
+            {"labels": np.array(["cat", "dog", "owl"] * 100)},
+            "labels are <U3[300]; top-1",
+        ),
         ({"label": CLASSES, "y": X}, "without 'label', 'y'"),
     ],
 )
