@@ -462,7 +462,10 @@ class PartialOutputs:
         with ExitStack() as stack:
             _lock(make_folder(self.folder), self._out, stack)
             state = self._read_state()
-            self.dropped = self._resume(state) if state and not self._restart else ""
+            try:
+                self.dropped = self._resume(state) if state and not self._restart else ""
+            except (KeyError, TypeError, ValueError, AttributeError):  # edited by hand
+                self.samples, self.dropped = 0, "its state"
             if not self.samples:
                 self._close()
                 self._kinds, self._files, self._nbytes = {}, {}, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -136,6 +137,11 @@ def damaged(_model: Path, data: Path) -> None:
         file.truncate(10)
 
 
+def edited(_model: Path, data: Path) -> None:
+    state = json.loads((parts(data) / "state.json").read_text())
+    (parts(data) / "state.json").write_text(json.dumps({**state, "outputs": {"y": 5}}))
+
+
 OTHERS = np.concatenate((X[:50], X[51:], X[:1]))
 
 
@@ -147,6 +153,7 @@ OTHERS = np.concatenate((X[:50], X[51:], X[:1]))
         (lambda _, data: np.savez(data, x=OTHERS), {}, "samples"),
         (lambda _, data: np.savez(data, x=X[:40]), {}, "samples"),
         (damaged, {}, "its files"),
+        (edited, {}, "its state"),
         (None, {"force": True}, None),
     ],
 )
