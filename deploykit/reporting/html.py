@@ -14,7 +14,7 @@ from typing import Any
 from deploykit.core.files import LOOK
 from deploykit.evaluation.formatting import Table
 from deploykit.evaluation.html_tables import html_table, safe
-from deploykit.reporting.charts import Figure, draw
+from deploykit.reporting.charts import Chart, draw
 from deploykit.reporting.figures import charts, served_chart
 from deploykit.reporting.tables import (
     best_by_batch,
@@ -104,7 +104,7 @@ def section_html(title: str, name: str, content: str) -> str:
     )
 
 
-def figure_html(figure: Figure) -> str:
+def figure_html(figure: Chart) -> str:
     """Return a chart with its finding, and the data that no table of the report has."""
     table = Table(figure.title, figure.columns, figure.rows, text_columns(figure.columns))
     rows = html_table(table, caption=False)
@@ -150,7 +150,7 @@ def load_html(result: Mapping[str, Any]) -> str:
     return html_table(serving_table(document)) + _frame([chart] if chart else [])
 
 
-def _frame(drawn: Sequence[Figure]) -> str:
+def _frame(drawn: Sequence[Chart]) -> str:
     if not drawn:
         return ""
     page = safe(html_page("Charts", "".join(map(figure_html, drawn))))

@@ -204,6 +204,7 @@ def details(document: Json) -> list[Table]:
         _points(document, [p for p in every if not why_not(document, p)], "Every point"),
         _points(document, [p for p in every if why_not(document, p)], "Rows without a verdict"),
         serving_table(document),
+        *(layers_table(each) for each in document.get("layers") or () if each["sum_ms"]),
         make_table(
             "Artefacts",
             document["artefacts"],
@@ -445,3 +446,30 @@ def _provenance(found: Json) -> Iterator[tuple[str, str]]:
     if found.get("affinity"):
         yield "CPUs used", str(found["affinity"])
     yield from (found.get("environment") or {}).items()
+
+
+def part_of(part: float, whole: float | None) -> str:
+    return f"{number(100 * part / whole)}{SPACE}%" if whole else MISSING
+
+
+def layers_table(found: Json, most: int | None = None) -> Table:
+    """Return the slowest layers of a LayerTimes in JSON, and the others in one row.
+
+    The note says how far they add up to a call.
+    """
+    whole, share = found["sum_ms"], found["sum_ms"] / found["call_ms"]
+    layers = found["layers"][:most]
+    rows = [(e["name"], e["op"], number(e["ms"]), part_of(e["ms"], whole)) for e in layers]
+    if others := found["count"] - len(rows):
+        rest_ms = max(0.0, whole - sum(each["ms"] for each in layers))
+        rows.append((f"{count(others)} others", MISSING, number(rest_ms), part_of(rest_ms, whole)))
+    call, profiled = (f"{number(found[key])}{SPACE}ms" for key in ("call_ms", "profiled_ms"))
+    note = (
+        f"{found['label']} at batch {found['batch']}, {found['runtime']}, {found['calls']} calls: "
+        f"{count(found['count'])} layers add up to {part_of(share, 1)} of a call of {call} "
+        f"without the profiler, with which one takes {profiled}"
+    )
+    if abs(share - 1) > 0.05:  # share of a call by which the sum of its layers may differ
+        note += f". NOT within 5{SPACE}%, so only the shares say something"
+    columns = ("layer", "operator", "ms", "share")
+    return Table(f"Time by layer: {found['label']}", columns, rows, (0, 1), f"{note}.")

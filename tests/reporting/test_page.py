@@ -113,9 +113,9 @@ def test_parts_are_in_order_and_ids_are_unique(report: Report) -> None:
 def test_charts_have_a_finding_and_tables_name_their_rows_and_columns(report: Report) -> None:
     text = page_of(report)
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
-    assert len(figures) == 4
+    assert len(figures) == 3
     for figure in figures:
-        assert re.search(r'<svg class="(plot|bar)" role="img" aria-label="[^"]+">', figure)
+        assert re.search(r'<svg class="plot" role="img" aria-label="[^"]+">', figure)
         assert re.search(r"<figcaption>[^<]{20,}</figcaption>", figure)
     for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
         head, body = table.split("</thead>")
@@ -327,7 +327,7 @@ def test_reports_and_loads_show_their_tables_and_their_charts_in_a_frame(report:
     assert report.verdict[0] in unescape(html)
     assert html.index("<table>") < html.index("<iframe")
     assert (html.count("<iframe"), 'sandbox=""' in html) == (1, True)
-    assert frame(html).count("<figure>") == 4
+    assert frame(html).count("<figure>") == 3
     html = report.serving[0]._repr_html_()
     assert "32 connections" in html.split("<iframe")[0]
     assert frame(html).count("<figure>") == 1
