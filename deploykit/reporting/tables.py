@@ -392,60 +392,34 @@ def _load_notes(result: Json) -> str:
 
 
 def machine(document: Json) -> Table:
-    """Return a row for each known property of the machine, packages last."""
-    rows: list[tuple[str, str]] = []
-    values: Json = document["machine"]
-    for key, each in values.items():
-        if key not in ("packages", "gpus", "memory_bytes") and each not in (None, "", []):
-            is_list = isinstance(each, Sequence) and not isinstance(each, str)
-            rows.append(
-                (key.replace("_", " "), ", ".join(map(str, each)) if is_list else str(each))
-            )
-    if values.get("memory_bytes"):
-        rows.append(("memory", f"{number(values['memory_bytes'] / 2**30)}{SPACE}GiB"))
-    gpus = [f"{gpu['name']}, driver {gpu['driver']}" for gpu in values.get("gpus") or ()]
-    rows += [("GPU", gpu) for gpu in gpus or ["none"] * ("gpus" in values)]
-    modes = [each["power_mode"] for each in document["conditions"] if each["power_mode"]]
-    is_jetson = any("sysfs" in each["source"] for each in document["conditions"])
-    is_jetson = is_jetson or bool(values.get("l4t") or values.get("board"))
-    if is_jetson and not values.get("power_mode"):
-        rows.append(("power mode", modes[0] if modes else "NOT KNOWN"))
-    rows += [row for each in document["conditions"] for row in _conditions(each)]
-    rows += _provenance(document.get("provenance") or {})
-    rows += [(name, str(version)) for name, version in (values.get("packages") or {}).items()]
+    """Return a row for each known property of the machine and its state, packages last."""
+    values = dict(document["machine"])
+    packages, gpus = values.pop("packages", None) or {}, values.pop("gpus", None)
+    if memory_bytes := values.pop("memory_bytes", None):
+        values["memory"] = f"{number(memory_bytes / 2**30)}{SPACE}GiB"
+    rows = list(_properties(values))
+    names = [f"{gpu['name']}, driver {gpu['driver']}" for gpu in gpus or ()]
+    rows += [("GPU", name) for name in names or ["none"] * (gpus is not None)]
+    for state in document["conditions"]:
+        reasons = state["throttled"]
+        state = {key: value for key, value in state.items() if key not in ("name", "trace")}
+        state["throttled"] = "not known" if reasons is None else ", ".join(reasons) or "no"
+        rows += _properties(state, "GPU: ")
+    rows += _properties(document.get("provenance") or {})
+    rows += [(name, str(version)) for name, version in packages.items()]
     return Table("Machine and versions", ("what", "value"), rows, (0, 1))
 
 
-def _conditions(values: Json) -> Iterator[tuple[str, str]]:
-    """Yield a GPU's conditions during the run; unknown ones are omitted, except throttling."""
-    low, high, most = (values[f"clock_{key}_mhz"] for key in ("low", "high", "max"))
-    if low is not None:
-        limit = f", at most {number(most)}" if most is not None else ""
-        yield "GPU clock meanwhile", f"{number(low)} to {number(high)}{SPACE}MHz{limit}"
-    if values["power_mean_w"] is not None:
-        mean, peak = number(values["power_mean_w"]), number(values["power_high_w"])
-        yield "power meanwhile", f"{mean}{SPACE}W on average, {peak}{SPACE}W at most"
-    if values["temperature_c"] is not None:
-        yield "temperature meanwhile", f"{number(values['temperature_c'])}{SPACE}°C at most"
-    reasons = values["throttled"]
-    yield "throttled meanwhile", "not known" if reasons is None else ", ".join(reasons) or "no"
-
-
-def _provenance(found: Json) -> Iterator[tuple[str, str]]:
-    for key, name in (("project", "commit measured"), ("deploykit", "commit of deploykit")):
-        commit = found.get(key) or {}
-        if "commit" in commit:
-            changed = ", with changes that are not committed" if commit.get("changed") else ""
-            yield name, commit["commit"] + changed
-    if found.get("host"):
-        yield "host", str(found["host"])
-    units = {"min_mhz": "at least {} MHz", "max_mhz": "at most {} MHz", "turbo": "turbo {}"}
-    clocks = (found.get("clocks") or {}).items()
-    if clocks:
-        yield "CPU clocks", ", ".join(units.get(key, "{}").format(each) for key, each in clocks)
-    if found.get("affinity"):
-        yield "CPUs used", str(found["affinity"])
-    yield from (found.get("environment") or {}).items()
+def _properties(values: Json, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield a row for each value, also of objects in others; unknown ones are omitted."""
+    for key, value in values.items():
+        name = prefix + (key.replace("_", " ") if key.islower() else key)
+        if isinstance(value, Mapping):
+            yield from _properties(value, f"{name}: ")
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            yield from [(name, ", ".join(map(str, value)))] * bool(value)
+        elif value not in (None, ""):
+            yield name, str(value)
 
 
 def part_of(part: float, whole: float | None) -> str:
