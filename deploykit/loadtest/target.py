@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,23 +160,12 @@ def _about(
 
 
 def model_options(config: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten a ModelConfig: "dynamic_batching.max_queue_delay_microseconds": "0"."""
-    options = {name: value for name, value in config.items() if name not in _NO_OPTIONS}
-    pairs = list(_flatten("", options))[:_MOST_OPTIONS]
-    return {one_line(name): one_line(value) for name, value in pairs if value}
-
-
-def _flatten(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and depth < 4:
-        for key, each in value.items():
-            yield from _flatten(f"{name}.{key}" if name else str(key), each, depth + 1)
-    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        for number, each in enumerate(value[:_MOST_OPTIONS]):
-            yield from _flatten(f"{name}[{number}]", each, depth + 1)
-    elif isinstance(value, list):
-        yield name, " ".join(map(str, value[:_MOST_OPTIONS]))
-    else:
-        yield name, str(value)
+    """Return the fields of a ModelConfig as text: {"dynamic_batching": '{"max_queue_...": 0}'}."""
+    options = [pair for pair in config.items() if pair[0] not in _NO_OPTIONS and pair[1]]
+    return {
+        one_line(name): one_line(value if isinstance(value, str) else json.dumps(value))
+        for name, value in options[:_MOST_OPTIONS]
+    }
 
 
 def _spec(server: Server, model: str, item: object) -> TensorSpec:

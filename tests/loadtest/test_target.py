@@ -312,8 +312,8 @@ def test_a_server_s_options_and_load_and_the_model_s_hash_are_in_the_result(
     assert len(result.server["sha256"]) == 64
     assert result.options["backend"] == "onnxruntime"
     assert int(result.options["max_batch_size"]) > 1
-    assert result.options["instance_group[0].kind"] == "KIND_CPU"
-    assert result.options["dynamic_batching.max_queue_delay_microseconds"].isdecimal()
+    assert '"kind": "KIND_CPU"' in result.options["instance_group"]
+    assert "max_queue_delay_microseconds" in result.options["dynamic_batching"]
     assert result.outside is not None
     for window in (result.outside.before, result.outside.during, result.outside.after):
         assert window.seconds > 0  # by the kernel's ticks: of any length where they come late
@@ -321,22 +321,13 @@ def test_a_server_s_options_and_load_and_the_model_s_hash_are_in_the_result(
     assert f"(process {os.getpid()})" not in result.outside.during.busiest  # it serves
 
 
-def test_options_are_flat_short_and_no_more_than_64() -> None:
-    config = {
-        "name": "m",
-        "input": [{"name": "x"}],
-        "backend": "ort\nx",
-        "max_batch_size": 8,
-        "instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}],
-        "parameters": {"sha256": {"string_value": "c0ffee"}},
-        "deep": {"a": {"b": {"c": {"d": {"e": 1}}}}},
-    }
+def test_options_are_short_and_no_more_than_64() -> None:
+    config = {"name": "m", "input": [{"name": "x"}], "backend": "ort\nx", "max_batch_size": 8}
+    config |= {"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}], "version_policy": {}}
     assert model_options(config) == {
         "backend": "ort x",
         "max_batch_size": "8",
-        "instance_group[0].kind": "KIND_GPU",
-        "instance_group[0].gpus": "0 1",
-        "deep.a.b.c": "{'d': {'e': 1}}",
+        "instance_group": '[{"kind": "KIND_GPU", "gpus": [0, 1]}]',
     }
     many = model_options({f"k{n}": "v" * 1000 for n in range(1000)})
     assert len(many) == 64
