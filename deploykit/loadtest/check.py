@@ -51,9 +51,8 @@ class AnswerCheck:
         max_error: float = 0.0,
     ) -> None:
         self.outputs, self.expected, self.max_error = frozenset(outputs), expected, max_error
-        # the beginning of a right answer over HTTP, and the answer's size in bytes
-        self.usual: tuple[bytes, int] = (b"", -1)
-        self._right: dict[int, tuple[bytes, int]] = {}  # the same of the last one by request
+        # the beginning and the size in bytes of the last right answer, by request
+        self._right: dict[int, tuple[bytes, int]] = {}
 
     def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
         """Return what is wrong with an answer of status 200; None if it is right."""
