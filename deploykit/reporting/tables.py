@@ -128,33 +128,6 @@ def summary(document: Json) -> Table:
     return Table("In short", columns, (*rows, *apart), text_columns(columns), note)
 
 
-def best_by_batch(document: Json) -> Table:
-    """Return per batch size the baseline and, if any, the best on a CPU and on a GPU."""
-    kinds: Mapping[str, Callable[[Json], bool]] = {
-        "baseline": lambda point: point["label"] == document["baseline"],
-        "best CPU": lambda point: point["device"] == "cpu",
-        "best GPU": lambda point: point["device"] != "cpu",
-    }
-    kinds = {name: of for name, of in kinds.items() if any(map(of, document["points"]))}
-    rows = []
-    for batch in sorted({int(point["batch"]) for point in document["points"]}):
-        here = [p for p in document["points"] if int(p["batch"]) == batch]
-        here = [point for point in here if not why_not(document, point)]
-        groups = [list(filter(of, here)) for of in kinds.values()]
-        cells = []
-        for group in groups:  # the quickest call
-            timed = [(p["latency"]["p50_ms"], p) for p in group if p["latency"]["p50_ms"]]
-            p50, best = min(timed, key=lambda pair: float(pair[0]["value"]), default=(None, None))
-            cells.append(f"{spread(p50)} {best['label']}" if best else NOT_MEASURED)
-        for group in groups:
-            best = max(group, key=rate_of, default=None)
-            rate = best and f"{spread(best['throughput_per_s'])} {best['label']}"
-            cells.append(rate or NOT_MEASURED)
-        rows += [(str(batch), *cells)] if here else []
-    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in kinds]
-    return Table("Best at each batch", ("batch", *columns), tuple(rows))
-
-
 def _ms(point: Json, key: str) -> str:
     latency = point["latency"]
     if latency[key] is not None:

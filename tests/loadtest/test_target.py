@@ -39,7 +39,7 @@ STATE = [
     {"name": "h", "datatype": "FP32", "shape": [2, -1, 8]},
 ]
 NO_OIP = "not an Open Inference Protocol server"
-NO_AXIS = "besides the batch, are: axis1; each size is 1 or more"
+NO_AXIS = "besides the batch are: ids_1 (axis1), mask_1 (axis1); each needs a size"
 
 
 def tensor(shape: list[Any], name: str = "x", datatype: str = "FP32") -> dict[str, Any]:
@@ -87,10 +87,10 @@ REFUSED: dict[str, tuple[StandIn, dict[str, object], str, str]] = {
     "no index": (UNLISTED, {}, "does not list its models", ""),
     "no inputs": (StandIn(inputs=()), {}, "names no inputs", ""),
     "a fixed batch": (StandIn(inputs=[tensor([1, 4])]), {"batch": 2}, "no batch axis", ""),
-    "a free axis": (StandIn(inputs=IDS), {}, "axis1 has no size", "`data`"),
+    "a free axis": (StandIn(inputs=IDS), {}, NO_AXIS, "`data`"),
     "an unknown type": (StandIn(inputs=[tensor([-1], "t", "TEXT")]), {}, "t, TEXT", ""),
     "no name": (StandIn(inputs=[{"datatype": "FP32", "shape": [1]}]), {}, NO_TENSOR, ""),
-    "no such axis": (StandIn(), {"axes": {"T": 5}}, "besides the batch, are: none", ""),
+    "no such axis": (StandIn(), {"axes": {"T": 5}}, "besides the batch are: none", ""),
     "an axis of 0": (StandIn(inputs=IDS), {"axes": {"T": 0}}, NO_AXIS, ""),
 }
 

@@ -24,7 +24,7 @@ from deploykit.reporting.compare import compare_reports
 from deploykit.reporting.machine_load import Outside, Window
 from deploykit.reporting.points import Point, crossover
 from deploykit.reporting.report import PeakMemory, Report, read, speedup, write
-from deploykit.reporting.tables import best_by_batch, details
+from deploykit.reporting.tables import details
 from deploykit.reporting.tables import machine as machine_table
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import bare_point
@@ -240,32 +240,6 @@ def test_no_bound_is_stated_where_the_accuracy_decides(
     if precision == "int8":
         notes = " ".join(each.note or "" for each in details(document | {"accuracy": []}))
         assert "not measured" in notes
-
-
-def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was(
-    report: Report,
-) -> None:
-    def at(label: str, batch: int, device: str, ms: float, rate: float) -> Point:
-        latency = Latency(100, Interval(ms, ms, ms), None, None, ms)
-        per_s = Interval(rate, rate, rate)
-        measured = {"latency": latency, "throughput_per_s": per_s, "round_rates": (rate, rate)}
-        return bare_point(label, batch, device=device, **measured)
-
-    timed = (
-        at("fp32 CPU", 1, "cpu", 2.0, 500.0),
-        at("int8", 1, "cpu", 1.0, 900.0),
-        at("int8, 2 sessions", 1, "cpu", 1.5, 1300.0),
-        at("fp16, GPU", 1, "cuda:0", 0.5, 2000.0),
-        at("fp32 CPU", 8, "cpu", 9.0, 800.0),
-    )
-    document = replace(report, baseline="fp32 CPU", points=timed).to_dict()
-    table = best_by_batch(document)
-    cells = dict(zip(table.columns, table.rows[0], strict=True))
-    assert "fp32 CPU" in cells["baseline, p50 (ms)"]
-    assert cells["best CPU, p50 (ms)"].endswith("int8")
-    assert cells["best CPU, inferences/s"].endswith("int8, 2 sessions")
-    assert cells["best GPU, inferences/s"].endswith("fp16, GPU")
-    assert (table.rows[1][0], table.rows[1][-1]) == ("8", "not measured")
 
 
 def test_a_report_of_a_jetson_without_its_power_mode_is_marked(report: Report) -> None:

@@ -21,7 +21,7 @@ from deploykit.evaluation.statistics import FASTER, SLOWER, difference
 from deploykit.reporting.figures import charts
 from deploykit.reporting.points import Point
 from deploykit.reporting.report import NotMeasured, Report, speedup
-from deploykit.reporting.tables import best_by_batch, details, summary
+from deploykit.reporting.tables import details, summary
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import bare_point, plain
 
@@ -257,7 +257,6 @@ def test_a_marked_row_is_apart_in_tables_and_charts(report: Report) -> None:
     assert "int8 CPU" not in {row[0] for row in tables["Every point"].rows}
     last = [row for row in summary(document).rows if not row[0].startswith("over")][-1]
     assert (last[0], last[-1]) == ("int8 CPU", "no verdict")
-    assert "int8 CPU" not in str(best_by_batch(document).rows)
     drawn, missing = charts(document)
     assert [one.label for one in drawn[0].series][-1] == "✗ int8 CPU"
     assert "The highest throughput is 7 " in plain(drawn[0].finding)
