@@ -15,7 +15,6 @@ import deploykit as dk
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import CALIBRATED
 from deploykit.core.runtime import TARGET_RUNTIMES
-from deploykit.engines.engine import load
 from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.graph.graph import Graph
 from deploykit.quantization import half_precision, qdq
