@@ -125,7 +125,6 @@ class Server:
                 options,
                 deliver=self._deliver,
                 call_soon=self._loop.call_soon,
-                processes=group.count,
                 make_model=group.make_model,
             )
             self.repository.add_pipelines(pipelines or {}, self._loop, group.count)

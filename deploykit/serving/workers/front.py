@@ -26,8 +26,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
 from deploykit.serving.batching.queue import BatchPolicy, Pending
-from deploykit.serving.models.description import InUse
-from deploykit.serving.models.model import ModelTask, ServedModel
+from deploykit.serving.models.model import InUse, ModelTask, ServedModel
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
 from deploykit.serving.workers.blocks import BlockAllocator, Shapes, TensorCodec
