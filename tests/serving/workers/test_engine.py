@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import uvloop
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.core.evidence import RowIndependence
@@ -125,6 +127,7 @@ class Linked:
         self.models = [EngineProcessModel(each) for each in self.repository.models.values()]
         self.memories = [mmap(-1, size), mmap(-1, size)]
         self.fronts: set[FrontEnd] = set()
+        self.welcomed = 0  # front ends that said which one they are
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind("")
         self.links = [
@@ -138,8 +141,12 @@ class Linked:
             ModelRepository(engines, options, make_model=link.make_model) for link in self.links
         ]
 
+    def describe(self) -> dict[str, RemoteEngine]:
+        self.welcomed += 1
+        return self.described
+
     async def connect(self) -> None:
-        accept = partial(FrontEnd, self.models, self.memories, self.fronts, lambda: self.described)
+        accept = partial(FrontEnd, self.models, self.memories, self.fronts, self.describe)
         self.server = await self.loop.create_unix_server(accept, sock=self.listener)
         self.connecting = []
         for link in self.links:
@@ -390,7 +397,9 @@ def test_messages_arrive_whole_in_pieces_of_any_length() -> None:
     asyncio.run(run())
 
 
-def test_the_engines_read_nothing_from_another_program() -> None:
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "has ended"])
+def test_the_engines_read_nothing_from_another_program(loop: Any, waits: bool) -> None:
     """It would be unpickled: every user of the machine can find the address."""
     code = """
 import contextlib, pickle, socket, sys
@@ -399,16 +408,22 @@ end.connect(eval(sys.argv[1]))
 data = pickle.dumps([("front", 1)])
 with contextlib.suppress(OSError):
     end.sendall(len(data).to_bytes(4, "little") + data)
-    sys.exit(len(end.recv(1)))
+    sys.exit(len(end.recv(1)) if sys.argv[2] == "True" else 0)
 """
 
     async def run() -> None:
         found = Linked(ServeOptions(), SIZE)
         await found.connect()
-        address = repr(found.listener.getsockname())
-        other = await asyncio.create_subprocess_exec(sys.executable, "-c", code, address)
-        assert await asyncio.wait_for(other.wait(), LIMIT_S) == 0
-        assert len(found.fronts) == 2
+        command = [sys.executable, "-c", code, repr(found.listener.getsockname()), str(waits)]
+        other = subprocess.Popen(command)
+        if not waits:
+            assert other.wait(LIMIT_S) == 0  # before this loop accepts its connection
+        assert await asyncio.to_thread(other.wait, LIMIT_S) == 0
+        await asyncio.sleep(0.1)
+        assert found.welcomed == 2
         await found.close()
+        await asyncio.sleep(0.1)  # uvloop closes its handles in later turns
 
-    asyncio.run(run())
+    running = loop()
+    running.run_until_complete(run())
+    running.close()
