@@ -22,8 +22,7 @@ from hpack import HPACKError
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Port, extend, unread_bytes
-from deploykit.serving.transport.turns import BUSY_BYTES
+from deploykit.serving.transport.listener import Connection, Port
 
 log = logging.getLogger(__name__)
 
@@ -255,19 +254,18 @@ class Phase(IntEnum):
 AWAIT_PREFACE, AWAIT_SETTINGS, OPEN, IN_HEADERS, CLOSED = Phase
 
 
-class Http2Connection(asyncio.BufferedProtocol):
+class Http2Connection(Connection):
     """One client's connection: its streams, its windows and its unsent output."""
 
     def __init__(self, shared: Http2Port) -> None:
+        super().__init__(shared, shared.limits.stall_s)
         self.shared = shared
         self.phase = AWAIT_PREFACE
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
         # some later than others, so that not all clients connect again at once
         self._retire_at_s = shared.now_s + shared.limits.max_age_s * random.uniform(0.9, 1.1)  # noqa: S311
-        self.queued = False  # its frames wait for a turn of the loop
         self._retiring = False  # the client has been asked to open no more streams
         self._retired = False  # the client knows
-        self._left = b""  # an incomplete frame, and frames that wait for the next turn of the loop
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
         self._block: list[bytes] = []  # an incomplete header block
         self._block_of = (0, 0)  # its flags and its stream
@@ -285,11 +283,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._will_push = False
         self._writes: list[bytes] = []
         self._write_bytes = 0
-        self._sent_bytes = 0  # bytes of DATA since the last check
-        self._buffered = 0  # bytes that the transport has not sent; counted in the memory budget
-        self._unread = 0  # bytes that the client had not received then
-        self._read_by_s: float | None = None  # when the client must have read more
-        self._stalled = False  # the transport takes no more
 
     @property
     def unanswered(self) -> int:
@@ -297,17 +290,15 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self.streams or self._buffered or self.phase is CLOSED
+        busy = self.streams or self.unsent_bytes or self.phase is CLOSED
         return None if busy else self.since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self._tls = transport.get_extra_info("sslcontext") is not None
+        super().connection_made(transport)
         self.transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         shared, limits = self.shared, self.shared.limits
-        shared.connections.add(self)
         values = ((3, limits.streams), (4, STREAM_WINDOW), (6, limits.header_bytes))
         settings = b"".join(struct.pack(">HI", *pair) for pair in values)
         self.write(frame(SETTINGS, 0, 0, settings))
@@ -315,52 +306,27 @@ class Http2Connection(asyncio.BufferedProtocol):
         if not shared.has_place():
             self.end(ENHANCE_YOUR_CALM, f"there are {limits.connections} connections already")
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self.phase = CLOSED
-        self.shared.connections.discard(self)
-        self.shared.memory.release(self._buffered)
-        self._buffered = 0
         self.shared.turns.run(self._finish_all)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        shared, tls = self.shared, self._tls
-        if shared.turns.late() if tls else shared.turns.busy:  # this turn is used up
-            return shared.view[: BUSY_BYTES[tls]]
-        return shared.view
+        return self.part_of(self.shared.view)
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self.shared.view[:nbytes]))
-
-    def pause_writing(self) -> None:
-        self._stalled = True
-        self.transport.pause_reading()
+        if self.phase is not CLOSED:
+            self.data_received(bytes(self.shared.view[:nbytes]))
 
     def resume_writing(self) -> None:
-        self._stalled = False
-        if self.queued:
-            self.shared.turns.wait(self._continue_reading)
-        else:
-            self.transport.resume_reading()
+        super().resume_writing()
         self._push_soon()
 
     # -- frames in -------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
-        if self.phase is CLOSED:
-            return
-        if self._left:
-            data = self._left + data
-        if self.queued:
-            self._left = data
-            return
-        turns = self.shared.turns
-        if turns.busy:
-            self._left = data
-            self._wait_for_turn()
-            return
-        begun_s = turns.clock_s()
+    def process(self, data: bytes) -> None:
         try:
-            self._left = data[self._frames(data) :]
+            rest = data[self._frames(data) :]
         except ConnectionFault as exc:
             self.end(exc.code, str(exc))
         except HPACKError:
@@ -368,25 +334,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         except Exception:  # any bug: this connection ends with a reason, the server does not
             log.exception("an HTTP/2 connection failed")
             self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
-        turns.spend(begun_s)
-
-    def _wait_for_turn(self) -> None:
-        """Process the received frames in later turns of the loop, and read no more until then."""
-        self.queued = True
-        self.transport.pause_reading()
-        self.shared.turns.wait(self._continue_reading)
-
-    def _continue_reading(self) -> None:
-        """Continue in this connection's turn, unless its client does not read."""
-        if self.queued and self._can_read:
-            self.queued = False
-            self.data_received(b"")
-            if not self.queued and self._can_read:
-                self.transport.resume_reading()
-
-    @property
-    def _can_read(self) -> bool:
-        return not self._stalled and self.phase is not CLOSED
+        else:
+            if rest:
+                self.keep(rest)
+                if self.shared.turns.busy:  # they may be whole frames
+                    self.go_on()
 
     def _frames(self, data: bytes) -> int:
         """Process the complete frames that this turn allows; return the index after them."""
@@ -409,7 +361,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             if end > size:
                 break
             if unchecked > _UNCHECKED_BYTES and turns.late():
-                self._wait_for_turn()
                 break
             unchecked = 0 if unchecked > _UNCHECKED_BYTES else unchecked + length + _FRAME_COST
             if self.phase is not OPEN:
@@ -622,14 +573,14 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def sendable(self, stream: Stream) -> int:
         """Return how many bytes of DATA may be sent on this stream now."""
-        free = 0 if self._stalled else min(self.send_window, stream.send_window)
-        if free <= 0 and self._read_by_s is None:
-            self._read_by_s = self.shared.now_s + self.shared.limits.stall_s
+        free = 0 if self.stalled else min(self.send_window, stream.send_window)
+        if free <= 0 and self.read_by_s is None:
+            self.read_by_s = self.shared.now_s + self.shared.limits.stall_s
         return free
 
     def take_window(self, stream: Stream, size: int) -> bool:
         """Count `size` bytes of DATA as sent, if this stream may send them in one frame."""
-        free = not self._stalled and size <= self.frame_bytes
+        free = not self.stalled and size <= self.frame_bytes
         if not free or size > self.send_window or size > stream.send_window:
             return False
         self.count_sent(stream, size)
@@ -638,7 +589,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def count_sent(self, stream: Stream, size: int) -> None:
         self.send_window -= size
         stream.send_window -= size
-        self._sent_bytes += size
+        self.sent_bytes += size
         self.empty_frames -= 2  # the client may acknowledge it with window updates
 
     def answers_read(self, size: int) -> None:
@@ -693,13 +644,12 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.write(frame(RST_STREAM, 0, number, _number(code)))
 
     def check(self, now_s: float) -> None:
-        """Close the connection if it is past a limit, and let each stream check its own."""
         limits, waited_s = self.shared.limits, now_s - self.since_s
         allowed = max(1, round(limits.empty_frames * self.shared.tick_s))
         self.empty_frames = max(0, self.empty_frames - allowed)
         for stream in list(self.streams.values()):
             stream.check(now_s)
-        late = not self._reads(now_s)
+        late = not self.reads(now_s, waits=any(each.unsent for each in self.streams.values()))
         if self.phase is CLOSED:
             late = late or waited_s > limits.linger_s
         elif self.phase is not OPEN:
@@ -710,22 +660,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.close()
         elif now_s > self._retire_at_s:
             self.retire()
-
-    def _reads(self, now_s: float) -> bool:
-        """Return whether the client reads fast enough: any of its answers, in any order."""
-        size, stall_s = self.transport.get_write_buffer_size(), self.shared.limits.stall_s
-        self.shared.memory.release(self._buffered - size)
-        sent_bytes, self._sent_bytes, self._buffered = self._sent_bytes, 0, size
-        if not size and not any(stream.unsent for stream in self.streams.values()):
-            self._read_by_s = None
-            return True
-        unread = unread_bytes(self.transport)
-        read_bytes, self._unread = sent_bytes + self._unread - unread, unread
-        by_s = now_s + stall_s
-        if self._read_by_s is not None:
-            by_s = extend(self._read_by_s, read_bytes, now_s, stall_s)
-        self._read_by_s = by_s
-        return now_s <= by_s
 
     def retire(self) -> None:
         """Ask the client to open no more streams here; close once those it has opened have ended.
@@ -738,7 +672,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.write(frame(PING, 0, 0, _RETIRING))
 
     def close(self) -> None:
-        """Accept no more streams; close once all written data is sent."""
         self.end(NO_ERROR, "")
 
     def end(self, code: int, text: str) -> None:

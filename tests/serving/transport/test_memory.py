@@ -124,7 +124,7 @@ ASKED = request("POST", PATH, infer_json([1], [1, 1], parameters={"binary_data_o
 def buffered(server: Running) -> int:
     """The bytes that connections keep: replies that are not sent, requests not processed."""
     return sum(
-        each.transport.get_write_buffer_size() + len(each._kept)
+        each.transport.get_write_buffer_size() + len(each.kept)
         for each in list(server.server._listener.connections)
     )
 

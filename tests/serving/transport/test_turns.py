@@ -346,7 +346,7 @@ def test_little_is_received_in_a_busy_turn(idle: Server, protocol: str, tls: boo
     first, second = wire.links if protocol == "gRPC" else [HttpConnection(idle._listener)] * 2
 
     def both() -> None:
-        first._tls = second._tls = tls
+        first.tls = second.tls = tls
         sizes.append(len(first.get_buffer(-1)))
         now.s += 2 * TURN_S
         wire.now_s += 2 * TURN_S
