@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Any, cast
 
 from hpack import HPACKError
+from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # RFC 9113: frame types, flags and error codes
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
-PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
+PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
 FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 6, 7, 8
@@ -50,7 +51,6 @@ _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
 _UNCHECKED_BYTES = 4096  # of frames, each with _FRAME_COST more, that are read between two looks
 _FRAME_COST = 256  # at the clock: HPACK can encode a header in a single byte
 _MOST_SETTINGS = 64  # settings in one frame
-_RETIRING = b"retiring"  # the content of a PING
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
 
 
@@ -73,13 +73,7 @@ def _number(value: int) -> bytes:
 
 def literal(name: bytes, value: bytes) -> bytes:
     """Encode an HPACK literal that the client's table does not store; `name` is below 127 bytes."""
-    length, size = bytearray([min(len(value), 127)]), len(value) - 127  # a 7-bit prefix
-    while size >= 128:
-        length.append(size % 128 + 128)
-        size //= 128
-    if size >= 0:
-        length.append(size)
-    return b"\x00" + bytes([len(name)]) + name + length + value
+    return b"\x00" + bytes([len(name)]) + name + bytes(encode_integer(len(value), 7)) + value
 
 
 class Stream:
@@ -224,7 +218,7 @@ class Http2Port(Port):
     def retire(self) -> None:
         super().retire()
         for connection in cast("set[Http2Connection]", self.connections):
-            connection.retire()
+            connection.retire(self.now_s)
 
     def flush_soon(self, connection: Http2Connection) -> None:
         """Flush the connection once the running callbacks of this turn of the loop have written."""
@@ -264,8 +258,7 @@ class Http2Connection(Connection):
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
         # some later than others, so that not all clients connect again at once
         self._retire_at_s = shared.now_s + shared.limits.max_age_s * random.uniform(0.9, 1.1)  # noqa: S311
-        self._retiring = False  # the client has been asked to open no more streams
-        self._retired = False  # the client knows
+        self._close_at_s = math.inf  # then the client knows that it should open no more streams
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
         self._block: list[bytes] = []  # an incomplete header block
         self._block_of = (0, 0)  # its flags and its stream
@@ -457,13 +450,13 @@ class Http2Connection(Connection):
         shared, streams = self.shared, self.streams
         limits = shared.limits
         full = len(streams) >= limits.streams or shared.open_streams >= limits.all_streams
-        if full or self._retired:
+        if full or shared.now_s > self._close_at_s:
             self._refuse(number, REFUSED_STREAM)
             return
         shared.open_streams += 1
         stream = streams[number] = shared.open(self, number, head)
         if shared.draining:  # only now: a client without an open call may never make one here
-            self.retire()
+            self.retire(shared.now_s)
         stream.begin(flags & END_STREAM != 0)
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
@@ -486,8 +479,6 @@ class Http2Connection(Connection):
         size = _SIZES.get(kind, len(payload))
         if len(payload) != size:
             raise ConnectionFault(FRAME_SIZE_ERROR, f"a frame of type {kind} has {size} bytes")
-        if kind in (SETTINGS, PING, GOAWAY) and number:
-            raise ConnectionFault(PROTOCOL_ERROR, f"a frame of type {kind} belongs on stream 0")
         if kind == WINDOW_UPDATE:
             self._window_update(number, int.from_bytes(payload, "big") & LARGEST_WINDOW)
         elif kind == RST_STREAM:
@@ -498,25 +489,11 @@ class Http2Connection(Connection):
                 stream.finish()
         elif kind == SETTINGS:
             self._settings(flags, payload)
-        elif kind == PING:
-            self._ping(flags, payload)
-        elif kind == PUSH_PROMISE:
-            raise ConnectionFault(PROTOCOL_ERROR, "a client does not push")
-        elif kind == PRIORITY and not number:
-            raise ConnectionFault(PROTOCOL_ERROR, "PRIORITY on stream 0")
-        elif kind == GOAWAY and len(payload) < 8:
-            raise ConnectionFault(FRAME_SIZE_ERROR, "GOAWAY needs 8 bytes")
-
-    def _ping(self, flags: int, payload: bytes) -> None:
-        if not flags & ACK:
+        elif kind == PING and not flags & ACK:
             self.write(frame(PING, ACK, 0, payload))
-        elif self._retiring and payload == _RETIRING:
-            self._retired = True
-            if not self.streams:
-                self.close()
 
     def _settings(self, flags: int, payload: bytes) -> None:
-        if len(payload) % 6 or (flags & ACK and payload):
+        if len(payload) % 6:
             raise ConnectionFault(FRAME_SIZE_ERROR, "malformed SETTINGS")
         if len(payload) > 6 * _MOST_SETTINGS:
             raise ConnectionFault(ENHANCE_YOUR_CALM, f"more than {_MOST_SETTINGS} settings")
@@ -527,8 +504,6 @@ class Http2Connection(Connection):
         self.count_frame(_SETTINGS_COST)
         first_window = self.first_window
         for name, value in struct.iter_unpack(">HI", payload):
-            if name == 2 and value > 1:
-                raise ConnectionFault(PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
             if name == 4:
                 first_window = _checked_window(value)
             elif name == 5:
@@ -546,8 +521,6 @@ class Http2Connection(Connection):
         if number:
             self._find(number)
         stream = self.streams.get(number)
-        if (stream is not None or not number) and not more:
-            raise ConnectionFault(PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
         if not number:
             self.send_window = _checked_window(self.send_window + more)
             self._push_soon()
@@ -635,8 +608,6 @@ class Http2Connection(Connection):
             self.shared.open_streams -= 1
         if not self.streams:
             self.since_s = self.shared.now_s
-            if self._retired:
-                self.close()
 
     def _refuse(self, number: int, code: int) -> None:
         """Reset a stream that has not begun."""
@@ -656,20 +627,19 @@ class Http2Connection(Connection):
             late = late or waited_s > limits.header_s
         if late:
             self.transport.abort()
-        elif not self.streams and waited_s > limits.idle_s:
+        elif not self.streams and (waited_s > limits.idle_s or now_s > self._close_at_s):
             self.close()
         elif now_s > self._retire_at_s:
-            self.retire()
+            self.retire(now_s)
 
-    def retire(self) -> None:
+    def retire(self, now_s: float) -> None:
         """Ask the client to open no more streams here; close once those it has opened have ended.
 
-        It may open some before it reads this: it knows once it has answered the PING.
+        It may open some until it has read this.
         """
-        if self.phase is not CLOSED and not self._retiring:
-            self._retiring = True
+        if self.phase is not CLOSED and self._close_at_s == math.inf:
+            self._close_at_s = now_s + self.shared.limits.linger_s
             self.write(frame(GOAWAY, 0, 0, _number(LARGEST_STREAM) + _number(NO_ERROR)))
-            self.write(frame(PING, 0, 0, _RETIRING))
 
     def close(self) -> None:
         self.end(NO_ERROR, "")

@@ -147,10 +147,9 @@ class Connection(asyncio.BufferedProtocol, ABC):
 
     def _take_turn(self) -> None:
         self.queued = False
-        if not self.stalled:
-            self._process(self.take_kept())
-            if not (self.queued or self.stalled or (self.kept and self.answering)):
-                self.resume()
+        self._process(self.take_kept())
+        if not (self.queued or self.stalled or (self.kept and self.answering)):
+            self.resume()
 
     def _process(self, data: bytes) -> None:
         turns = self._port.turns
