@@ -21,7 +21,7 @@ from hpack import HPACKError
 from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
+from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import Connection, Port
 
@@ -461,17 +461,13 @@ class Http2Connection(Connection):
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
         """Process headers on a stream opened before: they can only be its last frame."""
-        pairs = self._heads.decode(block)
+        self._heads.decode(block)
         stream = self._find(number)
         if stream is None:
             self.count_frame()
             return
         if not flags & END_STREAM:
             raise ConnectionFault(PROTOCOL_ERROR, "trailers must end the stream")
-        try:
-            check_fields(pairs)
-        except MalformedHeaders as exc:
-            raise ConnectionFault(PROTOCOL_ERROR, str(exc)) from exc
         stream.receive(b"", True)
 
     def _other(self, kind: int, flags: int, number: int, payload: bytes) -> None:

@@ -40,7 +40,7 @@ LEAST_BYTES_S = 4 << 10  # on average, of a client that sends a request or reads
 PAUSE_S = 0.2  # pause after running out of file descriptors
 _IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
-_CLOSED_AT_ONCE = 32  # finding so many of them takes a millisecond
+_CLOSED_AT_ONCE = 256  # in a tick, to make room
 _BURST = 200  # connections accepted per turn of the event loop: about 20 ms
 _HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond of it
 
@@ -229,7 +229,7 @@ class Port(ABC):
         self.tick_s = 0.0  # time between the last two ticks
         self._unchecked: list[Connection] = []
         self._closing = 0  # connections that are being closed to make room
-        self._searched_s = math.nan  # when none was idle: no new search before the next tick
+        self._searched_s = math.nan  # when: it takes a millisecond
 
     @abstractmethod
     def connect(self) -> asyncio.BaseProtocol:
@@ -267,6 +267,7 @@ class Port(ABC):
         """Update the time and check all connections, unless a check is still running."""
         if not self._unchecked:
             self.tick_s, self.now_s = now_s - self.now_s, now_s
+            self._closing = 0
             self._unchecked = list(self.connections)
             self.turns.run(self._check_all)
 
@@ -280,17 +281,10 @@ class Port(ABC):
 
     def has_place(self) -> bool:
         """Return whether the newest connection may stay; idle ones may be closed to make room."""
-        if len(self.connections) <= self.places:
-            self._closing = 0
-        elif self._closing:  # they close in the next turn of the event loop
-            self._closing -= 1
-        elif self._searched_s == self.now_s:
-            return False
-        else:
+        if len(self.connections) > self.places + self._closing and self._searched_s != self.now_s:
+            self._searched_s = self.now_s
             self._closing = self.close_idle(_IDLE_S)
-            self._searched_s = math.nan if self._closing else self.now_s
-            return self._closing > 0
-        return True
+        return len(self.connections) <= self.places + self._closing
 
     def close_idle(self, least_s: float = _EXHAUSTED_IDLE_S) -> int:
         """Close connections idle for longest, for at least `least_s`; return how many."""
@@ -508,7 +502,7 @@ class Acceptor:
         except (OSError, asyncio.TimeoutError) as exc:  # ssl.SSLError is an OSError
             client.close()
             if self.tls:
-                log.info("a connection was closed in its TLS handshake: %s", _reason(exc))
+                log.info("a connection was closed in its TLS handshake: %s", reason_of(exc))
 
     def _end_handshake(self, client: socket.socket, task: asyncio.Task[None]) -> None:
         self._handshakes.discard(task)
@@ -529,7 +523,8 @@ class Acceptor:
             await asyncio.sleep(0)
 
 
-def _reason(exc: Exception) -> str:
+def reason_of(exc: Exception) -> str:
+    """Return why a handshake or the reading of a certificate failed."""
     if isinstance(exc, ssl.SSLError) and exc.reason:
         return exc.reason.replace("_", " ").lower()
     if isinstance(exc, asyncio.TimeoutError):

@@ -92,7 +92,6 @@ ENDS_THE_CONNECTION: dict[str, tuple[Any, int]] = {
     "6.10 CONTINUATION on stream 0": ([(HEADERS, 0, 1, b""), (CONTINUATION, 4, 0, b"")], PROTOCOL),
     "6.10 CONTINUATION after END_HEADERS": ([OPEN, (CONTINUATION, 4, 1, b"")], PROTOCOL),
     "8.1 second HEADERS that end nothing": ([OPEN, (HEADERS, 4, 1, block())], PROTOCOL),
-    "8.1 a pseudo-header in trailers": ([OPEN, ASK], PROTOCOL),
     "HPACK 2.3.3 an index beyond the table": ([(HEADERS, 4, 1, b"\xff\x20")], COMPRESSION),
     **{
         f"HPACK 5.1 {data.hex()}": ([(HEADERS, 4, 1, data)], COMPRESSION)
