@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from deploykit.core.errors import DeploykitError, quote
+from deploykit.core.errors import quote
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
@@ -18,10 +18,9 @@ from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Binary, Request, Result, Signature, collect_results, fill
+from deploykit.serving.oip.request import Binary, Request, Result, collect_results, fill
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
-from deploykit.serving.shared_memory import Region
 from deploykit.serving.transport.call import About
 
 log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class InferMethods:
                 return
             inference = GrpcInference(route, client, source, trace)
             slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes
-            if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
+            if slow or (route.memory is not None and messages.names_regions(head)):
                 inference.lane = Lane.SMALL
                 if not slow or len(data) > _LONG_BYTES:
                     inference.lane = Lane.LARGE
@@ -141,15 +140,6 @@ class InferMethods:
             fail_with(client, exc)
             return
         inference.start()
-
-
-def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature) -> bool:
-    """Return whether a request, whose head is small, refers to much shared memory."""
-    try:
-        parts = messages.plan_request(head, spans, model).parts
-    except DeploykitError:
-        return False  # decoding finds it again and reports it to the client
-    return sum(part.size for part in parts if isinstance(part.data, Region)) > LARGE_BYTES
 
 
 class GrpcInference(Inference):

@@ -165,6 +165,11 @@ def sends_bytes(head: bytes) -> bool:
     return _BYTES_INPUT in head
 
 
+def names_regions(head: bytes) -> bool:
+    """Return whether a request may use shared memory; it is not parsed."""
+    return b"shared_memory_region" in head
+
+
 def _count_fields(data: bytes) -> None:
     """Raise BadInput for more fields than protobuf may parse: each costs time and memory."""
     left = _MAX_NESTED
