@@ -18,8 +18,7 @@ from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Binary, Request, Result, collect_results, fill
-from deploykit.serving.oip.tensors import array_bytes
+from deploykit.serving.oip.request import Request, Result, collect_results, fill
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport.call import About
 
@@ -145,28 +144,18 @@ class InferMethods:
 class GrpcInference(Inference):
     """One inference message. Its source is the message with the result of `split_request`."""
 
-    __slots__ = ("_plan",)
+    __slots__ = ()
 
     client: Replying
 
     def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
         head, data, at, spans = source
         route = self.route
-        plan = messages.plan_request(head, spans, route.model.signature)
-        self._plan = plan
-        request = fill(plan, data, at, route.memory)
+        planned = messages.plan_request(head, spans, route.model.signature)
+        request = fill(planned, data, at, route.memory)
         if self.client.left_us is None:
             return request
         return request._replace(timeout_us=_timeout_us(request, self.client))
-
-    def decode_large(self) -> Request:
-        request = super().decode_large()
-        copied = (
-            array_bytes(request.feeds[part.name])
-            for part in self._plan.parts
-            if not isinstance(part.data, Binary) or not part.slot.item_bytes
-        )
-        return request._replace(copied_bytes=sum(copied))
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > _LONG_BYTES

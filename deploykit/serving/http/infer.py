@@ -91,7 +91,9 @@ class HttpInference(Inference):
                 raise
         with ONE_JSON if len(body) > LARGE_BYTES else contextlib.nullcontext():
             request = json.decode(body, json_bytes, route.model.signature, route.memory)
-        return request._replace(copied_bytes=sum(map(array_bytes, request.feeds.values())))
+        if encoding is None:
+            return request
+        return request._replace(copied_bytes=max(request.copied_bytes, len(body)))
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES

@@ -95,7 +95,7 @@ def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
             sources = "'data', 'binary_data_size' and 'shared_memory_region'"
             raise BadInput(f"{where} needs exactly one of {sources}")
         if size is not None:
-            data = Binary(None, at, size)
+            data = Binary(at, size)
             at += size if type(size) is int else 0
         elif data is None:
             data = item["data"]

@@ -203,7 +203,7 @@ def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
     message = parse("ModelInferRequest", head)
     if len(message.inputs) > len(model.inputs) + _EXTRA_INPUTS:
         raise BadInput(f"{len(message.inputs)} inputs, the model has {len(model.inputs)}")
-    raw = [Binary(None, at, size) for at, size in spans]
+    raw = [Binary(at, size) for at, size in spans]
     unused = iter(raw)
     inputs = [_input_data(item, unused, bool(raw)) for item in message.inputs]
     if not inputs:
