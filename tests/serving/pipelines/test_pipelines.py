@@ -471,7 +471,7 @@ def test_the_values_of_json_count_in_the_memory_budget(tmp_path: Path) -> None:
 
 
 def test_one_large_json_is_parsed_at_a_time_and_small_ones_do_not_wait(tmp_path: Path) -> None:
-    blanks = b" " * 100_000
+    blanks = b" " * 300_000
     with serving_words(tmp_path, timeout_ms=500) as words:
         with ONE_JSON:
             for status, more in ((504, blanks), (200, b"")):
