@@ -320,7 +320,7 @@ class HttpConnection(Connection):
         self.listener.turns.late()
         if chunks.done:
             self._body = None
-            self._complete(chunks.body, data[end:])
+            self._complete(bytes(chunks.body), data[end:])
         elif end < len(data):
             self.keep(data[end:])
             if end > at:
