@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from deploykit.serving.grpc import call
+from deploykit.serving.http2 import connection
 from deploykit.serving.http2.connection import CLOSED as IS_CLOSED
 from deploykit.serving.http2.connection import IN_HEADERS, PREFACE, Http2Limits
 from deploykit.serving.transport import listener as places
@@ -569,6 +571,23 @@ def test_a_connection_with_many_unread_answers_has_no_further_requests_run(
         assert 16 << 20 < link.answer_bytes < 32 << 20
         client.open_windows()
         assert [client.answer(stream).status for stream in range(1, 32, 2)] == [0] * 16
+
+
+def test_a_call_that_waits_for_unread_answers_goes_on_when_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (call, connection):
+        monkeypatch.setattr(module, "WAITING_BYTES", 10)
+    wired = Wired()
+    wired.feed(PREFACE + packed(SETTINGS, 0, 0, NO_WINDOW))
+    for stream in (1, 3):
+        wired.feed(packed(HEADERS, END_HEADERS, stream, block(path="/echo")))
+        wired.feed(packed(DATA, END, stream, b"\0\0\0\0\x08answer-%d" % stream))
+    for stream in (3, 1):
+        assert b"answer" not in wired.wire.out
+        wired.feed(packed(WINDOW_UPDATE, 0, stream, b"\0\0\0\x20"))
+    assert wired.wire.out.index(b"answer-1") < wired.wire.out.index(b"answer-3")
+    wired.close()
 
 
 def test_a_client_that_reads_a_byte_at_a_time_is_disconnected(eventually: Eventually) -> None:
