@@ -318,8 +318,6 @@ class Server:
             for port in self._ports:
                 port.tick(time.monotonic())
             self._group.report_state(self.repository.own_problem())
-            if self._group.count == 1:
-                self._routes.status.tick(time.monotonic_ns() // 1000)
             if self.repository.fatal and not self._stopped.is_set():
                 log.error("%s; the server ends", self.repository.fatal)
                 self._begin_drain()
