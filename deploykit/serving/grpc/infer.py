@@ -12,11 +12,10 @@ from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
-from deploykit.serving.models.inference import Inference, ModelRoute
+from deploykit.serving.models.inference import Inference, Items, ModelRoute, TaskCall
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Request, Result, Signature, collect_results, fill
 from deploykit.serving.oip.tensors import array_bytes
