@@ -115,10 +115,6 @@ class Inference:
         if not self.client.reserve(size):
             raise over_budget()
 
-    def decoded_bytes(self) -> int:
-        """Return the bytes of memory of an offloaded `request`."""
-        return self.request.copied_bytes
-
     def encodes_slowly(self) -> bool:
         """Return whether `encode` takes long enough to be offloaded; sets `lane`."""
         return False
@@ -153,20 +149,16 @@ class Inference:
         model, trace = self.route.model, self.trace
         name, began_us = None, self._started_us
         try:
-            if decoded is None:
-                self.request = request = self.decode(self._source)
-                size = request.copied_bytes
-            else:
-                self.request = request = decoded()
-                size, limit_us = self.decoded_bytes(), self.route.limit_us
+            request = self.decode(self._source) if decoded is None else decoded()
+            if decoded is not None:
+                limit_us = self.route.limit_us
                 left_us = min(request.timeout_us or limit_us, limit_us) + began_us
                 request = request._replace(timeout_us=max(1, left_us - monotonic_us()))
-                self.request = request
-            name = request.id
+            self.request, name = request, request.id
             self.client.about = name, request.rows
             self._source = None  # frees the source; arrays keep the bytes that they use
-            if size:
-                self.reserve(size)
+            if request.copied_bytes:
+                self.reserve(request.copied_bytes)
             pending = model.submit(
                 request,
                 self._on_run,
@@ -469,7 +461,8 @@ class _ItemInference(Inference):
         slots = model.signature.inputs
         feeds = {name: prepared.feeds[name] for name in slots}  # in the model's order
         key = tuple((n, slot.datatype, feeds[n].shape[1:]) for n, slot in slots.items())
-        return call.request._replace(feeds=feeds, rows=1, key=key, outputs=())
+        size = sum(array.nbytes for array in feeds.values())
+        return call.request._replace(feeds=feeds, rows=1, key=key, outputs=(), copied_bytes=size)
 
     def decode_large(self) -> Request:
         source = self.take_source()
@@ -479,9 +472,6 @@ class _ItemInference(Inference):
             if self.lane is not Lane.HUGE:  # it waits with larger ones
                 self._source, self.lane = source, Lane(self.lane + 1)
             raise
-
-    def decoded_bytes(self) -> int:
-        return sum(array.nbytes for array in self.request.feeds.values())
 
     def encodes_slowly(self) -> bool:
         self.lane = Lane.LARGE

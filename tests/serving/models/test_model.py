@@ -264,9 +264,6 @@ class Plain(Inference):
     def decode(self, source: Request) -> Request:
         return source
 
-    def decoded_bytes(self) -> int:
-        return 0
-
     def encode(self) -> tuple[object, ...]:
         return ()
 
