@@ -242,7 +242,7 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Iterator
             times = [now_s()]
             inputs, labels, _ = next(loader)
             times.append(now_s())
-            run.stepper(inputs, labels)
+            run.step(inputs, labels)
             times.append(now_s())
         yield times[1] - times[0], times[2] - times[1]
 
