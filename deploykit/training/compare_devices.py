@@ -32,10 +32,16 @@ from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.checks import check_recipe, check_splits
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
-from deploykit.training.options import TrainingOptions, build_from_recipe, read_splits, settle
+from deploykit.training.options import (
+    TrainingOptions,
+    build_from_recipe,
+    check_recipe,
+    check_splits,
+    read_splits,
+    settle,
+)
 
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("float32", "bf16"),

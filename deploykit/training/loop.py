@@ -33,7 +33,6 @@ from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.training.checks import check_outputs, check_recipe, check_splits
 from deploykit.training.data import make_batches, tensors
 from deploykit.training.distributed import Processes, parallel, whole_state
 from deploykit.training.options import (
@@ -41,6 +40,9 @@ from deploykit.training.options import (
     Trained,
     TrainingOptions,
     build_from_recipe,
+    check_outputs,
+    check_recipe,
+    check_splits,
     score_samples,
     settle,
 )
