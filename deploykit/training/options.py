@@ -19,7 +19,6 @@ from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests
-from deploykit.engines.torch.files import with_torchvision
 
 LARGEST = 1e30  # a rate or norm, whose multiples are in float32 too
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -169,7 +168,7 @@ def read_splits(recipe: Recipe, path: Path | None) -> Splits:
 def build_from_recipe(recipe: Recipe) -> torch.nn.Module:
     """Return the recipe's model with fresh weights. Raises BadInput, MissingExtra, OutOfMemory."""
     with users_code("the recipe's build failed"), memory_errors("the recipe's model"):
-        found: object = with_torchvision(recipe.build)
+        found: object = recipe.build()
     if not isinstance(found, torch.nn.Module):
         raise BadInput(f"the recipe's build gave a {type(found).__name__}, not a torch.nn.Module")
     return found
