@@ -44,7 +44,6 @@ from deploykit.exporting.reasons import (
     Decision,
     NotExported,
     SizeWatch,
-    TooSmall,
     baked,
     check_layers,
     explain,
@@ -620,31 +619,20 @@ def add_cause(
 def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
     """Run `by_dynamo`; where it fixes an axis, once more without names, and at larger sizes."""
     first: NotExported | None = None
-
-    def at_most(axis: str, size: int) -> int:
-        return min(size, job.given.most.get(axis, size))
-
-    base = {axis: at_most(axis, size) for axis, size in job.sizes.items()}
-    larger = {axis: at_most(axis, 2 * size + 1) for axis, size in base.items()}
-    tries = [(True, base), (False, base), (True, larger)]
-    for named, start in tries[: 2 + (larger != base)]:
-        sizes = dict(start)
-        while True:
-            try:
-                found = by_dynamo(replace(job, sizes=sizes), named=named)
-                job.sizes.update(sizes)
-                return found
-            except TooSmall as exc:
-                first = first or exc
-                size = at_most(exc.axis, 2 * exc.least)  # at the least what is left may be 1
-                if size <= sizes[exc.axis]:
-                    break
-                sizes[exc.axis] = size
-            except NotExported as exc:
-                if not (first or exc).fixed:
-                    raise
-                first = first or exc
-                break
+    limits = job.given.most
+    base, larger = (
+        {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+        for sizes in (job.sizes, {axis: 2 * size + 1 for axis, size in job.sizes.items()})
+    )
+    for named, sizes in ((True, base), (False, base), (True, larger)):
+        try:
+            found = by_dynamo(replace(job, sizes=sizes), named=named)
+            job.sizes.update(sizes)
+            return found
+        except NotExported as exc:
+            first = first or exc
+            if not first.fixed:
+                raise
     raise first or BadInput("no sizes to try")
 
 
