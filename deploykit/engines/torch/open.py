@@ -43,7 +43,7 @@ def _from_program(path: Path, content: Content) -> Loaded:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
-    axes: dict[Any, str] = {}  # the name of each size that is no number
+    axes: dict[Any, str] = {}  # the name of each size that is an expression
     for name in names:
         for at, size in enumerate(values[name].shape):
             axis = BATCH if at == 0 and BATCH not in axes.values() else f"{name}_{at}"
