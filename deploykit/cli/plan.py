@@ -27,7 +27,6 @@ MODEL                  A .onnx file; its weights are not read
 --profile PROFILE      A hardware target; may be repeated [all]
 --batches N,N,...      Batch sizes
 --axis NAME=SIZE       Size of another dynamic axis; may be repeated
---data FILE.npz|DIR    Inputs of the usual sizes
 --slo-ms MS            The latency to meet: name the targets that do; exit 1 if none does
 --rate N               Requests per second: show how many replicas carry it with p99 within --slo-ms
 {JSON}""")
@@ -36,7 +35,6 @@ def plan(
     profiles: list[str] | None = None,
     batches: str = "1,8,32",
     axes: list[str] | None = None,
-    data: Path | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
     as_json: bool = False,

@@ -81,7 +81,7 @@ def test_a_server_that_is_ready_keeps_nothing_of_its_warm_up(wide: Path) -> None
         assert engine(feeds(1))["y"][0, 0] == 1
         before = resident_bytes()
         assert prove_rows(engine, 16).passed
-        times, _ = WarmUp("m", engine, Clock(), max_batch=16).run()
+        times = WarmUp("m", engine, Clock(), max_batch=16).run()
         assert max(times) == 16
         assert resident_bytes() - before < 4 * WIDTH * 4
 
