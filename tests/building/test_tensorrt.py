@@ -403,7 +403,9 @@ def test_a_timing_cache_that_tensorrt_refuses_is_replaced_unless_it_was_named(
     assert "timing_cache_read_sha256" not in facts.built_on
     named = rig.out.with_name("notes.txt")
     named.write_bytes(b"what is in it")
-    with pytest.raises(BadInput, match=r"notes\.txt: is no timing cache of this TensorRT and GPU"):
+    with pytest.raises(
+        BadInput, match=r"notes\.txt: is not a timing cache of this TensorRT and GPU"
+    ):
         rig.build(timing_cache=named)
     assert named.read_bytes() == b"what is in it"
 

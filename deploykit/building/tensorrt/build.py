@@ -500,7 +500,7 @@ class _Attempt:
         if cache:
             self.timings["timing_cache_read_sha256"], refused = use_cache(nv, config, cache)
             if refused and named:
-                raise BadInput(f"{cache}: is no timing cache of this TensorRT and GPU")
+                raise BadInput(f"{cache}: is not a timing cache of this TensorRT and GPU")
         add_profile(self.builder, config, inputs, sizes)
         watch = monitor(nv, self.progress)  # the config does not keep it alive
         config.progress_monitor = watch
