@@ -130,7 +130,6 @@ TO_10_16 = replace(load_profile("l4"), tensorrt_max="10.16")
         (SAME, {"version": "10.3.0"}, Unsupported, "needs a newer TensorRT.*SAME_COMPUTE"),
         ({"hardware_compatible": "everything"}, {}, BadInput, "unknown level 'everything"),
         ({**NANO, **AMPERE}, {}, Unsupported, "profile jetson-orin-nano-8gb is a Jetson"),
-        ({"profile": "t4", **AMPERE}, {}, Unsupported, r"t4 has compute capability 7\.5, 8\.0"),
         ({"profile": TO_10_16}, {"version": "11.4.0"}, Unsupported, r"10\.16, the installed one"),
         ({"free_bytes": 10 << 20}, {}, Unsupported, "64 MiB of workspace, but only 10 MiB are"),
         ({"dla": 0}, OLD, Unsupported, "profile l4 has no DLA"),
