@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -281,26 +280,6 @@ def sha256(path: Path) -> str:
     if left:
         raise BadInput(f"{path}: changed while it was read")
     return digest.hexdigest()
-
-
-class HashingWriter(io.BufferedWriter):
-    """A new binary file, written from start to end, and the SHA-256 of its content.
-
-    `hashed`: false leaves the SHA-256 empty.
-    """
-
-    def __init__(self, path: Path, *, hashed: bool = True) -> None:
-        super().__init__(io.FileIO(path, "wb"))
-        self._digest = hashlib.sha256() if hashed else None
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        if self._digest:
-            self._digest.update(data)
-        return super().write(data)
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest() if self._digest else ""
 
 
 def manifest_path(artefact: Path) -> Path:
