@@ -424,10 +424,7 @@ def _chart(table: DeviceTable) -> Chart:
         mark = Mark(float(row.batch), rate.value, rate.low, rate.high)
         series.setdefault(_setup(row)[0], []).append(mark)
     batches = sorted({row.batch for row in rows})
-    flags = [(each["batch"], f"CPU wins below {each['batch']}") for each in table.crossovers]
-    flags = [each for each in flags[:1] if each[0] not in (None, *batches[:1])]
     return Chart(
-        name="devices",
         title="Training speed against batch size",
         finding=next((each for each in table.verdict if "GPU" in each), ""),
         x_label="batch size (samples per step)",
@@ -435,7 +432,6 @@ def _chart(table: DeviceTable) -> Chart:
         series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
-        flag=flags[0] if flags else None,
         columns=("setup", "batch", "samples/s"),
         rows=tuple((*_setup(row), _spread(row.samples_per_s)) for row in rows),
     )
