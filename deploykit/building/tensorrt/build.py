@@ -176,6 +176,8 @@ def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
 # TensorRT's timing cache keeps its measurements of kernels between builds. Two builds that start
 # from one cache choose the same kernels, unless one meets a kernel that was not timed before.
 
+SUFFIX = ".cache"
+
 
 def cache_path(tensorrt: str, here: Machine) -> Path | None:
     """Return the cache file of this TensorRT, GPU and driver; None where there is no GPU."""
@@ -186,7 +188,7 @@ def cache_path(tensorrt: str, here: Machine) -> Path | None:
         return None
     parts = (tensorrt, name, driver, here.power_mode or "")
     file = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts if part)
-    return cache_folder() / "timing" / f"{file}.cache"
+    return cache_folder() / "timing" / f"{file}{SUFFIX}"
 
 
 def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[str, bool]:
@@ -466,8 +468,10 @@ class _Attempt:
         cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
         if cache:
             self.timings["timing_cache_read_sha256"], refused = use_cache(nv, config, cache)
-            if refused and named:
-                raise BadInput(f"{cache}: is not a timing cache of this TensorRT and GPU")
+            if refused and cache.suffix != SUFFIX:  # it is replaced after the build
+                raise BadInput(f"{cache}: is not a timing cache, whose name ends with {SUFFIX}")
+            if refused:  # damaged, or from another TensorRT or GPU
+                self.notes.append(f"{cache}: TensorRT refused the timing cache; it starts anew")
         add_profile(self.builder, config, inputs, sizes)
         watch = monitor(nv, self.on_progress)  # the config does not keep it alive
         config.progress_monitor = watch
