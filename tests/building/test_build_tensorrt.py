@@ -434,7 +434,7 @@ WORKSPACE = CHILD.format(error="no tactics within workspace limit")
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        (WORKSPACE + AND_ENDS, Unsupported, "no kernel fits into the workspace"),
+        (WORKSPACE + AND_ENDS, Unsupported, "no tactics within workspace limit"),
         ("import os; os.kill(os.getpid(), 9)", OutOfMemory, "the system ended it"),
         ("import os; os.kill(os.getpid(), 11)", DeploykitError, "ended with code -11"),
     ],

@@ -447,7 +447,7 @@ UNKNOWN = "UNSUPPORTED_NODE"
             "NonZero",
             "nz",
             f"Assertion failed: creator: {PLUGIN}",
-            "'nz': creator: NonZero plugin",
+            "by TensorRT: creator: NonZ",
         ),
         (
             "INVALID_NODE",
@@ -479,9 +479,9 @@ def test_the_parsers_own_reason_is_shown(
         ([NO_DRIVER], "no NVIDIA driver on this machine"),
         ([], "no reason"),
         (["Tactic Selection: no tactics to implement within workspace limit."], "workspace"),
-        (["Unable to load library: libnvinfer_lean.so.1: cannot open"], "lean runtime"),
-        (["Requested amount of GPU memory (5 bytes) could not be allocated"], "out of memory"),
-        (["Compute capability is invalid or not supported"], "compute capability"),
+        (["Unable to load library: libnvinfer_lean.so.1: cannot open"], "libnvinfer_lean"),
+        (["Requested amount of GPU memory (5 bytes) could not be allocated"], "GPU memory"),
+        (["Compute capability is invalid or not supported"], "Compute capability"),
     ],
 )
 def test_a_failed_build_has_an_explanation(lines: list[str], words: str) -> None:
