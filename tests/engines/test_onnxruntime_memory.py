@@ -159,7 +159,8 @@ def test_the_folder_of_a_server_that_was_killed_is_removed(
 ) -> None:
     monkeypatch.setattr(mapped.tempfile, "tempdir", str(tmp_path))
     gone = 1 << 22  # above the largest number of a process
-    (tmp_path / f"{mapped._PREFIX}{gone}-a").mkdir()
+    (tmp_path / f"{mapped._PREFIX}{gone}-7-a").mkdir()
+    (tmp_path / f"{mapped._PREFIX}{os.getpid()}-7-a").mkdir()  # as the same container's last start
     with copies_folder() as running, copies_folder() as other:
         assert set(tmp_path.iterdir()) == {running, other}
     assert list(tmp_path.iterdir()) == []

@@ -79,18 +79,24 @@ def copies_folder() -> Iterator[Path | None]:
 
     Those of servers that were killed are removed first. Mapped files stay in memory without it.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
-        number = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if not Path("/proc", number).exists():
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
+        number, started, _ = left.name.removeprefix(_PREFIX).split("-", 2)
+        if started != _started(number):
             shutil.rmtree(left, ignore_errors=True)
     folder = None
     with contextlib.suppress(OSError):
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        number = os.getpid()
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{number}-{_started(number)}-"))
     try:
         yield folder
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(process: int | str) -> str:
+    """Return a process's start in ticks since boot: in a container each server has number 1."""
+    return " ".join(file_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()[19:20])
 
 
 @contextlib.contextmanager
