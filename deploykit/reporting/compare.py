@@ -331,16 +331,6 @@ def _notes(
     rows: Sequence[RowInBoth],
     pairs: Sequence[tuple[Point, Point]],
 ) -> Iterator[str]:
-    if a == b:
-        yield f"{names[0]} and {names[1]} are the same run"
-    files = [{str(each.get("file")): each.get("sha256") for each in r.artefacts} for r in (a, b)]
-    changed = [name for name, sha in files[0].items() if files[1].get(name, sha) != sha]
-    if changed:
-        yield f"not the same file in both: {', '.join(changed)}"
-    one, other = a.provenance, b.provenance
-    for key, what in (("host", "host"), ("project", "commit"), ("deploykit", "deploykit's commit")):
-        if key in one and key in other and one[key] != other[key]:
-            yield f"{what}: {_shown(one[key])} against {_shown(other[key])}"
     single = any(point.processes <= 1 for pair in pairs for point in pair)
     if single:
         yield (
