@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent
-from deploykit.evaluation.html_tables import Json
+from deploykit.evaluation.formatting import MISSING, SPACE, Json, count, number, percent
 from deploykit.evaluation.latency import percentile_ms
 from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series
 from deploykit.reporting.tables import (
