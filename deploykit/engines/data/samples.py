@@ -27,7 +27,7 @@ from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import atomic_write
 from deploykit.core.machine import usable_cores
-from deploykit.core.memory import check_fits, check_memory
+from deploykit.core.memory import check_fits
 from deploykit.core.task import Task
 from deploykit.core.tensors import (
     BATCH,
@@ -392,7 +392,8 @@ def read_samples(path: Path, inputs: Specs, *, task: Task | None = None) -> Samp
     its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
-    check_memory(source.where, sum(each.nbytes for part in source.parts for each in part.values()))
+    nbytes = sum(each.nbytes for part in source.parts for each in part.values())
+    check_fits(f"{source.where}: its samples", nbytes)
     (whole,) = read_batches(source, source.count)
     return Samples(whole, source.read_labels(), source.where, source.unused, source.axes)
 
@@ -414,7 +415,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     if is_npy(path):
         raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     headers = read_headers(path)
-    check_memory(str(path), sum(each.nbytes for each in headers.values()))
+    check_fits(f"{path}: its arrays", sum(each.nbytes for each in headers.values()))
     return {name: _native(array) for name, array in read_arrays(path, headers).items()}
 
 
@@ -612,7 +613,7 @@ class _Rows:
         file, header = self._left.popleft()
         with damage(file):
             if not header.in_rows or self._axis:  # any row needs the whole array
-                check_memory(str(file), 2 * header.nbytes)
+                check_fits(f"{file}: its array", 2 * header.nbytes)
                 array = read_arrays(file, {"": header})[""]
                 return file, io.BytesIO(np.moveaxis(array, self._axis, 0).tobytes())
             handle = open_array(file, header, self._stack)
