@@ -89,12 +89,11 @@ def compare(
     """
     first = Artefact.open(a)
     if b is None:
-        if data is not None:
-            raise BadInput("`data` needs two files; one alone replays its golden samples")
-        if batch is not None or axis:
-            raise BadInput("`batch` and `axis` need two files; golden samples have their sizes")
-        if arch is not None or allow_pickle:
-            raise BadInput("`arch` and `allow_pickle` need two files, of which one is PyTorch's")
+        if data is not None or batch is not None or axis or arch is not None or allow_pickle:
+            raise BadInput(
+                "`data`, `batch`, `axis`, `arch` and `allow_pickle` need two files; one alone "
+                "replays its golden samples"
+            )
         return Compared(_replay(first, max_error, device, trust))
 
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
