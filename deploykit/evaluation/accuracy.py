@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class Metric:
     `score`: outputs by name, in the model's order, and the labels of the same samples -> float64
     (samples,), higher is better. `unit`: "pp" for shares, "%" for log-likelihoods (the drop is
     perplexity's relative rise), "" for the score's own. `weigh`: labels -> (samples,), how much
-    each sample counts; None for equal weights.
+    each sample counts; for log-likelihoods alone.
     """
 
     name: str
@@ -108,44 +108,20 @@ class Metric:
     score: Callable[[Arrays, np.ndarray], np.ndarray]
     weigh: Callable[[np.ndarray], np.ndarray] | None = None
 
-
-@dataclass
-class Scores:
-    """Collects the scores and weights of samples, in their order."""
-
-    metric: Metric
-    where: str  # the data file, for error messages
-    _values: list[np.ndarray] = field(default_factory=list)
-    _weights: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, outputs: Arrays, labels: np.ndarray) -> None:
-        """Score the next samples. Raises BadInput naming the data or the metric."""
+    def rate(self, outputs: Arrays, labels: np.ndarray, where: str) -> np.ndarray:
+        """Return the scores, (samples,). Raises BadInput naming the data, `where`."""
         labels = labels.view()
         labels.flags.writeable = False  # the other engine is scored on the same labels
         try:
-            self._values.append(self.metric.score(outputs, labels))
-            if self.metric.weigh is not None:
-                self._weights.append(self.metric.weigh(labels))
+            return self.score(outputs, labels)
         except BadInput as exc:
-            raise BadInput(f"{self.where}: {exc.message}", hint=exc.hint) from exc
+            raise BadInput(f"{where}: {exc.message}", hint=exc.hint) from exc
 
-    @property
-    def values(self) -> np.ndarray:
-        """Shape (samples,), float64."""
-        return np.concatenate(self._values)
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Shape (samples,), float64."""
-        return np.concatenate(self._weights) if self._weights else np.ones(len(self.values))
-
-
-def drop_of(reference: Scores, candidate: Scores) -> Drop:
-    """Return how much worse the candidate scores, with its interval. Raises BadInput."""
-    metric = reference.metric
-    if metric.unit == "%":
-        return relative_rise(reference.values, candidate.values, reference.weights, metric.name)
-    return paired_drop(reference.values, candidate.values, metric.name, unit=metric.unit)
+    def drop(self, reference: np.ndarray, candidate: np.ndarray, labels: np.ndarray) -> Drop:
+        """Return how much worse the candidate's scores are, with an interval. Raises BadInput."""
+        if self.weigh is not None:
+            return relative_rise(reference, candidate, self.weigh(labels), self.name)
+        return paired_drop(reference, candidate, self.name, unit=self.unit)
 
 
 def find_metric(name: str) -> Metric:
