@@ -194,7 +194,7 @@ def _recorded(
 ) -> tuple[str, list[Mapping[str, np.ndarray]], float] | None:
     """Return the first golden samples next to these: the name of their file, inputs and bound."""
     for each in artefacts:
-        found = golden.find_samples(each.path, each.manifest) if each.manifest else None
+        found = golden.find_samples(each.path, each.manifest)
         if found is not None:
             _, feeds = golden.open_samples(found, each.path, engine.inputs, engine.outputs)
             return each.name, [feeds], found.max_error
@@ -202,7 +202,7 @@ def _recorded(
 
 
 def _replay(artefact: Artefact, max_error: float | None, device: str, trust: bool) -> Parity:
-    found = golden.find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
+    found = golden.find_samples(artefact.path, artefact.manifest)
     if found is None:
         raise NotFound(
             f"{artefact}: has no golden samples next to it",
