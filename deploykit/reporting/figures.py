@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from deploykit.evaluation.formatting import MISSING, SPACE, number
-from deploykit.evaluation.html_tables import Json
+from deploykit.evaluation.formatting import MISSING, SPACE, Json, number
 from deploykit.evaluation.latency import percentile_ms
 from deploykit.reporting.charts import BOUND, Chart, Mark, Series
 from deploykit.reporting.tables import (

@@ -11,14 +11,16 @@ from typing import Any
 from deploykit.evaluation.formatting import (
     MISSING,
     SPACE,
+    Json,
     Table,
     count,
     number,
+    or_infinite,
+    parity_table,
     percent,
     points,
     spread,
 )
-from deploykit.evaluation.html_tables import Json, or_infinite, parity_table
 
 NOT_MEASURED = "not measured"
 Columns = Mapping[str, Callable[[Any], str]]  # name of a column -> function from a row to its cell

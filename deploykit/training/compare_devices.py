@@ -24,8 +24,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.formatting import MISSING, Table, count, spread
-from deploykit.evaluation.html_tables import html_table
+from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread
 from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting import html
