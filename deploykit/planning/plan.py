@@ -11,7 +11,6 @@ from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, did_you_mean
 from deploykit.core.json_value import Record
-from deploykit.core.notebook import table_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.tensors import batch_axes, dynamic_sizes
 from deploykit.engines.data.samples import random_feeds
@@ -90,20 +89,6 @@ class Planned(Record):
     targets: tuple[TargetPlan, ...]
     nodes: tuple[NodeCost, ...]
     notes: tuple[str, ...]
-
-    def _repr_html_(self) -> str:
-        keys = ("precision", "batch", "latency_ms", "throughput_per_s", "limit", "memory_bytes")
-        fastest = [
-            (target.profile, min(same, key=lambda each: each.latency_ms))
-            for target in self.targets
-            for batch in self.batches
-            if (same := [each for each in target.predictions if each.batch == batch])
-        ]
-        rows = [
-            {"profile": name, **{key: getattr(each, key) for key in (*keys, "fits")}}
-            for name, each in fastest
-        ]
-        return super()._repr_html_() + table_of("fastest precision at each batch", rows)
 
     def raise_if_none_meets(self) -> None:
         """Raise GateFailed where `slo_ms` was asked for and no target is predicted to meet it."""

@@ -170,7 +170,7 @@ def compare_reports(
     setups = len({point.label for point, _ in same})
     rows = tuple(_compare_row(*pair, tests=tests, setups=setups) for pair in same)
     names_a, names_b = (tuple(map(_name, points)) for points in (only_a, only_b))
-    notes = tuple(_notes(*both, names, rows, same))
+    notes = tuple(_notes(*both, rows, same))
     return ReportComparison(*names, rows, names_a, names_b, tuple(not_known), notes, bound)
 
 
@@ -327,22 +327,10 @@ def _name(row: Point | RowInBoth) -> str:
 def _notes(
     a: Report,
     b: Report,
-    names: tuple[str, str],
     rows: Sequence[RowInBoth],
     pairs: Sequence[tuple[Point, Point]],
 ) -> Iterator[str]:
-    if a == b:
-        yield f"{names[0]} and {names[1]} are the same run"
-    files = [{str(each.get("file")): each.get("sha256") for each in r.artefacts} for r in (a, b)]
-    changed = [name for name, sha in files[0].items() if files[1].get(name, sha) != sha]
-    if changed:
-        yield f"not the same file in both: {', '.join(changed)}"
-    one, other = a.provenance, b.provenance
-    for key, what in (("host", "host"), ("project", "commit"), ("deploykit", "deploykit's commit")):
-        if key in one and key in other and one[key] != other[key]:
-            yield f"{what}: {_shown(one[key])} against {_shown(other[key])}"
-    single = any(point.processes <= 1 for pair in pairs for point in pair)
-    if single:
+    if any(point.processes <= 1 for pair in pairs for point in pair):
         yield (
             f"timed in one process: {PROCESS_SPREAD * 100:g} % from process to process is assumed, "
             "not measured"
