@@ -158,7 +158,7 @@ def main() -> int:
     short = (
         ours(scenarios.MULTI, 99.0, 0.1)[0],
         theirs(scenarios.MULTI, 0.1),
-    )  # fewer than 662 queries
+    )
     valid = short[0]["value"] is not None
     rows.append(
         (

@@ -218,7 +218,7 @@ def test_a_bench_with_scenarios_reports_them(affine_onnx: Path, onnxruntime_alon
     words = " ".join(report.verdict).replace("\u202f", " ")
     assert "Server (p99 within 10 000 ms):" in words
     page = (affine_onnx.parent / "report" / "report.md").read_text("utf-8")
-    assert "| single-stream | fp32 CPU | 1 session of" in page
+    assert "| single-stream | fp32 CPU | fp32 |" in page
     assert {point.scenario for point in report.points} == {"closed-loop"}
 
 
