@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 _FOLLOW = (
     "the INT8 pairs, placed for TensorRT, were placed for the CPU with the ranges that the "
-    "graph records or that follow from its scales"
+    "graph records"
 )
 _MEASURED = (
     "the INT8 pairs were placed for the CPU; ranges that the graph does not hold are those of "
@@ -72,8 +72,6 @@ _MEASURED = (
 )
 _MOVED = "placed.onnx"  # the graph with its pairs moved
 _PRODUCTS = frozenset(("Conv", "Gemm", "MatMul"))
-# operator in integers -> the place of its weights
-_KERNELS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1}
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Placed:
 def place_pairs(job: BuildJob) -> Placed:
     """Return the source's graph, its pairs moved where ranges are known. Raises BadInput."""
     from deploykit.quantization.calibrate import Calibration, calibrate
-    from deploykit.quantization.moving import move_foreign_pairs, move_pairs
+    from deploykit.quantization.moving import move_pairs
 
     source, runtime = job.source, RUNTIMES[job.target.runtime]
     graph, file, calib = Graph.open(source.path), job.tmp.with_name(_MOVED), job.request.calib
@@ -108,39 +106,11 @@ def place_pairs(job: BuildJob) -> Placed:
         found.append(calibrate(plain, samples))
         return found[0].clipped
 
-    by_data = move_foreign_pairs(graph, runtime.name, measure)
+    by_data = move_pairs(graph, runtime.name, measure)
     if by_data is None:
         raise _stuck(job, graph, "`calib` cannot help: ")
     record = calibration_record(job.request, found[0], doubts)
-    return Placed(by_data[0].save(file), (_MEASURED, *doubts), record)
-
-
-def place_if_better(
-    job: BuildJob, placed: Placed, built: Graph, build: Callable[[Graph, Path], Graph]
-) -> tuple[Placed, Graph]:
-    """Move the pairs of a foreign graph and build it again, if more then runs in integers."""
-    from deploykit.quantization.moving import move_foreign_pairs
-
-    few, target = few_integers(placed.graph, built), job.target
-    if not few and _kernels(built) >= _products(placed.graph):
-        return placed, built
-    moved = move_foreign_pairs(placed.graph, target.runtime)
-    if moved is None:
-        return placed, built
-    graph, unknown = moved[0].save(built.path.with_name(_MOVED)), moved[1]
-    trial = built.path.with_name("trial.onnx")
-    if _kernels(build(graph, trial)) <= _kernels(built) and not few:
-        return placed, built
-    trial.replace(built.path)
-    notes = [_FOLLOW]
-    if unknown:
-        count = len(unknown)
-        notes.append(
-            f"{count} tensor{'s' * (count > 1)} that INT8 needs a range for stayed in float32, as "
-            f"no range follows from the file's scales ({', '.join(unknown[:3])}); data give "
-            f"it: deploykit build {job.source} --profile {target.name} --calib FILE.npz"
-        )
-    return Placed(graph, tuple(notes)), Graph.open(built.path)
+    return Placed(by_data.save(file), (_MEASURED, *doubts), record)
 
 
 def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
@@ -161,11 +131,14 @@ def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
 def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
     source, target = job.source, job.target
     halves = sorted({"float16", "bfloat16"} & set(graph.precision))
-    why = "its pairs are placed for TensorRT, and no ranges follow to move them"
+    why = "its pairs are placed for TensorRT, and it records no ranges to place them for the CPU"
     if halves:
         why = f"its pairs are placed for TensorRT, and it computes in {halves[0]} between"
     elif "int16" in graph.precision:
         why = "it has no kernels for 16 bits"
+    elif job.request.calib is None:
+        hint = f"deploykit build {source} --profile {target.name} --calib FILE.npz"
+        return BadInput(f"{source}: {start}{why}", hint=hint)
     found = verify.find_sources(source.path, source.manifest) if source.manifest else iter(())
     again = f"{next(found, 'FLOAT32.onnx')} --profile {target.name}"
     return BadInput(
@@ -188,13 +161,6 @@ def _products(graph: Graph) -> int:
         and node.input[0] in activations
         and node.input[1] not in activations
         for node in nodes
-    )
-
-
-def _kernels(built: Graph) -> int:
-    places = ((node, _KERNELS.get(node.op_type)) for node in built.model.graph.node)
-    return sum(
-        place is not None and node.input[place] in built.initializers for node, place in places
     )
 
 
@@ -231,8 +197,6 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
         return Graph.open(out) if kind == "onnx" else graph
 
     result = build(placed.graph, tmp)
-    if placed.graph.path == source.path and kind == "onnx":
-        placed, result = place_if_better(job, placed, result, build)
     graph, layers = placed.graph, built[-1].layers
     check_integers(job, graph, result)
     on_progress("comparing with the model", 0.8)

@@ -11,7 +11,6 @@ are casts only between the two types.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,11 +21,11 @@ from onnx import TensorProto, defs, helper, numpy_helper
 
 from deploykit.core import precision
 from deploykit.core.errors import BadInput
-from deploykit.graph.edit import Editor, raise_opset
+from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
 from deploykit.graph.preflight import NO_BFLOAT16
-from deploykit.graph.skeleton import all_nodes, inner_reads, reads
+from deploykit.graph.skeleton import inner_reads, reads, stored_elements
 from deploykit.quantization.qdq_placement import box_nodes
 
 if TYPE_CHECKING:
@@ -48,9 +47,9 @@ _ARITHMETIC = _COMPARISONS | {
     *("Sqrt", "Reciprocal", "Exp", "Log", "Sin", "Cos", "Min", "Max", "Clip", "Where", "Cast"),
     *("Identity", "Sum", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Expand"),
     *("Tile", "Slice", "Gather", "GatherND", "GatherElements", "Concat", "Split", "Pad", "Trilu"),
-    *("ReduceSum", "ReduceMax", "ReduceMin", "Range", "ConstantOfShape", "Constant"),
+    *("ReduceSum", "ReduceMax", "ReduceMin", "Range", "ConstantOfShape"),
+    *("MatMul", "Einsum"),  # of positions and frequencies
 }
-_PRODUCTS = frozenset(("MatMul", "Einsum"))  # they multiply positions by frequencies
 _EXACT = 2.0**24  # the integers that float32 itself holds
 _MOST = 1 << 20  # elements; a larger constant is a weight
 # operator -> the float inputs that are coordinates or sizes
@@ -63,7 +62,6 @@ def index_nodes(
     """Names of nodes that compute indices or lengths in float32. `rounded`: to the half type."""
     nodes = list(editor.graph.node)
     indices, constants = _integral_constants(editor, types, rounded), set(editor.constants)
-    shapes = _shapes(editor)
     stay: set[str] = set()
     for node in nodes:
         floats = [name for name in node.input if types.get(name) in _FLOATS]
@@ -74,7 +72,7 @@ def index_nodes(
         embedding = node.op_type.startswith("Gather") and node.input[1] not in constants
         if node.op_type in _COMPARISONS and counts:
             stay.add(node.name)
-        elif known and _follows(node, shapes) and (counts or not embedding):
+        elif known and node.op_type in _ARITHMETIC and (counts or not embedding):
             if counts:
                 stay.add(node.name)
             made = {name for name in node.output if types.get(name) in _FLOATS}
@@ -93,7 +91,7 @@ def _sources(graph: onnx.GraphProto, types: Mapping[str, int], stay: set[str]) -
     for node in reversed(graph.node):
         floats = [name for name in node.output if types.get(name) in _FLOATS]
         read = [end for name in floats for end in ends.get(name, [])]
-        inner = node.op_type in (_ARITHMETIC | _PRODUCTS) and bool(read) and all(read)
+        inner = node.op_type in _ARITHMETIC and bool(read) and all(read)
         if inner:
             found.add(node.name)
         places = _ENDS.get(node.op_type, ())
@@ -106,43 +104,17 @@ def _sources(graph: onnx.GraphProto, types: Mapping[str, int], stay: set[str]) -
     return found
 
 
-def _follows(node: onnx.NodeProto, shapes: Mapping[str, list[int]]) -> bool:
-    """Return whether `node` makes indices of indices: no weights are mixed in."""
-    if node.op_type == "Einsum":
-        letters, _, kept = helper.get_node_attr_value(node, "equation").decode().partition("->")
-        return set(letters) <= {*kept, *", "}
-    if node.op_type == "MatMul":
-        left, right = (shapes.get(name, []) for name in node.input)
-        return left[-1:] == [1] or right[-2:-1] == [1]
-    return node.op_type in _ARITHMETIC and not any(True for _ in subgraphs(node))
-
-
 def _integral_constants(
     editor: Editor, types: Mapping[str, int], rounded: Callable[[np.ndarray], np.ndarray]
 ) -> set[str]:
     """Constants of integers that the half type does not hold, such as a table of positions."""
-    read = {
-        name
-        for node in editor.graph.node
-        if node.op_type in _ARITHMETIC | _PRODUCTS
-        for name in node.input
-        if name in editor.constants and types.get(name) == TensorProto.FLOAT
-    }
     found = set()
-    for name in read:
-        if np.prod([float(size) for size in editor.constants[name].dims]) <= _MOST:
+    for name in _floats(editor, types):
+        if stored_elements(editor.constants[name]) <= _MOST:
             values = editor.array(name)
             whole = bool((np.abs(values) <= _EXACT).all() and (values == np.rint(values)).all())
             if whole and not np.array_equal(rounded(values), values):
                 found.add(name)
-    return found
-
-
-def _shapes(editor: Editor) -> dict[str, list[int]]:
-    """Return the sizes of tensors' axes, 0 where one is not fixed."""
-    found = {name: list(tensor.dims) for name, tensor in editor.constants.items()}
-    for value in (*editor.graph.value_info, *editor.graph.input):
-        found.setdefault(value.name, [d.dim_value for d in value.type.tensor_type.shape.dim])
     return found
 
 
@@ -152,114 +124,92 @@ def _shapes(editor: Editor) -> dict[str, list[int]]:
 MASK = -1e30  # smaller values can only be masks
 _CONSTANT_MASK = -1e8  # where they are constants that end in a Softmax
 _BOUNDS = frozenset(("Clip", "Max", "Min"))  # a constant there bounds values
+_SUMS = frozenset(("Add", "Sub", "Sum"))
 # A mask ends at these operators: as zeros, or as a boolean.
 _ENDS_MASKS = {
     *("Softmax", "LogSoftmax", "Exp", "Sigmoid", "ReduceLogSumExp", "ReduceMax", "ReduceMin"),
     *("Attention", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsInf", "IsNaN"),
     *("ArgMax", "ArgMin", "TopK"),
 }
-_NO_FLOATS = np.zeros(0, np.float32)
 
 
-def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> tuple[set[str], set[str]]:
-    """Replace values below -1e8 in constants by `to`; returns new constants, and masked tensors.
+def _store_constants(editor: Editor, types: dict[str, int]) -> None:
+    """Turn nodes that hold float32 into constants; a ConstantOfShape expands one."""
+    outputs = {value.name for value in editor.graph.output}
+    nodes = []
+    for node in editor.graph.node:
+        values = _held(node)
+        if values is None or (node.op_type == "Constant" and node.output[0] in outputs):
+            nodes.append(node)
+        elif node.op_type == "Constant":
+            name = node.output[0]
+            editor.constants[name] = numpy_helper.from_array(values, name)
+        else:
+            name = editor.store(f"{node.output[0]}_value", values.reshape(()))
+            types[name] = TensorProto.FLOAT
+            nodes.append(helper.make_node("Expand", [name, *node.input], node.output, node.name))
+    replace(editor.graph.node, nodes)
 
-    Nothing is replaced where a bound of Clip is such a constant, or a mask reaches an output.
+
+def _held(node: onnx.NodeProto) -> np.ndarray | None:
+    """Return the float32 constant of a Constant or ConstantOfShape."""
+    if node.op_type in ("Constant", "ConstantOfShape"):
+        for each in node.attribute:
+            if each.name == "value" and each.t.data_type == TensorProto.FLOAT:
+                return numpy_helper.to_array(each.t)
+            if each.name in ("value_float", "value_floats"):
+                return np.array(helper.get_attribute_value(each), np.float32)
+    return None
+
+
+def _clamp_masks(editor: Editor, types: Mapping[str, int]) -> set[str]:
+    """Raise constants below -1e8 to what float16 holds, and return the tensors that they reach.
+
+    Nothing is changed where a bound of Clip is such a constant, or a mask reaches an output.
     """
 
-    def masks(values: np.ndarray) -> bool:
-        return bool((np.isfinite(values) & (values < _CONSTANT_MASK)).any())
+    def masks(values: np.ndarray) -> np.ndarray:
+        return np.asarray(np.isfinite(values) & (values < _CONSTANT_MASK))
 
-    def clamp(values: np.ndarray) -> np.ndarray:
-        return np.where(np.isfinite(values) & (values < _CONSTANT_MASK), np.float32(to), values)
+    stored = [name for name in _floats(editor, types) if masks(editor.array(name)).any()]
+    reached = set(stored)
+    for node in editor.graph.node:
+        if not reached.isdisjoint(reads(node)):
+            if node.op_type in _BOUNDS and reached.intersection(node.input[1:]):
+                return set()
+            if node.op_type not in _ENDS_MASKS:
+                reached.update(node.output)
+    if any(value.name in reached for value in editor.graph.output):
+        return set()
+    for name in stored:
+        values = editor.array(name)
+        clamped = np.where(masks(values), np.float32(-GUARD), values)
+        editor.constants[name] = numpy_helper.from_array(clamped, name)
+    return reached
 
-    stored = {name for name in _floats(editor, types) if masks(editor.array(name))}
-    held = {
-        node.name for node in all_nodes(editor.graph) if any(map(masks, attribute_floats(node)))
-    }
-    masked = _masked(editor.graph, stored, held) if stored or held else None
-    if masked is None:
-        return set(), set()
-    return _change_constants(editor, types, clamp), masked
 
-
-def clamp_to(editor: Editor, types: Mapping[str, int], most: float) -> set[str]:
-    """Replace finite constants beyond +-`most` by it; returns the new constants."""
-
-    def clamp(values: np.ndarray) -> np.ndarray:
-        return np.where(np.isfinite(values), np.clip(values, -most, most), values)
-
-    return _change_constants(editor, types, clamp)
+def _clamp_to(editor: Editor, types: Mapping[str, int], most: float) -> None:
+    """Replace finite constants beyond +-`most` by it."""
+    for name in _floats(editor, types):
+        values = editor.array(name)
+        if (beyond := np.isfinite(values) & (np.abs(values) > most)).any():
+            clamped = np.where(beyond, np.copysign(np.float32(most), values), values)
+            editor.constants[name] = numpy_helper.from_array(clamped, name)
 
 
 def _floats(editor: Editor, types: Mapping[str, int]) -> list[str]:
     return [name for name in editor.constants if types.get(name) == TensorProto.FLOAT]
 
 
-def _change_constants(
-    editor: Editor, types: Mapping[str, int], change: Callable[[np.ndarray], np.ndarray]
-) -> set[str]:
-    """Replace the float32 constants that `change` changes, in attributes of nodes too."""
-    new = {}
-    for name in _floats(editor, types):
-        values = editor.array(name)
-        if not np.array_equal(changed := change(values), values, equal_nan=True):
-            new[name] = editor.store(f"{name}_clamp", changed.astype(np.float32))
-    for node in all_nodes(editor.graph):
-        for place, name in enumerate(node.input):
-            node.input[place] = new.get(name, name)
-        for attribute, values in zip(node.attribute, attribute_floats(node), strict=True):
-            if not np.array_equal(changed := change(values), values, equal_nan=True):
-                store_floats(attribute, changed.astype(np.float32))
-    return set(new.values())
-
-
-def attribute_floats(node: onnx.NodeProto) -> list[np.ndarray]:
-    """Return the float32 constant in each attribute, as a Constant or ConstantOfShape has one."""
-    found = []
-    for each in node.attribute:
-        if each.HasField("t") and each.t.data_type == TensorProto.FLOAT:
-            found.append(numpy_helper.to_array(each.t))
-        elif node.op_type == "Constant" and each.name == "value_float":
-            found.append(np.array(each.f, np.float32))
-        elif node.op_type == "Constant" and each.name == "value_floats":
-            found.append(np.array(each.floats, np.float32))
-        else:
-            found.append(_NO_FLOATS)
-    return found
-
-
-def store_floats(attribute: onnx.AttributeProto, values: np.ndarray) -> None:
-    """Replace the constant in an attribute, by one of this type."""
-    value = numpy_helper.from_array(values, attribute.t.name)
-    attribute.CopyFrom(helper.make_attribute("value", value))
-
-
-def _masked(graph: onnx.GraphProto, stored: set[str], held: set[str]) -> set[str] | None:
-    """Return the tensors that a mask reaches; None if it is a bound, or reaches an output."""
-    masks = set(stored)
-    for node in graph.node:
-        inner = [n for body in subgraphs(node) for n in all_nodes(body)]
-        reads = {name for each in (node, *inner) for name in each.input}
-        if node.name in held or any(each.name in held for each in inner) or masks & reads:
-            if node.op_type in _BOUNDS and masks.intersection(node.input[1:]):
-                return None
-            if node.op_type not in _ENDS_MASKS:
-                masks.update(node.output)
-    return None if any(value.name in masks for value in graph.output) else masks
-
-
 # A constant that float16 does not hold keeps its node in float32. That is not enough where the
 # result is such a value as well: as float16, 0 + 1e-10 is 0 again, and -1e5 in a masked row is
 # -infinity. So all nodes stay float32 from there to the one that needs the value.
 
-# operator -> the input of which a value of 0 gives infinity or NaN
-_NEEDS_SMALL = {"Log": 0, "Reciprocal": 0, "Sqrt": 0, "Pow": 0, "Div": 1}
+_NEEDS_SMALL = frozenset(("Log", "Reciprocal", "Sqrt", "Pow", "Div"))
 _MOVED = "Reshape Flatten Squeeze Unsqueeze Transpose Expand Tile Slice Gather Concat Split Cast"
 _COMPUTED = "Identity Neg Abs Mul Div Where Clip Max Min ReduceSum ReduceMean ReduceMax ReduceMin"
 _PASSES = frozenset([*_MOVED.split(), *_COMPUTED.split()])
 _PASSES_LARGE = _PASSES - _BOUNDS | {"Add", "Sub", "ScatterND", "ScatterElements"}
-_SHARES = frozenset(("Softmax", "Sigmoid"))  # a Log needs their small values
 
 
 def nodes_of_lost_values(
@@ -270,85 +220,48 @@ def nodes_of_lost_values(
     `peaks`: the largest magnitude in each constant.
     """
     nodes = [node for node in editor.graph.node if not any(True for _ in subgraphs(node))]
-    made = {node.output[0]: node for node in nodes if node.op_type == "Constant"}
-
-    def power(node: onnx.NodeProto) -> float:
-        """Return the power that the operator raises to; 0 where that is not known."""
-        if node.op_type != "Pow":
-            return 0.5 if node.op_type == "Sqrt" else 0.0
-        exponent = node.input[1]
-        if exponent in made:
-            found = [each.min() for each in attribute_floats(made[exponent]) if each.size]
-            return float(min(found, default=0.0))
-        return float(editor.array(exponent).min()) if exponent in editor.constants else 0.0
-
-    def pass_small(node: onnx.NodeProto, read: Mapping[str, float]) -> float:
-        value = min(read.values())
-        if node.op_type in ("Add", "Sub", "Sum"):  # plus another constant it is no longer small
-            return value if read.keys() & peaks.keys() else 0.0
-        if node.op_type in ("Sqrt", "Pow"):
-            value = value ** power(node) if power(node) > 0 else 1.0
-        elif node.op_type == "Mul" and read.keys() == set(node.input):
-            value = math.prod(read[name] for name in node.input)
-        elif node.op_type not in _PASSES or (node.op_type == "Div" and node.input[1] in read):
-            return 0.0
-        return value if value < 1 / GUARD else 0.0
-
-    def needs_small(node: onnx.NodeProto) -> Sequence[str]:
-        place = _NEEDS_SMALL.get(node.op_type, len(node.input))
-        names = [name for name in node.input[place : place + 1] if name in small]
-        lost = inverts(node) or any(small[name] <= SMALLEST for name in names)
-        return names if lost and power(node) < 1 else []
-
-    def inverts(node: onnx.NodeProto) -> bool:
-        """Return whether the result is large where the input is small."""
-        by = node.op_type == "Div" and node.input[0] in peaks
-        return by or node.op_type == "Reciprocal" or (node.op_type == "Pow" and power(node) < 0)
-
     small = {name: peak for name, peak in peaks.items() if 0 < peak < 1 / GUARD}
     small |= {name: seen.low for name, seen in ranges.items() if 0 < seen.low < 1 / GUARD}
-
-    def by_operator(
-        lost: Iterable[str], passes: Collection[str], ends: Collection[str]
-    ) -> set[str]:
-        return _between(
-            nodes,
-            dict.fromkeys(lost, 1.0),
-            lambda node, _: float(node.op_type in passes),
-            lambda node: node.input if node.op_type in ends else (),
+    gone = [name for name, value in small.items() if value <= SMALLEST]
+    large = [name for name, peak in peaks.items() if GUARD < peak < np.inf]
+    shares = [n.output[0] for n in nodes if n.op_type in ("Softmax", "Sigmoid")]
+    stay = _between(nodes, gone, _PASSES | {"Sqrt", "Pow"}, _NEEDS_SMALL)
+    stay |= _between(nodes, small, _PASSES, {"Log", "Reciprocal", "Div"})  # 1 / small is too large
+    stay |= _between(nodes, shares, _PASSES, {"Log"})
+    inverse = [
+        node.output[0]
+        for node in nodes
+        if node.name in stay
+        and (
+            node.op_type in ("Reciprocal", "Pow")
+            or (node.op_type == "Div" and node.input[0] in peaks)
         )
-
-    stay = _between(nodes, small, pass_small, needs_small)
-    shares = (name for node in nodes if node.op_type in _SHARES for name in node.output)
-    inverse = (
-        n for node in nodes if inverts(node) and small.keys() & set(node.input) for n in node.output
-    )
-    large = (name for name, peak in peaks.items() if GUARD < peak < np.inf)
+    ]
     products = {"Mul", "Div"}
-    stay |= by_operator(shares, _PASSES, {"Log"})
-    stay |= by_operator(inverse, _PASSES - products, products)
-    return stay | by_operator(large, _PASSES_LARGE, _ENDS_MASKS)
+    stay |= _between(nodes, inverse, _PASSES - products, products)
+    return stay | _between(nodes, large, _PASSES_LARGE, _ENDS_MASKS)
 
 
 def _between(
     nodes: Sequence[onnx.NodeProto],
-    lost: dict[str, float],
-    passes: Callable[[onnx.NodeProto, Mapping[str, float]], float],
-    needs: Callable[[onnx.NodeProto], Iterable[str]],
+    lost: Collection[str],
+    passes: Collection[str],
+    needs: Collection[str],
 ) -> set[str]:
     """Return the names of the nodes from where a lost value is made to where it is needed.
 
-    `lost`: tensor -> a magnitude in it. `passes`: given a node and those that it reads, returns the
-    magnitude in its outputs, 0 where they are not lost. `needs`: the inputs that a node needs.
+    `lost`: tensors. `passes`, `needs`: operators. A sum passes only what is lost itself: plus
+    another tensor it is no longer small.
     """
+    first, reached = set(lost), set(lost)
     for node in nodes:
-        read = {name: lost[name] for name in node.input if name in lost}
-        if read and (value := passes(node, read)):
-            lost.update(dict.fromkeys(node.output, value))
+        source = first if node.op_type in _SUMS - set(passes) else reached
+        if node.op_type in _SUMS.union(passes) and not source.isdisjoint(node.input):
+            reached.update(node.output)
     stay, wanted = set[str](), set[str]()
     for node in reversed(nodes):
         makes = not wanted.isdisjoint(node.output)
-        names = lost.keys() & set(node.input if makes else needs(node))
+        names = reached.intersection(node.input) if makes or node.op_type in needs else set()
         if makes or names:
             stay.add(node.name)
             wanted |= names
@@ -432,19 +345,24 @@ def to_half(
     and nodes that decode boxes. For
     bfloat16 the newest definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines
     it from 22 on. A model with pairs is raised to opset 19 for their scales. `source` is left as it
-    is. Raises BadInput if it computes nothing in float32, something in a half type already, or
-    cannot be raised.
+    is. Raises BadInput if it computes nothing in float32, something in a half type already,
+    integers that each call scales (`quantize_dynamic`), or cannot be raised.
     """
     half = _HALVES[to]
     editor = Editor(source)
     raise_opset(editor.model, precision.BY_NAME[to].min_opset)
     types = dict(source.element_types)
+    _store_constants(editor, types)
     lacking = lacking_in(to, runtime)
     for other in _HALVES.values():
         if other.kind in types.values():
             raise BadInput(
                 f"the model holds {other.name} already", hint="quantize the float32 model"
             )
+    if any(node.op_type.endswith("Integer") for node in editor.graph.node):
+        raise BadInput(
+            "the model multiplies integers that each call scales", hint="quantize the float32 model"
+        )
     if not any(types.get(name) == _FLOAT for node in editor.graph.node for name in node.output):
         raise BadInput(
             f"the model computes nothing in float32: there is nothing to cast to {half.name}"
@@ -460,15 +378,13 @@ def to_half(
     }
     ranges, stay = ranges or {}, set(keep_float32)
     if precision.BY_NAME[to].guarded:
-        new, masked = clamp_masks(editor, types, -GUARD)
-        types |= dict.fromkeys(new, int(_FLOAT))
-        peaks = _constant_peaks(editor, types)
+        masked = _clamp_masks(editor, types)
+        peaks = {name: _largest(editor.array(name)) for name in _floats(editor, types)}
         guarded |= _names_to_guard(editor.graph, peaks, ranges, masked)
         stay |= nodes_of_lost_values(editor, peaks, ranges)
     else:
-        types |= dict.fromkeys(clamp_to(editor, types, half.largest), int(_FLOAT))
+        _clamp_to(editor, types, half.largest)
     stay |= guarded | index_nodes(editor, types, half.rounded) | box_nodes(editor.graph)
-    stay |= _integer_sums(editor.graph)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
     writer = _Writer(editor, types, half, ranges)
     for node in editor.graph.node:
@@ -600,37 +516,8 @@ def _half_places(
         }
 
     found = places(node.input, schema.inputs), places(node.output, schema.outputs)
-    generates = not found[0] and node.op_type not in ("Cast", "Constant")
+    generates = not found[0] and node.op_type != "Cast"
     return nothing if generates else found  # the type of what is generated has its own defaults
-
-
-def _integer_sums(graph: onnx.GraphProto) -> set[str]:
-    """Names of the nodes that cast and scale sums of products of integers.
-
-    The sums reach millions, and their scales, the product of two, are as small as 1e-8.
-    """
-    sums, casts = set[str](), list[onnx.NodeProto]()
-    for node in graph.node:
-        if node.op_type.endswith("Integer") or sums.intersection(node.input):
-            if node.op_type == "Cast":
-                casts.append(node)
-            else:  # a bias may be added
-                sums.update(node.output)
-    made = {node.output[0] for node in casts}
-    scaled = [node for node in graph.node if made.intersection(node.input)]
-    scales = {name for node in scaled for name in node.input}
-    by = (n for n in graph.node if n.op_type == "Mul" and scales.intersection(n.output))
-    return {node.name for node in (*casts, *scaled, *by)}
-
-
-def _constant_peaks(editor: Editor, types: Mapping[str, int]) -> dict[str, float]:
-    """Return the largest magnitude in each float32 constant, by the tensor that holds it."""
-    found = {name: _largest(editor.array(name)) for name in _floats(editor, types)}
-    for node in editor.graph.node:
-        arrays = [array for array in attribute_floats(node) if array.size]
-        if arrays:
-            found |= dict.fromkeys(node.output, max(map(_largest, arrays)))
-    return found
 
 
 def _names_to_guard(
@@ -666,9 +553,7 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _retype(node: onnx.NodeProto, half: _Half) -> None:
-    """Replace float32 in attributes: Cast's `to`, `dtype`, the value of a Constant."""
-    for attribute, values in zip(node.attribute, attribute_floats(node), strict=True):
+    """Replace float32 in the attributes that name a type."""
+    for attribute in node.attribute:
         if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
             attribute.i = half.kind
-        elif values is not _NO_FLOATS:
-            store_floats(attribute, half.stored(values))

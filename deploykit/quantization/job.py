@@ -325,7 +325,7 @@ def evaluate_engines(
         outputs = candidate(each).values()
         if all(np.isfinite(array).all() for array in outputs if array.dtype.kind == "f"):
             continue
-        first = first_divergence(job.source, round_halves(converted), [each], sys.float_info.max)
+        first = first_divergence(job.source, round_halves(converted), each, sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
     return found
 

@@ -3,17 +3,14 @@
 ONNX Runtime has integer kernels only for nodes whose outputs have scales, too. A graph written for
 TensorRT has none there, so `to_pairs` records the ranges of those tensors in the graph's metadata.
 Taking the pairs out and writing them anew gives what `to_pairs` would have written from the start,
-but for the last bit of a weight's scale. In a graph of another tool the ranges follow from its own
-scales: what a sum, a Concat or a SiLU is clipped to bounds what went into it.
+but for the last bit of a weight's scale. For a graph of another tool the ranges are measured.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -24,47 +21,33 @@ from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import read_names
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.qdq import RANGES_KEY, to_pairs
-from deploykit.quantization.qdq_placement import MOVES, operators, place_pairs, quantizable_nodes
+from deploykit.quantization.qdq_placement import operators, quantizable_nodes
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
-_SILU_TURNS = -1.278  # the minimum of SiLU is here; it rises after it
 
 
-def move_pairs(source: Graph, runtime: str) -> Graph | None:
-    """Return the graph with its INT8 pairs placed for `runtime`; None where it lacks the ranges.
-
-    Nodes in float32 stay in float32.
-    """
-    ranges = _read_ranges(source)
-    plain = _without_pairs(source, runtime) if ranges is not None else None
-    if ranges is None or plain is None:
-        return None
-    calibration = Calibration(ranges, ranges, 0, "recorded")
-    return to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
-
-
-def move_foreign_pairs(
+def move_pairs(
     source: Graph, runtime: str, measure: Callable[[Graph], Mapping[str, Range]] | None = None
-) -> tuple[Graph, list[str]] | None:
-    """Do as `move_pairs` for a graph of another tool; None for one that is not INT8 in float32.
+) -> Graph | None:
+    """Return the graph with its INT8 pairs placed for `runtime`. Nodes in float32 stay so.
 
-    A tensor whose range does not follow from the scales of the graph gets the one that `measure`
-    finds in the graph without pairs; without `measure` it stays float, and its name is returned.
+    `measure`: returns the ranges in the graph without pairs; without it those are taken that
+    `to_pairs` recorded. None for a graph without ranges, or that is not INT8 in float32.
     """
-    plain = _without_pairs(source, runtime)
-    if plain is None or not plain.seen:
+    recorded = {} if measure else _read_ranges(source)
+    plain = None if recorded is None else _without_pairs(source)
+    if recorded is None or plain is None:
         return None
-    ranges, scaled = _follow(plain, runtime)
-    if measure is not None:
-        held = {each for name in plain.seen for each in (name, scaled.get(name, name))}
-        own = {name: each for name, each in ranges.items() if name in held}
-        ranges = {**ranges, **measure(plain.graph), **own}
-    unknown = Range(-np.inf, np.inf)
-    every = {name: unknown for node in plain.graph.model.graph.node for name in node.output}
-    every |= {value.name: unknown for value in plain.graph.model.graph.input}
-    calibration = Calibration({}, {**every, **ranges}, 0, "recorded")
-    placed = to_pairs(plain.graph, calibration, runtime=runtime, keep_float32=plain.kept)
-    return placed, sorted(set(scaled.values()) - ranges.keys())
+    graph, kept, seen = plain
+    ranges = dict(measure(graph) if measure else recorded)
+    if measure:  # what a pair can hold, but from 0 on after a Relu
+        own = {n: Range(r.low if ranges[n].low < 0 else 0.0, r.high) for n, r in seen.items()}
+        ranges |= own
+    editor = Editor(graph)
+    fold(editor)
+    could = {editor.graph.node[n].name for n in quantizable_nodes(editor, operators(runtime))}
+    calibration = Calibration(ranges, ranges, 0, "recorded")
+    return to_pairs(graph, calibration, runtime=runtime, keep_float32=could.intersection(kept))
 
 
 def _read_ranges(source: Graph) -> dict[str, Range] | None:
@@ -77,20 +60,12 @@ def _read_ranges(source: Graph) -> dict[str, Range] | None:
         return None
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """A graph in float32, its weights as INT8 had rounded them.
+def _without_pairs(source: Graph) -> tuple[Graph, list[str], dict[str, Range]] | None:
+    """Return the graph in float32, its weights as INT8 had rounded them.
 
-    `kept`: nodes that were float32 before. `seen`: the ranges that its pairs could hold.
+    Next come the names of the nodes that read no pair, and the ranges that the pairs could hold.
+    None if there are no pairs, other types, or a scale that is computed or not float32.
     """
-
-    graph: Graph
-    kept: tuple[str, ...]
-    seen: Mapping[str, Range]
-
-
-def _without_pairs(source: Graph, runtime: str) -> _Plain | None:
-    """Remove pairs; None if other types are there, or a scale is computed or not float32."""
     if set(source.precision) - {"int8", "float32"}:
         return None
     editor = Editor(source)
@@ -130,12 +105,7 @@ def _without_pairs(source: Graph, runtime: str) -> _Plain | None:
         nodes.append(node)
     ends = [value.name for value in editor.graph.output if value.name in names]
     nodes += [editor.node("Identity", [names[name]], name) for name in ends]
-    plain = editor.finish(nodes)
-    plain_editor = Editor(plain)
-    fold(plain_editor)
-    places = quantizable_nodes(plain_editor, operators(runtime))
-    could = {plain_editor.graph.node[place].name for place in places}
-    return _Plain(plain, tuple(name for name in kept if name in could), seen)
+    return (editor.finish(nodes), kept, seen) if seen else None
 
 
 def _dequantize(
@@ -171,69 +141,3 @@ def _range_of_pair(editor: Editor, node: onnx.NodeProto) -> Range:
     step, shift, held = float(scale.max()), float(zero.max()), np.iinfo(zero.dtype)
     least = -127 if held.min < 0 and shift == 0 else held.min - shift
     return Range(least * step, (held.max - shift) * step)
-
-
-def _follow(plain: _Plain, runtime: str) -> tuple[dict[str, Range], Mapping[str, str]]:
-    """Return the ranges of tensors that need a scale for `runtime`, as far as they follow.
-
-    The second mapping gives, for each of these tensors, the one whose scale it shares.
-    A pair clips what it holds, so what is clipped after an operator may be clipped before it, where
-    nothing else reads it.
-    """
-    editor = Editor(plain.graph)
-    fold(editor)
-    shared = place_pairs(editor, runtime, keep_float32=plain.kept).scaled
-    makers = {name: node for node in editor.graph.node for name in node.output}
-    reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
-    found: dict[str, Range] = {}
-
-    def note(name: str, seen: Range) -> None:
-        for each in {name, shared.get(name, name)}:
-            least, most = _bounds(editor, makers.get(each))
-            found.setdefault(each, Range(max(seen.low, least), min(seen.high, most)))
-
-    for name, seen in plain.seen.items():
-        note(name, seen)
-    for node in reversed(editor.graph.node):
-        if node.op_type == "Sigmoid":
-            note(node.output[0], Range(0.0, 1.0))
-            continue
-        outs = [found[name] for name in node.output if name in found]
-        if len(outs) == len(node.output) > 0:
-            out = functools.reduce(Range.merge, outs)
-            for place, name in enumerate(node.input):
-                other = node.input[1 - place] if len(node.input) == 2 else ""
-                gate = makers.get(other)
-                gated = gate is not None and gate.op_type == "Sigmoid" and gate.input[0] == name
-                before = _before(node.op_type, out, found.get(other), gated=gated)
-                here = list(node.input).count(name) + gated  # the gate reads it too
-                if before is not None and reads[name] == here:
-                    note(name, before)
-    return found, shared
-
-
-def _bounds(editor: Editor, node: onnx.NodeProto | None) -> tuple[float, float]:
-    """Return the bounds of an activation's result."""
-    if node is None or node.op_type not in ("Relu", "Sigmoid", "Clip"):
-        return -np.inf, np.inf
-    ends = [0.0, np.inf] if node.op_type != "Clip" else [-np.inf, np.inf]
-    for place, name in enumerate(node.input[1:]):
-        if name in editor.constants:
-            ends[place] = float(editor.array(name).max())
-    return ends[0], ends[1]
-
-
-def _before(kind: str, out: Range, other: Range | None, *, gated: bool) -> Range | None:
-    """Return what an operator's input may be clipped to if its result is clipped to `out`."""
-    if kind in ("Concat", "Relu", "Clip") or kind in MOVES:
-        return out
-    if kind == "Add" and other is not None:
-        return Range(out.low - other.high, out.high - other.low)
-    if kind != "Mul" or not gated:
-        return None
-    # the range of x for x * sigmoid(x) in `out`; left of its minimum, a usual peak
-    x = np.linspace(_SILU_TURNS, out.high + 1.3, 4096)
-    y = x / (1 + np.exp(-x))
-    high = float(np.interp(out.high, y, x))
-    low = float(np.interp(out.low, y, x)) if out.low > y[0] else -max(high, 2.0)
-    return Range(low, high)

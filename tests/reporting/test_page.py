@@ -295,7 +295,7 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
     with dk.load(model) as engine:
         for result, shown in (
             (made, "built.onnx"),
-            (dk.compare(str(model), str(made.path)), "compared with"),
+            (dk.compare(str(model), str(made.path)), "against a&lt;b&gt;.onnx"),
             (dk.inspect(str(model)), "float32"),
             (dk.predict(str(made.path), data, tmp_path / "o.npz"), "accuracy"),
             (dk.compare_reports(tmp_path / "a", tmp_path / "b"), "<td>throughput</td>"),
