@@ -291,28 +291,17 @@ def gates(document: Json) -> Table:
 
 
 def serving_table(document: Json) -> Table:
-    columns: dict[str, Callable[[Json], str]] = {
-        "load": load_label,
-        "loop": lambda result: str(result["mode"]),
-        "sent": lambda result: count(result["sent"]),
-        "ok": lambda result: count(result["ok"]),
-        "refused": lambda result: count(result["refused"]),
-        "expired": lambda result: count(result["expired"]),
-        "failed": lambda result: count(result["failed"]),
-        "ok/s": lambda result: spread(result["achieved_per_s"]),
-        "p50 (ms)": lambda result: spread((result["latency"] or {}).get("p50_ms")),
-        "p90 (ms)": lambda result: spread((result["latency"] or {}).get("p90_ms")),
-        "p99 (ms)": lambda result: spread((result["latency"] or {}).get("p99_ms")),
-        "max (ms)": lambda result: (
-            or_infinite(result["latency"]["max_ms"]) if result["latency"] else MISSING
-        ),
-        "generator lag p99 (ms)": lambda result: (
-            MISSING if result["lag_p99_ms"] is None else number(result["lag_p99_ms"])
-        ),
-        "notes": _load_notes,
-    }
+    rows = [
+        {"load": load_label(result), "loop": result["mode"]}
+        | {name: result[name] for name in ("sent", "ok", "refused", "expired", "failed")}
+        | {"ok/s": result["achieved_per_s"]}
+        | {name: (result["latency"] or {}).get(name) for name in _PERCENTILES}
+        | {"max_ms": or_infinite(result["latency"]["max_ms"]) if result["latency"] else None}
+        | {"generator lag p99_ms": result["lag_p99_ms"], "notes": _load_notes(result)}
+        for result in document["serving"]
+    ]
     note = "Latency is of successes: from the intended time in the open loop, from the sending in "
-    return make_table("Load tests", document["serving"], columns, note + "the closed one.")
+    return plain_table("Load tests", rows, note + "the closed one.")
 
 
 def _load_notes(result: Json) -> str:
