@@ -182,7 +182,7 @@ def test_goodput_is_of_answers_in_time() -> None:
         ("p99>20ms, errors>0", []),
         ("p99>1ms", ["p99>1ms: 2"]),
         ("p50<1ms,max>1ms", ["max>1ms: 2"]),
-        ("throughput<500/s,goodput<1", ["throughput<500/s: 100/s", "goodput<1: goodput is not"]),
+        ("throughput<500/s,goodput<1", ["throughput<500/s: 100 /s", "goodput<1: goodput is not"]),
         ("errors>0.5%", ["errors>0.5%: 1 %"]),
         ("errors>1%,failed>=10,refused>0", ["failed>=10: 10"]),
     ],
