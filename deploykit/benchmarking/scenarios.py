@@ -93,7 +93,7 @@ def run_stream(
         spent_s += block.seconds
         count += len(block.calls_ns)
     value = early_stopping_ms(np.concatenate(calls), q)
-    measured = {"value": value, "queries": count, "duration_s": spent_s}
+    measured: dict[str, Any] = {"value": value, "queries": count, "duration_s": spent_s}
     measured["latency"] = Latency.of(*calls)
     if value is None:
         few = f"{count} queries in {spent_s:.3g} s, {needs} are needed"

@@ -32,8 +32,11 @@ _TICKS = (
     (10.0, "90 %"),
     *((1e2 * 10**n, f"{100 - 10.0**-n:g} %") for n in range(5)),
 )
-_TRACES = (("clock_mhz", "clock", "MHz"), ("power_w", "power", "W"))
-_TRACES += (("temperature_c", "temperature", "°C"),)
+_TRACES = (
+    ("clock_mhz", "clock", "MHz"),
+    ("power_w", "power", "W"),
+    ("temperature_c", "temperature", "°C"),
+)
 
 
 def _looks(document: Json) -> dict[str, int]:
