@@ -264,9 +264,9 @@ def plain_table(title: str, rows: Iterable[Json], note: str = "") -> Table:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [_cell(name, row.get(name)) for row in rows] for name in names}
     columns = {name: cells for name, cells in columns.items() if {*cells} != {MISSING}}
-    texts = [any(isinstance(row.get(name), str) for row in rows) for name in columns]
+    strings = [any(isinstance(row.get(name), str) for row in rows) for name in columns]
     titles = tuple(re.sub("bytes$", "MB", name.replace("_", " ")) for name in columns)
-    text = tuple(at for at, is_text in enumerate(texts) if is_text)
+    text = tuple(at for at, is_text in enumerate(strings) if is_text)
     return Table(title, titles, tuple(zip(*columns.values(), strict=True)), text, note)
 
 
