@@ -423,12 +423,15 @@ def _tables(table: DeviceTable) -> list[Table]:
 
 def _chart(table: DeviceTable) -> Chart:
     rows = [row for row in table.rows if row.samples_per_s is not None]
+    batches = sorted({row.batch for row in rows})
+    crossings = {each["batch"] for each in table.crossovers[:1]} - {*batches[:1]}
     series = dict[str, list[Mark]]()
     for row in rows:
         rate = row.samples_per_s or Interval(0.0, 0.0, 0.0)
-        mark = Mark(float(row.batch), rate.value, rate.low, rate.high)
+        crossed = row.device == "cuda" and row.batch in crossings
+        text = f"CPU wins below {row.batch}" * crossed
+        mark = Mark(float(row.batch), rate.value, rate.low, rate.high, text)
         series.setdefault(_setup(row)[0], []).append(mark)
-    batches = sorted({row.batch for row in rows})
     return Chart(
         title="Training speed against batch size",
         finding=next((each for each in table.verdict if "GPU" in each), ""),
