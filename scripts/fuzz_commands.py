@@ -45,7 +45,7 @@ CALLS = {
     "load": ("http://127.0.0.1:1", "--duration", "0.01"),
     "health": ("http://127.0.0.1:1",),
     "bundle": ("model.onnx", "--profile", "cpu", "-o", "out"),
-    "boot": ("bundle", "--cache", "cache", "--http-port", "TAKEN"),
+    "boot": ("bundle", "--cache", "cache", "--serve-config", "taken.toml"),
     "doctor": (),
     "profiles": (),
     "demo": ("-o", "samples.npz"),
@@ -252,6 +252,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGALRM, late)
     prepare()
     with socket.create_server(("127.0.0.1", 0)) as listener:  # and none answers there
-        for bug in fuzz(str(listener.getsockname()[1]), whole="--all" in sys.argv):
+        taken = str(listener.getsockname()[1])
+        Path("taken.toml").write_text(f"http_port = {taken}")
+        for bug in fuzz(taken, whole="--all" in sys.argv):
             print("BUG", bug, flush=True)
     print("DONE")

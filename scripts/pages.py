@@ -96,11 +96,13 @@ def run(command: list[str], folder: Path) -> None:
 def server(command: list[str], folder: Path) -> Iterator[str]:
     """Start `deploykit serve` on free ports; its HTTP address."""
     command = [word if word not in ("8000", "8001") else "0" for word in command]
-    for option in ("--http-port", "--grpc-port"):
-        if option not in command:
-            command += [option, "0"]
+    ports = {"DEPLOYKIT_HTTP_PORT": "0", "DEPLOYKIT_GRPC_PORT": "0"}
     process = subprocess.Popen(
-        command, cwd=folder, env=place(), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+        command,
+        cwd=folder,
+        env=place() | ports,
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
     )
     try:
         assert process.stdout is not None

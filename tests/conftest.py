@@ -33,6 +33,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # What else runs on this machine is not to decide what a benchmark's report says.
 os.environ["HOST_PROC"] = os.environ["HOST_SYS"] = "/nonexistent"
 
+gc.disable()  # until all is collected: little of that is garbage
+
 DIED = pytest.StashKey[bool]()
 
 EXPORTS = (
@@ -150,6 +152,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # Python's 700 take a tenth of the time of an export
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -57,7 +57,7 @@ def emitted() -> Iterator[dict[str, set[str]]]:
     service.warm_up()
     service.expire()  # steers by what the warm-up took
     sampler = Sampler(OneGpu())
-    watching = shadow.Shadow("m", FakeEngine(), rate=1.0, alarm=0.01)
+    watching = shadow.Shadow("m", FakeEngine(), every=1)
     reloading = reload.Reloader(service, {"m": reload.Source(FILE, list)}, poll_s=60)
     log = logs.configure("text")
     plain = ("held_bytes", "held_limit_bytes", "workers", "worker_restarts_total")

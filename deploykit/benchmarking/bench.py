@@ -48,7 +48,7 @@ from deploykit.core.files import StrPath
 from deploykit.core.machine import default_threads, now, provenance, this_machine, usable_cores
 from deploykit.core.tensors import TensorSpec, batch_axes, dynamic_sizes, steps_counted
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
-from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
+from deploykit.engines.devices import DeviceWatch
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import TOP1, top1_scores
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -243,13 +243,12 @@ class _Run:
         before = watch.over(around_s, time.sleep)
         apart = timing.seconds >= FULL_S
         used = self.device if ":" in self.device else "cuda:0"
-        with GpuWatch(only=(used,)) as gpu_watch:
-            with EnergyMeter(devices=Devices()) as meter:
-                energy = EnergyLog(meter, progress)
-                count = PROCESSES if apart else 1
-                points = sweep(
-                    setups, self.batches, timing, inputs, energy, processes=count, watch=watch
-                )
+        with DeviceWatch(only=(used,)) as gpu_watch:
+            energy = EnergyLog(gpu_watch, progress)
+            count = PROCESSES if apart else 1
+            points = sweep(
+                setups, self.batches, timing, inputs, energy, processes=count, watch=watch
+            )
             right = [each for each in setups if self.proofs.is_right(each.entry)]
             ran = run_scenarios(scenarios, right, points, timing.seconds, slo_ms, inputs, progress)
         memory = measure_memory(setups, points, inputs, progress) if apart else ()

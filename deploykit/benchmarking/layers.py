@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from deploykit.benchmarking.columns import Entry
 from deploykit.benchmarking.timing import Setup
@@ -86,23 +84,18 @@ def _time_modules(entry: Entry, setup: Setup, feeds: Arrays, _: str, __: Progres
 
 
 def _time_nodes(_: Entry, setup: Setup, feeds: Arrays, folder: str, __: Progress) -> LayerTimes:
-    """Time ONNX Runtime's nodes. Unlink the open profile, so that a kill leaves no file behind."""
     from deploykit.engines.onnxruntime.engine import SPINNING, OnnxRuntimeEngine
 
     with setup.engines() as engine:
         path, spinning = cast("OnnxRuntimeEngine", engine).path, engine.options[SPINNING] == "1"
         place = str(Path(folder, "calls"))
         profiled = OnnxRuntimeEngine(path, "cpu", setup.threads, spinning=spinning, profile=place)
-        written = next(Path(folder).iterdir(), None)
-        if written is None:
-            raise DeploykitError(f"ONNX Runtime cannot write its profile in {folder}")
-        with profiled, written.open("rb") as profile:
-            shutil.rmtree(folder)
 
-            def read() -> list[Counter[LayerKey]]:
-                profiled.session.end_profiling()  # type: ignore[union-attr]
-                return read_profile(profile.read())
+        def read() -> list[Counter[LayerKey]]:
+            written = profiled.session.end_profiling()  # type: ignore[union-attr]
+            return read_profile(Path(written).read_bytes())
 
+        with profiled:
             return time_layers(engine, profiled, feeds, read)
 
 
@@ -110,39 +103,28 @@ _READERS = {"onnxruntime": _time_nodes, "torch": _time_modules}
 
 
 def read_profile(data: bytes) -> list[Counter[LayerKey]]:
-    """Return milliseconds by node for each call in a profile of ONNX Runtime, an event per line.
+    """Return milliseconds by node for each call in a profile of ONNX Runtime.
 
-    Nodes in the body of a loop count as the loop. A profile keeps a million events: calls that are
-    not complete are left out.
+    Nodes in the body of a loop count as the loop. A profile keeps a million events: nodes whose
+    call is not complete are left out.
     """
-    if not data.endswith(b"]\n"):
-        raise DeploykitError("its profile is not whole: is the disk of TMPDIR full?")
-    kernels, calls = list[dict[str, Any]](), list[tuple[int, int]]()
-    for line in data.splitlines():
-        if _KERNEL.encode() not in line and _CALL.encode() not in line:
-            continue
-        try:
-            event = json.loads(line.rstrip(b","))
-        except ValueError:
-            why = "a name in its profile cannot be read"
-            raise DeploykitError(f"{why}: a newer onnxruntime escapes quotation marks") from None
-        if event["name"].endswith(_KERNEL):
-            kernels.append(event)
-        elif event["name"] == _CALL:
-            calls.append((event["ts"], event["ts"] + event["dur"]))
-    calls.sort()
-    runs: list[Counter[LayerKey]] = [Counter() for _ in calls]
-    ended = -1
-    for event in sorted(kernels, key=lambda kernel: (kernel["ts"], -kernel["dur"])):
+    try:
+        events = [each for each in json.loads(data) if each["name"].endswith((_KERNEL, _CALL))]
+    except ValueError:
+        why = "its profile is not whole, or a name in it has quotation marks"
+        raise DeploykitError(f"{why}: is the disk of TMPDIR full, or onnxruntime old?") from None
+    runs = list[Counter[LayerKey]]()
+    call_ended = ended = -2  # before all
+    for event in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
         begun, us, about = event["ts"], event["dur"], event["args"]
-        if begun < ended and begun + us <= ended:
-            continue  # nested in the event before
-        ended = begun + us
-        run = bisect_right(calls, (begun, math.inf)) - 1
-        if run >= 0 and begun <= calls[run][1] + 1:  # both are rounded down
-            name = event["name"].removesuffix(_KERNEL)
-            key = name, about.get("op_name", ""), about.get("node_index", "")
-            runs[run][key] += us / 1e3
+        if event["name"] == _CALL:
+            runs.append(Counter())
+            call_ended = begun + us
+        elif begun >= ended or begun + us > ended:  # not nested in the node before
+            ended = begun + us
+            if begun <= call_ended + 1:  # both are rounded down
+                name = event["name"].removesuffix(_KERNEL)
+                runs[-1][name, about.get("op_name", ""), about.get("node_index", "")] += us / 1e3
     return runs
 
 

@@ -18,7 +18,7 @@ from deploykit.core.machine import default_threads, file_text, this_machine
 from deploykit.core.profile import load_profile, recognise
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import dynamic_sizes
-from deploykit.engines.devices import EnergyMeter
+from deploykit.engines.devices import DeviceWatch
 from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph
@@ -156,7 +156,7 @@ def _ceilings(
 class EnergyLog:
     """Reads the energy meters between the steps of a sweep, to divide the energy by point."""
 
-    meter: EnergyMeter
+    meter: DeviceWatch
     forward: Progress
     clock: Callable[[], float] = time.perf_counter
     idle_w: Mapping[str, float] = field(default_factory=dict)

@@ -69,18 +69,10 @@ def bench_pipeline(
         setup = Setup(name, lambda: timed, file=Path(path).name, sha256=sha256(Path(path)))
         watch = Watch()
         before = watch.over(around_s, time.sleep)
-        begins: list[int] = []  # the number of calls at the start of each round
-
-        def on_round(what: str, share: float) -> None:
-            if ": round " in what or what == "done":
-                begins.append(len(timed.calls))
-            on_progress(what, share)
-
         for batch in batches:
             timed.calls.clear()
-            begins.clear()
-            (found,) = time_setups([setup], [batch], timing, timed.feeds, on_round, watch=watch)
-            points += [make_point([found]), *_stages(found, timed.calls, begins)]
+            (found,) = time_setups([setup], [batch], timing, timed.feeds, on_progress, watch=watch)
+            points += [make_point([found]), *_stages(found, timed.calls)]
         outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     how = (
         f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
@@ -104,13 +96,11 @@ def bench_pipeline(
     return report
 
 
-def _stages(found: Measured, calls: Sequence[dict[str, float]], begins: list[int]) -> list[Point]:
-    """Return the time of each stage in the timed calls, which are the last of each round."""
-    ends = [*begins[1:], len(calls)]
-    timed = [
-        calls[end - len(block.calls_ns) : end]
-        for end, block in zip(ends, found.blocks, strict=False)
-    ]
+def _stages(found: Measured, calls: Sequence[dict[str, float]]) -> list[Point]:
+    """Return the time of each stage in the timed calls, which are the last, round after round."""
+    counts = [len(block.calls_ns) for block in found.blocks]
+    ends = list(itertools.accumulate(counts, initial=len(calls) - sum(counts)))
+    timed = [calls[begin:end] for begin, end in itertools.pairwise(ends)]
     points = []
     for stage in calls[0]:
         blocks = []

@@ -245,46 +245,30 @@ def _serve(pipe: Connection[Any, Any], opener: Callable[[], Engine]) -> None:
 
 
 _WINDOWS = 10  # per limit
-_LAST = 4  # windows that must agree within 10 %, as in perf_analyzer, without a trend
-_STABLE = 1.10
-_TREND = 0.01  # rise of the rate from window to window
-_MORE = 3  # multiple of the limit for calls that still speed up
+_LAST, _STABLE = 4, 1.10  # windows that must agree within 10 %, as in perf_analyzer
 _RISEN, _SURE = 0.05, 6.0  # smallest rise over the rounds: a share, standard errors
 
 
-@dataclass(frozen=True)
-class Warmth:
-    """The result of a warm-up. `call_s`: longest call in the last window, 0 without a warm-up.
+def _warm_up(
+    column: Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float
+) -> tuple[str, float]:
+    """Run windows until four agree within 10 %, or `limit_s` has passed.
 
-    `note`: a caveat, or "". `mark`: why later calls do not show a steady state, or "".
+    Return a caveat, or "", and the longest call of the last window in seconds, 0 without any.
     """
-
-    note: str = ""
-    mark: str = ""
-    call_s: float = 0.0
-
-
-def _warm_up(column: Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float) -> Warmth:
-    """Run windows until four agree within 10 % without a trend, at most 3 times `limit_s`."""
     if limit_s == 0:
-        return Warmth("no warm-up")
+        return "no warm-up", 0.0
     rates: list[float] = []
     spent_s = 0.0
     while True:
         block = column.run(feeds, batch, limit_s / _WINDOWS, clock)
         spent_s += block.seconds
         rates.append(block.rate)
-        call_s = float(block.calls_ns.max()) / 1e9
-        last = rates[-_LAST:]
-        rise = _rise(last)
-        if len(last) == _LAST and max(last) <= _STABLE * min(last) and rise < _TREND:
-            return Warmth(call_s=call_s)
-        if spent_s >= _MORE * limit_s and len(last) == _LAST and rise >= _TREND:
-            still = f"still {rise:.0%} faster every {limit_s / _WINDOWS:g} s after "
-            text = f"{still}{_MORE * limit_s:g} s of warm-up: a longer one is needed"
-            return Warmth(mark=text, call_s=call_s)
-        if spent_s >= limit_s and (len(last) < _LAST or rise < _TREND):
-            return Warmth(f"not yet steady after {limit_s:g} s of warm-up", call_s=call_s)
+        call_s, last = float(block.calls_ns.max()) / 1e9, rates[-_LAST:]
+        if len(last) == _LAST and max(last) <= _STABLE * min(last):
+            return "", call_s
+        if spent_s >= limit_s:
+            return f"not yet steady after {limit_s:g} s of warm-up", call_s
 
 
 def rose(rates: Sequence[float]) -> str:
@@ -299,13 +283,7 @@ def rose(rates: Sequence[float]) -> str:
     risen = math.expm1(slope * (n - 1))
     if risen < _RISEN or slope < _SURE * math.sqrt(covariance[0, 0]):
         return ""
-    return f"calls still sped up, by {risen:.0%} over the rounds: a longer warm-up is needed"
-
-
-def _rise(rates: Sequence[float]) -> float:
-    """Return the slope of the line of logarithms: 0.03 if each rate is 3 % above the last."""
-    line = np.polyfit(range(len(rates)), np.log(rates), 1) if len(rates) > 1 else [0.0]
-    return float(line[0])
+    return f"calls still sped up, by {risen:.0%} over the rounds: a longer run is needed"
 
 
 # Per batch size the setups take turns in rounds, forwards and backwards, so that clock drift and
@@ -357,7 +335,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Timing:
-    """`seconds` per point in at most `rounds`, after `warmup_s`, or 3 times that if needed."""
+    """`seconds` per point in at most `rounds`, after at most `warmup_s`."""
 
     warmup_s: float = 10.0
     seconds: float = FULL_S
@@ -491,7 +469,7 @@ class Measured:
     device: str
     runtime: str
     options: Mapping[str, str]
-    warmth: Warmth
+    note: str
     shapes: Mapping[str, tuple[int, ...]]
     blocks: list[Block] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
@@ -514,22 +492,27 @@ class _Turns:
     def run(self, columns: Sequence[Column], batch: int, feeds: Arrays) -> list[Measured]:
         timing = self.timing
         found: dict[str, Measured] = {}
+        longest_s = 0.0
         for at in order(len(columns), self.number):
             setup, engine = columns[at].setup, columns[at].engines[0]
             self._begin(f"{setup.label}, batch {batch}: warm-up", timing.warmup_s)
+            note, call_s = _warm_up(columns[at], feeds, batch, self.clock, timing.warmup_s)
+            longest_s = max(longest_s, call_s)
             found[setup.label] = Measured(
                 setup=setup,
                 batch=batch,
                 device=setup.device or engine.device,
                 runtime=engine.runtime,
                 options=dict(engine.options),
-                warmth=_warm_up(columns[at], feeds, batch, self.clock, timing.warmup_s),
+                note=note,
                 shapes={name: array.shape for name, array in feeds.items()},
                 bound_cores=self.watch.bound if self.watch is not None else math.inf,
             )
-        rounds = timing.rounds_for(max(each.warmth.call_s for each in found.values()))
+        rounds = timing.rounds_for(longest_s)
         block_s = timing.seconds / rounds
-        settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # for caches and clocks
+        settle_s = 0.0
+        if len(columns) > 1:  # the last column's caches and clocks
+            settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)
         for number in range(rounds):
             for at in order(len(columns), self.number * rounds + number):
                 column, label = columns[at], columns[at].setup.label
@@ -574,7 +557,8 @@ def make_point(parts: Sequence[Measured]) -> Point:
     rates = tuple(amount / length for amount, length in zip(rows, seconds, strict=True))
     by_block = throughput([each.rows for each in blocks], [each.seconds for each in blocks])
     compute_s = [part.compute_s for part in parts if part.compute_s]
-    why = [part.warmth.mark for part in parts] + [rose(rates) if len(parts) == 1 else ""]
+    rises = [why for part in parts if (why := rose([block.rate for block in part.blocks]))]
+    why = rises if 2 * len(rises) > len(parts) else []
     why += marks([window for part in parts for window in part.windows], parts[0].bound_cores)
     return Point(
         label=setup.label,
@@ -591,10 +575,10 @@ def make_point(parts: Sequence[Measured]) -> Point:
         latency=Latency.of(*calls_s, short_s=[block.calls_ns / 1e9 for block in blocks]),
         throughput_per_s=max(throughput(rows, seconds), by_block, key=lambda each: each.high),
         round_rates=rates,
-        note="; ".join(dict.fromkeys(part.warmth.note for part in parts if part.warmth.note)),
+        note="; ".join(dict.fromkeys(part.note for part in parts if part.note)),
         histogram=CallHistogram.of(np.concatenate(calls_s)),
         shapes=parts[0].shapes,
-        marks=tuple(dict.fromkeys(filter(None, why))),
+        marks=tuple(dict.fromkeys(why)),
         processes=len(parts),
         settings=setup.settings,
         compute=Latency.of(*compute_s) if compute_s else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.runtime import build_for_runtime
 from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.build import BuildCheck, check
+from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import (
     check_options,
     check_samples,
@@ -170,8 +170,7 @@ def check_build(
     source = _open(model)
     if target.runtime != "tensorrt":
         raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    options = build_tensorrt.options_of(target, shapes or Shapes(), source)
-    return check(source.path, options, on_progress)
+    return build_tensorrt.check_engine(source, target, shapes or Shapes(), on_progress)
 
 
 def _open(model: ArtefactLike) -> Artefact:

@@ -10,7 +10,7 @@ import typer
 from deploykit.cli import output, tables
 from deploykit.cli.options import JSON, BundleKind, api_arguments, described
 from deploykit.cli.output import Progress
-from deploykit.cli.serve import ADDRESS, raise_if_dropped, serve_options, show_ready
+from deploykit.cli.serve import raise_if_dropped, serve_options, show_ready
 from deploykit.core.errors import BadInput
 
 if TYPE_CHECKING:
@@ -57,13 +57,12 @@ def bundle(
     output.show(result, tables.bundled(result), as_json=as_json)
 
 
-@described(f"""
+@described("""
 BUNDLE                 The folder that `deploykit bundle` wrote for this device
 --cache DIR            Folder for its engines, kept from one start to the next
 --rollback             Serve the previous engine from now on
 --retry                Build an engine again that failed or was rolled back
---serve-config FILE.toml  Read options of `serve` from this file, as its --config
-{ADDRESS}""")
+--serve-config FILE.toml  Read options of `serve` from this file, as its --config""")
 def boot(
     context: typer.Context,
     bundle: Path,
@@ -71,27 +70,18 @@ def boot(
     rollback: bool = False,
     retry: bool = False,
     serve_config: Path | None = None,
-    host: str = "127.0.0.1",
-    http_port: int = 8000,
-    grpc_port: str = "8001",
 ) -> None:
     """Build a bundle's engine on this device, check its outputs and serve it.
 
     Later starts take the engine from the cache, unless something changed that it depends on; if a
     new engine fails, the previous one serves. The ports open when the engine is ready. Options of
-    `serve` come from --serve-config, or from variables such as DEPLOYKIT_MAX_BATCH=8.
+    `serve` come from --serve-config, or from variables such as DEPLOYKIT_HOST=0.0.0.0.
 
-    Example: deploykit boot /bundle --cache /engines --host 0.0.0.0
+    Example: deploykit boot /bundle --cache /engines
     """
     from deploykit.deploying import boot as booting
 
-    flags = {"config": serve_config, "host": host, "http_port": http_port, "grpc_port": grpc_port}
-    words = [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in flags.items()
-        if name == "config" or "DEFAULT" not in str(context.get_parameter_source(name))
-        if value is not None
-    ]
+    words = [] if serve_config is None else [f"--config={serve_config}"]
     command: Any = context.find_root().command
     with command.commands["serve"].make_context("boot", words, parent=context.parent) as served:
         given = served.params

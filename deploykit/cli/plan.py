@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, TargetPlan
     from deploykit.planning.predict import Prediction
 
-_HINTS = 5
-_MUCH, _LEAST = 0.5, 0.005  # share of a core, and of the operations
+_MUCH = 0.5  # share of a core
 _ENDS = ("limit", "memory", "fits", "joules at most")  # the last columns
 
 
@@ -27,7 +26,6 @@ MODEL                  A .onnx file; its weights are not read
 --profile PROFILE      A hardware target; may be repeated [all]
 --batches N,N,...      Batch sizes
 --axis NAME=SIZE       Size of another dynamic axis; may be repeated
---data FILE.npz|DIR    Inputs of the usual sizes
 --slo-ms MS            The latency to meet: name the targets that do; exit 1 if none does
 --rate N               Requests per second: show how many replicas carry it with p99 within --slo-ms
 {JSON}""")
@@ -36,7 +34,6 @@ def plan(
     profiles: list[str] | None = None,
     batches: str = "1,8,32",
     axes: list[str] | None = None,
-    data: Path | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
     as_json: bool = False,
@@ -70,14 +67,6 @@ def lines(result: Planned) -> list[Part]:
             found += [*_in_full(target), ""]
     else:
         found += [_overview(result), ""]
-    hints = [each for each in result.hints if each.share >= _LEAST]
-    found += [
-        f"hint: {each.node} ({each.operator}) has {each.size} {each.what}: a multiple of "
-        f"{each.multiple} fills Tensor Cores in {each.precision}; {each.share:.0%} of operations"
-        for each in hints[:_HINTS]
-    ]
-    if len(hints) > _HINTS:
-        found.append(f"hint: {len(hints) - _HINTS} more nodes like these: see --json")
     return found + [f"note: {text}" for text in result.notes]
 
 

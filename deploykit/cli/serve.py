@@ -21,21 +21,19 @@ from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath, read_text
 from deploykit.serving.options import ServeOptions, addresses
 
-ADDRESS = """\
---host ADDRESS|unix:FILE  Address to listen on; unix:FILE is a socket for HTTP, with one for gRPC at
-                        FILE.grpc
---http-port PORT        Port for HTTP; 0 picks a free one
---grpc-port PORT|none   Port for gRPC; 0 picks a free one, none serves HTTP alone"""
 _PAGE = f"""
 [NAME=]FILE             The {ENGINE}s to serve
 --engine [NAME=]FILE    The same as [NAME=]FILE, as an option; may be repeated
 --config FILE.toml      Read options from this file
---pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be repeated
+--pipeline [NAME=]FILE  A .py file: models with steps around them; may be repeated
 --device auto|cpu|cuda|cuda:N  Where the model runs
 --trust                 Also run a TensorRT engine whose results cannot be verified here, or one
                         that brings code from elsewhere
 Address:
-{ADDRESS}
+--host ADDRESS|unix:FILE  Address to listen on; unix:FILE is a socket for HTTP, with one for gRPC at
+                        FILE.grpc
+--http-port PORT        Port for HTTP; 0 picks a free one
+--grpc-port PORT|none   Port for gRPC; 0 picks a free one, none serves HTTP alone
 Batching:
 --max-batch N           Largest number of samples per call; 1 never joins requests
 --assume-batched        Join requests without a trial that answers stay the same
@@ -166,8 +164,7 @@ URL                    The server: http://HOST:PORT, below a path http://HOST/PA
 --axis NAME=SIZE       Size of another dynamic axis; may be repeated
 --token-file FILE      The first line is the token that the server wants
 --ca-file FILE         Certificates to trust in place of the system's
---cert-file FILE.pem   The client's certificate, where the server wants one
---key-file FILE.pem    Its private key [in the same file]
+--cert-file FILE.pem   The client's certificate and private key, where the server wants one
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")
@@ -188,7 +185,6 @@ def load(
     token_file: Path | None = None,
     ca_file: Path | None = None,
     cert_file: Path | None = None,
-    key_file: Path | None = None,
     out: Path | None = None,
     force: bool = False,
     as_json: bool = False,
@@ -246,10 +242,10 @@ def show_ready(
 # `deploykit health` is the health check of a container.
 
 
-@described(f"""
+@described("""
 URL                    Server, or unix:FILE; by default 127.0.0.1, port $DEPLOYKIT_HTTP_PORT or 8000
-{JSON}""")
-def health(url: str | None = None, as_json: bool = False) -> None:
+""")
+def health(url: str | None = None) -> None:
     """Ask a running server whether it is ready; exit 1 if not.
 
     Example: deploykit health http://127.0.0.1:8000
@@ -259,4 +255,4 @@ def health(url: str | None = None, as_json: bool = False) -> None:
     port = os.environ.get("DEPLOYKIT_HTTP_PORT", "8000")
     port = "8000" if LINK.match(port) else port
     result = probe.health(url or f"http://127.0.0.1:{port}")
-    output.show(result, [f"{result.url} is ready"], as_json=as_json)
+    output.line(f"{result.url} is ready")

@@ -371,12 +371,12 @@ def report(result: Report, folder: Path) -> list[Part]:
 
 
 def _layers(result: Report) -> Iterator[Part]:
-    from deploykit.reporting.figures import COLUMNS, layer_note, layer_rows
+    from deploykit.reporting.tables import layers_table
 
     for each in result.layers:
-        found = each.to_dict()
-        rows = [(name[:_LONGEST], *rest) for name, *rest in layer_rows(found, _LAYERS)]
-        yield from (Table("", COLUMNS, rows, (0, 1)), layer_note(found), "")
+        table = layers_table(each.to_dict(), _LAYERS)
+        rows = [(name[:_LONGEST], *rest) for name, *rest in table.rows]
+        yield from (Table("", table.columns, rows, (0, 1)), table.note, "")
 
 
 def report_comparison(result: ReportComparison) -> list[Part]:

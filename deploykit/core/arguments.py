@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
-from types import NoneType, SimpleNamespace, UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from deploykit.core.errors import BadInput, quote
 
-_WORDS: Mapping[Any, str] = {
-    int: "integer",
-    float: "number",
-    str: "string",
-    bool: "True or False",
-    NoneType: "None",
-    os.PathLike: "path",
-    Sequence: "list",
-    Mapping: "dict",
-    Callable: "function",
-}
 _NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}  # these include numpy's
 _MOST_BITS = 64  # the most bits that an integer may have
 _P = ParamSpec("_P")
@@ -79,15 +68,6 @@ def _fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def _describe(kind: Any, *, several: bool = False) -> str:
-    """Return a name such as "an integer or None"; with `several`, such as "lists of integers"."""
-    outer, parts = get_origin(kind) or kind, get_args(kind)
-    if outer in (Union, UnionType):
-        *first, last = (_describe(part, several=several) for part in parts)
-        return f"{', '.join(first)} or {last}"
-    word = _WORDS.get(outer, outer.__name__)
-    if outer not in (bool, NoneType):
-        article = "an" if word[0] in "aeiouA" else "a"
-        word = f"{word}s" if several else f"{article} {word}"
-    of = parts[-1:] if outer in (Sequence, Mapping) else ()
-    return "".join([word, *(f" of {_describe(part, several=True)}" for part in of)])
+def _describe(kind: Any) -> str:
+    """Return an annotation as it is written, without the modules: `Sequence[str] | None`."""
+    return re.sub(r"(\w+\.)+", "", str(kind) if get_args(kind) else kind.__name__)

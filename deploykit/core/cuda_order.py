@@ -22,47 +22,30 @@ from deploykit.core.subprocesses import module_command
 def cuda_order(uuids: Sequence[str]) -> list[int | None]:
     """Return for each of CUDA's devices in this process its place in `uuids`, those of NVML.
 
-    None: it is none of these, as a part of a GPU (MIG) has a UUID of its own. Without CUDA this
-    reads CUDA_VISIBLE_DEVICES as CUDA does, up to the first GPU that it does not know.
+    None: it is none of these, as a part of a GPU (MIG) has a UUID of its own. Without CUDA the
+    order is that of `uuids`; there are none if CUDA_VISIBLE_DEVICES is set, as all may be hidden.
     """
-    digits = [uuid.removeprefix("GPU-").replace("-", "").lower() for uuid in uuids]
-    devices = _ask()
-    if devices:
+    if devices := _ask():
+        digits = [uuid.removeprefix("GPU-").replace("-", "").lower() for uuid in uuids]
         return [digits.index(uuid) if uuid in digits else None for uuid, _ in devices]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return list(range(len(uuids)))
-    places: list[int | None] = []
-    for text in map(str.strip, visible.split(",")):
-        named = [n for n, uuid in enumerate(uuids) if text[4:] and uuid.startswith(text)]
-        named += [int(text)] if text.isdecimal() and int(text) < len(uuids) else []
-        if text.startswith("MIG-"):
-            places.append(None)
-        elif len(named) != 1 or named[0] in places:
-            break
-        else:
-            places += named
-    return places
+    return [] if "CUDA_VISIBLE_DEVICES" in os.environ else list(range(len(uuids)))
 
 
 def with_gpu(machine: Machine, number: int) -> Machine:
     """Return `machine` with the GPU `cuda:number` alone, with none where CUDA has no such GPU.
 
     A part of a GPU (MIG) has a name of its own, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", with its
-    memory. Without CUDA all stay where CUDA_VISIBLE_DEVICES names them by UUID.
+    memory.
     """
-    gpus, visible = machine.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if len(gpus) < 2 and (not gpus or visible is None):
+    gpus = machine.gpus
+    if len(gpus) < 2 and (not gpus or "CUDA_VISIBLE_DEVICES" not in os.environ):
         return machine
-    devices = _ask()
-    if devices:
+    if devices := _ask():
         (name,) = [name for _, name in devices[number : number + 1]] or [""]
         found = [gpu for gpu in gpus if gpu.name == name]
         part = re.search(r" MIG .*\.(\d+)gb", name)
         whole = [gpu for gpu in gpus if part and name.startswith(gpu.name)]
         found += [replace(gpu, name=name, memory_bytes=int(part[1]) << 30) for gpu in whole if part]
-    elif "-" in (visible or "").removeprefix("-"):
-        return machine
     else:
         places = cuda_order([""] * len(gpus))
         found = [gpus[place] for place in places[number : number + 1] if place is not None]

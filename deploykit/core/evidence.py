@@ -78,6 +78,7 @@ class Parity(Record):
     data_sha256: str = ""
 
     shown: ClassVar[tuple[str, ...]] = ("passed", "why")
+    in_notebook = ("a", "b", "passed", "why", "rows")
 
     @property
     def worst(self) -> ParityRow:

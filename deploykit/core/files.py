@@ -10,16 +10,13 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
-import io
-import itertools
 import json
 import os
-import platform
 import shutil
 import stat
 import sys
 import tempfile
-import zlib
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -37,6 +34,8 @@ from deploykit.core.errors import (
     users_code,
 )
 from deploykit.core.extras import EXTRAS, missing
+
+_OLD_S = 86_400.0  # a temporary file that has not changed for so long is nobody's
 
 
 @contextlib.contextmanager
@@ -60,38 +59,20 @@ def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
             tmp.unlink()
 
 
-_serial = itertools.count()
-
-
 def temporary_path(out: Path) -> Path:
     """Return an unused path next to `out`, for a file or folder that is to take its place.
 
-    Those that killed runs left there are removed first. The name tells this machine or container,
-    in which alone a process number says something, and has only the beginning of a long `out`.
+    Those that killed runs left there, which are older than a day, are removed first. The name has
+    only the beginning of a long `out`.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-        machine = boot + str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        machine = platform.node()
-    name = os.fsencode(out.name)[:100].decode("utf-8", "ignore")
-    start = f".{name}.{zlib.crc32(machine.encode()):08x}-"
+    start = f".{os.fsencode(out.name)[:100].decode('utf-8', 'ignore')}."
     with contextlib.suppress(OSError), os.scandir(out.parent) as entries:
         for left in [each for each in entries if each.name.startswith(start)]:
-            process = left.name.removeprefix(start).partition("-")[0]
-            if process.isdecimal() and not _runs(int(process)):
+            changed_s = left.stat(follow_symlinks=False).st_mtime
+            if left.name.endswith(".tmp") and changed_s < time.time() - _OLD_S:
                 remove = shutil.rmtree if left.is_dir(follow_symlinks=False) else os.unlink
                 remove(left.path)
-    return out.with_name(f"{start}{os.getpid()}-{next(_serial)}.tmp")
-
-
-def _runs(process: int) -> bool:
-    try:
-        with contextlib.suppress(PermissionError):  # it is another user's
-            os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
+    return out.with_name(f"{start}{os.urandom(6).hex()}.tmp")
 
 
 @contextlib.contextmanager
@@ -266,41 +247,12 @@ def open_readable(path: Path) -> BinaryIO:
 
 
 def sha256(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal.
-
-    Raises NotFound or BadInput as `check_readable` does, and if the file's size changes.
-    """
+    """Return the file's SHA-256 in hexadecimal. Raises as `check_readable`."""
     digest = hashlib.sha256()
     with open_readable(path) as handle:
-        left = os.fstat(handle.fileno()).st_size
         while block := handle.read(1 << 20):
             digest.update(block)
-            left -= len(block)
-            if left < 0:
-                break  # a file may grow faster than it is read
-    if left:
-        raise BadInput(f"{path}: changed while it was read")
     return digest.hexdigest()
-
-
-class HashingWriter(io.BufferedWriter):
-    """A new binary file, written from start to end, and the SHA-256 of its content.
-
-    `hashed`: false leaves the SHA-256 empty.
-    """
-
-    def __init__(self, path: Path, *, hashed: bool = True) -> None:
-        super().__init__(io.FileIO(path, "wb"))
-        self._digest = hashlib.sha256() if hashed else None
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        if self._digest:
-            self._digest.update(data)
-        return super().write(data)
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest() if self._digest else ""
 
 
 def manifest_path(artefact: Path) -> Path:

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +243,14 @@ def provenance(folder: Path = Path(), root: Path = Path("/")) -> dict[str, Any]:
     GPUs of numeric libraries. `bench` adds `inputs`: their origin and their hash.
     """
     package = Path(__file__).resolve().parents[1]
+    affinity = re.search(r"Cpus_allowed_list:\s*(\S+)", file_text(root / "proc/self/status"))
     own = package.parent / "pyproject.toml"  # an installed package may be inside another checkout
     found = {
         "project": _commit(folder),
         "deploykit": _commit(package, ours=True) if own.is_file() else {},
         "host": platform.node(),
         "clocks": _clocks(root),
-        "affinity": _affinity(),
+        "affinity": affinity[1] if affinity else "",
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
@@ -301,15 +301,6 @@ def _clocks(root: Path) -> dict[str, Any]:
         "turbo": {"1": "on", "0": "off"}.get(boost) or {"0": "on", "1": "off"}.get(no_turbo),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def _affinity() -> str:
-    """Return the usable CPUs as "0-2,5", the notation of taskset and cgroups."""
-    own = hasattr(os, "sched_getaffinity")
-    numbers = sorted(os.sched_getaffinity(0)) if own else range(os.cpu_count() or 0)
-    runs = groupby(enumerate(numbers), lambda each: each[1] - each[0])  # equal within a run
-    parts = [[number for _, number in run] for _, run in runs]
-    return ",".join("-".join(map(str, dict.fromkeys((part[0], part[-1])))) for part in parts)
 
 
 def now() -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, ClassVar
 
-_ITEMS, _CHARACTERS, _ROWS = 6, 80, 100  # most shown of a list, a string and a table
+_ITEMS, _CHARACTERS, _ROWS = 20, 200, 100  # most shown of a list, a string and a table
 
 
 class Shown:
@@ -25,12 +24,15 @@ class Shown:
             cls.__repr__ = Shown.__repr__  # type: ignore[method-assign] # before `dataclass` adds one
 
     def __repr__(self) -> str:
-        shown = [f"{name}={_short(value)}" for name, value in _facts(self)]
+        shown = [
+            f"{name}={text}"
+            for name, value in _facts(self)
+            if (text := _text(value) or "…" * bool(value))
+        ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        others = (table_of(name.replace("_", " "), value) for name, value in _facts(self))
-        return "".join([_facts_table(type(self).__name__, self), *others])
+        return _tables_of(type(self).__name__, self)
 
 
 def _facts(value: Any) -> Iterable[tuple[str, Any]]:
@@ -40,70 +42,52 @@ def _facts(value: Any) -> Iterable[tuple[str, Any]]:
     return ((name, getattr(value, name, None)) for name in names)
 
 
-def _short(value: Any) -> str:
-    """Return the `repr` of a plain value, and of others what they are."""
-    if isinstance(value, str) and len(value) > _CHARACTERS:
-        return repr(value[:_CHARACTERS] + "…")
-    if isinstance(value, Mapping):
-        plain = len(value) <= _ITEMS and all(map(_is_plain, value.values()))
-        return repr(dict(value)) if plain else f"<{len(value)} keys>"
-    if isinstance(value, (tuple, list)):
-        kinds = sorted({type(each).__name__ for each in value})
-        plain = len(value) <= _ITEMS and all(map(_is_plain, value))
-        return repr(value) if plain else f"<{len(value)} {' or '.join(kinds)}>"
-    if hasattr(value, "ndim"):  # an array or a tensor
-        return f"<{value.dtype} {list(value.shape)}>"
-    if dataclasses.is_dataclass(value) and not _is_plain(value):
-        return f"<{type(value).__name__}>"
-    return repr(value)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value's `repr` or `str` is short: a number, a name, a tensor's type."""
-    if isinstance(value, str):
-        return len(value) <= _CHARACTERS
-    if dataclasses.is_dataclass(value):
-        return type(value).__str__ is not object.__str__
-    return value is None or isinstance(value, (bool, int, float, os.PathLike))
-
-
 def _text(value: Any) -> str:
-    """Return a fact as one cell; "" for what is empty, or a table of its own."""
-    if value is None or isinstance(value, str):
-        return value or ""
+    """Return a value as one short line; "" for what is empty, or a table of its own."""
+    if value is None:
+        return ""
+    if isinstance(value, str) and len(value) > _CHARACTERS:
+        return value[:_CHARACTERS] + "…"
     if hasattr(value, "ndim"):  # an array or a tensor
         return f"{value.dtype} {list(value.shape)}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, int):
-        return f"{value:,}"
     if isinstance(value, (Mapping, tuple, list)):
         pairs = value.items() if isinstance(value, Mapping) else (("", each) for each in value)
         plain = [f"{key} {_text(each)}".lstrip() for key, each in pairs if _is_plain(each)]
-        more = f" and {len(plain) - _ROWS} more" * (len(plain) > _ROWS)
-        return ", ".join(plain[:_ROWS]) + more
-    return str(value) if _is_plain(value) or not dataclasses.is_dataclass(value) else ""
+        more = f" and {len(value) - _ITEMS} more" * (len(value) > _ITEMS)
+        return ", ".join(plain[:_ITEMS]) + more if plain else ""
+    return str(value) if _is_plain(value) else ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value's `str` is short: a number, a name, a tensor's type."""
+    kind: Any = type(value)
+    return not isinstance(value, (Mapping, tuple, list)) and (
+        kind.__str__ is not object.__str__
+        or not (dataclasses.is_dataclass(value) or hasattr(value, "ndim"))
+    )
 
 
 def table_of(name: str, value: Any) -> str:
     """Return a table of an object, or of several or of dicts, with each fact that fits a cell."""
     if isinstance(value, Shown) and not _is_plain(value):
-        return _facts_table(name, value)
+        return _tables_of(name, value)
     if not isinstance(value, (tuple, list)) or all(map(_is_plain, value)):
         return ""
     known = [each for each in value if isinstance(each, Mapping) or dataclasses.is_dataclass(each)]
-    rows = [each if isinstance(each, Mapping) else dict(_facts(each)) for each in known]
-    names = list(dict.fromkeys(key for row in rows for key, each in row.items() if _text(each)))
-    cells = [tuple(_text(row.get(key)) for key in names) for row in rows[:_ROWS]]
-    more = f", the first {_ROWS} of {len(rows)}" * (len(rows) > _ROWS)
+    facts = [each if isinstance(each, Mapping) else dict(_facts(each)) for each in known]
+    names = list(dict.fromkeys(key for row in facts for key, each in row.items() if _text(each)))
+    cells = [tuple(_text(row.get(key)) for key in names) for row in facts[:_ROWS]]
+    more = f", the first {_ROWS} of {len(facts)}" * (len(facts) > _ROWS)
     return _table(name + more, tuple(key.replace("_", " ") for key in names), cells)
 
 
-def _facts_table(title: str, value: Any) -> str:
-    rows = [(name.replace("_", " "), _text(each)) for name, each in _facts(value)]
-    return _table(title, ("", ""), [row for row in rows if row[1]])
+def _tables_of(title: str, value: Any) -> str:
+    """Return a table of the facts that fit a cell, and below it those of the others."""
+    facts = [(name.replace("_", " "), each) for name, each in _facts(value)]
+    rows = [(name, text) for name, each in facts if (text := _text(each))]
+    return "".join([_table(title, ("", ""), rows), *(table_of(*each) for each in facts)])
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

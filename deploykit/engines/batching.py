@@ -83,12 +83,11 @@ def prove_rows(
     *,
     sizes: Mapping[str, int] | None = None,
     samples: Arrays | None = None,
-    times_us: dict[int, int] | None = None,
 ) -> RowIndependence:
     """Run up to `most_rows` rows, at least 2, and report whether they depend on each other.
 
     `sizes`: sizes of dynamic axes. `samples`: inputs that the model is known to run; others are
-    invented in addition. `times_us` gets the time of the largest batch. Raises DeviceLost.
+    invented in addition. Raises DeviceLost.
     """
     if why := why_no_batch(engine.inputs, engine.outputs):
         return RowIndependence(False, why)
@@ -109,8 +108,6 @@ def prove_rows(
             raise _Dependent("its outputs were the same for all invented inputs")
     except _Dependent as exc:
         return RowIndependence(False, str(exc), tuple(sorted(proof.rows)), proof.worst)
-    if times_us is not None:
-        times_us.update(proof.times_us)
     why = f"the same within {proof.worst:.2g} alone and joined, whatever the other rows are"
     return RowIndependence(True, why, tuple(sorted(proof.rows)), proof.worst)
 
@@ -171,7 +168,6 @@ class _Proof:
 
     def __init__(self, engine: Engine, most: int) -> None:
         self.rows: set[int] = set()
-        self.times_us: dict[int, int] = {}
         self._engine, self._most = engine, most
         self._names = [spec.name for spec in engine.outputs]
         self._errors = dict.fromkeys(self._names, 0.0)
@@ -249,12 +245,10 @@ class _Proof:
     def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray] | Exception:
         """Run the rows of `plan`. Raises _Dependent where an output has another number of rows."""
         joined = {n: np.concatenate([kinds[each][n] for each in plan]) for n in kinds["a"]}
-        began_s, rows = time.perf_counter(), len(plan)
+        rows = len(plan)
         outputs = _run(self._engine, joined)
         if isinstance(outputs, Exception):
             return outputs
-        if rows == self._most:
-            self.times_us[rows] = round((time.perf_counter() - began_s) * 1e6)
         for name in self._names:
             shape = outputs[name].shape if name in outputs else None
             if shape is None or shape[:1] != (rows,):

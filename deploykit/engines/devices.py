@@ -357,50 +357,66 @@ def cuda_names(gpus: Sequence[GpuState]) -> dict[str, str]:
     return {gpus[at].uuid: f"cuda:{number}" for number, at in enumerate(order) if at is not None}
 
 
-class _Watch(Closing):
-    """The GPUs that CUDA shows to this process, read each `every_s` in a thread until `close`."""
+# The energy is that of the devices, without power supply and fan. A GPU's power is integrated if it
+# has no counter. Sources: nvmlDeviceGetTotalEnergyConsumption (mJ since the driver was loaded);
+# docs.kernel.org/power/powercap.
 
-    def __init__(self, devices: Devices, every_s: float) -> None:
-        self._devices, self._every_s = devices, every_s
-        self._names: dict[str, str] = {}  # CUDA's, by UUID
-        self._seen: tuple[GpuState, ...] = ()  # all GPUs, as last read
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._loop, name="gpu-watch", daemon=True)
-
-    def _read(self) -> list[tuple[str, GpuState]]:
-        self._seen = self._devices.read()
-        self._names = self._names or (cuda_names(self._seen) if self._seen else {})
-        return [(self._names[gpu.uuid], gpu) for gpu in self._seen if gpu.uuid in self._names]
-
-    def _look(self) -> None:
-        raise NotImplementedError
-
-    def _loop(self) -> None:
-        while not self._ended.wait(self._every_s):
-            with self._lock:
-                self._look()
-
-    def close(self) -> None:
-        if not self._ended.is_set():
-            self._ended.set()
-            if self._thread.ident is not None:
-                self._thread.join()
-            self._look()
-            self._devices.close()
+CPU = "cpu"  # the device that RAPL measures; a GPU is "cuda:N"
+_POWERCAP = "sys/class/powercap"
+_PACKAGE = re.compile(r"package-[0-9]{1,3}")
+_EVERY_S = 0.2
 
 
-class GpuWatch(_Watch):
-    """Keeps the states of the GPUs. `only`: CUDA's names of those to watch; all if it is empty."""
+@dataclass
+class _Package:
+    """One RAPL package: a counter of microjoules that wraps around at `range_uj`."""
+
+    folder: Path
+    range_uj: int
+    last_uj: int
+
+    def joules(self) -> float | None:
+        """Return the energy since the last reading; None if the counter cannot be read.
+
+        It must be read more than once per wrap-around, which takes minutes at full power.
+        """
+        now = natural_number(file_text(self.folder / "energy_uj"))
+        if now is None:
+            return None
+        since, self.last_uj = (now - self.last_uj) % self.range_uj, now
+        return since / 1e6
+
+
+class DeviceWatch(Closing):
+    """The GPUs that CUDA shows to this process and all meters, read until `close`.
+
+    `only`: CUDA's names of the GPUs whose `conditions` are kept; all if it is empty. `sources`:
+    device ("cpu", "cuda:0") -> the meter that it is read from; `why` has the reason for a device
+    without one. A Jetson's rails are the whole module's, under both names. Reading never raises.
+    """
 
     def __init__(
-        self, devices: Devices | None = None, *, every_s: float = 0.5, only: Sequence[str] = ()
+        self,
+        devices: Devices | None = None,
+        *,
+        root: Path = Path("/"),
+        only: Sequence[str] = (),
+        every_s: float = _EVERY_S,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(devices or Devices(), every_s)
-        self._only = frozenset(only)
+        self._devices, self._only, self._clock = devices or Devices(root), only, clock
+        self.sources: dict[str, str] = {}
+        self.why: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # CUDA's, by UUID
         self._states: dict[str, list[GpuState]] = {}
-        self._look()
-        self._thread.start()
+        self._last: dict[str, tuple[float, GpuState]] = {}
+        self._used: dict[str, float] = {}  # joules by device
+        self._packages = self._open_packages(root)
+        self._name_sources(self._look())
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._loop, args=(every_s,), daemon=True)
+        if self._last:
+            self._thread.start()
 
     @property
     def conditions(self) -> tuple[Conditions, ...]:
@@ -411,101 +427,55 @@ class GpuWatch(_Watch):
         """Return why any GPU was throttled: names of THROTTLES, in their order there."""
         return in_order(name for each in self.conditions for name in each.throttled or ())
 
-    def _look(self) -> None:
-        for name, gpu in self._read():
-            if not self._only or name in self._only:
-                self._states.setdefault(name, []).append(gpu)
-
-
-# The energy is that of the devices, without power supply and fan. Reading never raises; if there is
-# no meter, `why` has the reason. A GPU's power is integrated, ten times a second, if it has no
-# counter. Sources: nvmlDeviceGetTotalEnergyConsumption (mJ since the driver was loaded);
-# docs.kernel.org/power/powercap.
-
-CPU = "cpu"  # the device that RAPL measures; a GPU is "cuda:N"
-_POWERCAP = "sys/class/powercap"
-_PACKAGE = re.compile(r"package-[0-9]{1,3}")
-_EVERY_S = 0.1
-
-
-@dataclass
-class _Counter:
-    """One RAPL package: a counter of microjoules that wraps around at `range_uj`."""
-
-    folder: Path
-    range_uj: int
-    last_uj: int
-    joules: float = 0.0
-
-    def read(self) -> bool:
-        """Add the energy since the last reading; return whether the counter is readable.
-
-        It must be read more than once per wrap-around, which takes minutes at full power.
-        """
-        now = natural_number(file_text(self.folder / "energy_uj"))
-        if now is not None:
-            self.joules += ((now - self.last_uj) % self.range_uj) / 1e6
-            self.last_uj = now
-        return now is not None
-
-
-@dataclass
-class _Gpu:
-    """A GPU's energy since its `first` reading: from its counter, else from its power."""
-
-    first: GpuState
-    joules: float = 0.0
-    last: tuple[float, float] | None = None  # time in s, watts
-
-    def add(self, state: GpuState, now_s: float) -> None:
-        if state.energy_j is not None:
-            self.joules = state.energy_j - (self.first.energy_j or 0.0)
-        elif state.power_w is not None:
-            if self.last is not None:
-                since_s, before_w = now_s - self.last[0], self.last[1]
-                self.joules += since_s * (before_w + state.power_w) / 2
-            self.last = (now_s, state.power_w)
-
-
-class EnergyMeter(_Watch):
-    """All meters of this machine, until `close`.
-
-    `sources`: device ("cpu", "cuda:0") -> the meter that it is read from; `why` has the reason for
-    a device without one. A Jetson's rails are the whole module's, under both names.
-    """
-
-    def __init__(
-        self,
-        root: Path = Path("/"),
-        devices: Devices | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(devices or Devices(root), _EVERY_S)
-        self.clock = clock
-        self.sources: dict[str, str] = {}
-        self.why: dict[str, str] = {}
-        self._packages = self._open_packages(root)
-        self._gpus: dict[str, _Gpu] = {}
-        self._look()
-        self._name_sources()
-        if any(gpu.last is not None for gpu in self._gpus.values()):
-            self._thread.start()
-
     def joules(self) -> Mapping[str, float]:
-        """Return the joules since the meter was opened, by device."""
+        """Return the joules since the watch began, by device."""
         with self._lock:
             self._look()
-            found = {name: gpu.joules for name, gpu in self._gpus.items()}
-            readable = [package.read() for package in self._packages]
-            if not all(readable):
+            return {name: self._used[name] for name in self.sources}
+
+    def close(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            if self._last:
+                self._thread.join()
+            self._look()
+            self._devices.close()
+
+    def _loop(self, every_s: float) -> None:
+        while not self._ended.wait(every_s):
+            with self._lock:
+                self._look()
+
+    def _look(self) -> tuple[GpuState, ...]:
+        """Read all devices once; return the states of all GPUs."""
+        now_s, seen = self._clock(), self._devices.read()
+        self._names = self._names or (cuda_names(seen) if seen else {})
+        for state in seen:
+            name = self._names.get(state.uuid, "")
+            if not name:
+                continue
+            if not self._only or name in self._only:
+                self._states.setdefault(name, []).append(state)
+            before_s, before = self._last.get(name, (now_s, state))
+            used = 0.0
+            if None not in (state.energy_j, before.energy_j):
+                used = (state.energy_j or 0.0) - (before.energy_j or 0.0)
+            elif None not in (state.power_w, before.power_w):
+                used = (now_s - before_s) * ((state.power_w or 0.0) + (before.power_w or 0.0)) / 2
+            self._last[name] = now_s, state
+            self._used[name] = self._used.get(name, 0.0) + used
+            if state.source.endswith("sysfs"):
+                self._used[CPU] = self._used[name]
+        for package in self._packages:
+            if (joules := package.joules()) is None:
                 self._packages = []
                 self.sources.pop(CPU, None)
                 self.why[CPU] = "the RAPL counters could no longer be read"
-            if self._packages:
-                found[CPU] = sum(package.joules for package in self._packages)
-            return {name: value for name, value in found.items() if name in self.sources}
+                break
+            self._used[CPU] = self._used.get(CPU, 0.0) + joules
+        return seen
 
-    def _open_packages(self, root: Path) -> list[_Counter]:
+    def _open_packages(self, root: Path) -> list[_Package]:
         found, hidden = [], []
         for folder in _list(root, f"{_POWERCAP}/*:*"):
             name = file_text(folder / "name").strip()
@@ -516,7 +486,7 @@ class EnergyMeter(_Watch):
             if now is None or not highest:
                 hidden.append(name)
                 continue
-            found.append(_Counter(folder, highest + 1, now))
+            found.append(_Package(folder, highest + 1, now))
         if found and not hidden:
             self.sources[CPU] = f"RAPL, {len(found)} package{'s' * (len(found) > 1)}"
             return found
@@ -527,31 +497,21 @@ class EnergyMeter(_Watch):
         )
         return []
 
-    def _name_sources(self) -> None:
+    def _name_sources(self, seen: Sequence[GpuState]) -> None:
         if "cuda:0" not in self._names.values():
             self.why["cuda:0"] = (
                 "it is none of NVML's GPUs: a part of a GPU (MIG) has no meter of its own"
-                if self._seen
+                if seen
                 else "NVML, the driver's library, reports no GPU"
                 if installed("pynvml")
                 else "nvidia-ml-py is not installed, which reads NVML: pip install nvidia-ml-py"
             )
-        for state in self._seen:
-            name = self._names.get(state.uuid, "")
-            if not name:
-                continue
-            if name not in self._gpus:
+        for name, (_, state) in self._last.items():
+            if state.energy_j is None and state.power_w is None:
                 self.why[name] = f"{state.name} reports neither energy nor power"
             elif state.source.endswith("sysfs"):
                 self.sources[name] = self.sources[CPU] = "power rails of the whole module"
                 self.why.pop(CPU, None)
-                self._gpus[CPU] = self._gpus[name]
             else:
-                kind = "power" if self._gpus[name].first.energy_j is None else "counter"
+                kind = "power" if state.energy_j is None else "counter"
                 self.sources[name] = f"NVML, {kind} of the GPU"
-
-    def _look(self) -> None:
-        now_s = self.clock()
-        for name, state in self._read():
-            if state.energy_j is not None or state.power_w is not None:
-                self._gpus.setdefault(name, _Gpu(state)).add(state, now_s)

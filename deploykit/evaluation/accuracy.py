@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, GateFailed, first_line, quote
+from deploykit.core.errors import BadInput, GateFailed, first_line
 from deploykit.core.evidence import Drop
 from deploykit.core.files import import_object
 from deploykit.engines.answers import class_axis
@@ -55,31 +55,21 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
 
 
 def class_numbers(labels: np.ndarray, classes: int, where: str) -> np.ndarray:
-    """Return numbers of any type, numeric strings or one-hot rows as integers (samples,).
+    """Return class numbers of any type or one-hot rows as integers (samples,).
 
-    Raises BadInput for other strings, fractions, and rows that are not one-hot.
+    Raises BadInput for strings, fractions, and rows that are not one-hot.
     """
     found = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-    if found.dtype.kind in "US":
-        try:
-            found = found.astype(np.int64)
-        except ValueError:
-            name = quote(labels.flat[0].item())
-            raise BadInput(
-                f"{where}: labels are names, such as {name}, and a model has none",
-                hint="number the classes from 0, in the order of the model's output",
-            ) from None
-    if found.ndim == 2 and found.shape[1] == classes and found.dtype.kind in "biuf":
-        hot = found == 1
-        if bool((hot | (found == 0)).all() and (hot.sum(1) == 1).all()):
-            places: np.ndarray = hot.argmax(1)
-            return places
+    rows = found.ndim == 2 and found.shape[1] == classes and found.dtype.kind in "biuf"
+    if rows and np.isin(found, (0, 1)).all() and (found.sum(1) == 1).all():
+        return np.asarray(found.argmax(1))
     if found.ndim == 1 and found.dtype.kind in "bf" and bool((np.trunc(found) == found).all()):
         found = found.astype(np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise BadInput(
             f"{where}: labels are {labels.dtype}{list(labels.shape)}",
-            hint=f"top-1 needs a class number for each sample, or a one-hot row of {classes}",
+            hint="top-1 needs a class number for each sample, from 0 in the order of the model's "
+            f"output, or a one-hot row of {classes}",
         )
     return found
 

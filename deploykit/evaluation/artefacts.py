@@ -30,7 +30,6 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import TOKENIZER, Task
-from deploykit.evaluation import html_tables
 from deploykit.evaluation.outputs import SIDECARS, claim, rejected
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
 
@@ -58,6 +57,7 @@ class Made(Record):
     notes: tuple[str, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("parity", "accuracy", "drop", "evaluation", "search")
+    in_notebook = ("path", "notes", "parity", "evaluation", "search")
 
     @property
     def evidence(self) -> Evidence:
@@ -87,20 +87,6 @@ class Made(Record):
     def search(self) -> SearchRecord | None:
         """The steps of `auto`."""
         return self.evidence.search
-
-    def _repr_html_(self) -> str:
-        known = self.manifest
-        facts = {
-            "file": self.path,
-            "inputs": ", ".join(map(str, known.inputs)),
-            "outputs": ", ".join(map(str, known.outputs)),
-            "nodes by precision": ", ".join(f"{name} {n}" for name, n in known.precision.items()),
-            "notes": "; ".join(self.notes),
-        }
-        html = html_tables.facts_html(self.path.name, facts)
-        if self.evaluation is not None:
-            return html + html_tables.evaluation_html(self.evaluation)
-        return html + (html_tables.parity_html(self.parity) if self.parity else "")
 
 
 def destination(

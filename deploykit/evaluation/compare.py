@@ -18,7 +18,7 @@ from deploykit.core.notebook import Shown
 from deploykit.core.precision import BY_NAME, CALIBRATED
 from deploykit.engines.data.samples import check_finite, read_samples
 from deploykit.engines.engine import Engine, load
-from deploykit.evaluation import golden, html_tables
+from deploykit.evaluation import golden
 from deploykit.evaluation.feeds import MOST_SAMPLES, comparison_feeds, given_sizes, rows_that_fit
 from deploykit.evaluation.parity import (
     DRAWS_NUMBERS,
@@ -49,12 +49,6 @@ class Compared(Shown):
     def to_dict(self) -> dict[str, Any]:
         found = {"divergence": json_value(self.divergence), "note": self.note}
         return {**self.parity.to_dict(), **found}
-
-    def _repr_html_(self) -> str:
-        difference = self.divergence.text if self.divergence else None
-        facts = {"result": self.parity.why, "first difference": difference}
-        title = f"{self.parity.b} compared with {self.parity.a}"
-        return html_tables.facts_html(title, facts) + html_tables.parity_html(self.parity)
 
     def raise_if_over(self) -> None:
         """Raise GateFailed naming the worst row, and the first node that differs."""
@@ -141,7 +135,7 @@ def _first_difference(
 
         graphs = Graph.open(first.path), Graph.open(second.path)
         chunk = CHUNK * rows_that_fit(feeds[:1], first.path) // MOST_SAMPLES
-        return first_divergence(*graphs, feeds[:1], parity.max_error, chunk)
+        return first_divergence(*graphs, feeds[0], parity.max_error, chunk)
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -125,24 +125,11 @@ _MASK, _HALF_MASK = -1e30, -65504.0
 
 
 @dataclass(frozen=True)
-class Rise(Record):
-    """The error before a node, and after it."""
-
-    node: str
-    operator: str
-    tensor: str
-    before: float
-    error: float
-
-
-@dataclass(frozen=True)
 class Divergence(Record):
     """The first tensor whose error is above the bound, and the node that makes it.
 
     `error`: infinite where there is a `problem`. `before`: the error of the tensor compared just
-    before it; 0 for the first. `steepest`: the largest rise of the error up to this node, at an
-    earlier node if it built up gradually. `batch`: the size at which it was seen. `compared`:
-    tensors compared up to this one.
+    before it; 0 for the first. `batch`: the size at which it was seen.
     """
 
     node: str
@@ -152,8 +139,6 @@ class Divergence(Record):
     before: float
     batch: int
     problem: str
-    steepest: Rise
-    compared: int
     max_error: float
 
     shown: ClassVar[tuple[str, ...]] = ("text",)
@@ -161,91 +146,48 @@ class Divergence(Record):
     @property
     def text(self) -> str:
         """Return the divergence as one sentence."""
+        name = f"'{self.node}' ({self.operator})"
+        name = name if self.node else f"the {self.operator} of '{self.tensor}'"
         what = self.problem or f"error {self.error:.3g} is above {self.max_error:g}"
-        parts = [f"the first node that differs is {_name_of(self)}: {what} in '{self.tensor}'"]
-        if self.before > 0:
-            parts.append(f"{self.before:.3g} just before it")
-        if self.steepest.tensor != self.tensor:
-            rise = self.steepest
-            parts.append(
-                f"the largest rise was at {_name_of(rise)}, {rise.before:.3g} to {rise.error:.3g}"
-            )
-        return "; ".join(parts)
+        before = f"; {self.before:.3g} just before it" if self.before > 0 else ""
+        return f"the first node that differs is {name}: {what} in '{self.tensor}'{before}"
 
 
 def first_divergence(
-    a: Graph, b: Graph, feeds_list: Sequence[Arrays], max_error: float, chunk: int = CHUNK
+    a: Graph, b: Graph, feeds: Arrays, max_error: float, chunk: int = CHUNK
 ) -> Divergence | None:
-    """Find the first tensor whose error exceeds `max_error` on any of the feeds.
+    """Find the first tensor whose error exceeds `max_error`.
 
     `a` is the reference. A pair of tensors whose shapes differ is left out. Returns None where
     nothing differs, or the graphs share no names. Stops at the chunk with the answer.
     """
-    pairs = shared(a, b)
-    compared, before, highest = 0, 0.0, 0.0
-    steepest: Rise | None = None
+    pairs, before = shared(a, b), 0.0
     for first in range(0, len(pairs), chunk):
         part = pairs[first : first + chunk]
-        for pair, found in zip(part, _errors(a, b, part, feeds_list), strict=True):
-            if found is None:
-                continue
-            error, batch, problem = found
-            compared += 1
-            if steepest is None or error - highest > steepest.error - steepest.before:
-                steepest = Rise(pair.node, pair.operator, pair.a_name, highest, error)
-            if error > max_error:
-                return Divergence(
-                    node=pair.node,
-                    operator=pair.operator,
-                    tensor=pair.a_name,
-                    error=error,
-                    before=before,
-                    batch=batch,
-                    problem=problem,
-                    steepest=steepest,
-                    compared=compared,
-                    max_error=max_error,
-                )
-            before, highest = error, max(highest, error)
-    return None
-
-
-def _errors(
-    a: Graph, b: Graph, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
-) -> list[tuple[float, int, str] | None]:
-    """Return each pair's largest error, its batch and the problem; None where the shapes differ."""
-    found: list[tuple[float, int, str] | None] = [None] * len(pairs)
-    runs = zip(
-        _values(a, [pair.a_name for pair in pairs], feeds_list),
-        _values(b, [pair.b_name for pair in pairs], feeds_list),
-        feeds_list,
-        strict=True,
-    )
-    for left, right, feeds in runs:
-        array = next(iter(feeds.values()), None)
-        batch = int(array.shape[0]) if array is not None and array.ndim else 1
-        for place, (x, y) in enumerate(zip(left, right, strict=True)):
+        left = _values(a, [pair.a_name for pair in part], feeds)
+        right = _values(b, [pair.b_name for pair in part], feeds)
+        for pair, x, y in zip(part, left, right, strict=True):
             if x.shape != y.shape:
                 continue
             error, problem = tensor_error(x, y)
-            worst = found[place]
-            if worst is None or error > worst[0]:
-                found[place] = error, batch, problem
-    return found
+            if error > max_error:
+                array = next(iter(feeds.values()), None)
+                batch = int(array.shape[0]) if array is not None and array.ndim else 1
+                node = (pair.node, pair.operator, pair.a_name)
+                return Divergence(*node, error, before, batch, problem, max_error)
+            before = error
+    return None
 
 
-def _values(
-    graph: Graph, names: Sequence[str], feeds_list: Sequence[Arrays]
-) -> Iterator[list[np.ndarray]]:
-    """Run a graph unoptimised, and yield these tensors for each of the feeds."""
+def _values(graph: Graph, names: Sequence[str], feeds: Arrays) -> list[np.ndarray]:
+    """Run a graph unoptimised, and return these tensors."""
     tapped, shown = expose(graph, names)
     with (
         tempfile.TemporaryDirectory() as folder,
         open_as_written(tapped.save(Path(folder) / "tapped.onnx").path) as engine,
     ):
-        for feeds in feeds_list:
-            values = engine(feeds)
-            yield [values[name] for name in shown]
+        values = engine(feeds)
+        return [values[name] for name in shown]
 
 
 def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
@@ -271,7 +213,3 @@ def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
     with np.errstate(over="ignore"):  # float64 near its end: an infinite error is right
         scale = float(np.abs(x).max() or np.abs(y).max())
         return relative(float(np.abs(x - y).max()), scale), ""
-
-
-def _name_of(at: Divergence | Rise) -> str:
-    return f"'{at.node}' ({at.operator})" if at.node else f"the {at.operator} of '{at.tensor}'"

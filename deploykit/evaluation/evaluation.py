@@ -12,17 +12,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from deploykit.core.errors import BadInput
-from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, Parity, ParityRow
+from deploykit.core.evidence import Drop, Evaluation, Interval, Parity, ParityRow
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
 from deploykit.evaluation.feeds import Feeds, comparison_feeds, single_rows
 from deploykit.evaluation.parity import BOXES, compare_engines
-from deploykit.evaluation.statistics import (
-    pooled_share,
-    samples_to_show_agreement,
-    samples_to_show_no_drop,
-)
+from deploykit.evaluation.statistics import pooled_share
 
 MAX_DROP = 0.01  # one percentage point
 # Noise with 3 % of the signal's energy. It catches what is broken (a wrong scale, a lost layer) and
@@ -181,35 +177,28 @@ def _agreement_verdict(agreement: Interval, n: int, max_drop: float) -> tuple[bo
     if high <= max_drop:
         return True, f"{text}, within {max_drop * 100:.4g} %"
     text += f", above {max_drop * 100:.4g} %"
-    return False, text + _too_few(n, value, high, max_drop, samples_to_show_agreement(max_drop))
+    return False, text + _more_samples(n, value, high, max_drop, value > 0)
 
 
 def _drop_verdict(drop: Drop, max_drop: float) -> tuple[bool, str]:
     def amount(value: float) -> str:
         return f"{value * 100:.4g} {drop.unit}" if drop.unit else f"{value:.4g}"
 
-    text = f"the upper end of the drop, {amount(drop.drop.high)}, is"
-    if drop.drop.high <= max_drop:
-        return True, f"{text} within {amount(max_drop)}"
     value, high = drop.drop.value, drop.drop.high
-    if drop.lost == drop.gained == 0:  # the end is then in proportion to 1 / (samples + 2)
-        fewest = math.ceil((drop.n + 2) * high / max_drop) - 2
-    elif drop.method == ADJUSTED_WALD and drop.unit:
-        fewest = samples_to_show_no_drop(max_drop)
-    else:  # the width comes from the measured spread: at how many samples is it narrow enough?
-        fewest = math.ceil(drop.n * ((high - value) / max_drop) ** 2)
+    text = f"the upper end of the drop, {amount(high)}, is"
+    if high <= max_drop:
+        return True, f"{text} within {amount(max_drop)}"
     text += f" above {amount(max_drop)}"
-    return False, text + _too_few(drop.n, value, high, max_drop, fewest)
+    return False, text + _more_samples(drop.n, value, high, max_drop, drop.lost + drop.gained > 0)
 
 
-def _too_few(n: int, value: float, high: float, bound: float, fewest: int) -> str:
-    """Say what more samples could change. `fewest`: the number that a drop of 0 would need.
+def _more_samples(n: int, value: float, high: float, bound: float, changed: bool) -> str:
+    """Return how many samples would show it, where the measured value is within the bound.
 
-    An interval's half width shrinks with the square root of the samples, roughly.
+    An interval's half width shrinks with the square root of the samples, roughly; where nothing
+    changed, its end is in proportion to 1 / (samples + 2).
     """
     if value >= bound:
         return ""
-    if n < fewest:
-        return f"; {n} samples cannot show it even without any drop, {fewest} are needed"
-    about = math.ceil(n * ((high - value) / (bound - value)) ** 2)
+    about = math.ceil((n + 2) * ((high - value) / (bound - value)) ** (2 if changed else 1))
     return f"; the measured value is within: about {about} samples like these would show it"

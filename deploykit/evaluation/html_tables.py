@@ -1,4 +1,4 @@
-"""Tables as HTML, for reports and for results that a notebook shows."""
+"""Tables of a report as HTML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from deploykit.core.evidence import Evaluation, Parity
 from deploykit.evaluation.formatting import MISSING, Table, count, number
 
 Json = Mapping[str, Any]
@@ -72,23 +71,3 @@ def _cell(text: str) -> str:
 def safe(text: object) -> str:
     """Return a text as HTML shows it."""
     return escape(str(text))
-
-
-def parity_html(parity: Parity) -> str:
-    """Return a row for each output and batch size."""
-    return html_table(parity_table(parity.to_dict()))
-
-
-def evaluation_html(evaluation: Evaluation) -> str:
-    """Return the decision and its reason as HTML, above the rows of the parity."""
-    verdict = "passed" if evaluation.passed else "NOT passed"
-    rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
-    table = Table("Evaluation", ("", ""), rows, (0, 1))
-    by = "No bound applies to this error: the evaluation above decides."
-    return html_table(table) + html_table(parity_table(evaluation.parity.to_dict(), by))
-
-
-def facts_html(title: str, facts: Mapping[str, object]) -> str:
-    """A table of names and values, under a title; values that are None or empty are left out."""
-    rows = tuple((name, str(value)) for name, value in facts.items() if value not in (None, ""))
-    return html_table(Table(title, ("", ""), rows, (0, 1)))

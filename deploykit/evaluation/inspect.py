@@ -70,7 +70,7 @@ def _onnx(artefact: Artefact) -> Found:
     summary = graph.summary
     shown = summary.to_dict().items()
     details = {key: value for key, value in shown if key not in ("inputs", "outputs", "precision")}
-    details["mix"] = cost.mix(graph, {}).to_dict()
+    details["mix"] = cost.mix(graph, {})
     if runtime := placed_for(artefact, graph):
         details["pairs"] = f"placed for {runtime.title}"
     if why := why_not_tensorrt(artefact, graph):

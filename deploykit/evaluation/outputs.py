@@ -31,6 +31,7 @@ from deploykit.graph.facts import external_files
 PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
 ANSWERS = "answers"  # JSON Lines: a file and its answer
 ANSWER_TABLE = "answer table"  # the same as CSV
+CHECKPOINT = "checkpoint"  # the state of a training run
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
     "weights": ".data",
@@ -45,12 +46,14 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     SPLIT: (".npz",),
     ANSWERS: (".jsonl",),
     ANSWER_TABLE: (".csv",),
+    CHECKPOINT: (".ckpt",),
 }
 _MARKS = {  # kind -> what the first or the last bytes of a file of deploykit's hold
     PREDICTIONS: b"deploykit predictions",
     SPLIT: b"deploykit split",
     ANSWERS: b'", "answer": ',
     ANSWER_TABLE: b"file,error,",
+    CHECKPOINT: b"",  # any: the run that resumes checks its contents
 }
 _OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .svg"
 _KNOWN = {end for ends in _ENDS.values() for end in ends} | {".jpeg", *_OTHERS.split()}
@@ -124,18 +127,10 @@ def claim_run(
     `checkpoint` may exist: the run that resumes from it checks its contents.
     """
     if checkpoint is not None:
-        given, end = tuple(inputs), checkpoint.suffix.lower()
-        check_writable(checkpoint)
-        check_inputs((checkpoint,), tuple(paths(given)))
-        hint = f"give it a file of its own: `checkpoint` {checkpoint.with_suffix('.ckpt')}"
-        if end in _KNOWN - {".ckpt"}:
-            raise BadInput(f"`checkpoint` {checkpoint}: the name says {end}", hint=hint)
-        for other in filter(None, given):
-            if checkpoint.resolve() == Path(str(other)).resolve():
-                raise BadInput(
-                    f"`checkpoint` {checkpoint}: is another file of this command, {other}",
-                    hint=hint,
-                )
+        given = [Path(each) for each in inputs if isinstance(each, (str, os.PathLike))]
+        claim(checkpoint, CHECKPOINT, given)
+        if checkpoint.resolve() in (each.resolve() for each in given):
+            raise overwrites(checkpoint)
     if tensorboard is not None:
         make_folder(tensorboard)
 

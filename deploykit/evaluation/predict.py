@@ -10,10 +10,9 @@ import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,14 +36,13 @@ from deploykit.core.files import (
 )
 from deploykit.core.json_value import Record
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY
-from deploykit.core.tensors import BATCH, batch_places, fits_shape
+from deploykit.core.tensors import BATCH, batch_places
 from deploykit.engines.data.samples import (
-    Batch,
     DataSource,
     Samples,
-    SampleStream,
     find_source,
     read_ahead,
+    read_batches,
     write_npz,
 )
 from deploykit.engines.engine import Arrays, Engine
@@ -280,27 +278,25 @@ def predict(
         opened = stack.enter_context(proven)
         source = find_source(Path(data), opened.inputs, task=artefact.task)
         size = _samples_per_call(opened, source, batch, on_note)
-        axes = SampleAxes(opened, source.axes)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
-        parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)
-        stack.enter_context(parts)
-        stream = stack.enter_context(_open_stream(source, parts, on_progress))
-        resumed = parts.done.samples
+        made_by["batch"] = str(size)
+        parts = stack.enter_context(PartialOutputs(out, made_by, source, opened, restart=force))
+        resumed = parts.samples
         if parts.dropped:
-            on_note(f"{parts.folder}: begun anew: {parts.dropped}")
+            on_note(f"{parts.folder}: begun anew: {parts.dropped} changed")
         elif resumed:
             on_note(f"{out}: goes on after the {resumed} samples that an earlier run has done")
         run = (
             partial(_on_ray, artefact, opened, trust=trust) if on == "ray" else partial(map, opened)
         )
         started = time.perf_counter()
-        _append_all(parts, stream, size, run, on_progress)
+        _append_all(parts, source, size, run, on_progress)
         seconds = time.perf_counter() - started
         outputs = parts.arrays()
         write_npz(out, outputs, kind=PREDICTIONS)
         parts.finish()
         _note_nan(outputs, on_note)
-        accuracy, note = _accuracy(source, next(iter(outputs.values()), None), stream.read_labels())
+        accuracy, note = _accuracy(source, next(iter(outputs.values()), None))
         where = f"ray, {opened.device}" if on == "ray" else opened.device
         return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
 
@@ -312,8 +308,7 @@ def _samples_per_call(
 
     Raises BadInput if the last batch is not full.
     """
-    with SampleStream(source) as stream:
-        first = Samples(next(stream.batches(2)).feeds, None, source.where, axes=source.axes)
+    first = Samples(next(read_batches(source, 2)), None, source.where, axes=source.axes)
     fixed = first.fixed_batch(engine.inputs)
     if fixed is None:
         size, notes = rows_that_run(engine, first, most)
@@ -337,68 +332,44 @@ class SampleAxes:
     def __init__(self, engine: Engine, axes: Mapping[str, int | None]) -> None:
         batch = [each.shape[n] for each in engine.inputs if (n := axes[each.name]) is not None]
         names = [size for size in batch if isinstance(size, str)]
-        self._fixed = not names
-        self._shapes = {spec.name: spec.shape for spec in engine.outputs}
-        self._states = [(spec.shape, n) for spec in engine.inputs if (n := axes[spec.name])]
+        self._shapes = {spec.name: spec.shape for spec in (*engine.inputs, *engine.outputs)}
         self._named = batch_places(engine.outputs, names)
+        self._free = bool(names)
         self.known: dict[str, int] = {}
 
     def find(self, name: str, shape: Sequence[int] = (), samples: int = 0) -> int:
-        """Return the axis of an output that has this shape for so many samples."""
+        """Return the axis of an output that has this shape for so many samples.
+
+        Without a name of its own, as an axis 0 that is `N` for want of one, it is the only one of
+        their number that may have another size; else axis 0.
+        """
         if name not in self.known:
-            self.known[name] = self._find(name, shape, samples)
+            declared = self._shapes.get(name, ())
+            sizes = zip(declared, shape, strict=False)
+            places = [
+                place
+                for place, (own, size) in enumerate(sizes)
+                if size == samples and isinstance(own, str) is self._free
+            ]
+            place = places[0] if len(places) == 1 else 0
+            named = self._named.get(name)
+            self.known[name] = place if named is None or declared[named] == BATCH else named
         return self.known[name]
-
-    def _find(self, name: str, shape: Sequence[int], samples: int) -> int:
-        declared, named = self._shapes.get(name, ()), self._named.get(name)
-        if named is not None and declared[named] != BATCH:  # which an axis 0 without a name is, too
-            return named
-        for state, axis in self._states:  # it comes back in its own shape
-            if fits_shape(state, shape) and shape[axis] == samples:
-                return axis
-        if named is not None:
-            return named
-        places = [
-            place
-            for place, (own, size) in enumerate(zip(declared, shape, strict=False))
-            if size == samples and isinstance(own, str) is not self._fixed
-        ]
-        return places[0] if len(places) == 1 else 0
-
-
-def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
-    """Open the samples after those of `parts`, or all if those have changed."""
-    stream = SampleStream(source)
-    if not parts.done.samples:
-        return stream
-    on_progress("comparing the samples so far", 0.0)
-    if stream.skip(parts.done.samples) == parts.done.digest:
-        return stream
-    stream.close()
-    parts.drop("the samples so far have changed")
-    return SampleStream(source)
 
 
 def _append_all(
     parts: PartialOutputs,
-    stream: SampleStream,
+    source: DataSource,
     size: int,
     run: Callable[[Iterator[Arrays]], Iterator[Arrays]],
     on_progress: Progress,
 ) -> None:
     """Run the remaining samples in order, while the next batches are read."""
-    waiting: deque[Batch] = deque()  # batches that are running, without their arrays
-
-    def feeds() -> Iterator[Arrays]:
-        for each in read_ahead(stream.batches(size)):
-            waiting.append(replace(each, feeds={}))
-            yield each.feeds
-
-    count, resumed, started = stream.source.count, parts.done.samples, time.perf_counter()
-    for answer in run(feeds()) if resumed < count else ():
-        batch = waiting.popleft()
-        parts.append(answer, batch.samples, batch.digest)
-        done = parts.done.samples
+    count, resumed, started = source.count, parts.samples, time.perf_counter()
+    feeds = read_ahead(read_batches(source, size, resumed))
+    for answer in run(feeds) if resumed < count else ():
+        parts.append(answer, min(size, count - parts.samples))
+        done = parts.samples
         rate = (done - resumed) / max(time.perf_counter() - started, 1e-9)
         left = str(timedelta(seconds=round((count - done) / rate)))
         on_progress(f"{done}/{count} samples, {rate:,.0f}/s, {left} left", done / count)
@@ -416,10 +387,9 @@ def _note_nan(outputs: Mapping[str, np.ndarray], on_note: Callable[[str], None])
             on_note(f"output '{name}' is NaN in {what}")
 
 
-def _accuracy(
-    source: DataSource, answers: np.ndarray | None, labels: np.ndarray | None
-) -> tuple[Interval | None, str]:
+def _accuracy(source: DataSource, answers: np.ndarray | None) -> tuple[Interval | None, str]:
     """Top-1 accuracy of the first output; None where there is none, and a note."""
+    labels = source.read_labels()
     if labels is None or answers is None:
         names = ", ".join(map(quote, source.unused))
         why = f"no accuracy: run without {names}; labels are an array named 'labels'"
@@ -454,41 +424,36 @@ def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
     return engine
 
 
-# `OUT.parts/` holds one file of raw values per output, and `state.json`: what made them, the number
-# of samples, and their digest. After a kill the files may be longer than the state says; the excess
-# is dropped.
-
-_EVERY_S = 2.0  # between two states
+_EVERY_S = 10.0  # between two states
 _STATE, _KIND = "state.json", "deploykit predictions"
 _UNSAVED = f".{_STATE}."  # a killed run's, while it wrote its state
-
-
-@dataclass(frozen=True)
-class Done:
-    """The progress that is safe on disk: number of samples, their digest, bytes of each output."""
-
-    samples: int = 0
-    digest: str = ""
-    nbytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class PartialOutputs:
     """Keeps outputs on disk so that a later run can resume. Use in `with`, one process at a time.
 
-    `made_by`: names and values of all that the outputs depend on besides the samples. `axes`: finds
-    the axis of samples. `restart`: drop what there is. `dropped`: why an earlier run
-    was dropped, "" where none was.
+    `OUT.parts/` holds one file of raw values per output, and `state.json`: all that they depend on,
+    `made_by` and the stamp of the samples so far, and where the files end. After a kill the files
+    may be longer: the excess is dropped. `samples`: the number done. `dropped`: what has changed
+    since an earlier run, so that its outputs were dropped.
     """
 
     def __init__(
-        self, out: Path, made_by: Mapping[str, str], axes: SampleAxes, *, restart: bool = False
+        self,
+        out: Path,
+        made_by: Mapping[str, str],
+        source: DataSource,
+        engine: Engine,
+        *,
+        restart: bool = False,
     ) -> None:
         self.folder = out.with_name(f"{out.name}.parts")
-        self.done, self.dropped = Done(), ""
-        self._out, self._made_by, self._restart = out, dict(made_by), restart
-        self._axes = axes
+        self.samples, self.dropped = 0, ""
+        self._out, self._made_by, self._source, self._restart = out, made_by, source, restart
+        self._axes = SampleAxes(engine, source.axes)
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
+        self._nbytes: dict[str, int] = {}
         self._scalars: dict[str, np.ndarray] = {}
         self._saved_s = time.monotonic()
         self._stack = ExitStack()
@@ -497,9 +462,17 @@ class PartialOutputs:
         with ExitStack() as stack:
             _lock(make_folder(self.folder), self._out, stack)
             state = self._read_state()
-            why = self._resume(state) if state and not self._restart else ""
-            if not self.done.samples:
-                self.drop(why)
+            try:
+                self.dropped = self._resume(state) if state and not self._restart else ""
+            except (KeyError, TypeError, ValueError, AttributeError):  # edited by hand
+                self.samples, self.dropped = 0, "its state"
+            if not self.samples:
+                self._close()
+                self._kinds, self._files, self._nbytes = {}, {}, {}
+                self._axes.known.clear()
+                with write_errors(self._out):
+                    self._remove_files()
+                self._save()
             self._stack = stack.pop_all()
         return self
 
@@ -507,21 +480,18 @@ class PartialOutputs:
         with self._stack:
             with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
                 self._save()
-            for file in self._files.values():
-                with contextlib.suppress(OSError):
-                    file.close()
-            if not self.done.samples:
+            self._close()
+            if not self.samples:
                 with contextlib.suppress(OSError):  # somebody else's file is in it
                     self._remove_files()
                     self.folder.rmdir()
 
-    def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
-        """Add the outputs of the next `samples`; `digest`: of all samples up to these.
+    def append(self, outputs: Mapping[str, np.ndarray], samples: int) -> None:
+        """Add the outputs of the next `samples`.
 
         A constant without axes, as a model's scale, is kept for each sample. Raises Unsupported
         on outputs that do not join to one array, and on a full disk.
         """
-        at, nbytes = self.done.samples, dict(self.done.nbytes)
         rows: dict[str, np.ndarray] = {}
         for name, values in outputs.items():
             if np.ndim(values):
@@ -531,15 +501,15 @@ class PartialOutputs:
                 rows[name] = np.full(samples, values)
             else:
                 raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
-        for name, values in rows.items():
-            self._check(name, values, f"samples {at} to {at + samples - 1}")
+            self._check(name, rows[name], samples)
         with write_errors(self._out):
+            nbytes = dict(self._nbytes)
             for name, values in rows.items():
                 content: Any = np.ascontiguousarray(values).data
                 if values.dtype.hasobject:  # strings, one line of JSON for each sample
                     content = "".join(f"{json.dumps(row)}\n" for row in values.tolist()).encode()
                 nbytes[name] = nbytes.get(name, 0) + self._files[name].write(content)
-        self.done = Done(at + samples, digest, nbytes)
+        self.samples, self._nbytes = self.samples + samples, nbytes
         if time.monotonic() - self._saved_s > _EVERY_S:
             self._save()
 
@@ -548,7 +518,7 @@ class PartialOutputs:
         self._save()
         found: dict[str, np.ndarray] = {}
         for name, (dtype, row) in self._kinds.items():
-            path, size = self._files[name].name, self.done.nbytes[name]
+            path, size = self._files[name].name, self._nbytes[name]
             values: np.ndarray
             if dtype.hasobject:
                 lines = Path(path).read_bytes()[:size].splitlines()
@@ -557,24 +527,15 @@ class PartialOutputs:
                 shape = (size // math.prod(row, start=dtype.itemsize), *row)
                 values = np.memmap(path, dtype, "r", shape=shape)
             else:  # an empty file cannot be mapped
-                values = np.zeros((0 if math.prod(row) else self.done.samples, *row), dtype)
+                values = np.zeros((0 if math.prod(row) else self.samples, *row), dtype)
             found[name] = np.moveaxis(values, 0, self._axes.find(name))
         return found
 
     def finish(self) -> None:
         """Forget the parts: their outputs are in the final file."""
-        self.done = Done()
+        self.samples = 0
 
-    def drop(self, why: str) -> None:
-        """Delete what earlier runs left, and start over."""
-        for file in self._files.values():
-            file.close()
-        self.done, self.dropped, self._kinds, self._files = Done(), why, {}, {}
-        with write_errors(self._out):
-            self._remove_files()
-        self._save()
-
-    def _check(self, name: str, values: np.ndarray, where: str) -> None:
+    def _check(self, name: str, values: np.ndarray, samples: int) -> None:
         """Raise Unsupported unless these values can be appended to the earlier ones."""
         kind = (values.dtype, values.shape[1:])
         if name not in self._kinds:
@@ -583,8 +544,9 @@ class PartialOutputs:
         if self._kinds[name] != kind:
             (dtype, row), axes = self._kinds[name], list(values.shape[1:])
             raise Unsupported(
-                f"output '{name}' is {values.dtype}{axes} for each of {where}, and {dtype}"
-                f"{list(row)} for those before: its size depends on the data",
+                f"output '{name}' is {values.dtype}{axes} for each of samples {self.samples} to "
+                f"{self.samples + samples - 1}, and {dtype}{list(row)} for those before: its size "
+                "depends on the data",
                 hint="such outputs do not join to one array: call `dk.load(...)` from Python",
             )
 
@@ -592,6 +554,11 @@ class PartialOutputs:
         path = self.folder / f"{list(self._kinds).index(name)}.bin"
         with write_errors(self._out):
             self._files[name] = open(path, mode)  # type: ignore[assignment] # noqa: PTH123, SIM115
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _save(self) -> None:
         """Sync what was appended to disk, so that it survives a crash of the machine."""
@@ -602,11 +569,14 @@ class PartialOutputs:
         outputs = {
             name: {"dtype": dtype.str, "row": row, "axis": self._axes.find(name), "bytes": nbytes}
             for name, (dtype, row) in self._kinds.items()
-            for nbytes in [self.done.nbytes.get(name, 0)]
+            for nbytes in [self._nbytes.get(name, 0)]
         }
-        state = {"kind": _KIND, "made_by": self._made_by, "samples": self.done.samples}
-        write_json(self.folder / _STATE, {**state, "digest": self.done.digest, "outputs": outputs})
+        state = {"kind": _KIND, "count": self.samples, "outputs": outputs}
+        write_json(self.folder / _STATE, {**state, **self._depends_on(self.samples)})
         self._saved_s = time.monotonic()
+
+    def _depends_on(self, samples: int) -> dict[str, str]:
+        return {**self._made_by, "samples": self._source.stamp(samples)}
 
     def _read_state(self) -> dict[str, Any] | None:
         """Read what an earlier run left; None without one. Raises BadInput for other files."""
@@ -622,24 +592,18 @@ class PartialOutputs:
         )
 
     def _resume(self, state: Mapping[str, Any]) -> str:
-        """Resume an earlier run; return why that is impossible, or ""."""
-        other = [name for name, value in self._made_by.items() if state["made_by"][name] != value]
-        if other:
-            return f"another {' and another '.join(other)}"
-        nbytes = {}
-        try:
-            for name, kind in state["outputs"].items():
-                self._kinds[name] = np.dtype(kind["dtype"]), tuple(kind["row"])
-                self._axes.known[name] = kind.get("axis", 0)
-                self._open(name, "r+b")
-                nbytes[name] = size = kind["bytes"]
-                if self._files[name].seek(0, os.SEEK_END) < size:
-                    return "its files are damaged"
-                self._files[name].seek(size)
-        except DeploykitError:  # a file is gone
-            return "its files are damaged"
-        self.done = Done(state["samples"], state["digest"], nbytes)
-        return ""
+        """Resume an earlier run; return what has changed since, so that this is impossible."""
+        depends_on = self._depends_on(state["count"]).items()
+        changed = [name for name, value in depends_on if state[name] != value]
+        for name, kind in state["outputs"].items() if not changed else ():
+            self._kinds[name] = np.dtype(kind["dtype"]), tuple(kind["row"])
+            self._axes.known[name], self._nbytes[name] = kind["axis"], kind["bytes"]
+            self._open(name, "a+b")
+            if self._files[name].tell() < kind["bytes"]:
+                changed.append("its files")
+            self._files[name].truncate(kind["bytes"])
+        self.samples = 0 if changed else state["count"]
+        return " and ".join(changed)
 
     def _remove_files(self) -> None:
         # the state last: without it a later run would not know the others for deploykit's

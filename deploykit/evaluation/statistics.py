@@ -171,14 +171,6 @@ def samples_to_show_no_drop(max_drop: float) -> int:
     return max(1, math.ceil(_Z * math.sqrt(2) / max_drop - 2))
 
 
-def samples_to_show_agreement(max_share: float) -> int:
-    """Return the fewest samples, all of which agree, that show a share of others <= max_share.
-
-    Where none differs the upper end of `proportion` is z^2 / (n + z^2).
-    """
-    return max(1, math.ceil(_Z**2 * (1 - max_share) / max_share))
-
-
 def ratio(
     a: Sequence[float], b: Sequence[float], *, tests: int = 1, assumed: float = 0.0
 ) -> Interval:

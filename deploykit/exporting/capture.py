@@ -79,7 +79,7 @@ class ExportJob:
     """A module to export.
 
     `sizes`: those of its dynamic axes in the example; they may grow. `given`: the user's example.
-    `suspects`: lines of the user's code that may have fixed or cut an axis, as the export found.
+    `cut`: the lines of the user's code that fixed or cut an axis in the last export.
     """
 
     module: Any
@@ -88,7 +88,7 @@ class ExportJob:
     opset: int
     sizes: dict[str, int]
     given: Example = field(default_factory=Example)
-    suspects: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -162,7 +162,7 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
         finally:
-            job.suspects.append(watch.suspect(job.sizes))
+            job.cut[:] = filter(None, map(watch.place, job.sizes.values()))
 
 
 def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, ...]]:

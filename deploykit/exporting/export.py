@@ -151,7 +151,7 @@ def export(
         with _naming_causes(done):
             proof = prove_export(source, tmp, feeds, max_error, place.name, done)
         _check_found(proof.parity, job, place)
-        with _naming_causes(replace(done, decided=proof.decided), proof.cause):
+        with _naming_causes(replace(done, decided=proof.decided)):
             on_progress("writing the manifest", 0.95)
             manifest, notes = _record(source, job, done, proof, target, tmp)
             return keep_if_equal(tmp, Made(place, manifest, notes), proof.parity)
@@ -184,7 +184,7 @@ def _hint_of_weights(module: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _naming_causes(done: Exported, cause: str = "") -> Iterator[None]:
+def _naming_causes(done: Exported) -> Iterator[None]:
     """Add to the error of a graph that is not the model why it is not, and a cure."""
     from deploykit.exporting.onnx import add_cause
 
@@ -193,9 +193,6 @@ def _naming_causes(done: Exported, cause: str = "") -> Iterator[None]:
     except (BadInput, GateFailed, Unsupported) as exc:
         if isinstance(exc, GateFailed) and (hint := _hint_of_weights(done.job.module)):
             exc.hint = hint
-        elif cause:
-            exc.message += f"; {cause}"
-            exc.hint = "leave such rows out of `samples`, or multiply the answer by the mask"
         else:
             add_cause(exc, done.job, done.decided)
         raise

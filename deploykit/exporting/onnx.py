@@ -353,11 +353,9 @@ def add_cause(
     if decided:
         error.message += f"; the graph keeps what was decided at {', '.join(map(str, decided))}"
         error.hint = _BRANCH_HINT
-    elif place := next(filter(None, job.suspects), ""):
-        if _WRONG_TYPE in error.message or place in error.message:
-            return
-        error.message += f"; a size decides at {place}"
-        error.hint = hint_for(place, FREE_HINT)
+    elif job.cut and _WRONG_TYPE not in error.message and job.cut[0] not in error.message:
+        error.message += f"; a size decides at {job.cut[0]}"
+        error.hint = hint_for(job.cut[0], FREE_HINT)
 
 
 def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:

@@ -226,7 +226,6 @@ class SizeWatch(logging.Handler):
         self.pieces: list[tuple[str, str]] = []  # their number, in symbols, and the line that cuts
         self.symbols: dict[str, int] = {}  # to the size that the example has
         self.guards: dict[str, str] = {}  # to the line of the user's code that decided by them
-        self.of_libraries: dict[str, str] = {}  # to the line that called what decided by them
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -236,11 +235,8 @@ class SizeWatch(logging.Handler):
             self.places.setdefault(int(match[1]), innermost(sys._getframe()))
         elif match := _PIECES.search(message):
             self.pieces.append((match[1], innermost(sys._getframe())))
-        elif match := _GUARD.search(message):
-            frame, guard = sys._getframe(), match[1].removeprefix("eval ")
-            if place := _decided_at(frame):
-                self.guards.setdefault(guard, place)
-            self.of_libraries.setdefault(guard, place or innermost(frame))
+        elif (match := _GUARD.search(message)) and (place := _decided_at(sys._getframe())):
+            self.guards.setdefault(match[1].removeprefix("eval "), place)
 
     def place(self, size: int) -> str:
         """Return the line that fixed the axis of this size, or cut it into `size` pieces; or ""."""
@@ -249,13 +245,6 @@ class SizeWatch(logging.Handler):
         names = [symbol for symbol, at in self.symbols.items() if at == size]
         cuts = (place for count, place in self.pieces if any(name in count for name in names))
         return next(filter(None, cuts), "")
-
-    def suspect(self, sizes: Mapping[str, int]) -> str:
-        """Return the line that fixed or cut an axis, or called code that branched on it; or ""."""
-        places = [self.place(size) for size in sizes.values()]
-        others = self.of_libraries.items()
-        places += [at for guard, at in others if not _always(guard, self.symbols)]
-        return next(filter(None, places), "")
 
     def decisions(self, sizes: Mapping[str, int]) -> tuple[Decision, ...]:
         """Return what was decided by the sizes of the example, which are `sizes` by axis.

@@ -198,39 +198,11 @@ class NodeCost(Record):
     steps: int = 1
 
     @property
-    def known(self) -> bool:
-        return None not in (self.flops, self.read_bytes, self.write_bytes)
-
-    @property
     def traffic_bytes(self) -> int:
         """All bytes read and written; a table lookup counts only the rows that are read."""
         written = self.write_bytes or 0
         weights = min(self.weight_bytes, written if self.operator in GATHERS else math.inf)
         return (self.read_bytes or 0) + int(weights) + written
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A graph's nodes, operations, weights (elements) and bytes of weights by precision.
-
-    Nodes and operations count under the type that they compute in, weights under the type stored.
-    `unknown` names the nodes whose operations are not known and therefore not counted.
-    """
-
-    nodes: Mapping[str, int]
-    flops: Mapping[str, int]
-    weights: Mapping[str, int]
-    weight_bytes: Mapping[str, int]
-    unknown: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return each figure by precision, and its share of the whole under `shares`."""
-        figures = {k: dict(sorted(v.items())) for k, v in vars(self).items() if k != "unknown"}
-        shares = {
-            k: {name: part / sum(v.values()) for name, part in v.items()} if any(v.values()) else {}
-            for k, v in figures.items()
-        }
-        return {**figures, "shares": shares, "unknown": list(self.unknown)}
 
 
 def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
@@ -251,31 +223,35 @@ def costs_of(known: TensorShapes, *, on_cpu: bool = False) -> tuple[NodeCost, ..
     return _Costing(known, on_cpu=on_cpu).costs()
 
 
-def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
-    """Return the names of the nodes that a prediction leaves out in part or as a whole."""
-    return tuple(cost.name for cost in costs if not cost.known)
+def mix(graph: Graph, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the main graph's "nodes", "flops", "weights" (elements) and "weight_bytes".
 
-
-def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
-    """Return the main graph's nodes, operations and weights by precision; `sizes`: `node_costs`.
-
-    A weight that several nodes share counts once. Raises BadInput for a size below 1.
+    Each by precision: nodes and operations under the type that they compute in, weights, of which
+    a shared one counts once, under the type stored. "shares": of the whole. "unknown": the nodes
+    whose operations are not known and therefore not counted. `sizes`: as in `node_costs`.
     """
     costing = _Costing(fixed_shapes(graph, sizes))
     costs = costing.costs()
-    nodes, operations = Counter[str](), Counter[str]()
+    figures = {key: Counter[str]() for key in ("nodes", "flops", "weights", "weight_bytes")}
     for cost in costs:
         if cost.precision is not None:
-            nodes[cost.precision] += 1
-            operations[cost.precision] += cost.flops or 0
-    weights, weight_bytes = Counter[str](), Counter[str]()
+            figures["nodes"][cost.precision] += 1
+            figures["flops"][cost.precision] += cost.flops or 0
     for name in {name for node in costing.nodes for name in costing.weights(node)}:
         tensor = costing.known.constants[name]
         kind = dtype_name(tensor.data_type)
-        weights[kind] += elements_of(tensor)
-        weight_bytes[kind] += stored_bytes(tensor)
-    lost = tuple(cost.name for cost in costs if cost.flops is None)
-    return Mix(nodes, operations, weights, weight_bytes, lost)
+        figures["weights"][kind] += elements_of(tensor)
+        figures["weight_bytes"][kind] += stored_bytes(tensor)
+    shares = {
+        key: {name: part / count.total() for name, part in count.items() if count.total()}
+        for key, count in figures.items()
+    }
+    lost = [cost.name for cost in costs if cost.flops is None]
+    return {
+        **{k: dict(sorted(v.items())) for k, v in figures.items()},
+        "shares": shares,
+        "unknown": lost,
+    }
 
 
 class _Costing:

@@ -5,6 +5,7 @@ No code of the file runs, and external data must be in the model's own folder.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,9 @@ class Graph:
                 if here and not tensor.HasField("raw_data"):
                     onnx.checker.check_tensor(tensor)
         except (onnx.checker.ValidationError, ValueError, OSError, RuntimeError) as exc:
-            raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
+            context = re.search(r"==> Context: (.*)", str(exc))  # it names the node
+            where = f" ({context[1].strip()})" if context else ""
+            raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}{where}") from exc
         return graph
 
     def save(

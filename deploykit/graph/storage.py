@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.files import HashingWriter, atomic_write, open_readable
+from deploykit.core.files import atomic_write, open_readable, sha256
 from deploykit.core.memory import memory_errors
 from deploykit.graph.parse import GRAPH, INITIALIZER, RAW_DATA, SMALL_BYTES
 from deploykit.graph.skeleton import copy_fields, stored_bytes
@@ -84,10 +84,9 @@ def write(
     """
 
     @contextmanager
-    def writer(file: Path) -> Iterator[HashingWriter]:
-        durable = not temporary
-        with atomic_write(file, durable=durable) as tmp, HashingWriter(tmp, hashed=durable) as to:
-            yield to
+    def writer(file: Path) -> Iterator[IO[bytes]]:
+        with atomic_write(file, durable=not temporary) as tmp, tmp.open("wb") as handle:
+            yield handle
 
     written = onnx.ModelProto()
     copy_fields(model, written, left_out="graph")
@@ -110,15 +109,14 @@ def write(
         file = f"{out.name}.data"
         with writer(out.with_name(file)) as handle:
             offsets = dict(_write_aligned(large, folder, handle))
-    hashes = {file: handle.sha256}
     for tensor in written.graph.initializer:
         if tensor.name in large:
             refer(tensor, file, offsets[tensor.name], data[tensor.name])
     if file != out.name:
         with writer(out) as handle:
             handle.write(written.SerializeToString(deterministic=True))
-        hashes[out.name] = handle.sha256
-    return written, hashes
+    names = () if temporary else (file, out.name)
+    return written, {name: sha256(out.with_name(name)) for name in dict.fromkeys(names)}
 
 
 def _write_inline(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +15,6 @@ import numpy as np
 
 from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, carrier
 
-_MOST_KNOWN = 4096  # remembered beginnings of answers
-_MOST_KNOWN_BYTES = 1 << 16  # bytes of each
 DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 LENGTH_BYTES = 4  # length prefix of a BYTES element
 
@@ -54,33 +51,24 @@ class AnswerCheck:
         max_error: float = 0.0,
     ) -> None:
         self.outputs, self.expected, self.max_error = frozenset(outputs), expected, max_error
-        # the beginning of a right answer over HTTP, and the answer's size in bytes
-        self.usual: tuple[bytes, int] = (b"", -1)
-        self._known: set[tuple[int, bytes, int]] = set()
-        self._head_bytes = 0  # size of the last answer before its tensors
+        # the beginning and the size in bytes of the last right answer, by request
+        self._right: dict[int, tuple[bytes, int]] = {}
 
     def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
         """Return what is wrong with an answer of status 200; None if it is right."""
-        if self._key(message, request) in self._known:
+        head, size = self._right.get(request, (b"", -1))
+        if len(message) == size and message.startswith(head):
             return None
         try:
-            outputs, self._head_bytes = read(message)
-            self._check(request, outputs)
+            head_bytes = self.check(message, request, read)
         except WrongAnswerError as exc:
             return str(exc)
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        key = self._key(message, request)
-        if len(key[1]) <= _MOST_KNOWN_BYTES:
-            self._known.add(key)
+        self._right[request] = message[:head_bytes], len(message)
         return None
 
-    def _key(self, message: bytes, request: int) -> tuple[int, bytes, int]:
-        if not self.expected:
-            return 0, message[: self._head_bytes], len(message)
-        return request, message, 0
-
-    def _check(self, request: int, outputs: Outputs) -> None:
+    def check(self, message: bytes, request: int, read: ReadMessage) -> int:
+        """Return how many bytes make an answer of this length right. Raises WrongAnswerError."""
+        outputs, head_bytes = read(message)
         if missing := sorted(self.outputs - {output.name for output in outputs}):
             raise WrongAnswerError(f"200 without the output {', '.join(missing)}")
         if not outputs:
@@ -91,8 +79,10 @@ class AnswerCheck:
             if expected not in (None, got := len(value) if is_raw else _count(value)):
                 unit = "bytes" if is_raw else "values"
                 raise WrongAnswerError(f"200 with {got} {unit} of {name}, a {datatype}{shape}")
-        if self.expected:
-            _compare(self.expected[request], outputs, self.max_error)
+        if not self.expected:
+            return head_bytes
+        _compare(self.expected[request], outputs, self.max_error)
+        return len(message)
 
 
 class BodyCheck(AnswerCheck):
@@ -105,32 +95,26 @@ class BodyCheck(AnswerCheck):
         self, is_json: bool, answers: Sequence[Any], max_error: float, *, grpc: bool = False
     ) -> None:
         super().__init__((), (), max_error)
-        self._is_json, self._answers = is_json, answers
-        self._grpc, self._right = grpc, dict[int, bytes]()  # last right answer, not parsed again
+        self._is_json, self._answers, self._grpc = is_json, answers, grpc
 
-    def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
-        if self._right.get(request) == message:
-            return None
+    def check(self, message: bytes, request: int, read: ReadMessage) -> int:
         body = message
         if self._grpc:
-            try:
-                outputs, _ = read(message)
-            except WrongAnswerError as exc:
-                return str(exc)
+            outputs, _ = read(message)
             if len(outputs) != 1 or outputs[0].datatype != "BYTES":
-                return "an answer that is not one of BYTES"
+                raise WrongAnswerError("an answer that is not one of BYTES")
             body = outputs[0].value[LENGTH_BYTES:]
         if not body:
-            return "200 with an empty body"
+            raise WrongAnswerError("200 with an empty body")
         if self._is_json:
             try:
                 value = json.loads(body)
             except (ValueError, RecursionError):
-                return "200 with a body that is not JSON"
+                raise WrongAnswerError("200 with a body that is not JSON") from None
             if self._answers and not _same(self._answers[request], value, self.max_error):
-                return f"a wrong answer: it differs by more than {short_bound(self.max_error)}"
-        self._right[request] = message
-        return None
+                bound = short_bound(self.max_error)
+                raise WrongAnswerError(f"a wrong answer: it differs by more than {bound}")
+        return len(message)
 
 
 def _same(right: Any, got: Any, max_error: float) -> bool:
@@ -236,9 +220,7 @@ def error_text(body: bytes) -> str:
     except (ValueError, RecursionError):
         document = None
     text = document.get("error") if isinstance(document, dict) else None
-    if not isinstance(text, str):
-        title = re.search(rb"<title>([^<]+)</title>", body[:2000])  # a proxy's page
-        text = (title[1] if title else body[:200]).decode("utf-8", "replace")
+    text = text if isinstance(text, str) else body[:200].decode("utf-8", "replace")
     return one_line(text) or "no message"
 
 

@@ -36,17 +36,15 @@ from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
 from deploykit.loadtest.server import Server, tls_reason
 
 READ_BYTES = 1 << 16  # malloc would map and unmap larger buffers per answer
-USUAL_BYTES = 1 << 12  # enough for most answers, and faster to allocate
 RETRY_S = 0.1  # interval of attempts to connect to a server that refuses
 REPORT_S = 0.5  # interval of progress reports
 _POLL_S = 0.5  # interval of checks for Ctrl-C
 _TOGETHER_S = 1.0  # time for several processes to get ready to begin together
 _TIMESTAMPNS = getattr(socket, "SO_TIMESTAMPNS", 35)  # Linux, asm-generic/socket.h
 _TIMER_SLACK = 29  # prctl(2), PR_SET_TIMERSLACK: by default a wait ends up to 50 us late
-_SHORTEST_SPIN_S, _LONGEST_SPIN_S = 50e-6, 200e-6
+_SPIN_S = 100e-6  # busy wait before a request is due, as a wait may end late
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
 _MAX_ERRORS = 8  # distinct error messages to keep
-_RECENT = 1000  # answers in a progress report
 _WAKING_S = 50e-6  # any client needs this from an answer to its next request
 _TCP_CLOSED = 7  # state after a reset, enum in Linux's tcp_states.h
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
@@ -113,11 +111,6 @@ def run_plan(plan: SendPlan, start_s: float, on_progress: Report | None) -> RunR
     return client.run(start_s)
 
 
-def spin_s(requests: int, seconds: float) -> float:
-    """Return how long to busy-wait before a request: a tenth of the interval, 50 to 200 us."""
-    return min(max(_SHORTEST_SPIN_S, seconds / max(1, requests) / 10), _LONGEST_SPIN_S)
-
-
 def wake_on_time() -> None:
     """Set this thread's timer slack to 1 ns, so that its waits end on time."""
     with contextlib.suppress(AttributeError, OSError):
@@ -182,14 +175,12 @@ class Client:
         self.plan, self.record, self._on_progress = plan, RunRecord(), on_progress
         self._due_s = array("d", plan.due_s or ())
         self._begin_s, self._end_s = plan.load.warmup_s, plan.load.end_s
-        self._spin_s = spin_s(len(self._due_s), self._end_s)
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._opening = self._next_due = 0
         self._numbers = itertools.cycle([*range(1, len(plan.requests)), 0])  # 0 was the probe
         self._clock = time.perf_counter
-        self._read_bytes = USUAL_BYTES
         self._full = False  # no more connections may be opened
         self._retry_s = math.inf
         self._report_s = math.inf if on_progress is None else 0.0
@@ -234,7 +225,7 @@ class Client:
             self._open_if_wanted()
         if now >= self._report_s and self._on_progress is not None:
             self._report_s = now + REPORT_S
-            self._on_progress(self.record.progress(_RECENT), min(now / self._end_s, 1.0))
+            self._on_progress(f"{len(self.record.ends_s):,} requests", min(now / self._end_s, 1.0))
         events = self._wait(now)
         if events:
             self._handle(events)
@@ -255,8 +246,8 @@ class Client:
         if self._next_due >= len(self._due_s):
             return self._epoll.poll(max(0.0, until_s - now))
         wait_s = min(until_s, self._due_s[self._next_due]) - self.now()
-        if wait_s > self._spin_s:  # epoll's own timeout is rounded up to whole milliseconds
-            select.select([self._epoll], [], [], wait_s - self._spin_s)
+        if wait_s > _SPIN_S:  # epoll's own timeout is rounded up to whole milliseconds
+            select.select([self._epoll], [], [], wait_s - _SPIN_S)
         return self._epoll.poll(0)
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
@@ -266,9 +257,8 @@ class Client:
         and the kernel's timestamp, which costs more than a plain read, is not needed.
         """
         before_s, self._at = self._at, self._clock() - self._zero
-        at, record, check = self._at, self.record, self.plan.check
-        starts_s, ends_s, statuses = record.starts_s, record.ends_s, record.statuses
-        done = len(ends_s)
+        at, record = self._at, self.record
+        done = len(record.ends_s)
         lag_s = at - before_s if at - before_s <= _WAKING_S else -1.0
         for fd, mask in events:
             connection = self._connections.get(fd)
@@ -282,29 +272,15 @@ class Client:
                 if lag_s < 0:
                     data, lag_s = connection.read_with_lag()
                 else:
-                    data = connection.receive(self._read_bytes)
+                    data = connection.receive(READ_BYTES)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 continue
             except OSError as exc:
                 self._fail(connection, f"the connection broke: {os_reason(exc)}", exc)
                 continue
-            start_s, (usual, size) = connection.start_s, check.usual
-            if (
-                len(data) != size
-                or start_s is None
-                or connection.wire.buffer
-                or connection.unsent is not None
-                or not data.startswith(usual)
-            ):
-                self._on_data(connection, data)
-                continue
-            starts_s.append(start_s)  # the fast path of `_on_data`
-            ends_s.append(at)
-            statuses.append(200)
-            connection.start_s, connection.reused = None, True
-            self._free(connection)
+            self._on_data(connection, data)
         if self._begin_s <= at < self._end_s and lag_s >= 0:
-            answers = len(ends_s) - done
+            answers = len(record.ends_s) - done
             record.read_lags_s.append(lag_s)
             record.reads.append(answers)
             own_s = (self.now() - at) * (answers + 1) / 2  # handled one by one
@@ -397,8 +373,6 @@ class Client:
 
     def _on_data(self, connection: _Connection, data: bytes) -> None:
         wire = connection.wire
-        if len(data) >= USUAL_BYTES:
-            self._read_bytes = READ_BYTES
         try:
             status = wire.feed(data) if data else wire.end()
         except NotHttpError as exc:

@@ -10,7 +10,8 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import Any
 from urllib.parse import unquote
 
 from deploykit.core.errors import BadInput
@@ -84,7 +85,6 @@ class Grpc(Wire):
     """An HTTP/2 connection. `block`: the header block of each call."""
 
     greeting = _GREETING
-    _blocks: ClassVar[dict[bytes, dict[str, str]]] = {}
 
     def __init__(self, calls: Sequence[bytes], check: AnswerCheck | None, block: bytes) -> None:
         super().__init__(calls, check)
@@ -192,26 +192,13 @@ class Grpc(Wire):
         if flags & _END_HEADERS and kind != _DATA:
             block, self._headers = bytes(self._headers), bytearray()
             if stream == self._stream:
-                self._fields |= self._decode(block)
+                self._fields |= _decode(block)
         if stream != self._stream:
             return None
         if kind != _CONTINUATION and flags & _END_STREAM:
             self._ends = True
         whole = kind == _DATA or flags & _END_HEADERS
         return self._complete() if self._ends and whole else None
-
-    @classmethod
-    def _decode(cls, block: bytes) -> dict[str, str]:
-        found = cls._blocks.get(block)
-        if found is None:
-            decoder = hpack.Decoder()
-            decoder.max_allowed_table_size = 0
-            decoder.header_table_size = 0
-            found = {str(name): str(value) for name, value in decoder.decode(block)}
-            if len(cls._blocks) >= _MOST_BLOCKS:
-                cls._blocks.clear()
-            cls._blocks[block] = found
-        return found
 
     def _complete(self) -> int:
         """Return the status of a complete answer, which its trailers decide."""
@@ -238,6 +225,14 @@ class Grpc(Wire):
         if self._left:  # a call that is not fully sent makes the connection unusable
             self.keep = False
         return status
+
+
+@lru_cache(_MOST_BLOCKS)
+def _decode(block: bytes) -> dict[str, str]:
+    decoder = hpack.Decoder()
+    decoder.max_allowed_table_size = 0
+    decoder.header_table_size = 0
+    return {str(name): str(value) for name, value in decoder.decode(block)}
 
 
 def infer_request(model: str, tensors: Sequence[Tensor], *, raw: bool = True) -> bytes:

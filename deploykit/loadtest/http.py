@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,8 +73,6 @@ class _Head(NamedTuple):
 class Http1(Wire):
     """An HTTP/1.1 connection."""
 
-    _heads: ClassVar[dict[bytes, _Head]] = {}
-
     def __init__(self, requests: Sequence[bytes], check: AnswerCheck | None) -> None:
         super().__init__(requests, check)
         self._needed = 0  # bytes to wait for before the next parse
@@ -86,7 +84,7 @@ class Http1(Wire):
                 return None
             data = bytes(self.buffer)
         while (at := data.find(b"\r\n\r\n")) >= 0:
-            head = self._heads.get(data[:at]) or self._parse(data[:at])
+            head = _parse_head(data[:at])
             if head.status >= 200:
                 break
             data = data[at + 4 :]  # status 100: the answer follows
@@ -107,15 +105,15 @@ class Http1(Wire):
             if len(data) < end:
                 return self._wait_for(data, end)
             body = data[at:end]
-        return self._complete(head, body, data, end)
+        return self._complete(head, body, keep=head.keep and len(data) == end)
 
     def end(self) -> int | None:
         data = bytes(self.buffer)
         at = data.find(b"\r\n\r\n")
-        head = self._heads.get(data[:at]) if at >= 0 else None
+        head = _parse_head(data[:at]) if at >= 0 else None
         if head is None or head.length is not None or head.chunked:
             return None
-        return self._complete(head, data[at + 4 :], data, -1)
+        return self._complete(head, data[at + 4 :], keep=False)
 
     def _wait_for(self, data: bytes, needed: int) -> int | None:
         if needed > MOST_BYTES:
@@ -125,57 +123,47 @@ class Http1(Wire):
         self._needed = needed
         return None
 
-    def _complete(self, head: _Head, body: bytes, data: bytes, end: int) -> int:
-        """Return the answer's status; bytes of `data` after `end` belong to no request."""
+    def _complete(self, head: _Head, body: bytes, *, keep: bool) -> int:
         self.buffer.clear()
-        self.keep = head.keep and len(data) == end
-        self.body = body
+        self.keep, self.body = keep, body
         if head.status != 200:
             text = one_line(head.location.decode("utf-8", "replace"))
             text = f"redirects to {text}" if 300 <= head.status < 400 and text else error_text(body)
             self.error = f"{head.status}: {text}"
             return head.status
-        check = self._check
-        if check is None:
-            return 200
-        read = partial(read_body, json_bytes=head.json_bytes)
-        self.error = check.problem(body, self._request, read)
-        if self.error is not None:
-            return WRONG
-        if self.keep and head.json_bytes is not None and not (head.chunked or check.expected):
-            check.usual = data[: end - len(body) + head.json_bytes], end
-        return 200
+        self.error = None
+        if self._check is not None:
+            read = partial(read_body, json_bytes=head.json_bytes)
+            self.error = self._check.problem(body, self._request, read)
+        return 200 if self.error is None else WRONG
 
-    @classmethod
-    def _parse(cls, head: bytes) -> _Head:
-        first, *lines = head.split(b"\r\n")
-        start = _STATUS.fullmatch(first)
-        matches = [_FIELD.fullmatch(line) for line in lines]
-        if start is None or None in matches:
-            raise NotHttpError(f"begins with {first[:40]!r}")
-        fields = {match[1].lower(): match[2] for match in matches if match}
-        status, coding = int(start[2]), fields.get(b"transfer-encoding", b"").lower()
-        sizes = [fields.get(b"content-length"), fields.get(b"inference-header-content-length")]
-        readable = all(_SIZE.fullmatch(size or b"0") for size in sizes)
-        if not readable or coding not in (b"", b"chunked"):
-            raise NotHttpError("declares no length that can be read")
-        length, json_bytes = (None if size is None else int(size) for size in sizes)
-        if status < 200 or status in (204, 304):
-            length = 0
-        connection = fields.get(b"connection", b"").lower()
-        keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
-        chunked = bool(coding)
-        if chunked:
-            length = None
-        encoding = fields.get(b"content-encoding", b"").lower()
-        if encoding not in (b"", b"identity"):
-            raise NotHttpError(f"is encoded as {encoding[:20]!r}, which was not asked for")
-        location = fields.get(b"location", b"")
-        parsed = _Head(status, length, chunked, keep, json_bytes, location)
-        if len(cls._heads) >= MOST_HEADS:  # heads may hold a time or a number
-            cls._heads.clear()
-        cls._heads[head] = parsed
-        return parsed
+
+@lru_cache(MOST_HEADS)
+def _parse_head(head: bytes) -> _Head:
+    first, *lines = head.split(b"\r\n")
+    start = _STATUS.fullmatch(first)
+    matches = [_FIELD.fullmatch(line) for line in lines]
+    if start is None or None in matches:
+        raise NotHttpError(f"begins with {first[:40]!r}")
+    fields = {match[1].lower(): match[2] for match in matches if match}
+    status, coding = int(start[2]), fields.get(b"transfer-encoding", b"").lower()
+    sizes = [fields.get(b"content-length"), fields.get(b"inference-header-content-length")]
+    readable = all(_SIZE.fullmatch(size or b"0") for size in sizes)
+    if not readable or coding not in (b"", b"chunked"):
+        raise NotHttpError("declares no length that can be read")
+    length, json_bytes = (None if size is None else int(size) for size in sizes)
+    if status < 200 or status in (204, 304):
+        length = 0
+    connection = fields.get(b"connection", b"").lower()
+    keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
+    chunked = bool(coding)
+    if chunked:
+        length = None
+    encoding = fields.get(b"content-encoding", b"").lower()
+    if encoding not in (b"", b"identity"):
+        raise NotHttpError(f"is encoded as {encoding[:20]!r}, which was not asked for")
+    location = fields.get(b"location", b"")
+    return _Head(status, length, chunked, keep, json_bytes, location)
 
 
 def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,23 +160,12 @@ def _about(
 
 
 def model_options(config: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten a ModelConfig: "dynamic_batching.max_queue_delay_microseconds": "0"."""
-    options = {name: value for name, value in config.items() if name not in _NO_OPTIONS}
-    pairs = list(_flatten("", options))[:_MOST_OPTIONS]
-    return {one_line(name): one_line(value) for name, value in pairs if value}
-
-
-def _flatten(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and depth < 4:
-        for key, each in value.items():
-            yield from _flatten(f"{name}.{key}" if name else str(key), each, depth + 1)
-    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        for number, each in enumerate(value[:_MOST_OPTIONS]):
-            yield from _flatten(f"{name}[{number}]", each, depth + 1)
-    elif isinstance(value, list):
-        yield name, " ".join(map(str, value[:_MOST_OPTIONS]))
-    else:
-        yield name, str(value)
+    """Return the fields of a ModelConfig as text: {"dynamic_batching": '{"max_queue_...": 0}'}."""
+    options = [pair for pair in config.items() if pair[0] not in _NO_OPTIONS and pair[1]]
+    return {
+        one_line(name): one_line(value if isinstance(value, str) else json.dumps(value))
+        for name, value in options[:_MOST_OPTIONS]
+    }
 
 
 def _spec(server: Server, model: str, item: object) -> TensorSpec:
@@ -347,29 +337,25 @@ def free_axis_sizes(
     is no other, any name will do.
     """
     free = {
-        axis: (f"axis{place}", spec)
+        axis: f"axis{place}"
         for spec in specs
         for place, axis in enumerate(spec.shape)
         if isinstance(axis, str) and axis != BATCH
     }
-    places = {place for place, _ in free.values()}
+    places = set(free.values())
     if len(places) == len(axes) == 1 and not axes.keys() & free.keys():
         axes = dict.fromkeys(places, *axes.values())
-    if any(size < 1 for size in axes.values()) or not axes.keys() <= places | free.keys():
-        given = ", ".join(f"{name}={size}" for name, size in axes.items())
+    sizes = {axis: axes.get(axis, axes.get(place, 0)) for axis, place in free.items()}
+    least = min((*axes.values(), *sizes.values()), default=1)
+    if least < 1 or not axes.keys() <= places | free.keys():
+        named = ", ".join(f"{axis} ({place})" for axis, place in free.items())
         raise BadInput(
-            f"`axes` {given}: the axes of any length of {remote.name}, besides the batch, are: "
-            f"{' and '.join(sorted(places)) or 'none'}; each size is 1 or more",
-            hint=f"axes of one input are: {', '.join(free)}" if free else None,
+            f"{remote}: `axes`: the axes of any length besides the batch are: {named or 'none'}; "
+            "each needs a size of 1 or more",
+            hint="such as `axis` axis1=128 for all inputs, or inputs that the model takes with "
+            "`data`, such as its FILE.golden.npz",
         )
-    for axis, (place, spec) in free.items():
-        if not axes.keys() & {axis, place}:
-            raise BadInput(
-                f"{remote}: input {spec}: {place} has no size",
-                hint=f"give one with `axis` {place}=128, or inputs that the model takes with "
-                "`data`, such as its FILE.golden.npz",
-            )
-    return {axis: axes.get(axis, axes.get(place, 1)) for axis, (place, _) in free.items()}
+    return sizes
 
 
 def make_feeds(

@@ -21,9 +21,14 @@ from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import ANSWERS, claim
 from deploykit.evaluation.verify import open_proven
-from deploykit.pipelines.connect import StageGraph, connect_engines
 from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
-from deploykit.pipelines.stages import WiredStage, failure_reason, named
+from deploykit.pipelines.stages import (
+    StageGraph,
+    WiredStage,
+    connect_engines,
+    failure_reason,
+    named,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +76,7 @@ class OpenPipeline(Closing, Shown):
     def _run_model(self, stage: WiredStage, values: Sequence[Mapping[str, Any]]) -> list[Any]:
         prepared = stage.prepare(values, self._max_rows[stage.name])
         with named(stage.name):
-            outputs = [self.engines[stage.name](call.feeds) for call in prepared.calls]
+            outputs = [self.engines[stage.name](feeds) for feeds in prepared.feeds]
         found = iter(stage.collect(prepared, outputs))
         given = [[next(found) for _ in stage.items(each)] for each in values]
         return given if stage.each else [each[0] for each in given]
@@ -90,7 +95,7 @@ def pipeline(
     trust: bool = False,
     on_note: Callable[[str], None] = log.warning,
 ) -> OpenPipeline:
-    """Open a pipeline, a .py or .toml file, with its models; call it with a request's input.
+    """Open a pipeline, a .py file, with its models; call it with a request's input.
 
     Reading the file runs its code. `batch`: most rows of a model's call. Raises BadInput for an
     invalid pipeline, NotFound, and what `load` raises for its models.

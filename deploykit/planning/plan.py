@@ -6,22 +6,19 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, did_you_mean
-from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
 from deploykit.core.notebook import table_of
 from deploykit.core.profile import Profile, load_profile, profile_names
-from deploykit.core.tensors import batch_axes
-from deploykit.engines.data.samples import Samples, random_feeds, read_samples
+from deploykit.core.tensors import batch_axes, dynamic_sizes
+from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.feeds import axis_sizes, random_inputs
+from deploykit.evaluation.feeds import random_inputs
 from deploykit.evaluation.golden import find_samples, open_samples
-from deploykit.graph import cost as kinds
 from deploykit.graph.cost import NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch
@@ -44,26 +41,6 @@ MOST_SIZE = 1 << 31  # axes of this size exceed the index of any runtime
 _LEAST, _MOST = 1e-9, 1e15  # bounds of a latency and a rate
 _NAMED = 5  # nodes in a note
 _FACTOR = 1.4  # largest error factor of CPU predictions (plan-accuracy.md)
-# A matrix instruction takes 16 bytes of a row, so sizes should be multiples of 8 in half precision
-# and of 16 in INT8: NVIDIA, Deep Learning Performance Guide, "Tensor Core requirements".
-_ALIGNED = {"fp16": 8, "int8": 16}
-_DENSE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.STEM, kinds.PRODUCT)
-
-
-@dataclass(frozen=True)
-class Hint(Record):
-    """`node` has `size` where a multiple of `multiple` fills the hardware in `precision`.
-
-    `what`: "input channels", "output channels" or "features". `share`: of the model's operations.
-    """
-
-    node: str
-    operator: str
-    what: str
-    size: int
-    precision: str
-    multiple: int
-    share: float
 
 
 @dataclass(frozen=True)
@@ -91,8 +68,8 @@ class Planned(Record):
     """The predictions of `plan`.
 
     `axes`: the sizes of dynamic axes. `flops`, `nodes`: at the first of `batches`. `unknown`:
-    operators that no formula is known for, counted by the bytes they move. `hints`: sizes that
-    leave Tensor Cores idle. `notes`: what was assumed.
+    operators that no formula is known for, counted by the bytes they move. `notes`: what was
+    assumed.
     """
 
     model: str
@@ -105,7 +82,6 @@ class Planned(Record):
     slo_ms: float | None
     rate_per_s: float | None
     targets: tuple[TargetPlan, ...]
-    hints: tuple[Hint, ...]
     nodes: tuple[NodeCost, ...]
     notes: tuple[str, ...]
 
@@ -143,7 +119,6 @@ def plan(
     profiles: Sequence[str | Profile] = (),
     batches: Sequence[int] = BATCHES,
     axes: Mapping[str, int] | None = None,
-    data: StrPath | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
     on_progress: Progress = no_progress,
@@ -157,10 +132,9 @@ def plan(
     Args:
         profiles: the targets, by default all.
         batches: sizes of the batch axis.
-        axes: sizes of other dynamic axes by name. One not named has its size in `data`, or in the
-            golden samples next to the model; else it is 1, or the first size tried at which a
-            small model runs on this machine's CPU, with a note.
-        data: inputs of the usual sizes, an .npz or a folder.
+        axes: sizes of other dynamic axes by name. One not named has its size in the golden samples
+            next to the model; else it is 1, or the first size tried at which a small model runs on
+            this machine's CPU, with a note.
         slo_ms: the latency to meet.
         rate_per_s: with `slo_ms`: how many replicas carry that many requests/s with their p99
             within it.
@@ -180,7 +154,7 @@ def plan(
     for error in refused.values():
         if error and profiles:
             raise error
-    sizes, batch, notes = sizes_of_axes(graph, artefact, axes or {}, data)
+    sizes, batch, notes = sizes_of_axes(graph, artefact, axes or {})
     if not batch:
         fixed = (spec.shape[0] for spec in graph.inputs if spec.shape)
         batches = [next((size for size in fixed if isinstance(size, int) and size > 0), 1)]
@@ -200,7 +174,6 @@ def plan(
         error = refused[profile.name]
         target = error.message if error else target_of(profile, calibration)
         targets.append(_plan_target(profile, target, calls, single, slo_ms, rate_per_s))
-    hints = alignment(first) if any(profile.device == "cuda" for profile in chosen) else ()
     return Planned(
         model=str(artefact),
         batches=tuple(inferred),
@@ -212,7 +185,6 @@ def plan(
         slo_ms=slo_ms,
         rate_per_s=rate_per_s,
         targets=tuple(targets),
-        hints=hints,
         nodes=first.compiled,
         notes=(*notes, *_notes(first, targets)),
     )
@@ -229,7 +201,7 @@ def _check_options(batches: Sequence[int], slo_ms: float | None, rate_per_s: flo
 
 
 def sizes_of_axes(
-    graph: Graph, where: Artefact, axes: Mapping[str, int], data: StrPath | None = None
+    graph: Graph, where: Artefact, axes: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str], list[str]]:
     """Return sizes of dynamic axes except the batch, the names of the batch axis, and notes."""
     names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
@@ -248,16 +220,17 @@ def sizes_of_axes(
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         sides = [axis for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)]
         known_sizes = dict.fromkeys(sides, side) | known_sizes
-    golden = find_samples(where.path, where.manifest) if where.manifest and not data else None
-    samples = read_samples(Path(data), graph.inputs, task=where.task) if data else None
+    golden = find_samples(where.path, where.manifest) if where.manifest else None
+    found: dict[str, int] = {}
     if golden is not None:
         feeds = open_samples(golden, where.path, graph.inputs, graph.outputs)[1]
-        samples = Samples(feeds, None, golden.file)
-    found = axis_sizes(samples, graph.inputs, 1) if samples else {}
+        shapes = {name: feed.shape for name, feed in feeds.items()}
+        sizes = dynamic_sizes(graph.inputs, shapes).items()
+        found = {name: max(1, size) for name, size in sizes}  # a first step's cache is empty
     notes = [
         f"axis {name} is taken as {found[name]}, as in the golden samples"
         for name in others
-        if golden and name in found and name not in known_sizes
+        if name in found and name not in known_sizes
     ]
     known_sizes = found | known_sizes
     missing = [name for name in others if name not in known_sizes]
@@ -265,7 +238,7 @@ def sizes_of_axes(
     for name in missing:
         size = runs_at.get(name, 1)
         why = "at which the model runs" if size > 1 else "as no size was given"
-        notes.append(f"axis {name} is taken as {size}, {why}: `axes` {name}=128, or `data`")
+        notes.append(f"axis {name} is taken as {size}, {why}: `axes` {name}=128")
         known_sizes[name] = size
     return {name: known_sizes[name] for name in others}, batch, notes
 
@@ -377,26 +350,3 @@ def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
             "be faster or slower than fp32: `bench` of the built file tells"
         )
     yield from misplaced(found) if of_cpu else ()
-
-
-def alignment(found: Inferred) -> tuple[Hint, ...]:
-    """Return the dense nodes whose sizes leave parts of a Tensor Core idle, largest first."""
-    whole = sum(cost.flops or 0 for cost in found.compiled) or 1
-    nodes = {node.name: node for node in found.known.nodes}
-    hints = []
-    for cost in found.compiled:
-        if cost.kind not in _DENSE or not cost.flops or cost.name not in nodes:
-            continue
-        weight = found.known.shapes.get((*nodes[cost.name].input, "", "")[1], ())
-        if len(weight) < 2:
-            continue
-        names, sizes = ("output channels", "input channels"), weight[:2]
-        if cost.kind == kinds.PRODUCT:
-            names, sizes = ("features", "features"), weight[-2:]
-        for precision, multiple in _ALIGNED.items():
-            wrong = [(n, s) for n, s in zip(names, sizes, strict=True) if s % multiple]
-            if wrong:
-                share = cost.flops / whole
-                hints.append(Hint(cost.name, cost.operator, *wrong[0], precision, multiple, share))
-                break
-    return tuple(sorted(hints, key=lambda hint: -hint.share))

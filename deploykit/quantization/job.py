@@ -321,8 +321,13 @@ def evaluate_engines(
         return found
     from deploykit.evaluation.divergence import first_divergence
 
-    first = first_divergence(job.source, round_halves(converted), feeds, sys.float_info.max)
-    return replace(found, why=f"{found.why}; {first.text}") if first else found
+    for each in feeds:
+        outputs = candidate(each).values()
+        if all(np.isfinite(array).all() for array in outputs if array.dtype.kind == "f"):
+            continue
+        first = first_divergence(job.source, round_halves(converted), each, sys.float_info.max)
+        return replace(found, why=f"{found.why}; {first.text}") if first else found
+    return found
 
 
 def share_outputs(graph: Graph) -> set[str]:

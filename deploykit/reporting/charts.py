@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from deploykit.evaluation.formatting import SPACE, number
+from deploykit.evaluation.formatting import SPACE
 
 LOG_FROM = 20  # axes whose values span a larger ratio are logarithmic
 Ticks = Sequence[tuple[float, str]]
@@ -111,11 +111,10 @@ class Chart:
     """One figure. `finding`: its caption, which states what it shows.
 
     `x_ticks`: values and labels of the x axis; round numbers if empty. `x_log`, `y_log`: None
-    decides by the values' span. `zero`: the y axis begins at 0. `flag`: an x value and a label of
-    what begins there. `limit`: a y value and its label. `columns`, `rows`: data in no other table.
+    decides by the values' span. `zero`: the y axis begins at 0. `limit`: a y value and its label.
+    `columns`, `rows`: data in no other table.
     """
 
-    name: str
     title: str
     finding: str
     x_label: str
@@ -125,27 +124,10 @@ class Chart:
     x_log: bool | None = None
     y_log: bool | None = None
     zero: bool = True
-    flag: tuple[float, str] | None = None
     limit: tuple[float, str] | None = None
     columns: Row = ()
     rows: tuple[Row, ...] = ()
 
-
-@dataclass(frozen=True)
-class Bars:
-    """A bar for each of `bars`: its name and its length; `look`: of all. Otherwise as `Chart`."""
-
-    name: str
-    title: str
-    finding: str
-    x_label: str
-    bars: tuple[tuple[str, float], ...]
-    look: int = 1
-    columns: Row = ()
-    rows: tuple[Row, ...] = ()
-
-
-Figure = Chart | Bars
 
 _DASHES = ("", "7 4", "2 4", "10 4 2 4", "4 2", "12 3", "1 3", "6 2 1 2")
 _SHAPES = (  # the first, a circle, is the baseline's
@@ -164,12 +146,8 @@ _APART = (7.0, 5.0)  # least distance of labels in x and y, to be legible on a p
 Place = tuple[float, float]  # in per cent of the plot, from the left and the top
 
 
-def draw(figure: Figure) -> str:
-    """Return the figure as HTML, a legend above its drawing; "" if there is nothing to draw."""
-    return _draw_bars(figure) if isinstance(figure, Bars) else _draw_chart(figure)
-
-
-def _draw_chart(chart: Chart) -> str:
+def draw(chart: Chart) -> str:
+    """Return the chart as HTML, a legend above its drawing; "" if there is nothing to draw."""
     series = [one for one in chart.series if one.marks]
     if not series:
         return ""
@@ -197,13 +175,9 @@ def _draw_chart(chart: Chart) -> str:
         still.append(group(one.look, *markers))
         sample = line([(0, 6), (34, 6)], one.look) + _at((50, 50), marker(one.look))
         keys.append(_key(group(one.look, sample), one.label))
-    for at, label, path in (
-        (chart.limit and 100 - y_axis.at(chart.limit[0]), chart.limit, "M0 {}H100"),
-        (chart.flag and x_axis.at(chart.flag[0]), chart.flag, "M{} 0V100"),
-    ):
-        if at is not None and label:
-            lines.append(f'<path class="flag" d="{path.format(_px(at))}"/>')
-            keys.append(_key('<path class="flag" d="M0 6H34"/>', label[1]))
+    if chart.limit:
+        lines.append(f'<path class="flag" d="M0 {_px(100 - y_axis.at(chart.limit[0]))}H100"/>')
+        keys.append(_key('<path class="flag" d="M0 6H34"/>', chart.limit[1]))
     still += _mark_labels([mark for one in series for mark in one.marks], x_axis, y_axis)
     names = [
         label + ", log scale" * axis.log
@@ -292,14 +266,12 @@ def line(places: Sequence[Place], look: int, kind: str = "line") -> str:
 
 
 def marker(look: int, scale: float = 1.0) -> str:
-    """Return one of 24 markers: eight shapes, filled, hollow, or hollow with a smaller one."""
+    """Return one of 16 markers: eight shapes, filled or hollow."""
     if look == BOUND:
         return ""
-    fill, shape = look // len(_SHAPES) % 3, _SHAPES[look % len(_SHAPES)]
-    hollow = ' class="hollow"' * bool(fill)
-    inner = f'<path d="{shape}" transform="scale({0.4 * scale:g})"/>' * (fill == 2)
+    hollow = ' class="hollow"' * (look // len(_SHAPES) % 2)
     sized = f' transform="scale({scale})"' * (scale != 1)
-    return f'<path d="{shape}"{sized}{hollow}/>{inner}'
+    return f'<path d="{_SHAPES[look % len(_SHAPES)]}"{sized}{hollow}/>'
 
 
 def group(look: int, *parts: str) -> str:
@@ -318,16 +290,3 @@ def _key(sample: str, label: str) -> str:
 
 def _px(value: float) -> str:
     return f"{round(value, 2) + 0.0:g}"  # + 0.0: no minus zero
-
-
-def _draw_bars(chart: Bars) -> str:
-    most = max((value for _, value in chart.bars), default=0.0) or 1.0
-    rows = []
-    for name, value in chart.bars:
-        rect = f'<rect width="{_px(100 * value / most)}%" height="18"/>' * (value > 0)
-        rows.append(
-            f'<p class="bar-name">{escape(name)} <span>{number(value)}</span></p><svg class="bar" '
-            f'role="img" aria-label="{escape(name)}">{group(chart.look, rect)}</svg>'
-        )
-    label = f'<p class="axis-name below">{escape(chart.x_label)}</p>' * bool(rows)
-    return "".join([*rows, label])

@@ -5,34 +5,28 @@ All figures come from the document of `report.json`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 
-from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent
+from deploykit.evaluation.formatting import MISSING, SPACE, number
 from deploykit.evaluation.html_tables import Json
 from deploykit.evaluation.latency import percentile_ms
-from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series
+from deploykit.reporting.charts import BOUND, Chart, Mark, Series
 from deploykit.reporting.tables import (
-    accuracy_of,
     at_smallest,
     by_label,
     load_label,
+    part_of,
     rate_of,
     why_not,
 )
 
 GPU_ROOFLINE = "gpu_roofline"
-COLUMNS = ("layer", "operator", "ms", "share")
-_DRAWN = 15  # most layers
 _SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # slower calls
 _TICKS = (
     (2.0, "50 %"),
     (10.0, "90 %"),
     *((1e2 * 10**n, f"{100 - 10.0**-n:g} %") for n in range(5)),
-)
-_TRACES = (
-    ("clock_mhz", "GPU clock", "MHz", "clock"),
-    ("power_w", "GPU power", "W", "power"),
-    ("temperature_c", "GPU temperature", "°C", "temperature"),
 )
 
 
@@ -40,11 +34,6 @@ def _looks(document: Json) -> dict[str, int]:
     """Return the unique look of each setup in all charts; the baseline has 0."""
     labels = dict.fromkeys([document["baseline"], *(str(p["label"]) for p in document["points"])])
     return {label: number for number, label in enumerate(labels)}
-
-
-def _after_setups(document: Json) -> int:
-    """Return the first look after the setups', for load levels, GPUs and parts of a call."""
-    return len(_looks(document)) if document.get("points") else 1
 
 
 def _name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
@@ -61,37 +50,35 @@ def _limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
     return (slo_ms, f"wanted{of}: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
-def _part(part: float, whole: float | None) -> str:
-    return f"{number(100 * part / whole)}{SPACE}%" if whole else MISSING
-
-
-def charts(document: Json) -> tuple[list[Figure], list[str]]:
+def charts(document: Json) -> tuple[list[Chart], list[str]]:
     """Return the charts that have data, of right outputs, and a sentence for each without."""
     wrong = document["wrong"]
     points: list[Json] = [point for point in document["points"] if point["label"] not in wrong]
     document = {**document, "points": points}
-    drawn: list[Figure] = []
+    drawn: list[Chart] = []
     missing = [f"Not drawn, as the outputs are wrong: {'; '.join(wrong)}."] * bool(wrong)
     if any(why_not(document, point) for point in points):
         missing += ["✗ in a chart: rows of this setup give no verdict, for reasons below."]
     if not points:
         missing += ["Latency and throughput of the engines were not measured."]
     scenarios = dict.fromkeys(str(point["scenario"]) for point in points)
-    for index, scenario in enumerate(scenarios, 1):  # scenarios never share a chart
+    for scenario in scenarios:  # scenarios never share a chart
         chosen = [point for point in points if point["scenario"] == scenario]
-        drawn += [_trade_off(document, chosen, index), _sweep(document, chosen, index)]
-    for make, sentence in _MISSING.items():
-        figure = make(document)
-        drawn += [figure] if figure else []
-        missing += [] if figure else [sentence]
-    on_gpu, traces = roofline(document, GPU_ROOFLINE), gpu_charts(document)
-    drawn += [*([on_gpu] if on_gpu else []), *layers_chart(document), *traces]
-    if not traces:
-        missing.append("Clocks, power and temperature are not drawn: no GPU was watched.")
+        drawn += [_trade_off(document, chosen), _sweep(document, chosen)]
+    others = (
+        (calls_chart, "The latency of calls by percentile is not drawn: no calls were kept."),
+        (roofline, "The roofline is not drawn: the limits of the machine were not measured."),
+        (served_chart, "The latency of requests was not measured."),
+        (partial(roofline, name=GPU_ROOFLINE), ""),
+    )
+    for make, sentence in others:
+        chart = make(document)
+        drawn += [chart] if chart else []
+        missing += [sentence] if sentence and not chart else []
     return drawn, missing
 
 
-def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
+def _trade_off(document: Json, points: Sequence[Json]) -> Chart:
     look, series = _looks(document), []
     for label, chosen in by_label(points).items():
         rates = [(rate_of(point), point, point["latency"]) for point in chosen]
@@ -110,7 +97,6 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
     doubt = "" if usable else "None of these rows gives a verdict. "
     at = f", with a p50 of {number(p50['value'])}{SPACE}ms" if p50 is not None else ""
     return Chart(
-        name=f"trade-off-{index}",
         title="Latency against throughput",
         finding=f"{doubt}The highest throughput is {number(rate_of(best))} "
         f"inferences/s: {best['label']} at batch {best['batch']}{at}. Down and to the right is "
@@ -123,28 +109,21 @@ def _trade_off(document: Json, points: Sequence[Json], index: int) -> Chart:
     )
 
 
-def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
+def _sweep(document: Json, points: Sequence[Json]) -> Chart:
     look, scenario = _looks(document), points[0]["scenario"]
     batches = sorted({int(point["batch"]) for point in points})
     wanted = ("throughput", scenario)
     found = [c for c in document["crossovers"] if (c["by"], c["scenario"]) == wanted]
-    ahead = [c for c in found if c["batch"] is not None]
     sentences = [
-        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on" for c in ahead
+        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
+        for c in found
+        if c["batch"] is not None
     ]
     if behind := [c["label"] for c in found if c["batch"] is None]:
         sentences.append(
             f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {'; '.join(behind)}"
         )
-    usable = [point for point in points if not why_not(document, point)]
-    best = max(usable or points, key=rate_of)
-    flags = [
-        (float(c["batch"]), f"{c['label']} ahead from batch {c['batch']}")
-        for c in ahead
-        if c["label"] == best["label"] and c["batch"] != batches[0]
-    ]
     return Chart(
-        name=f"sweep-{index}",
         title="Throughput against batch size",
         finding=". ".join([*sentences, "Whiskers are 95 % intervals."]),
         x_label=f"batch size (inferences per call), {scenario}",
@@ -159,7 +138,6 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
         ),
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
-        flag=flags[0] if flags else None,
     )
 
 
@@ -182,7 +160,6 @@ def calls_chart(document: Json) -> Chart | None:
     times = {one.label: one.marks[-1].y / one.marks[0].y for one in series}
     widest = max(times, key=times.__getitem__)
     return Chart(
-        name="calls",
         title="Latency of calls, by percentile",
         finding=f"The slowest call of {widest} took {number(times[widest])} times its median, the "
         "most of all. The flatter a line, the steadier the engine; its right end is the slowest.",
@@ -223,13 +200,12 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
         for x, y, batch in ((one.x, one.y, one.text) for one in marks):
             bound, limit = "memory" if x < ridge else "arithmetic", min(most, x * fastest)
             shares.append((y / limit, label, batch, bound))
-            rows.append((label, batch, number(x), number(y), bound, _part(y, limit)))
+            rows.append((label, batch, number(x), number(y), bound, part_of(y, limit)))
     share, label, batch, bound = max(shares)
     return Chart(
-        name=name,
         title="Roofline: what limits the speed" + " on the GPU" * (name == GPU_ROOFLINE),
         finding=f"{label} at batch {batch} comes closest to the limit of its {bound}: "
-        f"{_part(share, 1)} of it. Left of the bend memory is the limit, right of it "
+        f"{part_of(share, 1)} of it. Left of the bend memory is the limit, right of it "
         "arithmetic; far below the line it is neither, but launches and calls. The figures at the "
         "marks are batch sizes.",
         x_label="operations per byte that is moved (FLOP/byte)",
@@ -243,37 +219,11 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
     )
 
 
-def _accuracy(document: Json) -> Chart | None:
-    """Draw the accuracy of each setup against its p50 latency at the smallest batch."""
-    look, series, sentences, metric = _looks(document), [], [], ""
-    points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
-    for label, (point, *_) in by_label(at_smallest(points)).items():
-        row = accuracy_of(document["accuracy"], label, str(point["precision"]))
-        p50 = point["latency"]["p50_ms"]
-        if row is None or p50 is None:
-            continue
-        share = {key: part * 100 for key, part in row["value"].items()}
-        series.append(Series(label, (_mark(p50["value"], share),), look[label]))
-        text, metric = percent(row["value"], row["n"]), str(row["metric"])
-        sentences.append(f"{label}: {text} at {number(p50['value'])}{SPACE}ms")
-    if not series:
-        return None
-    better = "Up and to the left is better. Whiskers are 95 % intervals."
-    return Chart(
-        name="accuracy",
-        title="Accuracy against latency",
-        finding=f"{'; '.join(sentences)}. {better}",
-        x_label=f"p50 latency (ms) at the smallest batch, {points[0]['scenario']}",
-        y_label=f"{metric} (%)",
-        series=tuple(series),
-        zero=False,
-    )
-
-
 def served_chart(document: Json) -> Chart | None:
     """Draw the percentiles of each load level up to the maximum, on a logarithmic axis."""
     series: list[Series] = []
-    sentences, first = [], _after_setups(document)
+    sentences = []
+    first = len(_looks(document)) if document.get("points") else 1  # the first after the setups'
     wanted = {result.get("slo_ms") for result in document["serving"]}
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
@@ -292,7 +242,6 @@ def served_chart(document: Json) -> Chart | None:
     if not series:
         return None
     return Chart(
-        name="served",
         title="Latency of requests, by percentile",
         finding="; ".join(sentences) + ". The flatter a line, the steadier the server.",
         x_label="share of requests that were answered by then",
@@ -302,94 +251,3 @@ def served_chart(document: Json) -> Chart | None:
         limit=_limit_line(wanted.pop(), "") if len(wanted) == 1 else None,
         x_log=True,
     )
-
-
-_MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # chart -> sentence if it has no data
-    calls_chart: "The latency of calls by percentile is not drawn: no calls were kept.",
-    roofline: "The roofline is not drawn: the limits of the machine were not measured.",
-    _accuracy: "Accuracy against latency is not drawn: one of the two was not measured.",
-    served_chart: "The latency of requests was not measured.",
-}
-
-
-def gpu_charts(document: Json) -> list[Chart]:
-    """Draw clock, power and temperature of the GPUs over the run, if recorded."""
-    found = []
-    for key, title, unit, what in _TRACES:
-        series, sentences, why = [], [], list[str]()
-        traced = [(gpu, (gpu.get("trace") or {}).get(key) or ()) for gpu in document["conditions"]]
-        traced = [(gpu, values) for gpu, values in traced if any(v is not None for v in values)]
-        for index, (gpu, values) in enumerate(traced):
-            name = gpu["name"] + f" {index + 1}" * (len(traced) > 1)
-            last = max(len(values) - 1, 1)
-            marks = [Mark(100 * i / last, y) for i, y in enumerate(values) if y is not None]
-            look = _after_setups(document) + index
-            series.append(Series(name, tuple(marks), look, plain=True))
-            low, high = (number(end([mark.y for mark in marks])) for end in (min, max))
-            sentences.append(f"{name}: {low} to {high}")
-            why += gpu["throttled"] or ()
-        throttled = f"THROTTLED ({', '.join(dict.fromkeys(why))})" if why else "not throttled"
-        chart = Chart(
-            name=key,
-            title=f"{title} over the run",
-            finding=f"{'; '.join(sentences)}{SPACE}{unit}; {throttled}.",
-            x_label="share of the run (%)",
-            y_label=f"{what} ({unit})",
-            series=tuple(series),
-            zero=False,
-        )
-        found += [chart] if series else []
-    return found
-
-
-def layer_rows(found: Json, most: int | None = None) -> list[tuple[str, ...]]:
-    """Return the slowest layers of a LayerTimes in JSON, and the others in one row."""
-    rows: list[tuple[str, ...]] = [
-        (each["name"], each["op"], number(each["ms"]), _part(each["ms"], found["sum_ms"]))
-        for each in found["layers"][:most]
-    ]
-    if others := found["count"] - len(rows):
-        rest_ms = max(0.0, found["sum_ms"] - sum(each["ms"] for each in found["layers"][:most]))
-        rest = MISSING, number(rest_ms), _part(rest_ms, found["sum_ms"])
-        rows.append((f"{count(others)} others", *rest))
-    return rows
-
-
-def layer_note(found: Json) -> str:
-    """Describe how far the layers add up to a call, and what follows from that."""
-    share = found["sum_ms"] / found["call_ms"]
-    call, profiled = (number(found[key]) for key in ("call_ms", "profiled_ms"))
-    more_us = 1e3 * (found["profiled_ms"] - found["call_ms"]) / (found["count"] or 1)
-    text = (
-        f"{found['label']} at batch {found['batch']}, {found['runtime']}, {found['calls']} calls: "
-        f"{count(found['count'])} layers add up to {_part(share, 1)} of a call of {call}{SPACE}ms "
-        f"without the profiler, with which one takes {profiled}{SPACE}ms"
-    )
-    if more_us > 0:
-        text += f", {number(more_us)}{SPACE}µs more for each layer"
-    if abs(share - 1) > 0.05:  # share of a call by which the sum of its layers may differ
-        text += f". NOT within 5{SPACE}%, so only the shares say something: the profiler takes "
-        text += "time itself and may count whole microseconds, or other work ran meanwhile"
-    return f"{text}."
-
-
-def layers_chart(document: Json) -> list[Bars]:
-    """Draw the layers of each engine whose layers were timed."""
-    return [
-        Bars(
-            name="layers",
-            title=f"Where the time goes, by layer: {found['label']}",
-            finding=f"{found['layers'][0]['name']} ({found['layers'][0]['op']}) takes "
-            f"{_part(found['layers'][0]['ms'], found['sum_ms'])} of the time of all layers. "
-            + layer_note(found),
-            x_label="time in one call (ms)",
-            bars=tuple(
-                (f"{each['name']} · {each['op']}", each["ms"]) for each in found["layers"][:_DRAWN]
-            ),
-            look=_after_setups(document),
-            columns=COLUMNS,
-            rows=tuple(layer_rows(found)),
-        )
-        for found in document.get("layers") or ()
-        if found["sum_ms"]
-    ]

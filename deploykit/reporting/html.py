@@ -1,23 +1,22 @@
 """Write a report as one HTML file that needs no network, no second file and no script.
 
 Every string of the document is escaped, and the page's policy forbids it to load or run anything.
-The same document gives the same bytes. A notebook shows the charts in a frame, to isolate styles.
+The same document gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import LOOK
 from deploykit.evaluation.formatting import Table
 from deploykit.evaluation.html_tables import html_table, safe
-from deploykit.reporting.charts import Figure, draw
-from deploykit.reporting.figures import charts, served_chart
+from deploykit.reporting.charts import Chart, draw
+from deploykit.reporting.figures import charts
 from deploykit.reporting.tables import (
-    best_by_batch,
     details,
     machine,
     serving_table,
@@ -54,7 +53,7 @@ def report_page(document: Mapping[str, Any]) -> str:
         folded.insert(0, f"<details><summary>{title}</summary><ul>{more}</ul></details>")
     conclusions += f'<ul class="gates">{gates}</ul>' * bool(gates)
     busy = any(sentence.startswith(DISTURBED) for sentence in document["verdict"][:1])
-    short, best = (html_table(make(document), caption=False) for make in (summary, best_by_batch))
+    short = html_table(summary(document), caption=False)
     notes = "".join(f"<li>{safe(note)}</li>" for note in document["notes"])
     command, table = document["command"] or "not recorded", machine(document)
     method = f'<p>To repeat it:</p><pre tabindex="0"><code>{safe(command)}</code></pre>'
@@ -63,7 +62,6 @@ def report_page(document: Mapping[str, Any]) -> str:
     sections = [
         ("Summary", "conclusions", conclusions),
         ("In short", "short", "" if busy else short),
-        ("Best at each batch", "best", best),
         ("What the measurements show", "charts", "".join(others)),
         ("How it was measured", "method", method),
         ("Everything", "everything", "".join(folded) + raw_html(document)),
@@ -104,7 +102,7 @@ def section_html(title: str, name: str, content: str) -> str:
     )
 
 
-def figure_html(figure: Figure) -> str:
+def figure_html(figure: Chart) -> str:
     """Return a chart with its finding, and the data that no table of the report has."""
     table = Table(figure.title, figure.columns, figure.rows, text_columns(figure.columns))
     rows = html_table(table, caption=False)
@@ -136,25 +134,12 @@ def printable(value: Any) -> Any:
 
 
 def report_html(document: Mapping[str, Any]) -> str:
-    """Return the verdict, the short table and the charts of a report for a notebook."""
+    """Return the verdict and the short table of a report for a notebook."""
     sentences = document["verdict"][: 1 + CONCLUSIONS]
     verdict = "".join(f"<p>{safe(sentence)}</p>" for sentence in sentences)
-    shown = f"<h3>{safe(document['title'])}</h3>{verdict}{html_table(summary(document))}"
-    return shown + _frame(charts(document)[0])
+    return f"<h3>{safe(document['title'])}</h3>{verdict}{html_table(summary(document))}"
 
 
 def load_html(result: Mapping[str, Any]) -> str:
-    """Return the row of a load test, and its latency by percentile, for a notebook."""
-    document = {"serving": [result]}
-    chart = served_chart(document)
-    return html_table(serving_table(document)) + _frame([chart] if chart else [])
-
-
-def _frame(drawn: Sequence[Figure]) -> str:
-    if not drawn:
-        return ""
-    page = safe(html_page("Charts", "".join(map(figure_html, drawn))))
-    return (
-        f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
-        f'style="width: 100%; height: 560px; border: 0"></iframe>'
-    )
+    """Return the row of a load test for a notebook."""
+    return html_table(serving_table({"serving": [result]}))

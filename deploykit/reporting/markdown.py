@@ -9,7 +9,7 @@ from typing import Any
 from deploykit.evaluation.formatting import Table
 from deploykit.reporting.figures import charts
 from deploykit.reporting.html import CONCLUSIONS
-from deploykit.reporting.tables import best_by_batch, details, gates, machine, summary
+from deploykit.reporting.tables import details, gates, machine, summary
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -22,7 +22,6 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"# {_text(document['title'])}\n",
         *(f"{sentence}\n" for sentence in sentences[: 1 + CONCLUSIONS]),
         *table_lines(summary(document)),
-        *table_lines(best_by_batch(document)),
         "## What the measurements show\n",
         *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in drawn),
         *(f"- {_text(sentence)}" for sentence in missing),

@@ -128,33 +128,6 @@ def summary(document: Json) -> Table:
     return Table("In short", columns, (*rows, *apart), text_columns(columns), note)
 
 
-def best_by_batch(document: Json) -> Table:
-    """Return per batch size the baseline and, if any, the best on a CPU and on a GPU."""
-    kinds: Mapping[str, Callable[[Json], bool]] = {
-        "baseline": lambda point: point["label"] == document["baseline"],
-        "best CPU": lambda point: point["device"] == "cpu",
-        "best GPU": lambda point: point["device"] != "cpu",
-    }
-    kinds = {name: of for name, of in kinds.items() if any(map(of, document["points"]))}
-    rows = []
-    for batch in sorted({int(point["batch"]) for point in document["points"]}):
-        here = [p for p in document["points"] if int(p["batch"]) == batch]
-        here = [point for point in here if not why_not(document, point)]
-        groups = [list(filter(of, here)) for of in kinds.values()]
-        cells = []
-        for group in groups:  # the quickest call
-            timed = [(p["latency"]["p50_ms"], p) for p in group if p["latency"]["p50_ms"]]
-            p50, best = min(timed, key=lambda pair: float(pair[0]["value"]), default=(None, None))
-            cells.append(f"{spread(p50)} {best['label']}" if best else NOT_MEASURED)
-        for group in groups:
-            best = max(group, key=rate_of, default=None)
-            rate = best and f"{spread(best['throughput_per_s'])} {best['label']}"
-            cells.append(rate or NOT_MEASURED)
-        rows += [(str(batch), *cells)] if here else []
-    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in kinds]
-    return Table("Best at each batch", ("batch", *columns), tuple(rows))
-
-
 def _ms(point: Json, key: str) -> str:
     latency = point["latency"]
     if latency[key] is not None:
@@ -204,6 +177,7 @@ def details(document: Json) -> list[Table]:
         _points(document, [p for p in every if not why_not(document, p)], "Every point"),
         _points(document, [p for p in every if why_not(document, p)], "Rows without a verdict"),
         serving_table(document),
+        *(layers_table(each) for each in document.get("layers") or () if each["sum_ms"]),
         make_table(
             "Artefacts",
             document["artefacts"],
@@ -391,57 +365,58 @@ def _load_notes(result: Json) -> str:
 
 
 def machine(document: Json) -> Table:
-    """Return a row for each known property of the machine, packages last."""
-    rows: list[tuple[str, str]] = []
-    values: Json = document["machine"]
-    for key, each in values.items():
-        if key not in ("packages", "gpus", "memory_bytes") and each not in (None, "", []):
-            is_list = isinstance(each, Sequence) and not isinstance(each, str)
-            rows.append(
-                (key.replace("_", " "), ", ".join(map(str, each)) if is_list else str(each))
-            )
-    if values.get("memory_bytes"):
-        rows.append(("memory", f"{number(values['memory_bytes'] / 2**30)}{SPACE}GiB"))
-    gpus = [f"{gpu['name']}, driver {gpu['driver']}" for gpu in values.get("gpus") or ()]
-    rows += [("GPU", gpu) for gpu in gpus or ["none"] * ("gpus" in values)]
-    modes = [each["power_mode"] for each in document["conditions"] if each["power_mode"]]
-    is_jetson = any("sysfs" in each["source"] for each in document["conditions"])
-    is_jetson = is_jetson or bool(values.get("l4t") or values.get("board"))
-    if is_jetson and not values.get("power_mode"):
-        rows.append(("power mode", modes[0] if modes else "NOT KNOWN"))
-    rows += [row for each in document["conditions"] for row in _conditions(each)]
-    rows += _provenance(document.get("provenance") or {})
-    rows += [(name, str(version)) for name, version in (values.get("packages") or {}).items()]
+    """Return a row for each known property of the machine and its state, packages last."""
+    values = dict(document["machine"])
+    packages, gpus = values.pop("packages", None) or {}, values.pop("gpus", None)
+    if memory_bytes := values.pop("memory_bytes", None):
+        values["memory"] = f"{number(memory_bytes / 2**30)}{SPACE}GiB"
+    rows = list(_properties(values))
+    names = [f"{gpu['name']}, driver {gpu['driver']}" for gpu in gpus or ()]
+    rows += [("GPU", name) for name in names or ["none"] * (gpus is not None)]
+    for state in document["conditions"]:
+        reasons = state["throttled"]
+        state = {key: value for key, value in state.items() if key not in ("name", "trace")}
+        state["throttled"] = "not known" if reasons is None else ", ".join(reasons) or "no"
+        rows += _properties(state, "GPU: ")
+    rows += _properties(document.get("provenance") or {})
+    rows += [(name, str(version)) for name, version in packages.items()]
     return Table("Machine and versions", ("what", "value"), rows, (0, 1))
 
 
-def _conditions(values: Json) -> Iterator[tuple[str, str]]:
-    """Yield a GPU's conditions during the run; unknown ones are omitted, except throttling."""
-    low, high, most = (values[f"clock_{key}_mhz"] for key in ("low", "high", "max"))
-    if low is not None:
-        limit = f", at most {number(most)}" if most is not None else ""
-        yield "GPU clock meanwhile", f"{number(low)} to {number(high)}{SPACE}MHz{limit}"
-    if values["power_mean_w"] is not None:
-        mean, peak = number(values["power_mean_w"]), number(values["power_high_w"])
-        yield "power meanwhile", f"{mean}{SPACE}W on average, {peak}{SPACE}W at most"
-    if values["temperature_c"] is not None:
-        yield "temperature meanwhile", f"{number(values['temperature_c'])}{SPACE}°C at most"
-    reasons = values["throttled"]
-    yield "throttled meanwhile", "not known" if reasons is None else ", ".join(reasons) or "no"
+def _properties(values: Json, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield a row for each value, also of objects in others; unknown ones are omitted."""
+    for key, value in values.items():
+        name = prefix + (key.replace("_", " ") if key.islower() else key)
+        if isinstance(value, Mapping):
+            yield from _properties(value, f"{name}: ")
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            yield from [(name, ", ".join(map(str, value)))] * bool(value)
+        elif value not in (None, ""):
+            yield name, str(value)
 
 
-def _provenance(found: Json) -> Iterator[tuple[str, str]]:
-    for key, name in (("project", "commit measured"), ("deploykit", "commit of deploykit")):
-        commit = found.get(key) or {}
-        if "commit" in commit:
-            changed = ", with changes that are not committed" if commit.get("changed") else ""
-            yield name, commit["commit"] + changed
-    if found.get("host"):
-        yield "host", str(found["host"])
-    units = {"min_mhz": "at least {} MHz", "max_mhz": "at most {} MHz", "turbo": "turbo {}"}
-    clocks = (found.get("clocks") or {}).items()
-    if clocks:
-        yield "CPU clocks", ", ".join(units.get(key, "{}").format(each) for key, each in clocks)
-    if found.get("affinity"):
-        yield "CPUs used", str(found["affinity"])
-    yield from (found.get("environment") or {}).items()
+def part_of(part: float, whole: float | None) -> str:
+    return f"{number(100 * part / whole)}{SPACE}%" if whole else MISSING
+
+
+def layers_table(found: Json, most: int | None = None) -> Table:
+    """Return the slowest layers of a LayerTimes in JSON, and the others in one row.
+
+    The note says how far they add up to a call.
+    """
+    whole, share = found["sum_ms"], found["sum_ms"] / found["call_ms"]
+    layers = found["layers"][:most]
+    rows = [(e["name"], e["op"], number(e["ms"]), part_of(e["ms"], whole)) for e in layers]
+    if others := found["count"] - len(rows):
+        rest_ms = max(0.0, whole - sum(each["ms"] for each in layers))
+        rows.append((f"{count(others)} others", MISSING, number(rest_ms), part_of(rest_ms, whole)))
+    call, profiled = (f"{number(found[key])}{SPACE}ms" for key in ("call_ms", "profiled_ms"))
+    note = (
+        f"{found['label']} at batch {found['batch']}, {found['runtime']}, {found['calls']} calls: "
+        f"{count(found['count'])} layers add up to {part_of(share, 1)} of a call of {call} "
+        f"without the profiler, with which one takes {profiled}"
+    )
+    if abs(share - 1) > 0.05:  # share of a call by which the sum of its layers may differ
+        note += f". NOT within 5{SPACE}%, so only the shares say something"
+    columns = ("layer", "operator", "ms", "share")
+    return Table(f"Time by layer: {found['label']}", columns, rows, (0, 1), f"{note}.")

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from deploykit.core.evidence import Interval
 from deploykit.evaluation.formatting import SPACE, count, number, points, spread
-from deploykit.evaluation.statistics import (
-    FASTER,
-    NO_DIFFERENCE,
-    PRACTICALLY_EQUAL,
-    SLOWER,
-    difference,
-)
+from deploykit.evaluation.statistics import NO_DIFFERENCE, PRACTICALLY_EQUAL, difference
 from deploykit.reporting.html import DISTURBED
 from deploykit.reporting.points import CpuSettings, LoadResult, Point, best, crossover
 from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of, load_label
 
 _MOST = 3  # most engines or reasons to name
-_PAYS = 1.1  # factor of throughput that makes larger batches worth it
 _FAR = 0.25  # share of the roofline; below it neither arithmetic nor memory is the limit
 
 
@@ -175,17 +166,11 @@ def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> 
         if rivals and (rival := best(rivals)).label not in named:
             named.add(rival.label)
             sentences.append(f"Against {title}: {_ratio(report, candidate, rival, rival in own)}.")
-    base = [p for p in usable if (p.label, p.scenario) == (report.baseline, candidate.scenario)]
-    if base and (first := best(base)).batch != candidate.batch:
-        rates = [number(point.throughput_per_s.value) for point in (first, candidate)]
-        sentences.append(
-            f"Each at its own best batch: {first.label} {rates[0]} inferences/s at {first.batch}, "
-            f"{candidate.label} {rates[1]} at {candidate.batch}."
-        )
-    pair = _Pair(report, candidate, reference)
+    own_batches = [p for p in usable if p.scenario == candidate.scenario]
     conclusions = (
-        *(pair.crossover(), pair.integer(), pair.batching(), pair.bound()),
-        *(pair.within_slo(), pair.energy()),
+        _crossover(own_batches, candidate, reference),
+        _bound(report, candidate),
+        _within_slo(report.slo_ms, own_batches, (candidate.label, reference.label)),
     )
     return sentences + list(filter(None, conclusions))
 
@@ -243,130 +228,64 @@ def _accuracy(report: Report, candidate: Point) -> str:
     return f"{row['metric']} drop {drop.removesuffix(')')}, n = {row['n']})"
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The two points of a headline. Each conclusion is on one engine and measured batches."""
-
-    report: Report
-    candidate: Point
-    reference: Point
-
-    @property
-    def usable(self) -> list[Point]:
-        return [p for p in self.report.usable if p.scenario == self.candidate.scenario]
-
-    def of(self, label: str) -> list[Point]:
-        return [point for point in self.usable if point.label == label]
-
-    def crossover(self) -> str:
-        """Name the batch from which it is ahead of the reference; a GPU, of all on the CPU."""
-        own, rivals = self.of(self.candidate.label), self.of(self.reference.label)
-        if self.candidate.device != "cpu":
-            rivals = [point for point in self.usable if point.device == "cpu"]
-        batches = {point.batch for point in own} & {point.batch for point in rivals}
-        if len(batches) < 2:
-            return ""
-        found = []
-        for by in ("throughput", "p50"):
-            timed = [p for p in rivals if by == "throughput" or p.latency.p50_ms]
-            known = sorted({point.batch for point in timed})
-            chosen = [best([p for p in timed if p.batch == batch], by) for batch in known]
-            if batches & set(known):
-                batch = crossover(own, chosen, by)
-                none = f"at no batch up to {max(batches)}"
-                found.append(f"by {by} " + (none if batch is None else f"from batch {batch} on"))
-        names = {point.label for point in rivals}
-        rival = names.pop() if len(names) == 1 else "the best on the CPU"
-        return f"{self.candidate.label} is ahead of {rival} {', '.join(found)}."
-
-    def integer(self) -> str:
-        """State whether INT8 beats float32 on the same device with as many threads."""
-        if self.candidate.precision not in ("int8", "uint8", "int4"):
-            return ""
-        found: list[tuple[int, Interval]] = []
-        for point in sorted(self.of(self.candidate.label), key=lambda point: point.batch):
-            names = ("device", "sessions", "threads", "batch", "rounds")
-            same = [
-                p for p in self.usable if all(getattr(p, n) == getattr(point, n) for n in names)
-            ]
-            if like := [p for p in same if p.precision == "fp32"]:
-                found.append((point.batch, self.report.speedup(point, best(like))))
-        ends = list(dict.fromkeys(found[:1] + found[-1:]))
-        if not ends:
-            return ""
-        kinds = {difference(times) for _, times in ends}
-        pays = "does not pay here" + " and costs time" * (kinds == {SLOWER})
-        if FASTER in kinds:
-            pays = "pays here" if kinds == {FASTER} else "pays at some batches only"
-        parts = ", ".join(f"{number(times.value)}× at batch {batch}" for batch, times in ends)
-        return f"{self.candidate.precision.upper()} {pays}: {parts}, against float32."
-
-    def batching(self) -> str:
-        """State whether larger batches pay, by the nearer ends of the intervals."""
-        own = self.of(self.candidate.label)
-        first, most = min(own, key=lambda point: point.batch), best(own)
-        least = first.throughput_per_s
-        if first.batch == max(point.batch for point in own) or not least.value:
-            return ""
-        if most is first or most.throughput_per_s.low / max(least.high, 1e-12) < _PAYS:
-            no = f"no batch has {_PAYS}× the throughput of batch {first.batch}"
-            return f"Batching does not pay: {no}."
-        times = number(most.throughput_per_s.value / least.value)
-        text = f"batch {most.batch} has {times}× the throughput of batch {first.batch}"
-        if first.latency.p50_ms and most.latency.p50_ms:
-            slower = number(most.latency.p50_ms.value / first.latency.p50_ms.value)
-            text += f", and calls that take {slower}× as long"
-        return f"Batching pays: {text}."
-
-    def bound(self) -> str:
-        """Name its limit by the share of a call that is not compute, else by the roofline."""
-        candidate = self.candidate
-        compute, whole = candidate.compute, candidate.latency.p50_ms
-        at = f"{candidate.label} at batch {candidate.batch} is"
-        if compute and compute.p50_ms and whole and compute.p50_ms.value < whole.value / 2:
-            share = 100 * (1 - compute.p50_ms.value / whole.value)
-            return f"{at} bound by copies and launches: {share:.0f}{SPACE}% of a call."
-        for found in (self.report.roofline, self.report.gpu_roofline):
-            for point in found.get("points", ()):
-                if (point["label"], point["batch"]) != (candidate.label, candidate.batch):
-                    continue
-                most = found["ceilings"]["gflops"]
-                by_memory = point["intensity"] * found["ceilings"]["gbytes_per_s"]
-                kind = "memory" if by_memory < most else "compute"
-                share = point["gflops"] / max(min(most, by_memory), 1e-12)
-                text = f"it reaches {100 * share:.0f}{SPACE}% of what the {kind} of this machine "
-                bound = f"{kind}-bound"
-                if share < _FAR:
-                    bound = "bound by neither compute nor memory, but by launches and calls"
-                return f"{at} {bound}: {text}allows."
+def _crossover(usable: Sequence[Point], candidate: Point, reference: Point) -> str:
+    """Name the batch from which it is ahead of the reference; a GPU, of all on the CPU."""
+    own = [point for point in usable if point.label == candidate.label]
+    rivals = [point for point in usable if point.label == reference.label]
+    if candidate.device != "cpu":
+        rivals = [point for point in usable if point.device == "cpu"]
+    batches = {point.batch for point in own} & {point.batch for point in rivals}
+    if len(batches) < 2:
         return ""
+    found = []
+    for by in ("throughput", "p50"):
+        timed = [p for p in rivals if by == "throughput" or p.latency.p50_ms]
+        known = sorted({point.batch for point in timed})
+        chosen = [best([p for p in timed if p.batch == batch], by) for batch in known]
+        if batches & set(known):
+            batch = crossover(own, chosen, by)
+            none = f"at no batch up to {max(batches)}"
+            found.append(f"by {by} " + (none if batch is None else f"from batch {batch} on"))
+    names = {point.label for point in rivals}
+    rival = names.pop() if len(names) == 1 else "the best on the CPU"
+    return f"{candidate.label} is ahead of {rival} {', '.join(found)}."
 
-    def within_slo(self) -> str:
-        """Name the highest throughput of both whose p99 is within the wanted latency."""
-        slo_ms, parts = self.report.slo_ms, []
-        if slo_ms is None:
-            return ""
-        for label in dict.fromkeys((self.candidate.label, self.reference.label)):
-            own = self.of(label)
-            known = [(point, p99) for point in own if (p99 := point.latency.p99_ms) is not None]
-            inside = [point for point, p99 in known if p99.high <= slo_ms]
-            why = "none" if len(known) == len(own) else "not known, as calls were too few for a p99"
-            if inside:
-                most = best(inside)
-                rate = number(most.throughput_per_s.value)
-                why = f"{rate} inferences/s at batch {most.batch}"
-            parts.append(f"{label} {why}")
-        return f"Within {number(slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
 
-    def energy(self) -> str:
-        """Name the energy of one inference on both, if it was metered."""
-        found = {(each.label, each.batch): each for each in self.report.energy}
-        first, second = (found.get((p.label, p.batch)) for p in (self.candidate, self.reference))
-        if first is None:
-            return ""
-        known = [first, second] if second else [first]
-        parts = [f"{each.label} {number(1e3 * each.joules)}{SPACE}mJ" for each in known]
-        return (
-            f"Energy of one inference at batch {self.candidate.batch}, of the device alone: "
-            f"{'; '.join(parts)} (from {', '.join(dict.fromkeys(e.source for e in known))})."
-        )
+def _bound(report: Report, candidate: Point) -> str:
+    """Name its limit by the share of a call that is not compute, else by the roofline."""
+    compute, whole = candidate.compute, candidate.latency.p50_ms
+    at = f"{candidate.label} at batch {candidate.batch} is"
+    if compute and compute.p50_ms and whole and compute.p50_ms.value < whole.value / 2:
+        share = 100 * (1 - compute.p50_ms.value / whole.value)
+        return f"{at} bound by copies and launches: {share:.0f}{SPACE}% of a call."
+    for found in (report.roofline, report.gpu_roofline):
+        for point in found.get("points", ()):
+            if (point["label"], point["batch"]) != (candidate.label, candidate.batch):
+                continue
+            most = found["ceilings"]["gflops"]
+            by_memory = point["intensity"] * found["ceilings"]["gbytes_per_s"]
+            kind = "memory" if by_memory < most else "compute"
+            share = point["gflops"] / max(min(most, by_memory), 1e-12)
+            text = f"it reaches {100 * share:.0f}{SPACE}% of what the {kind} of this machine "
+            bound = f"{kind}-bound"
+            if share < _FAR:
+                bound = "bound by neither compute nor memory, but by launches and calls"
+            return f"{at} {bound}: {text}allows."
+    return ""
+
+
+def _within_slo(slo_ms: float | None, usable: Sequence[Point], labels: Sequence[str]) -> str:
+    """Name the highest throughput of each label whose p99 is within the wanted latency."""
+    if slo_ms is None:
+        return ""
+    parts = []
+    for label in dict.fromkeys(labels):
+        own = [point for point in usable if point.label == label]
+        known = [(point, p99) for point in own if (p99 := point.latency.p99_ms) is not None]
+        inside = [point for point, p99 in known if p99.high <= slo_ms]
+        why = "none" if len(known) == len(own) else "not known, as calls were too few for a p99"
+        if inside:
+            most = best(inside)
+            why = f"{number(most.throughput_per_s.value)} inferences/s at batch {most.batch}"
+        parts.append(f"{label} {why}")
+    return f"Within {number(slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."

@@ -226,7 +226,7 @@ def time_threads(
                 if engine.device != "cpu":
                     return f"model '{name}' runs on {engine.device}"
                 rows = 0 if why_not_batched(engine) else 1
-                times, _ = WarmUp(name, engine, monotonic_us, max_batch=rows).run(again_us=_LONG_US)
+                times = WarmUp(name, engine, monotonic_us, max_batch=rows).run(again_us=_LONG_US)
                 found.append(min(times.values(), default=0))
         timed[name] = (found[0], found[1])
     return timed

@@ -125,7 +125,6 @@ class Server:
                 options,
                 deliver=self._deliver,
                 call_soon=self._loop.call_soon,
-                processes=group.count,
                 make_model=group.make_model,
             )
             self.repository.add_pipelines(pipelines or {}, self._loop, group.count)
@@ -319,8 +318,6 @@ class Server:
             for port in self._ports:
                 port.tick(time.monotonic())
             self._group.report_state(self.repository.own_problem())
-            if self._group.count == 1:
-                self._routes.status.tick(time.monotonic_ns() // 1000)
             if self.repository.fatal and not self._stopped.is_set():
                 log.error("%s; the server ends", self.repository.fatal)
                 self._begin_drain()

@@ -33,7 +33,6 @@ from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
 from deploykit.training.checks import check_recipe, check_splits
-from deploykit.training.data import free_cores, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import TrainingOptions, build_from_recipe, read_splits, settle
@@ -43,12 +42,10 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("float32", "tf32", "bf16", "fp16"),
 }
 _NAMES = {"cpu": "CPU", "cuda": "GPU"}
-AUGMENTED = "augmented batches"  # in place of a precision
 NO_GPU = "no NVIDIA GPU on this machine"
 _FEWEST, _STEPS = 3, 20  # steps of a row at least, and as many as _LIMIT_S allows
 _LEAST_S, _LIMIT_S = 1.0, 10.0  # of a row's timed steps: a few milliseconds tell nothing
-_PEAK = {"what": "peak arithmetic", "cpu": "–", "gpu": "–", "times": "–"}
-ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they measured for it
+ARTICLES: tuple[Mapping[str, str], ...] = (  # what one claims, and what it measured for it
     {
         "what": "the article: 20 epochs of 2,000 images, batch 150",
         "cpu": "340",
@@ -58,10 +55,6 @@ ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they me
         "measured": "TensorFlow on a Ryzen 5 5600X and an RTX 3070, 26 times by its totals, more "
         "than 33 by its times per batch; build, threads and precision are not given",
     },
-    _PEAK
-    | {"claim": "12 times the throughput (V100)", "measured": "nothing: FP16 in Tensor Cores"},
-    _PEAK
-    | {"claim": "20 times without code change (A100)", "measured": "nothing: TF32 against FP32"},
 )
 
 
@@ -69,8 +62,7 @@ ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they me
 class DeviceRow(Record):
     """The cost of training on a device; `absent`: why it was not measured.
 
-    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. A row on
-    augmentation has no steps; its `threads` are those that make batches.
+    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
     """
 
     device: str
@@ -103,7 +95,6 @@ class DeviceTable(Record):
     crossovers: tuple[Mapping[str, Any], ...]
     verdict: tuple[str, ...] = ()
     augment: bool = False
-    augmentation: tuple[DeviceRow, ...] = ()
     articles: tuple[Mapping[str, str], ...] = ()
     devices: int = 1
 
@@ -124,8 +115,8 @@ def compare_devices(
 
     Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
     one of three; an eighth and four times as much, at most all samples, are the others. `augment`:
-    change the images, as `train` does; augmentation on each processor is timed anyway. `compile`:
-    use torch.compile. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
+    change the images, as `train` does. `compile`: use torch.compile. Nothing is trained to the end,
+    and no accuracy is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
@@ -149,7 +140,6 @@ def compare_devices(
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if augment is None else augment,
-        augmentation=tuple(time_augmentation(chosen, splits, batches, progress)),
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
@@ -159,8 +149,7 @@ def compare_devices(
     return table
 
 
-Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
-Rows = list[tuple[DeviceRow, Iterator[Times]]]  # each with what does one more batch
+Times = tuple[float, float]  # seconds of making a batch and of the step on it
 
 
 def time_devices(
@@ -175,7 +164,7 @@ def time_devices(
     """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
     splits = check_splits(recipe, splits)
-    rows: Rows = []
+    rows, sources = list[DeviceRow](), list[Iterator[Times]]()
     kinds = [(device, kind) for device, precisions in PRECISIONS.items() for kind in precisions]
     for (device, kind), compiled, batch in itertools.product(
         kinds, (False, True)[: 1 + compile], batches
@@ -190,28 +179,32 @@ def time_devices(
             compile=compiled,
         )
         name, absent = f"{kind} compiled" if compiled else kind, _lacks(device, kind)
-        row = DeviceRow(device, name, batch, torch.get_num_threads(), absent=absent)
-        rows.append((row, _train(recipe, splits, options)))
-    return _time_rows(rows, len(splits.train.labels), recipe.epochs, on_progress)
-
-
-def time_augmentation(
-    recipe: Recipe, splits: Splits, batches: Sequence[int], on_progress: Progress = no_progress
-) -> list[DeviceRow]:
-    """Return a row per batch size and processor that may augment; none without augmentation.
-
-    The time runs from the images in memory until the augmented batch is where the steps run.
-    """
-    if recipe.augment is None or recipe.backbone is not None:
-        return []
-    rows: Rows = []
-    trains_on = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = {"cpu": max(1, free_cores(torch.device(trains_on))), "cuda": 0}
-    for batch, device in itertools.product(batches, PRECISIONS):
-        row = DeviceRow(device, AUGMENTED, batch, threads[device], absent=_lacks(device, AUGMENTED))
-        options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
-        rows.append((row, _augment(recipe, splits.train, options, device)))
-    return _time_rows(rows, len(splits.train.labels), recipe.epochs, on_progress)
+        threads = None if absent else torch.get_num_threads()
+        rows.append(DeviceRow(device, name, batch, threads, absent=absent))
+        sources.append(_train(recipe, splits, options))
+    # the CPU's rows take turns, as the machine may be busy; a GPU's are alone, for its memory
+    places = [at for at, row in enumerate(rows) if row.absent is None]
+    on_cpu, done = [at for at in places if rows[at].device == "cpu"], 0
+    for group in (on_cpu, *([at] for at in places if at not in on_cpu)):
+        left = {at: list[Times]() for at in group}
+        while left:
+            for at in tuple(left):
+                row = rows[at]
+                share = done / len(places)
+                on_progress(f"{row.device} {row.precision}, batch {row.batch}", share)
+                try:
+                    left[at].append(next(sources[at]))
+                except (OutOfMemory, Unsupported) as exc:
+                    rows[at] = replace(row, threads=None, absent=exc.message)
+                else:
+                    times = left[at][1:]  # the first warms up
+                    if not _enough(times):
+                        continue
+                    rows[at] = _measured(row, times, len(splits.train.labels), recipe.epochs)
+                sources[at].close()  # frees the model
+                del left[at]
+                done += 1
+    return rows
 
 
 def _lacks(device: str, precision: str) -> str | None:
@@ -251,8 +244,6 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Iterator
             times.append(now_s())
             run.stepper(inputs, labels)
             times.append(now_s())
-        if run.state.parts > 1:
-            raise Unsupported(f"too little memory: fits in {run.state.parts} parts only")
         yield times[1] - times[0], times[2] - times[1]
 
 
@@ -260,64 +251,22 @@ def _first(split: Split, count: int) -> Split:
     return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
 
 
-def _augment(
-    recipe: Recipe, train: Split, options: TrainingOptions, device: str
-) -> Iterator[Times]:
-    settings, where = settle(recipe, options), torch.device(device)
-    batches = make_batches(recipe, train, settings, Processes(), where)
-    while True:
-        yield (time_batches(batches) / 1e3,)
+def _enough(times: Sequence[Times]) -> bool:
+    limit_s = _LEAST_S if len(times) >= _STEPS else _LIMIT_S
+    return len(times) >= _FEWEST and sum(map(sum, times)) >= limit_s
 
 
-def _time_rows(rows: Rows, samples: int, epochs: int, on_progress: Progress) -> list[DeviceRow]:
-    """Time the CPU's rows in turns, as the machine may be busy; a GPU's alone, for its memory."""
-    found, done = [row for row, _ in rows], 0
-    measured = [n for n, row in enumerate(found) if row.absent is None]
-    timings = {n: _time_row(*rows[n], samples, epochs) for n in measured}
-    on_cpu = [n for n in measured if found[n].device == "cpu"]
-    for group in (on_cpu, *([n] for n in measured if n not in on_cpu)):
-        while group:
-            for n in tuple(group):
-                row = found[n]
-                on_progress(
-                    f"{row.device} {row.precision}, batch {row.batch}", done / len(measured)
-                )
-                if (timed := next(timings[n])) is not None:
-                    found[n] = timed
-                    group.remove(n)
-                    del timings[n]  # frees the model
-                    done += 1
-    return [row if row.absent is None else replace(row, threads=None) for row in found]
-
-
-def _time_row(
-    row: DeviceRow, source: Iterator[Times], samples: int, epochs: int
-) -> Iterator[DeviceRow | None]:
-    """Yield None after each batch, the first of which warms up, and the complete row at the end."""
-    times, seconds = list[Times](), 0.0
-    try:
-        next(source)
-        while True:
-            yield None
-            started = time.perf_counter()
-            times.append(next(source))
-            seconds += time.perf_counter() - started
-            steps = len(times)
-            if steps >= _FEWEST and seconds >= (_LIMIT_S if steps < _STEPS else _LEAST_S):
-                break
-    except (OutOfMemory, Unsupported) as exc:
-        yield replace(row, absent=exc.message)
-    batch = min(row.batch, samples)
-    rate = throughput([batch] * steps, [sum(each) for each in times])
-    parts = [_time_of(1e3, throughput([1] * steps, each)) for each in zip(*times, strict=True)]
-    yield replace(
+def _measured(row: DeviceRow, times: Sequence[Times], samples: int, epochs: int) -> DeviceRow:
+    count = len(times)
+    rate = throughput([row.batch] * count, [sum(each) for each in times])
+    loader, step = (throughput([1] * count, each) for each in zip(*times, strict=True))
+    return replace(
         row,
-        batch=batch,
         samples_per_s=rate,
-        loader_ms=parts[0],
-        step_ms=parts[1] if len(parts) > 1 else None,
+        loader_ms=_time_of(1e3, loader),
+        step_ms=_time_of(1e3, step),
         run_s=_time_of(samples * epochs, rate),
-        steps=steps,
+        steps=count,
         load_1_min=round(os.getloadavg()[0], 2),
     )
 
@@ -368,14 +317,9 @@ def conclude(table: Any) -> list[str]:
         return [f"The machine was too busy: the interval of every rate holds 0. Repeat it. {gpu}"]
     if len(like) == 2:
         cpu, best = like["cpu"], like["cuda"]
-        one, other = best.samples_per_s, cpu.samples_per_s
         first = f"In float32 at batch {table.batch} the GPU trains {table.recipe} "
-        if one.low > other.high or one.high < other.low:
-            first += f"{one.value / other.value:.3g} times as fast as"
-        else:
-            first += "neither surely faster nor slower than"
-        first += f" the CPU ({cpu.threads} threads): {work} {best.run_s.value:.3g} s against "
-        first += f"{cpu.run_s.value:.3g} s."
+        first += f"{_times(best, cpu)} times as fast as the CPU ({cpu.threads} threads): "
+        first += f"{work} {best.run_s.value:.3g} s against {cpu.run_s.value:.3g} s."
     else:
         best = max(rows, key=lambda row: row.samples_per_s.low)
         rate = best.samples_per_s
@@ -385,24 +329,12 @@ def conclude(table: Any) -> list[str]:
     found = [first.rstrip()]
     for each in table.crossovers:
         against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
-        found.append(f"GPU {each['precision']} is ahead of {against} {_from_batch(each)}.")
-    return found + conclude_augmentation(table)
-
-
-def conclude_augmentation(table: Any) -> list[str]:
-    """Say where augmentation takes less time; say nothing where nothing was augmented."""
-    for each in find_crossovers(table.augmentation):
-        return [f"The GPU augments batches in less time than the CPU {_from_batch(each)}."]
-    for row in table.augmentation:
-        if row.batch == table.batch and row.loader_ms is not None:
-            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
-            return [f"{first}. {_no_gpu(table.augmentation)}"]
-    return []
-
-
-def _from_batch(crossover: Mapping[str, Any]) -> str:
-    batch, measured = crossover["batch"], ", ".join(map(str, crossover["measured"]))
-    return f"{f'from batch {batch} on' if batch else 'at no batch size'} (measured: {measured})"
+        where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
+        measured = ", ".join(map(str, each["measured"]))
+        found.append(
+            f"GPU {each['precision']} is ahead of {against} {where} (measured: {measured})."
+        )
+    return found
 
 
 def _no_gpu(rows: Sequence[DeviceRow]) -> str:
@@ -415,8 +347,8 @@ def _no_gpu(rows: Sequence[DeviceRow]) -> str:
 _METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
 CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
 intervals over the steps of one process; that of a ratio holds for any two values within. Where a \
-backbone is frozen, the head's steps are timed, on features in memory; augmentation is timed from \
-the images in memory until the batch is where the steps run. Nothing was trained to the end."""
+backbone is frozen, the head's steps are timed, on features in memory. Nothing was trained to the \
+end."""
 
 
 def devices_html(table: DeviceTable) -> str:
@@ -451,7 +383,7 @@ def devices_markdown(table: DeviceTable) -> str:
 
 def device_rows(table: DeviceTable) -> Table:
     """Return each row, with its rate over the CPU's in the same precision and batch."""
-    own = {(row.device, row.precision, row.batch): row for row in table.rows + table.augmentation}
+    own = {(row.device, row.precision, row.batch): row for row in table.rows}
     rows = [
         (
             *_setup(row),
@@ -492,10 +424,7 @@ def _chart(table: DeviceTable) -> Chart:
         mark = Mark(float(row.batch), rate.value, rate.low, rate.high)
         series.setdefault(_setup(row)[0], []).append(mark)
     batches = sorted({row.batch for row in rows})
-    flags = [(each["batch"], f"CPU wins below {each['batch']}") for each in table.crossovers]
-    flags = [each for each in flags[:1] if each[0] not in (None, *batches[:1])]
     return Chart(
-        name="devices",
         title="Training speed against batch size",
         finding=next((each for each in table.verdict if "GPU" in each), ""),
         x_label="batch size (samples per step)",
@@ -503,7 +432,6 @@ def _chart(table: DeviceTable) -> Chart:
         series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
-        flag=flags[0] if flags else None,
         columns=("setup", "batch", "samples/s"),
         rows=tuple((*_setup(row), _spread(row.samples_per_s)) for row in rows),
     )

@@ -12,9 +12,7 @@ import contextlib
 import datetime
 import gc
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +101,7 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (group.size,))  # torch takes a GPU without it
-        for block in dict.fromkeys(_blocks(run)):
+        for block in dict.fromkeys(_blocks(run)):  # one may have two names
             fully_shard(block, mesh=mesh)
         return fully_shard(run, mesh=mesh)
     from torch.nn.parallel import DistributedDataParallel
@@ -115,23 +113,20 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
-def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the parts of `module` that FSDP gathers one at a time, inner ones first.
+def _blocks(run: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the parts of `run` and of lists, inner ones first: FSDP gathers one at a time.
 
-    Lists are taken apart, and so is a module whose weights are mostly in a list somewhere inside:
-    gathered as a whole it would need the memory of all its weights.
+    A module with a list inside would need the memory of all its weights if it was gathered whole.
+    A ModuleList has no `forward` to gather it for.
     """
-
-    def weights(part: torch.nn.Module) -> int:
-        return sum(each.numel() for each in part.parameters() if each.requires_grad)
-
-    for child in module.children():
-        own = weights(child)
-        lists = [each for each in child.modules() if isinstance(each, _CONTAINERS)]
-        if own and any(2 * weights(each) > own for each in lists):
-            yield from _blocks(child)
-        if own and type(child).forward is not torch.nn.Module.forward:  # a ModuleList has none
-            yield child
+    for holder in reversed([*run.modules()]):
+        if holder is run or isinstance(holder, _CONTAINERS):
+            for part in holder.children():
+                trains = any(each.requires_grad for each in part.parameters())
+                if (
+                    trains and type(part).forward is not torch.nn.Module.forward
+                ):  # as a ModuleList's
+                    yield part
 
 
 def whole_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -140,45 +135,3 @@ def whole_state(module: torch.nn.Module) -> dict[str, Any]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(get_model_state_dict(module, options=options))
-
-
-def measure_scaling(
-    run: Any,
-    gradients: Callable[[Sequence[torch.Tensor], torch.Tensor], object],
-    batch: tuple[Sequence[torch.Tensor], torch.Tensor],
-    group: Processes,
-    device: torch.device,
-) -> dict[str, float]:
-    """Return what waiting for the others costs a step, on one batch; the weights stay.
-
-    `efficiency`: the time of a step of one process alone, over that with all. `communication`: the
-    share of a step that goes away when gradients are not exchanged; both for the slowest process.
-    """
-
-    def median() -> float:
-        times = []
-        for number in range(6):  # the first warms up
-            started = time.perf_counter()
-            gradients(*batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number:
-                times.append(time.perf_counter() - started)
-        return statistics.median(times)
-
-    alone = 0.0
-    with run.no_sync():
-        gradients(*batch)  # by all: the first pass without the others' gradients shares buffers
-        if group.first:
-            alone = median()
-        group.wait()
-        apart = max(group.gather(median()))
-    together = max(group.gather(median()))
-    alone = group.share(alone)
-    return {
-        "processes": group.size,
-        "scaling_efficiency": round(min(1.0, alone / together), 4),
-        "communication_share": round(max(0.0, 1.0 - apart / together), 4),
-        "step_alone_ms": round(alone * 1e3, 3),
-        "step_ms": round(together * 1e3, 3),
-    }

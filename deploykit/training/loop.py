@@ -25,16 +25,17 @@ from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable, make_folder, write_errors
 from deploykit.core.json_value import json_value
-from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
+from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.data.folders import large_array
+from deploykit.engines.torch.files import module_errors
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.training.checks import check_outputs, check_recipe, check_splits
-from deploykit.training.data import choose_batches, tensors
-from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
+from deploykit.training.data import make_batches, tensors
+from deploykit.training.distributed import Processes, parallel, whole_state
 from deploykit.training.options import (
     Settings,
     Trained,
@@ -44,28 +45,22 @@ from deploykit.training.options import (
     settle,
 )
 
-# A batch that does not fit into memory is computed in 2, 4, 8 … parts whose gradients are added, so
-# that the batch size of the run stays what it was. The sum is the gradient of the whole where the
-# loss is a mean over samples and no layer mixes them, as BatchNorm does.
-
 
 @dataclass
 class State:
     """The part of a run that a checkpoint keeps next to weights and random numbers.
 
-    `history`: one entry per epoch. `best`: score, epoch and weights. `parts`: how many parts a
-    batch is computed in. `skipped`: of the steps `tried`, those whose float16 gradients overflowed,
-    so that loss scaling left the weights as they were. `amp`: whether precision is mixed.
+    `history`: one entry per epoch. `best`: score, epoch and weights. `skipped`: of the steps
+    `tried`, those whose float16 gradients overflowed, so that loss scaling left the weights as they
+    were.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     best: tuple[float, int, dict[str, Any]] | None = None
     seconds: float = 0.0
-    parts: int = 1
     tried: int = 0
     skipped: int = 0
-    amp: bool = False
 
 
 class Stepper:
@@ -81,11 +76,8 @@ class Stepper:
         settings: Settings,
         steps: int,
         slowly: Iterable[torch.nn.Parameter] = (),
-        *,
-        alone: bool = True,
     ) -> None:
         self.state = State()
-        self.alone = alone  # else the other processes would wait for the parts of a batch
         self.run, self.loss, self.clip_norm = run, recipe.loss, recipe.clip_norm
         self.device, slower = settings.device, settings.options.unfreeze or 1.0
         self.weights = [each for each in run.parameters() if each.requires_grad]
@@ -107,12 +99,8 @@ class Stepper:
             "one-cycle": lambda: kinds.OneCycleLR(self.optimiser, highest, steps + 1),
             "constant": lambda: kinds.ConstantLR(self.optimiser, 1.0, 1),
         }[recipe.schedule]()
-        self.use(settings.amp_dtype)
-
-    def use(self, amp_dtype: torch.dtype | None) -> None:
-        """Compute in this type from now on; None is float32."""
-        self.amp_dtype, self.state.amp = amp_dtype, amp_dtype is not None
-        half = amp_dtype == torch.float16
+        self.amp_dtype = settings.amp_dtype
+        half = self.amp_dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
 
     def __call__(
@@ -121,31 +109,25 @@ class Stepper:
         """Update the weights; return the batch's mean loss, not yet read from the device.
 
         `weight`: that of the loss, where other processes average their gradients with these.
-        Raises OutOfMemory where not even one sample fits, BadInput where the recipe fails.
+        Raises OutOfMemory, Unsupported for a failed compilation, BadInput where the recipe fails.
         """
-        while True:
-            try:
-                with users_code("the recipe's model or loss failed"):
-                    loss = self.gradients(inputs, labels, weight)
-                break
-            except (BadInput, MemoryError) as exc:
-                cause = exc.__cause__ or exc
-                reason = first_line(cause)
-                if type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                    raise Unsupported(
-                        f"torch.compile failed: {type(cause).__name__}: {reason}",
-                        hint="leave `compile` out",
-                    ) from cause
-                if not isinstance(cause, torch.OutOfMemoryError) and not lacks_memory(cause):
-                    raise
-                del cause
-            # outside of `except`: its traceback would keep the tensors
-            if self.state.parts >= len(labels) or not self.alone:
-                what = "a single sample" if self.alone else "a process's part of a batch"
-                raise does_not_fit(f"{self.device}: training on {what}", reason)
-            self.state.parts *= 2
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        self.optimiser.zero_grad(set_to_none=True)
+        where = f"{len(labels)} samples, {self.device}"
+        try:
+            with module_errors(f"the recipe's model or loss failed on {where}"):
+                enabled = self.amp_dtype is not None
+                with torch.autocast(self.device.type, self.amp_dtype, enabled=enabled):
+                    loss: torch.Tensor = self.loss(self.run(*inputs), labels)
+                scaled: Any = self.scaler.scale(loss * weight)
+                scaled.backward()
+        except BadInput as exc:
+            cause = exc.__cause__
+            if not type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            raise Unsupported(
+                f"torch.compile failed: {type(cause).__name__}: {first_line(cause or exc)}",
+                hint="leave `compile` out",
+            ) from cause
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
             torch.nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
@@ -157,23 +139,7 @@ class Stepper:
             self.state.skipped += 1
         else:
             self.schedule.step()
-        return loss
-
-    def gradients(
-        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
-    ) -> torch.Tensor:
-        """Compute the gradients, leave the weights, and return the mean loss."""
-        self.optimiser.zero_grad(set_to_none=True)
-        total, size = torch.zeros((), device=self.device), -(-len(labels) // self.state.parts)
-        for start in range(0, len(labels), size):
-            part = slice(start, start + size)
-            share = len(labels[part]) / len(labels)
-            with torch.autocast(self.device.type, self.amp_dtype, enabled=self.state.amp):
-                loss = self.loss(self.run(*(each[part] for each in inputs)), labels[part])
-            scaled: Any = self.scaler.scale(loss * (share * weight))
-            scaled.backward()
-            total += loss.detach() * share
-        return total
+        return loss.detach()
 
 
 _SAMPLES = 256  # at once
@@ -212,7 +178,7 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
 # after each epoch: a run that is killed while it writes leaves the state of the epoch before. It
 # holds tensors, numbers and strings; opening it runs no code.
 
-VERSION = 3
+VERSION = 4
 KEY = "deploykit_training_state"
 
 
@@ -436,7 +402,7 @@ def run_training(
     if run.frozen is not None and recipe.backbone is not None:
         run.frozen.fold(module.get_submodule(recipe.backbone[1]))
     scores = score_module(module, recipe, splits.test)
-    figures = run.figures() | run.measure_scaling()
+    figures = run.figures()
     if recipe.report is not None:
         with users_code("the recipe's report failed"):
             report = json_value(dict(recipe.report(module, splits)))
@@ -503,13 +469,13 @@ class Run:
         if self.backbone is not None and options.unfreeze is None:
             self.frozen = freeze(module, recipe, train, splits.calibration, device)
             run, train = self.frozen.head, self.frozen.train
-        self.batches = choose_batches(recipe, train, settings, group)
+        self.batches = make_batches(recipe, train, settings, group)
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
         steps = settings.epochs * len(self.batches)
         slowly = self.backbone.parameters() if self.backbone is not None else ()
-        self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
+        self.stepper = Stepper(run, recipe, settings, steps, slowly)
         self.state = self.stepper.state
         self.notes, self.history = self.state.notes, self.state.history
         self.unsaved = dict[Path, str]()
@@ -524,6 +490,7 @@ class Run:
         for array in (labels, *splits.train.inputs.values()):
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             checksum = zlib.crc32(flat.data, checksum)
+        own = self.batches.augmentation
         self.described = {  # all that a run has in common with the one whose state it goes on from
             "recipe": name,
             "epochs": settings.epochs,
@@ -536,7 +503,7 @@ class Run:
             "learning_rate": recipe.learning_rate,
             "unfreeze": options.unfreeze,
             "processes": group.size,
-            "augment": self.batches.figures()["augment"],
+            "augment": own.describe() if own else None,
             "classes": list(splits.classes),
             "image": splits.image.to_dict() if splits.image else None,
             "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
@@ -561,8 +528,6 @@ class Run:
             if state is not None:
                 self._restore(state)
                 self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
-        if self.batches.note:
-            on_progress(self.batches.note, 0.0)
         while len(self.history) < self.settings.epochs and not self._stalled():
             self._train_epoch(on_progress)
             state = self._save_state() if options.checkpoint is not None else {}
@@ -585,27 +550,15 @@ class Run:
             _log.warning(self.unsaved[path])
 
     def _train_epoch(self, on_progress: Progress) -> None:
-        """Run one epoch, again in float32 if mixed precision gave a loss that is not finite."""
-        again = self.state.amp and not self.settings.options.fsdp
-        start = self._save_state() if again else None
+        """Run one epoch. Raises Unsupported for a loss that is not finite."""
         skipped = self.state.skipped
         loss, seconds, waited_s = self._run_epoch(on_progress)
-        if start is not None and not math.isfinite(loss):
-            self._restore(start)
-            self.notes.append(
-                f"{self.settings.precision} gave a loss of {loss} in epoch "
-                f"{len(self.history) + 1}; from its start on the run is in float32"
-            )
-            _log.warning(self.notes[-1])
-            self.stepper.use(None)
-            loss, more_s, waited_s = self._run_epoch(on_progress)
-            seconds += more_s
         if not math.isfinite(loss):
-            both = ", in mixed precision and in float32" if start is not None else ""
+            mixed = "compute in float32 (`amp` off), " if self.stepper.amp_dtype else ""
             raise Unsupported(
-                f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
-                hint="lower `learning_rate`, limit the gradients (the recipe's clip_norm), or look "
-                "for NaN in the labels and the loss",
+                f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}",
+                hint=f"{mixed}lower `learning_rate`, limit the gradients (the recipe's clip_norm), "
+                "or look for NaN in the labels and the loss",
             )
         self.state.seconds += seconds
         module, recipe, part = self.module, self.recipe, self.splits.calibration
@@ -632,7 +585,7 @@ class Run:
     def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
         """Return the mean loss of the epoch, its seconds, and those spent waiting for batches."""
         count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
-        parts, waited_s = self.state.parts, self.batches.waited.seconds
+        waited_s = self.batches.waited.seconds
         self.module.train()
         if self.backbone is not None:
             self.backbone.eval()  # its statistics stay those of the weights it came with
@@ -653,14 +606,6 @@ class Run:
                     (done + number / count) / epochs,
                 )
         loss = sum(self.group.gather(float(total))) / samples
-        if self.state.parts > parts:
-            gradients = "with the gradients of the whole, where its loss is a mean over samples"
-            if self._has_batch_norm():
-                gradients = "and BatchNorm normalises each alone: the gradients are not the whole's"
-            self.notes.append(
-                f"too little memory for a batch of {self.settings.batch_size}: each is computed "
-                f"in {self.state.parts} parts, {gradients}"
-            )
         seconds = time.perf_counter() - started
         return loss, seconds, self.batches.waited.seconds - waited_s
 
@@ -708,14 +653,11 @@ class Run:
         if self.settings.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.settings.device)
         parts = {name: each.state_dict() for name, each in self._parts().items()}
-        known = {"parts": parts, "random": self.group.gather(random), "state": vars(self.state)}
-        return copy.deepcopy(known)
+        return {"parts": parts, "random": self.group.gather(random), "state": vars(self.state)}
 
     def _restore(self, saved: dict[str, Any]) -> None:
         vars(self.state).update(saved["state"])
         self.history, self.notes = self.state.history, self.state.notes
-        if not self.state.amp:  # mixed precision was given up
-            self.stepper.use(None)
         for name, each in self._parts().items():
             each.load_state_dict(saved["parts"][name])
         random = saved["random"][self.group.rank]
@@ -723,23 +665,6 @@ class Run:
         torch.set_rng_state(random["torch"])
         if "cuda" in random and self.settings.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.settings.device)
-
-    def measure_scaling(self) -> dict[str, Any]:
-        """Return what the other processes cost; measured after the weights were copied."""
-        if self.group.size == 1:
-            return {}
-        if self.settings.options.fsdp:
-            return {"processes": self.group.size, "fsdp": True}
-        batch = next(iter(self.batches))[:2]
-        found = measure_scaling(
-            self.stepper.run, self.stepper.gradients, batch, self.group, self.settings.device
-        )
-        self.notes.append(
-            f"{self.group.size} processes: scaling efficiency "
-            f"{found['scaling_efficiency']:.1%}, communication {found['communication_share']:.1%} "
-            "of a step"
-        )
-        return found
 
     def figures(self) -> dict[str, Any]:
         """Return how it was trained, and each epoch, for the manifest."""
@@ -749,10 +674,12 @@ class Run:
         images = ("classes", "image", "preprocess")
         return {
             "epochs": epochs,
-            **{key: self.described[key] for key in shared},
+            **{key: self.described[key] for key in (*shared, "augment")},
             "device": str(settings.device),
+            "processes": self.group.size,
+            "fsdp": settings.options.fsdp,
             "threads": torch.get_num_threads(),
-            "amp": state.amp,
+            "amp": settings.amp_dtype is not None,
             "tf32": settings.tf32,
             "compile": settings.options.compile,
             "channels_last": settings.channels_last,
@@ -761,7 +688,6 @@ class Run:
             "samples_per_s": round(samples * epochs / max(state.seconds, 1e-9), 1),
             "skipped_steps": state.skipped,
             "loader_share": round(self.loader_share(), 4),
-            **self.batches.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **{key: self.described[key] for key in images if self.described[key]},

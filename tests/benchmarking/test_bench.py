@@ -195,7 +195,7 @@ def test_a_report_records_the_power_mode_and_the_heat_of_a_jetson(
     assert (held.power_mode, held.temperature_c) == ("15W", 48.0)
     assert held.power_mean_w == pytest.approx(5.52)  # of as many readings as there was time for
     assert held.clock_high_mhz == 624.75
-    assert "| power mode | 15W |" in (tmp_path / "report" / "report.md").read_text("utf-8")
+    assert "| GPU: power mode | 15W |" in (tmp_path / "report" / "report.md").read_text("utf-8")
     assert "no NVIDIA GPU" not in " ".join(gap.why for gap in known.not_measured)
 
 

@@ -23,7 +23,6 @@ from deploykit.benchmarking.timing import (
     ProcessEngine,
     Setup,
     Timing,
-    Warmth,
     closed_loop,
     make_point,
     run_block,
@@ -249,41 +248,15 @@ def test_what_happens_before_the_engine_is_warm_is_not_timed(bench: Bench) -> No
     (point,) = bench.sweep(cold, timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
     assert (point.latency.max_ms, point.note) == (5.0, "")
     bench.sweep(bench.setup("A", 0.1), timing=Timing(warmup_s=10.0, seconds=1.0, rounds=2))
-    # four windows of 1 s that agree, then two rounds of 0.5 s, each after one untimed call
-    assert len(bench.engines[1].batches) == 40 + 2 * (1 + 5)
-
-
-def sped_up(bench: Bench, window_s: float, until_s: float) -> Callable[[int], float]:
-    """1 ms in the end; before `until_s`, 3 % more for each window that is still to come."""
-    return lambda _: 0.001 * 1.03 ** (max(0.0, until_s - bench.clock.now_ns / 1e9) / window_s)
-
-
-@pytest.mark.parametrize("warmup_s", [0.5, 10.0], ids=["demo", "full"])
-def test_calls_that_still_speed_up_are_warmed_up_for_longer_and_then_marked(
-    bench: Bench, warmup_s: float
-) -> None:
-    window_s = warmup_s / 10
-    slow_start = bench.setup("A", sped_up(bench, window_s, until_s=2 * warmup_s))
-    (point,) = bench.sweep(slow_start, timing=Timing(warmup_s, seconds=5.0))
-    assert point.latency.p50_ms is not None
-    assert point.latency.p50_ms.value == pytest.approx(1.0, rel=0.01)
-    assert (point.note, point.marks) == ("", ())
-    until_s = bench.clock.now_ns / 1e9 + 5.0 * warmup_s
-    speeding = bench.setup("A", sped_up(bench, window_s, until_s))
-    (point,) = bench.sweep(speeding, timing=Timing(warmup_s, seconds=warmup_s))
-    warm_up, in_rounds = point.marks
-    assert "3% faster every" in warm_up
-    assert f"after {3 * warmup_s:g} s of warm-up" in warm_up
-    assert "over the rounds" in in_rounds
+    # four windows of 1 s that agree, then two rounds of 0.5 s
+    assert len(bench.engines[1].batches) == 40 + 2 * 5
 
 
 def test_a_slow_rise_that_the_warm_up_does_not_see_is_seen_in_the_rounds(bench: Bench) -> None:
     slowly = bench.setup("A", lambda _: 0.005 * 0.99 ** (bench.clock.now_ns / 1e9))
     steady = bench.setup("B", 0.005)
     risen, other = bench.sweep(slowly, steady, timing=Timing(1.0, 5.0))
-    assert risen.marks == (
-        "calls still sped up, by 12% over the rounds: a longer warm-up is needed",
-    )
+    assert risen.marks == ("calls still sped up, by 12% over the rounds: a longer run is needed",)
     assert other.marks == ()
 
 
@@ -342,7 +315,7 @@ def test_each_process_is_fresh_and_every_second_begins_at_the_other_end(tmp_path
 def measured(*rates: float) -> Measured:
     """One process, with a block of ten calls at each of these rates."""
     blocks = [Block(np.full(10, 1e9 / rate).astype(np.int64), 10, rate) for rate in rates]
-    return Measured(Setup("A", FakeEngine), 1, "cpu", "fake", {}, Warmth(), {}, blocks)
+    return Measured(Setup("A", FakeEngine), 1, "cpu", "fake", {}, "", {}, blocks)
 
 
 def test_intervals_are_those_over_processes_or_over_blocks_whichever_are_wider() -> None:

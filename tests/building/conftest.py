@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runtimes.fake_tensorrt import Rig
+from tests.support.runtimes.gpu_machine import in_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +19,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    in_this_process(monkeypatch)
     with ExitStack() as stack:
         yield Rig(tmp_path, stack)

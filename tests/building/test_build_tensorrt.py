@@ -30,6 +30,7 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
+from deploykit.core.subprocesses import run_apart
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.quantization.job import QuantizeRequest
 from tests.support.onnx_zoo import make, save
@@ -405,6 +406,7 @@ def build_apart(
 ) -> BuildResult:
     """Build in a process that runs this code, in the test's folder."""
     command = [sys.executable, "-c", code]
+    patch.setattr(build_tensorrt, "run_apart", run_apart)
     patch.setattr(
         "deploykit.core.subprocesses.module_command", lambda _, number: [*command, number]
     )

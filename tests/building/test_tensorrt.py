@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -23,18 +21,16 @@ import pytest
 import deploykit as dk
 from deploykit.building.tensorrt.build import (
     BuildProgress,
-    activation_bytes,
     cache_path,
     check,
-    weight_bytes,
     workspace_that_fits,
 )
 from deploykit.building.tensorrt.module import Reason, build_refusal, error_of, parser_reasons
-from deploykit.building.tensorrt.options import AxisRange, parse_axis, parse_batch, ranges
+from deploykit.building.tensorrt.options import AxisRange, note_dla, parse_axis, parse_batch, ranges
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, NotFound, Unsupported
+from deploykit.core.evidence import Layer
 from deploykit.core.extras import install_command
 from deploykit.core.machine import Gpu, this_machine
-from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import parse_spec
 from deploykit.engines.tensorrt.log import LogLines
@@ -99,27 +95,6 @@ def test_a_build_that_fails_gives_its_first_reason(
     assert not rig.out.exists()
 
 
-def test_layers_are_read_back_where_the_plan_can_be_loaded(rig: Rig) -> None:
-    layer = {"Name": "gemm", "LayerType": "gemm", "Inputs": [{"Format/Datatype": "Half"}]}
-    does = rig.use(layers=json.dumps({"Layers": [layer, "a + b"]}))
-    facts = rig.build(version_compatible=True)
-    assert does.seen["host_code"] is True
-    document = json.loads(json.dumps(facts.to_dict()))
-    assert [layer["precision"] for layer in document["layers"]] == ["float16", None]
-    assert document["layers"][1]["onnx_nodes"] == ["a", "b"]
-    rig.build()
-    assert does.seen["host_code"] is False
-
-
-def test_without_layers_the_plan_is_kept_and_the_reason_noted(rig: Rig) -> None:
-    for layers in (None, "{broken"):
-        does = rig.use(layers=layers)
-        facts = rig.build()
-        assert facts.layers is None
-        assert "could not be read back" in facts.notes[-1]
-        assert rig.out.read_bytes() == does.plan
-
-
 def test_warnings_of_the_builder_become_notes_each_once(rig: Rig) -> None:
     lines = [f"[convert.cpp::f::1] weights of conv{n} overflow" for n in range(7)]
     rig.use(warnings=(lines[0], lines[0] + "\nand a dump", *lines))
@@ -142,7 +117,6 @@ def test_tensorrt_for_rtx_checks_where_it_alone_is_installed(rig: Rig, error: st
 # what a target, a TensorRT or a file cannot give is refused before TensorRT builds
 
 DLA: dict[str, Any] = {"profile": "jetson-orin-nx-16gb", "dla": 1, "batch": ONE}
-NO_DLA = r"has no DLA: it exists up to 10\.7 .* and from 11\.4\.1"
 OLD: dict[str, Any] = {"version": "10.3.0", "dla_cores": 2}
 NANO = {"profile": "jetson-orin-nano-8gb"}
 SAME = {"hardware_compatible": "same-compute-capability"}
@@ -162,12 +136,7 @@ TO_10_16 = replace(load_profile("l4"), tensorrt_max="10.16")
         ({"dla": 0}, OLD, Unsupported, "profile l4 has no DLA"),
         ({"profile": "jetson-orin-nx-8gb", "dla": 1}, OLD, Unsupported, "has 1 DLA core, counted"),
         ({"profile": "jetson-agx-orin-64gb", "dla": -1}, OLD, Unsupported, "has 2 DLA cores"),
-        (DLA, {**OLD, "version": "10.8.0"}, Unsupported, NO_DLA),
-        (DLA, {**OLD, "version": "11.4.0.106"}, Unsupported, NO_DLA),
         (DLA, {**OLD, "dla_cores": 1}, Unsupported, "`dla` 1: TensorRT finds 1"),
-        ({**DLA, "batch": AxisRange(1, 8, 32)}, OLD, BadInput, "a DLA takes no dynamic sizes"),
-        ({**DLA, "axes": {"T": AxisRange(1, 2, 3)}}, OLD, BadInput, "takes no dynamic sizes"),
-        ({**DLA, "model": None}, OLD, Unsupported, "FP16 and INT8 only, the graph is fp32"),
         ({}, {"version": "8.6.2"}, Unsupported, r"TensorRT 8\.6\.2 is installed.*no types"),
         ({}, {"driver": False}, Unsupported, "cannot start: no NVIDIA driver"),
         ({"plugins": (Path("libno.so"),)}, {}, NotFound, r"libno\.so: no such plugin library"),
@@ -297,73 +266,31 @@ def test_sizes_that_fit_no_input_are_refused(
 MIB = 1 << 20
 
 
-def test_activations_are_two_of_the_largest_tensor_and_external_weights_count(
-    tmp_path: Path,
-) -> None:
-    shapes = [(-1, 10), (-1, 3, -1), (7,), ()]
-    assert activation_bytes(shapes, batch=8, others=50) == 2 * 4 * (8 * 3 * 50)
-    path, data = tmp_path / "m.onnx", tmp_path / "w.bin"
-    onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="w.bin")
-    assert weight_bytes(path) == path.stat().st_size + data.stat().st_size
-
-
 @pytest.mark.parametrize(
-    ("shared", "free", "fits"),
+    ("profile", "free", "fits"),
     [
-        (False, None, 200),
-        (False, 250, 100),  # the workspace gives way before a build is refused
-        (False, 214, 64),
-        (False, 213, r"m: .* 100 MiB .* 50 MiB .* 213 MiB are free"),
-        (True, 4 * 1024, 200),  # three copies of the weights and the builder
-        (True, 1000, r"m: .* MiB of GPU memory for the builder"),
+        ("l4", None, 200),
+        ("l4", 170, 70),  # the workspace gives way before a build is refused
+        ("l4", 160, r"m\.onnx: building needs 100 MiB .* 64 MiB of workspace, .* 160 MiB are free"),
+        ("jetson-orin-nano-8gb", 4 * 1024, 200),  # three copies of the weights and the builder
+        ("jetson-orin-nano-8gb", 1000, "MiB of GPU memory for the builder"),
     ],
 )
 def test_the_workspace_fits_into_the_free_memory(
-    shared: bool, free: int | None, fits: int | str
+    tmp_path: Path, profile: str, free: int | None, fits: int | str
 ) -> None:
-    need = BuildMemory(100 * MIB, 200 * MIB, 50 * MIB, shared=shared)
+    """External weights count."""
+    path = tmp_path / "m.onnx"
+    onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="w.bin")
+    os.truncate(tmp_path / "w.bin", 100 * MIB)
+    target = replace(load_profile(profile), workspace_bytes=200 * MIB)
+    given = replace(options(profile=target), free_bytes=free and free * MIB)
     refused = pytest.raises(Unsupported, match=str(fits))
     with refused if isinstance(fits, str) else nullcontext():
-        assert workspace_that_fits(need, free and free * MIB, "m") == fits * MIB
+        assert round((workspace_that_fits(path, given) or 0) / MIB) == fits
 
 
-# progress, interruption
-
-
-@pytest.mark.parametrize(
-    ("number", "raised", "again"),
-    [(signal.SIGINT, KeyboardInterrupt, True), (signal.SIGTERM, SystemExit, False)],
-)
-def test_a_signal_stops_the_build_at_its_next_step_and_a_second_one_at_once(
-    rig: Rig, number: signal.Signals, raised: type[BaseException], again: bool
-) -> None:
-    """TensorRT may compute for minutes without a step."""
-    rig.out.write_bytes(b"previous")
-    stopping, leave = threading.Event(), threading.Event()
-
-    def on_progress(phase: str, share: float) -> None:
-        if phase.startswith("stopping at TensorRT's next step"):
-            stopping.set()
-
-    def during_build() -> None:
-        os.kill(os.getpid(), number)
-        assert stopping.wait(20)
-        if again:
-            os.kill(os.getpid(), number)
-            assert leave.wait(20)
-
-    def exits(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    rig.use(during_build=during_build)
-    before = signal.signal(signal.SIGTERM, exits)
-    try:
-        with pytest.raises(raised):
-            rig.build(on_progress=on_progress)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        leave.set()
-    assert rig.out.read_bytes() == b"previous"
+# progress
 
 
 def test_an_error_in_on_progress_comes_through(rig: Rig) -> None:
@@ -407,49 +334,39 @@ def test_progress_from_several_threads_never_falls_and_comes_one_call_at_a_time(
 
 # a Jetson's DLA
 
-ON_DLA = {"Name": "{ForeignNode[gemm...relu]}", "LayerType": "DLA"}
-ON_GPU = {"Name": "{ForeignNode[a...b]}", "LayerType": "Myelin"}
-COPY = {"Name": "x to nvm", "LayerType": "Reformat"}
-LAYERS = json.dumps({"Layers": [COPY, ON_DLA, ON_GPU]})
-
-
-@pytest.fixture(name="half")
-def half_fixture(tmp_path: Path) -> Path:
-    return save(to_half(linear(), "fp16", {})[0], tmp_path / "m.onnx")
+ON_DLA = Layer("{ForeignNode[gemm...relu]}", "DLA", None)
+ON_GPU = Layer("{ForeignNode[a...b]}", "Myelin", None)
+COPY = Layer("x to nvm", "Reformat", None)
 
 
 @pytest.mark.parametrize(
     ("version", "typing"),
     [("10.3.0", ("GPU_FALLBACK",)), ("11.4.1", ("STRONGLY_TYPED", "GPU_FALLBACK"))],
 )
-def test_layers_on_the_dla_are_counted_and_the_core_is_set(
-    rig: Rig, half: Path, version: str, typing: tuple[str, ...]
+def test_the_dla_core_is_set(
+    rig: Rig, tmp_path: Path, version: str, typing: tuple[str, ...]
 ) -> None:
     """Before TensorRT 11 precision is a flag; FLOAT alone, as here, needs none."""
-    does = rig.use(version=version, dla_cores=2, layers=LAYERS)
+    half = save(to_half(linear(), "fp16", {})[0], tmp_path / "m.onnx")
+    does = rig.use(version=version, dla_cores=2)
     facts = rig.build(half, **DLA)
     config = does.seen["config"]
     assert (config.default_device_type, config.DLA_core) == ("DLA", 1)
-    assert does.seen["runtime_dla"] == 1
     assert facts.flags_used == typing
     assert facts.built_on["dla"] == "1"
-    assert "1 of 3 layers run on DLA core 1, the others on the GPU" in facts.notes
-    rig.use(**OLD)
-    assert "not known" in rig.build(half, **DLA).notes[-1]
-
-
-def test_an_engine_with_nothing_on_the_dla_is_refused(rig: Rig, half: Path) -> None:
-    rig.use(**OLD, layers=json.dumps({"Layers": [COPY, ON_GPU]}))
-    with pytest.raises(Unsupported, match="none of its 2 layers runs on DLA core 1"):
-        rig.build(half, **DLA)
-    assert not rig.out.exists()
-
-
-def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(rig: Rig, half: Path) -> None:
     rig.use(dla_cores=0)
     found = check(half, options(**DLA | {"dla": 0}))
     assert found.accepted
     assert "checked for the GPU alone" in found.notes[0]
+
+
+def test_layers_on_the_dla_are_counted_and_an_engine_without_one_is_refused() -> None:
+    (note,) = note_dla((COPY, ON_DLA, ON_GPU), 1, "m.trt")
+    assert note == "1 of 3 layers run on DLA core 1, the others on the GPU"
+    assert "not known" in note_dla(None, 1, "m.trt")[0]
+    assert note_dla((COPY,), None, "m.trt") == ()
+    with pytest.raises(Unsupported, match=r"m\.trt: none of its 2 layers runs on DLA core 1"):
+        note_dla((COPY, ON_GPU), 1, "m.trt")
 
 
 # the timing cache
@@ -470,27 +387,31 @@ def test_the_timing_cache_is_kept_and_given_back(rig: Rig) -> None:
     assert not rig.out.with_name("other.cache").exists()  # a check keeps nothing
 
 
-@pytest.mark.parametrize(
-    ("name", "refused", "driver", "note", "after"),
-    [
-        ("t.cache", "create", True, "starts with an empty one", b"timed"),
-        ("t.cache", "set", True, "starts with an empty one", b"timed"),
-        ("notes.txt", "create", True, "the file stays as it is", b"what is in it"),
-        ("t.cache", "create", False, "no NVIDIA driver", b"what is in it"),
-        ("m.onnx/t.cache", "", True, "timing cache was not written", None),
-    ],
-)
-def test_a_timing_cache_that_cannot_be_used_is_noted_and_fails_no_build(
-    rig: Rig, name: str, refused: str, driver: bool, note: str, after: bytes | None
+@pytest.mark.parametrize("refused", ["create", "set"])
+def test_a_timing_cache_that_tensorrt_refuses_is_replaced_unless_it_was_named(
+    rig: Rig, cache: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    file = rig.out.parent / name
-    if after:
-        file.write_bytes(b"what is in it")
-    rig.use(cache_refused=refused, cache_driver=driver)
-    facts = rig.build(timing_cache=file)
-    assert any(note in each for each in facts.notes)
-    assert (file.read_bytes() if after else None) == after
-    assert driver or "timing_cache_sha256" not in facts.built_on
+    gpu = (Gpu("NVIDIA L4", 1, "580.65.06", "8.9"),)
+    here = replace(this_machine(), gpus=gpu, power_mode=None)
+    monkeypatch.setattr("deploykit.building.tensorrt.build.this_machine", lambda: here)
+    rig.use(cache_refused=refused)
+    rig.build()
+    (file,) = (cache / "timing").iterdir()
+    file.write_bytes(b"what is in it")
+    facts = rig.build()
+    assert file.read_bytes() == b"timed"
+    assert "timing_cache_read_sha256" not in facts.built_on
+    named = rig.out.with_name("notes.txt")
+    named.write_bytes(b"what is in it")
+    with pytest.raises(BadInput, match=r"notes\.txt: is no timing cache of this TensorRT and GPU"):
+        rig.build(timing_cache=named)
+    assert named.read_bytes() == b"what is in it"
+
+
+def test_a_timing_cache_that_cannot_be_written_fails_no_build(rig: Rig) -> None:
+    rig.use()
+    notes = rig.build(timing_cache=rig.model / "t.cache").notes
+    assert "timing cache was not written" in notes[-1]
 
 
 def test_caches_are_kept_apart_by_tensorrt_gpu_and_driver(cache: Path) -> None:
@@ -525,22 +446,32 @@ UNKNOWN = "UNSUPPORTED_NODE"
         (UNKNOWN, "Det", "det", "false", "operator Det 'det' is not supported by TensorRT"),
         (UNKNOWN, "Det", "", "false", "operator Det '#7' is not supported by TensorRT"),
         (UNKNOWN, "Elu", "n0", FLOAT, "by TensorRT: Only FLOAT input is supported"),
-        (UNKNOWN, "NonZero", "nz", f"Assertion failed: creator: {PLUGIN}", "'nz' needs a plugin"),
-        ("INVALID_NODE", "Conv", "c", TYPES + "kernel is of type Float.", "BFloat16 and Float"),
-        ("INVALID_GRAPH", "", "", "Failed to import initializer: In node -1", "read: /m/w.data"),
+        (
+            UNKNOWN,
+            "NonZero",
+            "nz",
+            f"Assertion failed: creator: {PLUGIN}",
+            "'nz': creator: NonZero plugin",
+        ),
+        (
+            "INVALID_NODE",
+            "Conv",
+            "c",
+            TYPES + "kernel is of type Float.",
+            "Conv 'c': IConvolutionLayer input",
+        ),
+        ("INVALID_GRAPH", "", "", "Failed to import initializer: In node -1", "Failed to import"),
     ],
 )
 def test_the_parsers_own_reason_is_shown(
     code: str, operator: str, name: str, desc: str, says: str
 ) -> None:
-    """The operator may be supported, and its type not; a missing file is named from the log."""
+    """The operator may be supported, and its type not."""
     values = {"code": f"E.{code}", "node_operator": operator, "node_name": name, "node": 7}
     error = SimpleNamespace(**{key: partial(str, each) for key, each in values.items()})
     error.desc = lambda: desc
     parser: Any = SimpleNamespace(num_errors=1, get_error=lambda _number: error)
-    lines = LogLines()
-    lines.errors.append("WeightsContext.cpp:203: Failed to open file: /m/w.data")
-    (found,) = parser_reasons(parser, lines)
+    (found,) = parser_reasons(parser, LogLines())
     assert says in found.text
     assert found.damaged == code.startswith("INVALID")
 

@@ -103,8 +103,8 @@ def test_no_command_nor_pip_nor_boot_runs_a_file_of_the_current_folder(
     assert code == 3
     assert "pip could not download" in out
     assert "No matching distribution" in out
-    options = ("--cache", "cache", "--http-port=0", "--grpc-port=none")
-    command = [*folder.deploykit, "boot", "bundle", *options]
+    folder.process["env"] |= {"DEPLOYKIT_HTTP_PORT": "0", "DEPLOYKIT_GRPC_PORT": "none"}
+    command = [*folder.deploykit, "boot", "bundle", "--cache", "cache"]
     with subprocess.Popen(command, **folder.process, stdout=subprocess.PIPE) as device:
         assert device.stdout is not None
         line = device.stdout.readline()

@@ -134,6 +134,7 @@ def test_boot_takes_the_options_of_serve_from_a_file_and_from_variables(
     path = config(tmp_path, 'max_batch = 1\nqueue = 1\nhost = "::1"\nlog = "json"\n')
     monkeypatch.setenv("DEPLOYKIT_MAX_BATCH", "2")
     command = ("boot", "bundle", "--cache", "cache", "--serve-config", path)
-    assert run(*command, "--http-port", 3).code == 0
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "3")
+    assert run(*command).code == 0
     names = ("max_batch", "queue", "host", "http_port", "grpc_port", "log_format")
     assert [served[name] for name in names] == [2, 1, "::1", 3, 8001, "json"]

@@ -74,8 +74,9 @@ def test_an_image_serves_or_boots_is_hardened_and_labelled(name: str) -> None:
     found = instructions(name)
     assert found[-1].stage == "serve"
     assert json.loads(values(name, "serve", "ENTRYPOINT")[0]) == ["deploykit"]
-    boot = ["deploykit", "boot", "/bundle", "--cache", "/engines", "--host", "0.0.0.0"]
+    boot = ["deploykit", "boot", "/bundle", "--cache", "/engines"]
     assert json.loads(values(name, "bundle", "ENTRYPOINT")[0]) == boot
+    assert values(name, "bundle", "ENV") == ["DEPLOYKIT_HOST=0.0.0.0"]
     for target in ("serve", "bundle"):
         stages = list(ancestors(name, target))
         assert "runtime" in stages

@@ -364,9 +364,11 @@ class Device:
 
     def __init__(self, bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -> None:
         command = (sys.executable, "-m", "deploykit", "boot", bundle, "--cache", cache)
-        command = (*before, *command, "--http-port", "0", "--grpc-port=none", *after)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.popen = subprocess.Popen(command, text=True, **pipes)
+        ports = {"DEPLOYKIT_HTTP_PORT": "0", "DEPLOYKIT_GRPC_PORT": "none"}
+        self.popen = subprocess.Popen(
+            (*before, *command, *after), text=True, env=os.environ | ports, **pipes
+        )
 
     def ready(self) -> dict[str, Any]:
         """The ready line; an empty dict where the process ended without one."""

@@ -20,7 +20,7 @@ from deploykit.core.task import IMAGENET, LETTERBOX, ImageInput, Task, TaskOutpu
 from deploykit.core.tensors import parse_spec
 from deploykit.engines.data.preprocess import image_input as image_input_of
 from deploykit.engines.data.preprocess import load_preprocess
-from deploykit.engines.data.samples import Samples, SampleStream, find_source, read_samples
+from deploykit.engines.data.samples import Samples, find_source, read_batches, read_samples
 from tests.support.installed import needs
 
 needs("PIL")
@@ -409,9 +409,8 @@ def test_photos_of_any_size_are_placed_as_the_server_places_them(folder: Path) -
         samples = read_samples(folder, inputs, task=task)
         assert (list(samples.inputs), samples.labels) == (["image"], None)
         np.testing.assert_array_equal(pixels_of(samples), expected)
-        with SampleStream(find_source(folder, inputs, task=task)) as stream:
-            (batch,) = stream.batches(4)
-        np.testing.assert_array_equal(batch.feeds["image"], expected)
+        (batch,) = read_batches(find_source(folder, inputs, task=task), 4)
+        np.testing.assert_array_equal(batch["image"], expected)
     with pytest.raises(BadInput, match="float32"):
         read_samples(folder, (parse_spec("image:float32[N,3,8,8]"),), task=TASK)
     (folder / "b.jpg").write_bytes(b"not an image")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,12 +23,11 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.extras import installed
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda import errors as codes
-from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost, cuda_error
-from deploykit.engines.tensorrt.log import logger, recorder
+from deploykit.engines.cuda.errors import DeviceLost, cuda_error
+from deploykit.engines.tensorrt.log import logger
 from tests.support.campaign import rounds
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, replaced, tensor
-from tests.support.runtimes.gpu_machine import PROFILE, Opened, X, Y, right
+from tests.support.runtimes.gpu_machine import Opened, X, Y, right
 from tests.support.runtimes.own_cuda import FakeCuda, driver, rows
 
 ONE_CALL = ["copy_in", "enqueue", "copy_out", "record"]
@@ -75,7 +75,7 @@ def test_names_of_axes_come_from_the_manifest(
         (),
         ({"x": [[1], [8], [32]]},),
         ({"x": [[-1, 4], [-1, 4], [-1, 4]]},),
-        (PROFILE, {"x": [[1, 4], [64, 4], [32, 4]]}),
+        ({"x": [[1, 4], [64, 4], [32, 4]]},),
     ],
     ids=["none", "rank", "negative", "optimum"],
 )
@@ -119,30 +119,14 @@ def test_the_copy_times_of_the_last_call_are_reported() -> None:
         assert sum(engine.last_copies_us) <= taken_us
 
 
-# several profiles
-
-
-def test_profile_is_chosen_by_the_shapes() -> None:
-    small = {"x": [[1, 4], [1, 4], [4, 4]]}
-    large = {"x": [[3, 4], [8, 4], [64, 4]]}
+def test_of_several_profiles_the_first_is_used_with_a_note() -> None:
+    small, large = ({"x": [[1, 4], [1, 4], [most, 4]]} for most in (4, 64))
     with Opened(profiles=(small, large)) as found:
-        assert found.engine.max_batch == 64
-        chosen = []
-        for count in (1, 64, 2, 40, 3, 4):  # the last two fit both: the closer one is used
-            assert right(found.engine, count)
-            chosen.append(found.nv.contexts[0].profile)
-        assert chosen == [0, 1, 0, 1, 0, 0]
-        with pytest.raises(BadInput, match="axis N is 65, built for 1 to 4 or 3 to 64"):
+        assert found.engine.max_batch == 4
+        assert right(found.engine, 4)
+        assert "first of its 2 optimisation profiles" in found.engine.notes[0]
+        with pytest.raises(BadInput, match="axis N is 65, built for 1 to 4"):
             found.engine({"x": rows(65)})
-
-
-def test_sizes_that_only_fit_different_profiles_are_refused() -> None:
-    one = {"x": [[1, 4]] * 3, "x2": [[5, 4]] * 3}
-    two = {"x": [[5, 4]] * 3, "x2": [[1, 4]] * 3}
-    x2 = tensor("x2", "INPUT", [-1, 4])
-    together = pytest.raises(BadInput, match="optimisation profiles together")
-    with Opened((X, x2, Y), (one, two)).engine as engine, together:
-        engine({"x": rows(1), "x2": rows(1)})
 
 
 # weights are shared
@@ -309,21 +293,6 @@ def test_a_graph_above_the_largest_batch_is_one_of_the_largest_batch() -> None:
             found.engine({"x": rows(7)})
 
 
-def test_of_several_profiles_no_call_is_padded_out_of_its_own() -> None:
-    """Rows of 4 fit the first profile, of 9 the second: 3 long rows padded to 8 would fit none."""
-    many = {"x": [[1, 1], [8, 4], [8, 4]]}
-    long = {"x": [[1, 5], [2, 9], [3, 9]]}
-    ends = (tensor("x", "INPUT", [-1, -1]), tensor("y", "OUTPUT", [-1, 9]))
-
-    def sums(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {"y": feeds["x"].sum(1, keepdims=True)}
-
-    with Opened(ends, (many, long), graphs=(8,), computes=sums) as found:
-        found.engine.prepare([{"x": np.ones((8, 4), np.float32)}], joined=True)
-        answer = found.engine({"x": np.ones((3, 9), np.float32)})["y"]
-        np.testing.assert_array_equal(answer, np.full((3, 9), 9, np.float32))
-
-
 # what the TensorRT runtime refuses, at load and in a call, and what it says of it
 
 NOISE = "getDeviceMemorySizeV2 is only supported from TensorRT 10.1 onwards"  # lean 10.16.1
@@ -353,8 +322,6 @@ def test_refusal_at_load_gives_the_reason_from_the_log(call: str, words: str) ->
     [
         ("the reason", Unsupported),
         ("Cuda Runtime (out of memory)", OutOfMemory),
-        ("Cuda Runtime (an illegal memory access was encountered)", DeviceLost),
-        ("Cuda Runtime (operation not permitted when stream is capturing)", CaptureRefused),
     ],
 )
 @pytest.mark.parametrize("call", CALLS)
@@ -372,9 +339,8 @@ def test_a_refused_call_has_the_reason_of_the_log_and_the_next_call_works(
     assert type(caught.value) is kind
     if kind is Unsupported:
         assert caught.value.message.endswith("the reason")
-    if kind is not DeviceLost:
-        np.testing.assert_array_equal(first.result()["y"], 2 * rows(3) + 1)
-        np.testing.assert_array_equal(opened.engine({"x": rows(2)})["y"], 2 * rows(2) + 1)
+    np.testing.assert_array_equal(first.result()["y"], 2 * rows(3) + 1)
+    np.testing.assert_array_equal(opened.engine({"x": rows(2)})["y"], 2 * rows(2) + 1)
 
 
 @pytest.mark.parametrize("line", ["", "[a.cpp::b::1] Error Code 1: Myelin (it failed)"])
@@ -398,20 +364,16 @@ def test_a_lost_device_is_found_whatever_tensorrt_gives_as_reason(call: str, lin
 
 
 @pytest.mark.parametrize(
-    ("line", "kind"),
+    "line",
     [  # as TensorRT for RTX 1.7 and TensorRT 8.6 wrote them, and texts in the binaries of 10 and 11
-        ("Myelin ([exec.cpp:1509: exec] CUDA error 700 launching __myl_Relu kernel", DeviceLost),
-        ("initializing cuDNN: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", OutOfMemory),
-        ("Error Code 2: OutOfMemory (Requested size was 1073741824 bytes.)", OutOfMemory),
-        ("Requested amount of GPU memory (4096 bytes) could not be allocated.", OutOfMemory),
-        ("CUDA initialization failure with error: 719", DeviceLost),
+        "initializing cuDNN: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "Error Code 2: OutOfMemory (Requested size was 1073741824 bytes.)",
+        "Requested amount of GPU memory (4096 bytes) could not be allocated.",
     ],
 )
-def test_errors_of_other_libraries_keep_their_meaning(
-    opened: Opened, line: str, kind: type[Unsupported]
-) -> None:
+def test_memory_that_a_library_lacks_keeps_its_meaning(opened: Opened, line: str) -> None:
     opened.nv.fail = {RUNS: line}
-    with pytest.raises(kind, match=r"m\.trt: cuda:0"):
+    with pytest.raises(OutOfMemory, match=r"m\.trt: cuda:0"):
         opened.engine({"x": rows(2)})
 
 
@@ -427,23 +389,23 @@ def test_an_inspector_or_an_allocator_that_is_refused_is_a_deploykit_error() -> 
     late.engine.close()
 
 
-def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened: Opened) -> None:
-    """TensorRT ignores every logger but the first, and its C++ side calls `get_num_errors`."""
+def test_a_line_of_an_earlier_call_or_of_another_thread_is_no_reason(opened: Opened) -> None:
+    """TensorRT ignores every logger but the first, and logs errors in calls that succeed."""
     nv = FakeTensorRt(FakeCuda(new_machine=False))
     assert logger(nv) is logger(nv)
-    kept = recorder(nv)()
-    kept.report_error("INTERNAL_ERROR", "the reason")
-    assert (kept.get_num_errors(), kept.num_errors(), kept.has_overflowed()) == (1, 1, False)
-    assert (kept.get_error_code(0), kept.get_error_desc(0)) == ("INTERNAL_ERROR", "the reason")
-    kept.clear()
-    assert kept.get_num_errors() == 0
-    opened.engine({"x": rows(2)})
-    owners = (opened.engine._runtime, opened.engine._engine, opened.nv.contexts[0])
-    assert None not in [owner.error_recorder for owner in owners]
-    for owner in owners:
-        opened.nv.report(NOISE, owner)
+    opened.nv.report(NOISE)
     opened.nv.fail = {RUNS: "the reason"}
     with pytest.raises(Unsupported, match=r"the reason$"):
+        opened.engine({"x": rows(2)})
+    report = opened.nv.report
+
+    def elsewhere(line: str, _owner: Any = None) -> None:
+        thread = threading.Thread(target=report, args=(line,))
+        thread.start()
+        thread.join()
+
+    opened.nv.fail, opened.nv.report = {RUNS: NOISE}, elsewhere  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match=r"no reason in its log$"):
         opened.engine({"x": rows(2)})
 
 
@@ -451,16 +413,6 @@ def test_an_engine_built_for_a_dla_core_runs_on_it() -> None:
     with Opened(dla=1, notes=("loaded on trust",)) as found:
         assert found.engine.notes == ("loaded on trust",)
         assert found.nv.does.seen["runtime_dla"] == 1
-
-
-def test_a_library_below_tensorrt_writes_to_the_logger_or_says_nothing(opened: Opened) -> None:
-    opened.nv.recorded = False
-    for line, says in (("Error Code 1: Myelin (it failed)", "it failed"), ("", "no reason in its")):
-        opened.nv.fail = {RUNS: line or " "}
-        if not line:
-            opened.nv.report = lambda *_: None  # type: ignore[method-assign]
-        with pytest.raises(Unsupported, match=says):
-            opened.engine({"x": rows(2)})
 
 
 # buffers and streams, on a driver that runs nothing before it is waited for
@@ -583,7 +535,6 @@ def test_refused_capture_is_noted_and_the_call_still_answers(
     with Opened(graphs=[2]) as found:
         found.engine({"x": rows(2)})
         if call.startswith("execute"):
-            refusal = "StreamCaptureUnsupported"
             line = "Cuda Runtime (operation not permitted when stream is capturing)"
             found.nv.fail = {call: f"[a.cpp::b::1] Error Code 1: {line}"}
         else:
@@ -594,7 +545,7 @@ def test_refused_capture_is_noted_and_the_call_still_answers(
         assert not found.cuda.capturing
         (note,) = found.engine.notes
         assert "no CUDA graph for [2, 4]" in note
-        assert refusal in note
+        assert "captur" in note
         assert note in caplog.text
 
 
@@ -664,7 +615,7 @@ def test_a_lost_device_has_its_own_error_and_stays_lost(call: str) -> None:
     with Opened(graphs=[1] if "capture" in call else []) as found:
         found.engine({"x": rows(1)})
         found.cuda.fail = {call: "IllegalAddress"}
-        with pytest.raises(DeviceLost, match="cudaErrorIllegalAddress"):
+        with pytest.raises(DeviceLost, match=r"illegal memory access.*CUDA error 700"):
             found.engine({"x": rows(1)})
         assert found.engine.notes == ()  # it is not a refused graph
         before = len(found.cuda.calls)
@@ -676,9 +627,9 @@ def test_a_lost_device_has_its_own_error_and_stays_lost(call: str) -> None:
 def test_a_copy_of_one_byte_finds_the_lost_device_where_a_wait_does_not(opened: Opened) -> None:
     opened.engine({"x": rows(1)})
     opened.cuda.library.fakecuda_fail(b"cuEventRecord:1,cuStreamSynchronize:1,cuMemcpyDtoH:719")
-    with pytest.raises(DeviceLost, match="cudaErrorLaunchFailure") as caught:
+    with pytest.raises(DeviceLost, match="CUDA error 719") as caught:
         opened.engine({"x": rows(1)})
-    assert "cudaErrorInvalidValue" in str(caught.value.__cause__)
+    assert "CUDA error 1)" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("code", ["copy_in:InvalidValue", "wait:InvalidResourceHandle"])
@@ -688,7 +639,7 @@ def test_a_call_that_fails_for_another_reason_costs_neither_the_device_nor_a_slo
     call, _, name = code.partition(":")
     for _ in range(5):
         opened.cuda.fail = {call: name}
-        with pytest.raises(DeploykitError, match=f"cudaError{name}") as caught:
+        with pytest.raises(DeploykitError, match=r"invalid .*CUDA error") as caught:
             opened.engine({"x": rows(1)})
         assert not isinstance(caught.value, DeviceLost)
     assert right(opened.engine, 1)
@@ -709,47 +660,29 @@ def test_closing_ends_the_calls_under_way_and_does_not_raise_on_a_lost_device(lo
 # what CUDA's codes mean
 
 
-def test_codes_are_those_of_the_bindings_and_each_has_an_error_in_one_line() -> None:
-    """Numbers, names and messages, which other libraries log; the driver's numbers are the same."""
-    runtime = pytest.importorskip("cuda.bindings.runtime")
-    found = {int(code): code for code in runtime.cudaError_t if int(code)}
-    for number, name in codes.CODES.items():
-        if number in found:  # an older CUDA has fewer
-            assert found[number].name == f"cudaError{name}"
-            message = runtime.cudaGetErrorString(found[number])[1].decode()
-            assert codes.MESSAGES[message] in (name, "InvalidKernelImage")
-    assert len(set(codes.CODES.values())) == len(codes.CODES)
-    results = {int(code): code.name for code in driver.cuda.CUresult}
-    for number, name in {2: "OUT_OF_MEMORY", 700: "ILLEGAL_ADDRESS", 719: "LAUNCH_FAILED"}.items():
-        assert results[number] == f"CUDA_ERROR_{name}"
-    for code in found.values():
-        error = cuda_error("cuda:1", "cudaMalloc", code.name, "text")
-        assert error.message.startswith("cuda:1: ")
-        assert "\n" not in error.message
-        assert error.exit_code in (3, 70)
-
-
 @pytest.mark.parametrize(
     ("names", "kind", "hint"),
     [
-        (["MemoryAllocation"], OutOfMemory, "smaller batch"),
-        (["IllegalAddress", "LaunchFailure", "ECCUncorrectable", "Assert"], DeviceLost, "restart"),
-        (["StreamCaptureUnsupported", "StreamCaptureInvalidated"], CaptureRefused, ""),
-        (["NoDevice", "InsufficientDriver", "InvalidDevice"], Unsupported, "deploykit doctor"),
-        (["NoKernelImageForDevice", "UnsupportedPtxVersion"], Unsupported, "build it on this"),
-        (["InvalidValue", "InvalidResourceHandle", "SomethingNew"], DeploykitError, ""),
+        ("OUT_OF_MEMORY", OutOfMemory, "smaller batch"),
+        ("ILLEGAL_ADDRESS LAUNCH_FAILED ECC_UNCORRECTABLE ASSERT UNKNOWN", DeviceLost, "restart"),
+        ("STREAM_CAPTURE_UNSUPPORTED NO_DEVICE INVALID_DEVICE", Unsupported, "deploykit doctor"),
+        ("NOT_INITIALIZED", Unsupported, "fork"),
+        ("NO_BINARY_FOR_GPU UNSUPPORTED_PTX_VERSION", Unsupported, "build it on this"),
+        ("INVALID_VALUE INVALID_HANDLE", DeploykitError, ""),
     ],
 )
 def test_each_code_is_mapped_to_its_error(
-    names: Sequence[str], kind: type[DeploykitError], hint: str
+    names: str, kind: type[DeploykitError], hint: str
 ) -> None:
-    for name in names:
-        error = cuda_error("cuda:0", "call", f"cudaError{name}", "text")
+    for name in names.split():
+        code = int(getattr(driver.cuda.CUresult, f"CUDA_ERROR_{name}"))
+        error = cuda_error("cuda:1", "call", code, "text")
+        assert error.message.startswith("cuda:1: ")
         assert type(error) is kind
         assert hint in (error.hint or "")
 
 
-@pytest.mark.parametrize(("code", "kind"), [(12345, DeploykitError), (53, DeviceLost)])
+@pytest.mark.parametrize(("code", "kind"), [(12345, Unsupported), (53, DeviceLost)])
 def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
     code: int, kind: type[DeploykitError]
 ) -> None:
@@ -763,24 +696,12 @@ def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
 # the module that owns TensorRT
 
 
-@pytest.mark.parametrize(
-    ("content", "major"),
-    [(b"\0libcudart.so.12\0", "12"), (b"libcudart.so.13", "13"), (b"static", "")],
-)
-def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, major: str
-) -> None:
-    """As NVIDIA's Debian packages and images have it: no record of pip's is there."""
-    library = tmp_path / "libnvinfer.so.10.3.0"
-    library.write_bytes(content)
-    maps = tmp_path / "maps"
-    maps.write_text(f"7f00-7f01 r-xp 0000 08:01 12   {library}\n7f02-7f03 rw-p 0 0:0 0 [heap]\n")
+def test_tensorrt_that_is_not_from_pip_names_no_cuda() -> None:
+    """As NVIDIA's Debian packages and images have it; the driver's newest says nothing of it."""
     with replaced("tensorrt", FakeTensorRt()):
         opening = importlib.import_module("deploykit.engines.tensorrt.open")
-        monkeypatch.setattr(opening, "_MAPS", maps)
-        assert opening.tensorrt_cuda() == major
-        machine = opening.here(FakeCuda())
-    assert machine.facts().get("cuda", "") == major  # never that of the driver
+        assert opening.tensorrt_cuda() == ""
+        assert "cuda" not in opening.here(FakeCuda()).facts()
 
 
 @pytest.mark.nvidia

@@ -315,8 +315,8 @@ NOT_FITTING: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]
         lambda: linears(6),
         {key: torch.zeros(7, 3) for key in linears(6).state_dict()},
         (
-            "size mismatch: 0.weight [7,3] in the file, [4,4] in the model, "
-            "0.bias [7,3] in the file, [4] in the model and 10 more"
+            "size mismatch: 0.weight [7, 3] in the file, [4, 4] in the model, "
+            "0.bias [7, 3] in the file, [4] in the model and 10 more"
         ),
     ),
     "a prefix of some names": (

@@ -379,43 +379,9 @@ def test_a_program_runs_with_its_constants_and_nested_inputs_in_place(busy: Path
     assert answers["b_0"] == 20
 
 
-def test_the_user_may_rename_and_fix_a_programs_axes(busy: Path) -> None:
-    found = opened(busy, "rows:float32[B,4]", "ids:int64[B,7]", "x:bool[B,7]")
-    assert strings(found.inputs) == "rows:float32[B,4] ids:int64[B,7] x:bool[B,7]"
-    assert strings(found.outputs) == (
-        "a:float32[B,4] b_0:float32[] b_1:int64[B,14] x_2:bool[x_2_0]"
-    )
-    assert found.limits == {"B": (1, 64)}
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ("x:float32[N,4]", "does not take x:float32"),
-        ("x:float64[N,4] i:int64[N,T] m:bool[N,T]", "does not take x:float64"),
-        ("x:float32[N,D] i:int64[N,T] m:bool[N,T]", r"axis 1 of input x:float32\[N,D\]"),
-        ("x:float32[N,4] i:int64[B,T] m:bool[N,T]", r"axis 0 of input i:int64\[B,T\]"),
-        ("x:float32[99,4] i:int64[99,T] m:bool[99,T]", "size 99, .* takes 1 to 64"),
-        ("x:float32[N,4] i:int64[N,3] m:bool[N,3]", "size 3, .* takes 4 to any"),
-    ],
-    ids=["number", "dtype", "static", "apart", "above", "below"],
-)
-def test_inputs_that_a_program_does_not_have_are_named(
-    busy: Path, inputs: str, message: str
-) -> None:
-    with pytest.raises(BadInput, match=rf"busy\.pt2: .*{message}"):
-        opened(busy, *inputs.split())
-
-
-def test_an_axis_of_even_sizes_only_is_noted(tmp_path: Path) -> None:
-    half = Dim("half", max=50)
-    program = torch.export.export(
-        torch.nn.Identity(), (torch.zeros(4, 8),), dynamic_shapes=({1: 2 * half},)
-    )
-    torch.export.save(program, tmp_path / "m.pt2")
-    found = opened(tmp_path / "m.pt2")
-    assert strings(found.outputs) == "output:float32[4,input_1]"
-    assert found.notes == ("axis input_1 takes only sizes of the form 2*k",)
+def test_a_program_takes_no_other_description_of_its_inputs(busy: Path) -> None:
+    with pytest.raises(BadInput, match=r"busy\.pt2: states its own inputs"):
+        opened(busy, "x:float32[N,4]")
 
 
 # --- TorchScript ---

@@ -120,7 +120,7 @@ def test_the_cure_names_the_file_that_was_built(folder: Path, tmp_path: Path) ->
     assert "quantize float.onnx --to int8 --calib DATA --profile l4" in caught.value.hint
     with pytest.raises(dk.BadInput) as caught:
         dk.bundle(folder / "built.onnx", "l4", out=tmp_path / "out")
-    assert caught.value.hint == "give float.onnx, which `build` read"
+    assert caught.value.hint == "give float.onnx"
 
 
 def test_a_file_without_manifest_is_refused_by_its_operators(folder: Path, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def golden_differ(path: Path) -> None:
 
 def wider(path: Path) -> None:
     why = ["'add' was asked in float16 and runs in float32"]
-    change(path, "evidence.precision", wider=why, wider_share=0.5, seen=1.0)
+    change(path, "evidence.precision", wider=why, layers=[], wider_share=0.5, seen=1.0)
 
 
 @pytest.mark.parametrize(

@@ -112,14 +112,14 @@ def test_the_upper_end_of_the_interval_decides_not_the_value() -> None:
 def test_too_few_samples_are_reported_with_the_number_needed() -> None:
     found = evaluate(identity(), identity(), samples=samples_of(64), metric=TOP1)
     assert not found.passed
-    assert "64 samples cannot show it even without any drop, 276 are needed" in found.why
+    assert "the measured value is within: about 278 samples like these would show it" in found.why
     assert not evaluate(identity(), identity(), samples=samples_of(275), metric=TOP1).passed
     assert evaluate(identity(), identity(), samples=samples_of(276), metric=TOP1).passed
     one_lost = evaluate(identity(), flipping(), samples=samples_of(276, marked=1), metric=TOP1)
     assert "the measured value is within" in one_lost.why
     few, enough = samples_of(380, labelled=False), samples_of(381, labelled=False)
     found = evaluate(identity(), noisy(40), samples=few, max_drop=0.01)
-    assert "380 samples cannot show it even without any drop, 381 are needed" in found.why
+    assert "about 383 samples" in found.why
     assert evaluate(identity(), noisy(40), samples=enough, max_drop=0.01).passed
 
 
@@ -130,10 +130,10 @@ def test_the_number_of_samples_needed_follows_from_the_spread_of_scores() -> Non
     found = evaluate(identity(), shaking, samples=samples_of(20), metric=metric, max_drop=0.1)
     half = found.drop.drop.high
     assert half > 2.093024 * 0.5 * math.sqrt(20 / 19) / math.sqrt(20)  # t of 19
-    needed = math.ceil(20 * (half / 0.1) ** 2)
+    needed = math.ceil(22 * (half / 0.1) ** 2)
     assert found.why == (
         f"the upper end of the drop, {half:.4g}, is above 0.1; "
-        f"20 samples cannot show it even without any drop, {needed} are needed"
+        f"the measured value is within: about {needed} samples like these would show it"
     )
 
 
@@ -289,8 +289,6 @@ LABELS = {  # what an engine answers, right, wrong and right -> labels that are 
     "float32": (VALUES, ONES.astype(np.float32)),
     "bool": (VALUES, ONES == 1),
     "a column": (VALUES, ONES[:, None]),
-    "text": (VALUES, np.array(["1", "1", "1"])),
-    "bytes": (VALUES, np.array([b"1", b"1", b"1"])),
     "one-hot": (VALUES, np.eye(2)[ONES]),
     "a column of integers": (np.array([[1], [0], [1]]), ONES * 1.0),
     "integers and one-hot": (np.array([1, 0, 1]), np.eye(2)[ONES]),
@@ -310,8 +308,8 @@ def test_a_row_is_right_if_its_label_is_largest(values: np.ndarray, labels: np.n
         (VALUES, np.array([1.5, 0.0, 1.0]), r"labels are float64\[3\]"),
         (VALUES, np.array([[0.3, 0.7], [1, 0], [0, 1]]), "labels are float64"),
         (VALUES, np.array([[0, 0, 1]] * 3), r"labels are int64\[3, 3\]"),
-        (VALUES, np.array(["cat", "dog", "cat"]), "labels are names, such as 'cat'"),
-        (VALUES, np.array(["1", "0", "2"]), "2 classes"),
+        (VALUES, np.array(["cat", "dog", "cat"]), r"labels are <U3\[3\]"),
+        (VALUES, np.array([1, 0, 2]), "2 classes"),
         (VALUES[:2], np.array([1, 0, 1]), "samples, classes"),
         (VALUES[:, :1], np.array([0, 0, 0]), "samples, classes"),
         (VALUES, np.array([1, 0, -1]), "2 classes"),
@@ -869,17 +867,15 @@ def test_no_inputs_and_shapes_that_differ_only_when_run_are_refused() -> None:
 
 
 ROWS = "(float[N,4] x) => (float[N,4] y)"
-FIVE_ONES = [{"x": np.ones((5, 2), np.float32)}]
-
-
-def inputs_of(model: onnx.ModelProto, *batches: int) -> list[dict[str, np.ndarray]]:
-    return [random_feeds(specs(model)[0], {"N": n}, n) for n in batches]
+FIVE_ONES = {"x": np.ones((5, 2), np.float32)}
 
 
 def diverge(
     a: onnx.ModelProto, b: onnx.ModelProto, max_error: float = 1e-3, chunk: int = 64
 ) -> Divergence | None:
-    return first_divergence(Graph(a), Graph(b), inputs_of(a, 1, 3), max_error, chunk)
+    return first_divergence(
+        Graph(a), Graph(b), random_feeds(specs(a)[0], {"N": 3}), max_error, chunk
+    )
 
 
 def scaled(model: onnx.ModelProto, weight: str, factor: float) -> onnx.ModelProto:
@@ -915,13 +911,13 @@ def test_a_wrong_weight_is_found_in_each_precision(tmp_path: Path, to: str, boun
 
     assert diverge(mnist_like(), converted(1.0), bound) is None
     found = diverge(mnist_like(), converted(1.5), bound)
-    assert (found.node, found.tensor, found.steepest.node) == ("conv2", "c2", "conv2")
+    assert (found.node, found.tensor) == ("conv2", "c2")
     assert 0 < found.before < bound
 
 
 def test_the_node_that_overflows_is_named() -> None:
     half = simulate(to_half(overflow())[0])
-    feeds = [{"x": np.full((2, 4), 10, np.float32)}]
+    feeds = {"x": np.full((2, 4), 10, np.float32)}
     found = first_divergence(Graph(overflow()), Graph(half), feeds, 1e-2)
     assert (found.node, found.error, found.batch) == ("scale_up", math.inf, 2)
     assert "'scale_up' (Mul): NaN or infinity in one of the two" in found.text
@@ -943,18 +939,17 @@ def chain(*factors: float) -> onnx.ModelProto:
     return parse(f"(float[N,2] x) => (float[N,2] {names[-1]})", body, **weights)
 
 
-def test_an_error_that_builds_up_names_where_it_rose_most() -> None:
+def test_an_error_that_builds_up_is_named_where_it_passes_the_bound() -> None:
     a, b = Graph(chain(1, 1, 1, 1)), Graph(chain(1.01, 1.07, 1.09, 1.11))
     found = first_divergence(a, b, FIVE_ONES, 0.1)
-    assert (found.node, found.batch, found.compared) == ("s", 5, 4)
+    assert (found.node, found.batch) == ("s", 5)
     assert found.before == pytest.approx(0.09, abs=1e-6)
-    assert found.steepest.node == "q"
     assert found.text == (
         "the first node that differs is 's' (Mul): error 0.11 is above 0.1 in 's'; "
-        "0.09 just before it; the largest rise was at 'q' (Mul), 0.01 to 0.07"
+        "0.09 just before it"
     )
     document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert (document["node"], document["steepest"]["node"]) == ("s", "q")
+    assert (document["node"], document["tensor"]) == ("s", "s")
 
 
 def test_a_node_without_a_name_is_named_by_its_tensor_and_other_names_do_not_diverge() -> None:

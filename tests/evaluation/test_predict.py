@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -18,8 +19,10 @@ import pytest
 import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed, MissingExtra, Unsupported
 from deploykit.core.extras import installed
-from deploykit.evaluation import predict as partial
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.data.samples import find_source
 from deploykit.evaluation.golden import prove_batch
+from deploykit.evaluation.predict import PartialOutputs
 from tests.support import onnx_zoo, string_labels
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs.small import parse
@@ -76,7 +79,10 @@ def parts(data: Path) -> Path:
 @pytest.mark.parametrize(
     ("arrays", "why"),
     [
-        ({"labels": np.array(["cat", "dog", "owl"] * 100)}, "labels are names, such as 'cat'"),
+        (
+            {"labels": np.array(["cat", "dog", "owl"] * 100)},
+            "labels are <U3[300]; top-1",
+        ),
         ({"label": CLASSES, "y": X}, "without 'label', 'y'"),
     ],
 )
@@ -131,18 +137,23 @@ def damaged(_model: Path, data: Path) -> None:
         file.truncate(10)
 
 
-CHANGED = "the samples so far have changed"
+def edited(_model: Path, data: Path) -> None:
+    state = json.loads((parts(data) / "state.json").read_text())
+    (parts(data) / "state.json").write_text(json.dumps({**state, "outputs": {"y": 5}}))
+
+
 OTHERS = np.concatenate((X[:50], X[51:], X[:1]))
 
 
 @pytest.mark.parametrize(
     ("change", "options", "why"),
     [
-        (another_engine, {}, "another engine"),
-        (None, {"batch": 16}, "another batch"),
-        (lambda _, data: np.savez(data, x=OTHERS), {}, CHANGED),
-        (lambda _, data: np.savez(data, x=X[:40]), {}, CHANGED),
-        (damaged, {}, "its files are damaged"),
+        (another_engine, {}, "engine"),
+        (None, {"batch": 16}, "batch"),
+        (lambda _, data: np.savez(data, x=OTHERS), {}, "samples"),
+        (lambda _, data: np.savez(data, x=X[:40]), {}, "samples"),
+        (damaged, {}, "its files"),
+        (edited, {}, "its state"),
         (None, {"force": True}, None),
     ],
 )
@@ -158,28 +169,25 @@ def test_what_changes_the_outputs_begins_anew_and_says_why(
         change(model, data)
     found, notes = run(model, data, **options)
     assert found.resumed == 0
-    assert notes == ([] if why is None else [f"{parts(data)}: begun anew: {why}"])
+    assert notes == ([] if why is None else [f"{parts(data)}: begun anew: {why} changed"])
     wanted = answers(model, np.load(data)["x"])
     np.testing.assert_allclose(np.load(found.path)["y"], wanted, rtol=1e-5)
 
 
-def test_more_samples_at_the_end_go_on(model: Path, data: Path) -> None:
-    run(model, data, stop=104)
-    np.savez(data, x=np.concatenate((X, X)))
-    found, _ = run(model, data)
-    assert (found.resumed, found.samples) == (104, 2 * COUNT)
-
-
 def test_two_at_once_are_refused_and_the_first_goes_on(model: Path, data: Path) -> None:
-    axes = partial.SampleAxes(FakeEngine(), {"x": 0})
     refused = pytest.raises(BadInput, match="another process is writ")
-    with partial.PartialOutputs(data.parent / "out.npz", {}, axes), refused:
+    with opened(data), refused:
         run(model, data)
     assert run(model, data)[0] is not None
 
 
-def test_a_run_killed_at_any_change_of_its_files_is_no_obstacle(tmp_path: Path) -> None:
-    out, axes = tmp_path / "out.npz", partial.SampleAxes(FakeEngine(), {"x": 0})
+def opened(data: Path, **options: Any) -> PartialOutputs:
+    engine = FakeEngine()
+    source = find_source(data, (TensorSpec("x", "float32", ("N", 4)),))
+    return PartialOutputs(data.parent / "out.npz", {}, source, engine, **options)
+
+
+def test_a_run_killed_at_any_change_of_its_files_is_no_obstacle(data: Path) -> None:
     changes, status = 0, -1
     while status:
         changes += 1
@@ -188,15 +196,15 @@ def test_a_run_killed_at_any_change_of_its_files_is_no_obstacle(tmp_path: Path) 
             with contextlib.suppress(BaseException):
                 die_at(changes, ".parts")
                 for _ in range(2):  # what the first leaves is removed by the second
-                    with partial.PartialOutputs(out, {}, axes, restart=True) as made:
-                        made.append({"y": X[:8]}, 8, "")
+                    with opened(data, restart=True) as made:
+                        made.append({"y": X[:8]}, 8)
                 os._exit(0)
             os._exit(1)
         status = os.waitpid(child, 0)[1]
         assert status in (0, signal.SIGKILL)
-        with partial.PartialOutputs(out, {}, axes) as found:  # not refused
+        with opened(data) as found:  # not refused
             found.finish()
-        assert not out.with_name("out.npz.parts").exists()
+        assert not parts(data).exists()
     assert changes > 10
 
 

@@ -450,12 +450,12 @@ OUTSIDE: dict[str, tuple[Any, Any, list[str]]] = {
     "log of a sigmoid": (
         lambda _, x: torch.log(torch.sigmoid(x)),
         torch.randn(2, 8),
-        ["up to 100"],
+        ["up to 100 the", "up to 10000 the"],
     ),
     "a hidden row": (
         attended,
         (torch.randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool)),
-        ["'other' false everywhere", "a row that 'other' hides as a whole"],
+        ["'other' false everywhere"],
     ),
     "zeros": (lambda _, x: functional.gelu(1 / x), torch.rand(2, 8) + 1, ["with zeros the graph"]),
     "a softmax": (lambda _, x: x.softmax(-1) * x, torch.randn(2, 8), []),
@@ -477,13 +477,13 @@ def test_where_a_graph_leaves_pytorch_is_noted(tmp_path: Path, case: str) -> Non
         np.testing.assert_allclose(got, functional.logsigmoid(torch.tensor(x)), atol=1e-6)
 
 
-def test_a_hidden_row_in_the_samples_is_named_and_no_random_number(tmp_path: Path) -> None:
+def test_a_hidden_row_in_the_samples_is_no_random_number(tmp_path: Path) -> None:
     keep = np.ones((16, 6), bool)
     keep[::2] = False
     x = np.random.default_rng(0).normal(size=(16, 6, 8)).astype(np.float32)
     np.savez(tmp_path / "s.npz", x=x, other=keep)
     example = (torch.randn(2, 6, 8), torch.ones(2, 6, dtype=torch.bool))
-    with pytest.raises(dk.GateFailed, match="only where a mask hides a whole row") as caught:
+    with pytest.raises(dk.GateFailed, match="is above") as caught:
         dk.export(Applied(attended), example, out=tmp_path / "m.onnx", samples=tmp_path / "s.npz")
     assert "random numbers" not in caught.value.message
 

@@ -160,7 +160,7 @@ def change(code: str) -> onnx.ModelProto:
     body = helper.make_graph([helper.make_node("Nope", [], ["n"], name="deep")], "body", [], [])
     names = {
         "choose": helper.make_node("If", ["x"], ["z"], then_branch=body, else_branch=body),
-        "removed": helper.make_node("Upsample", ["y", "s"], ["z"], name="up"),
+        "removed": helper.make_node("Upsample", ["y", "W"], ["z"], name="up"),
         "own": helper.make_opsetid("my.own", 1),
     }
     exec(code, {"model": model, "graph": model.graph, "node": model.graph.node[0], **names})
@@ -170,16 +170,17 @@ def change(code: str) -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("node.op_type = 'Gemmm'", ["'gemm'", "Gemmm"]),
+        ("node.op_type = 'Gemmm'", ["Name: gemm", "Gemmm"]),
         ("node.domain = 'my.own'; model.opset_import.append(own)", ["'gemm'", "my.own"]),
-        ("graph.node.append(choose)", ["'deep'"]),
+        ("graph.node.append(choose)", ["Nope", "OpType: If"]),
         ("graph.node.append(removed)", ["Upsample"]),
-        ("graph.initializer.append(graph.initializer[0])", ["two initializers have the name 'W'"]),
-        ("graph.input.append(graph.input[0])", ["two inputs have the name"]),
+        ("graph.initializer.append(graph.initializer[0])", ["W", "not unique"]),
+        ("graph.input.append(graph.input[0])", ["'x'", "multiple times"]),
+        ("graph.output.append(graph.output[0])", ["two outputs have the name 'y'"]),
         ("model.opset_import[0].version = 999", ["opset 999"]),
-        ("model.opset_import[0].version = -1", ["opset -1"]),
-        ("model.ir_version = 99", ["IR version 99"]),
-        ("del model.opset_import[:]", ["no opset"]),
+        ("model.opset_import[0].version = -1", ["-1"]),
+        ("model.ir_version = 99", ["ir_version 99"]),
+        ("del model.opset_import[:]", ["opset_import"]),
         ("node.input[0] = 'phantom'", ["phantom"]),
         ("graph.initializer[0].dims[:] = [-4]", ["tensor 'W'"]),
         ("graph.initializer[0].dims[:] = [2**62, 8]", ["tensor 'W'"]),

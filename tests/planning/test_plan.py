@@ -32,7 +32,6 @@ from deploykit.planning.capacity import (
     latencies_s,
     p99_s,
 )
-from deploykit.planning.plan import alignment
 from deploykit.planning.predict import (
     COPIES,
     COPY_S,
@@ -145,15 +144,12 @@ def test_an_axis_takes_its_size_and_one_without_is_reported_as_1(sequence: Path)
     assert many.flops == 128 * one.flops
 
 
-def test_sizes_come_from_data_and_from_what_the_model_takes(tmp_path: Path) -> None:
+def test_sizes_come_from_what_the_model_takes(tmp_path: Path) -> None:
     """An audio front end that takes 65 samples or more."""
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
         g (float[N,T] x) => (float[N,L] y) <int64[4] pads = {0, 64, 0, 64}> {
             p = Pad<mode = "reflect">(x, pads) y = Relu(p) }""")
     onnx.save(model, tmp_path / "m.onnx")
-    np.savez(tmp_path / "d.npz", x=np.zeros((8, 512), np.float32))
-    given = dk.plan(tmp_path / "m.onnx", profiles=["l4"], data=tmp_path / "d.npz")
-    assert given.axes == {"T": 512}
     found = dk.plan(tmp_path / "m.onnx", profiles=["l4"])
     assert found.axes == {"T": 80}
     assert found.notes[0].startswith("axis T is taken as 80, at which the model runs")
@@ -394,20 +390,6 @@ def test_a_profile_without_peaks_is_no_target() -> None:
     assert target_of(bare, None) == (
         "the profile has no peak_ops_per_s.fp32 and no bandwidth_bytes_per_s"
     )
-
-
-def test_sizes_that_leave_tensor_cores_idle_are_named_with_their_share() -> None:
-    weights = {"a": np.ones((16, 12), np.float32), "b": np.ones((12, 8), np.float32)}
-    nodes = [
-        helper.make_node("MatMul", ["x", "a"], ["t"], name="odd"),
-        helper.make_node("MatMul", ["t", "b"], ["y"], name="odder"),
-    ]
-    model = make(nodes, {"x": ("N", 16)}, {"y": ("N", 8)}, weights)
-    first, second = alignment(infer(Graph(model), 1, {"N": 1}))
-    assert (first.node, first.size, first.multiple, first.precision) == ("odd", 12, 8, "fp16")
-    assert first.share == pytest.approx(16 / 24)
-    assert second.node == "odder"
-    assert alignment(product(1, 64)) == ()
 
 
 def test_a_probe_measures_every_kind_below_its_ceilings() -> None:

@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.evidence import Interval
-from deploykit.engines.devices import Conditions
 from deploykit.evaluation.formatting import MISSING, count, number, points, spread
 from deploykit.evaluation.latency import CallHistogram
 from deploykit.reporting.charts import (
     BOUND,
-    Bars,
     Chart,
     Mark,
     Series,
@@ -32,16 +30,12 @@ from deploykit.reporting.charts import (
 from deploykit.reporting.figures import (
     calls_chart,
     charts,
-    gpu_charts,
-    layer_note,
-    layer_rows,
-    layers_chart,
     roofline,
     served_chart,
 )
 from deploykit.reporting.points import LayerTime, LayerTimes
 from deploykit.reporting.report import Report, read, write
-from deploykit.reporting.tables import summary
+from deploykit.reporting.tables import layers_table, summary
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import plain
 
@@ -85,7 +79,7 @@ def names(drawn: str) -> list[str]:
 
 
 def chart(*series: Series, **changes: object) -> Chart:
-    texts = ("c", "Title", "Finding", "x (ms)", "y (ms)")
+    texts = ("Title", "Finding", "x (ms)", "y (ms)")
     return replace(Chart(*texts, series), **changes)  # type: ignore[arg-type]
 
 
@@ -107,19 +101,17 @@ def test_every_line_is_named_and_no_label_covers_another() -> None:
 
 
 def test_figures_without_data_are_left_out_with_a_sentence(report: Report) -> None:
-    no_bars = Bars("w", "Where", "Finding", "ms", ())
-    assert draw(chart()) == draw(chart(Series("empty", ()))) == draw(no_bars) == ""
+    assert draw(chart()) == draw(chart(Series("empty", ()))) == ""
     drawn, missing = charts(Report("t", "2026", "c").to_dict())
-    assert (drawn, len(missing)) == ([], 6)
+    assert (drawn, len(missing)) == ([], 4)
     assert all(sentence.endswith(".") for sentence in missing)
     drawn, missing = charts(report.to_dict())
     assert [figure.title for figure in drawn] == [
         "Latency against throughput",
         "Throughput against batch size",
-        "Accuracy against latency",
         "Latency of requests, by percentile",
     ]
-    assert len(missing) == 3
+    assert len(missing) == 2
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -139,11 +131,9 @@ def test_an_axis_holds_its_values_and_has_round_ticks(values: list[float], log: 
 
 
 def test_a_chart_draws_bounds_whiskers_and_its_scale_and_escapes_names() -> None:
-    bounds = {"limit": (4.0, "4 ms at p99"), "flag": (1.5, "a begins")}
-    drawn = draw(chart(rising("a", [1.0, 2.0]), **bounds))
-    first, second = re.findall(r'<path class="flag" d="(M[^"]*(?:H100|V100))"', drawn)
-    assert (first, second) == ("M0 0H100", "M50 0V100")  # of 0 to 4
-    assert names(drawn) == ["a", "4 ms at p99", "a begins"]
+    drawn = draw(chart(rising("a", [1.0, 2.0]), limit=(4.0, "4 ms at p99")))
+    assert re.findall(r'<path class="flag" d="(M[^"]*H100)"', drawn) == ["M0 0H100"]  # of 0 to 4
+    assert names(drawn) == ["a", "4 ms at p99"]
     assert "log scale" not in drawn
     assert "y (ms), log scale" in draw(chart(rising("a", [1.0, 100.0])))
     drawn = draw(chart(Series("a", (Mark(1, 50, 20, 80), Mark(2, 60, 60, 60)))))
@@ -154,18 +144,13 @@ def test_a_chart_draws_bounds_whiskers_and_its_scale_and_escapes_names() -> None
     assert "&lt;&amp;&gt;" in drawn
 
 
-def bar_widths(drawn: str) -> list[float]:
-    return [float(rect.attrib["width"].rstrip("%")) for rect in elements(drawn).iter("rect")]
-
-
-def test_the_crossover_is_marked_where_the_fastest_setup_overtakes(report: Report) -> None:
+def test_the_caption_says_where_a_setup_overtakes(report: Report) -> None:
     document = report.to_dict()
     for found in document["crossovers"]:
         if found["by"] == "throughput":
             found["batch"] = 4 if found["label"] == "int8 CPU" else None
     sweep = charts(document)[0][1]
-    assert isinstance(sweep, Chart)
-    assert sweep.flag == (4.0, "int8 CPU ahead from batch 4")
+    assert "int8 CPU is ahead of fp32 CPU (baseline) from batch 4 on" in sweep.finding
     others = "fp32 CPU, 2 × 1; fp16 CPU"
     assert f"Not ahead of fp32 CPU (baseline) up to batch 64: {others}." in sweep.finding
 
@@ -200,13 +185,12 @@ def test_every_setup_has_a_look_of_its_own_and_the_same_in_every_chart(
     drawn, _ = charts(wide_report(report, labels).to_dict())
     seen: dict[str, set[int]] = {}
     for figure in drawn:
-        assert isinstance(figure, Chart)
         page = draw(figure)
         assert overlaps(page) == [], figure.title
         for series in figure.series:
             seen.setdefault(series.label, set()).add(series.look)
             assert f'class="s {signature(series.look)[0]}"' in page
-    assert len(drawn) >= 6
+    assert len(drawn) == 5
     assert set(labels) <= seen.keys()  # in the roofline, too, next to its limit
     assert all(len(looks) == 1 for looks in seen.values()), seen
     assert seen[labels[0]] == {0}  # the baseline's, wherever it stands
@@ -239,12 +223,6 @@ def test_a_figure_has_three_significant_digits_and_a_count_all(text: str, expect
     assert text.replace("\u202f", " ") == expected
 
 
-TRACE: dict[str, tuple[float | None, ...]] = {
-    "clock_mhz": (1980.0, None, 1600.0),
-    "power_w": (300.0, 690.0, 700.0),
-    "temperature_c": (None, None, None),
-}
-GPU = Conditions("H200", "nvml", 3, None, 1600.0, 1980.0, 1980.0, 560.0, 700.0, None, (), TRACE)
 ROOF: dict[str, Any] = {
     "ceilings": {"gflops": 1000.0, "gbytes_per_s": 100.0},
     "points": [
@@ -278,10 +256,9 @@ def test_the_distribution_shows_each_setup_to_its_slowest_call(report: Report) -
 def test_a_setup_of_larger_batches_alone_is_in_no_figure_of_the_smallest(report: Report) -> None:
     few = tuple(p for p in with_calls(report).points if p.label != "int8 CPU" or p.batch > 1)
     document = replace(report, points=few).to_dict()
-    accuracy = next(one for one in charts(document)[0] if one.name == "accuracy")
-    for found in (calls_chart(document), accuracy):
-        assert isinstance(found, Chart)
-        assert "int8 CPU" not in [one.label for one in found.series]
+    found = calls_chart(document)
+    assert found is not None
+    assert "int8 CPU" not in [one.label for one in found.series]
     row = next(row for row in summary(document).rows if row[0] == "int8 CPU")
     assert row[3:5] == ("–", "–")
     assert "batch 64" in row[5]
@@ -320,18 +297,6 @@ def test_without_ceilings_or_points_there_is_no_roofline(report: Report, broken:
         assert verdict(replace(report, roofline=broken | {"points": [mark]}))
 
 
-def test_the_state_of_a_gpu_is_drawn_where_it_was_recorded(report: Report) -> None:
-    found = gpu_charts(replace(report, conditions=(GPU,)).to_dict())
-    assert [chart.title for chart in found] == ["GPU clock over the run", "GPU power over the run"]
-    assert [(mark.x, mark.y) for mark in found[0].series[0].marks] == [(0, 1980), (100, 1600)]
-    assert plain(found[0].finding) == "H200: 1 600 to 1 980 MHz; not throttled."
-    hot = replace(GPU, throttled=("sw_thermal",))
-    found = gpu_charts(replace(report, conditions=(hot, GPU)).to_dict())
-    assert "THROTTLED (sw_thermal)" in found[0].finding
-    assert [one.label for one in found[0].series] == ["H200 1", "H200 2"]
-    assert gpu_charts(replace(report, conditions=(replace(GPU, trace={}),)).to_dict()) == []
-
-
 def test_the_load_levels_show_the_wanted_time_and_no_answer_that_never_came(
     report: Report,
 ) -> None:
@@ -348,9 +313,9 @@ def test_the_load_levels_show_the_wanted_time_and_no_answer_that_never_came(
 
 
 def test_all_charts_of_a_full_report_have_no_text_over_another(report: Report) -> None:
-    document = replace(with_calls(report), conditions=(GPU,)).to_dict() | {"roofline": ROOF}
+    document = with_calls(report).to_dict() | {"roofline": ROOF, "gpu_roofline": ROOF}
     drawn, missing = charts(document)
-    assert (len(drawn), missing) == (8, [])
+    assert (len(drawn), missing) == (6, [])
     for figure in drawn:
         assert overlaps(draw(figure)) == [], figure.title
 
@@ -377,32 +342,25 @@ TIMES = LayerTimes(
 def test_each_layer_has_its_share_and_those_that_do_not_add_up_are_marked(
     sum_ms: float, adds_up: bool
 ) -> None:
-    rows = [tuple(map(plain, row)) for row in layer_rows(TIMES.to_dict(), 2)]
-    assert rows[0][1:] == ("Conv", "2.60", "66.7 %")
-    assert rows[1:] == [
-        ("pool", "MaxPool", "1.00", "25.6 %"),
-        ("5 001 others", "–", "0.300", "7.69 %"),
-    ]
-    assert len(layer_rows(replace(TIMES, count=3).to_dict())) == 3
-    note = plain(layer_note(replace(TIMES, sum_ms=sum_ms).to_dict()))
+    table = layers_table(replace(TIMES, sum_ms=sum_ms).to_dict(), 2)
+    rows = [tuple(map(plain, row)) for row in table.rows]
+    assert rows[0][1:] == ("Conv", "2.60", f"{260 / sum_ms:.3g} %")
+    assert rows[1][:3] == ("pool", "MaxPool", "1.00")
+    assert rows[2][:3] == ("5 001 others", "–", plain(number(sum_ms - 3.6)))
+    assert len(layers_table(replace(TIMES, count=3).to_dict()).rows) == 3
+    note = plain(table.note)
     assert f"add up to {100 * sum_ms / 4:.3g} % of a call of 4.00 ms without the profiler" in note
-    assert "0.0800 µs more for each layer" in note  # 0.4 ms for 5,003
     assert ("NOT within 5 %" in note) != adds_up
 
 
-def test_the_page_shows_the_layers_and_a_report_without_them_has_no_chart(
-    report: Report, tmp_path: Path
-) -> None:
-    given = replace(report, layers=(TIMES,))
+def test_the_page_shows_the_layers(report: Report, tmp_path: Path) -> None:
+    nothing = replace(TIMES, label="none", layers=(), count=0, sum_ms=0.0)
+    given = replace(report, layers=(TIMES, nothing))
     page = write(given, tmp_path).read_text("utf-8")
     assert read(tmp_path) == given
-    (bars,) = layers_chart(given.to_dict())
-    assert bars in charts(given.to_dict())[0]
-    assert bar_widths(draw(bars)) == pytest.approx([100, 100 / 2.6, 20 / 2.6], abs=0.01)
-    assert "Where the time goes, by layer: int8 CPU" in page
-    assert "pool · MaxPool <span>1.00</span>" in page
+    assert "Time by layer: int8 CPU" in page
+    assert "Time by layer: int8 CPU" in (tmp_path / "report.md").read_text("utf-8")
+    assert '<th scope="row">pool</th><td>MaxPool</td><td class="n">1.00</td>' in page
     assert "<script>alert" not in page
     assert "add up to 97.5" in page
-    nothing = replace(TIMES, layers=(), count=0, sum_ms=0.0)
-    for layers in ((), (nothing,)):
-        assert layers_chart(replace(report, layers=layers).to_dict()) == []
+    assert "Time by layer: none" not in page

@@ -113,9 +113,9 @@ def test_parts_are_in_order_and_ids_are_unique(report: Report) -> None:
 def test_charts_have_a_finding_and_tables_name_their_rows_and_columns(report: Report) -> None:
     text = page_of(report)
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
-    assert len(figures) == 4
+    assert len(figures) == 3
     for figure in figures:
-        assert re.search(r'<svg class="(plot|bar)" role="img" aria-label="[^"]+">', figure)
+        assert re.search(r'<svg class="plot" role="img" aria-label="[^"]+">', figure)
         assert re.search(r"<figcaption>[^<]{20,}</figcaption>", figure)
     for table in re.findall(r"<table>.*?</table>", text, re.DOTALL):
         head, body = table.split("</thead>")
@@ -167,7 +167,6 @@ def test_the_page_holds_the_document_and_says_a_thing_once(report: Report) -> No
     assert data_of(text, "report-data") == json.loads(json.dumps(document.to_dict()))
     shown, _, _ = text.partition('<script type="application/json"')
     assert shown.count("no NVIDIA GPU on this machine") == 1
-    assert "best GPU" not in shown
     assert "Inputs of the smallest batch: x 1×3×8." in shown
     assert '<li class="unmet"><strong>✗ NOT met</strong> parity' in shown
 
@@ -263,10 +262,9 @@ def test_markdown_holds_the_verdict_the_tables_and_the_command(
     text = plain((tmp_path / "report.md").read_text())
     assert "| &lt;b&gt;a\\|b\\`c\\*d\\[e\\] f |" in text
     headings = [line for line in text.splitlines() if line.startswith("#")]
-    assert headings[:6] == [
+    assert headings[:5] == [
         "# mnist-cnn on this machine",
         "## In short",
-        "## Best at each batch",
         "## What the measurements show",
         "## How it was measured",
         "## Machine and versions",
@@ -297,7 +295,7 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
     with dk.load(model) as engine:
         for result, shown in (
             (made, "built.onnx"),
-            (dk.compare(str(model), str(made.path)), "compared with"),
+            (dk.compare(str(model), str(made.path)), "against a&lt;b&gt;.onnx"),
             (dk.inspect(str(model)), "float32"),
             (dk.predict(str(made.path), data, tmp_path / "o.npz"), "accuracy"),
             (dk.compare_reports(tmp_path / "a", tmp_path / "b"), "<td>throughput</td>"),
@@ -318,18 +316,10 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
         assert f'<a href="{server.url}">' in server._repr_html_()
 
 
-def frame(html: str) -> str:
-    return unescape(html.split('srcdoc="')[1].split('"')[0])
-
-
-def test_reports_and_loads_show_their_tables_and_their_charts_in_a_frame(report: Report) -> None:
+def test_reports_and_loads_show_their_tables_in_a_notebook(report: Report) -> None:
     html = report._repr_html_()
     assert report.verdict[0] in unescape(html)
-    assert html.index("<table>") < html.index("<iframe")
-    assert (html.count("<iframe"), 'sandbox=""' in html) == (1, True)
-    assert frame(html).count("<figure>") == 4
+    assert "<table>" in html
     html = report.serving[0]._repr_html_()
-    assert "32 connections" in html.split("<iframe")[0]
-    assert frame(html).count("<figure>") == 1
-    html = replace(report.serving[0], latency=None, ok=0)._repr_html_()
-    assert ("<table>" in html, "<iframe" in html) == (True, False)  # no chart without an answer
+    assert "32 connections" in html
+    assert "<table>" in replace(report.serving[0], latency=None, ok=0)._repr_html_()

@@ -24,10 +24,10 @@ from deploykit.reporting.compare import compare_reports
 from deploykit.reporting.machine_load import Outside, Window
 from deploykit.reporting.points import Point, crossover
 from deploykit.reporting.report import PeakMemory, Report, read, speedup, write
-from deploykit.reporting.tables import best_by_batch, details
+from deploykit.reporting.tables import details
 from deploykit.reporting.tables import machine as machine_table
 from deploykit.reporting.verdict import verdict
-from tests.support.measure.simulated import bare_point, plain
+from tests.support.measure.simulated import bare_point
 
 NAMES = ("report.html", "report.json", "report.md")
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,15 +60,13 @@ def test_a_report_is_read_back_and_written_again_to_the_same_bytes(
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == list(NAMES)
     rows = dict(machine_table(full.to_dict()).rows)
-    assert rows["commit measured"] == "abc, with changes that are not committed"
-    assert "commit of deploykit" not in rows
-    assert rows["CPU clocks"] == "performance, at most 3500.0 MHz, turbo off"
-    assert (rows["host"], rows["CPUs used"], rows["OMP_NUM_THREADS"]) == ("bench-1", "0-1", "2")
-    assert rows["power mode"] == "25W"
-    assert plain(rows["GPU clock meanwhile"]) == "306 to 918 MHz, at most 918"
-    assert plain(rows["power meanwhile"]) == "9.50 W on average, 12.0 W at most"
-    assert plain(rows["temperature meanwhile"]) == "61.0 °C at most"
-    assert rows["throttled meanwhile"] == "no"
+    assert (rows["project: commit"], rows["project: changed"]) == ("abc", "True")
+    assert "deploykit: commit" not in rows
+    assert (rows["clocks: governor"], rows["clocks: max mhz"]) == ("performance", "3500.0")
+    assert (rows["host"], rows["affinity"]) == ("bench-1", "0-1")
+    assert rows["environment: OMP_NUM_THREADS"] == "2"
+    assert (rows["GPU: power mode"], rows["GPU: clock low mhz"]) == ("25W", "306.0")
+    assert (rows["GPU: temperature c"], rows["GPU: throttled"]) == ("61.0", "no")
 
 
 def test_a_report_that_json_cannot_hold_leaves_the_old_files(
@@ -242,32 +240,6 @@ def test_no_bound_is_stated_where_the_accuracy_decides(
     if precision == "int8":
         notes = " ".join(each.note or "" for each in details(document | {"accuracy": []}))
         assert "not measured" in notes
-
-
-def test_each_batch_shows_the_baseline_and_the_best_cpu_whichever_setup_it_was(
-    report: Report,
-) -> None:
-    def at(label: str, batch: int, device: str, ms: float, rate: float) -> Point:
-        latency = Latency(100, Interval(ms, ms, ms), None, None, ms)
-        per_s = Interval(rate, rate, rate)
-        measured = {"latency": latency, "throughput_per_s": per_s, "round_rates": (rate, rate)}
-        return bare_point(label, batch, device=device, **measured)
-
-    timed = (
-        at("fp32 CPU", 1, "cpu", 2.0, 500.0),
-        at("int8", 1, "cpu", 1.0, 900.0),
-        at("int8, 2 sessions", 1, "cpu", 1.5, 1300.0),
-        at("fp16, GPU", 1, "cuda:0", 0.5, 2000.0),
-        at("fp32 CPU", 8, "cpu", 9.0, 800.0),
-    )
-    document = replace(report, baseline="fp32 CPU", points=timed).to_dict()
-    table = best_by_batch(document)
-    cells = dict(zip(table.columns, table.rows[0], strict=True))
-    assert "fp32 CPU" in cells["baseline, p50 (ms)"]
-    assert cells["best CPU, p50 (ms)"].endswith("int8")
-    assert cells["best CPU, inferences/s"].endswith("int8, 2 sessions")
-    assert cells["best GPU, inferences/s"].endswith("fp16, GPU")
-    assert (table.rows[1][0], table.rows[1][-1]) == ("8", "not measured")
 
 
 def test_a_report_of_a_jetson_without_its_power_mode_is_marked(report: Report) -> None:

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
+import logging
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from deploykit.building.builder import BuildResult
 from deploykit.building.tensorrt.module import (
     FAILURES,
-    NO_DRIVER,
     RTX_MAGIC,
     Reason,
     Refused,
@@ -42,24 +40,19 @@ from deploykit.building.tensorrt.module import (
 from deploykit.building.tensorrt.options import (
     Options,
     ShapeRange,
-    check_graph,
     check_options,
     check_target,
-    note_dla,
     ranges,
 )
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
-from deploykit.core.evidence import Layer
 from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import BuildMemory
 from deploykit.core.precision import ALL
-from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import load_plugins
-from deploykit.engines.tensorrt.inspector import read_layers
 from deploykit.engines.tensorrt.log import LogLines, logger
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.facts import external_files, onnx_files, read_facts
@@ -68,44 +61,29 @@ from deploykit.graph.graph import Graph
 if TYPE_CHECKING:
     import tensorrt as trt
 
-# GPU memory is checked before a build: one that runs out of memory takes minutes to fail, and where
-# CPU and GPU share their memory the system may kill it instead.
-
 LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
-_ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
 
 
-def weight_bytes(model: Path) -> int:
-    """Return the size of the file and its external data files, which approximates the weights."""
-    return sum(file.stat().st_size for file in onnx_files(model))
+def workspace_that_fits(model: Path, options: Options) -> int | None:
+    """Return the profile's workspace, or what the weights leave of the free memory.
 
-
-def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -> int:
-    """Return a lower bound, twice the largest tensor; -1 on axis 0 is `batch`, else `others`."""
-    largest = 0
-    for shape in shapes:
-        sizes = [
-            size if size >= 0 else (batch if place == 0 else others)
-            for place, size in enumerate(shape)
-        ]
-        largest = max(largest, math.prod(sizes))
-    return 2 * largest * _ELEMENT_BYTES
-
-
-def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -> int:
-    """Return the workspace of `need` that `free_bytes` leaves. Raises Unsupported."""
-    if free_bytes is None or need.total <= free_bytes:
-        return need.workspace
-    left = free_bytes - need.held - need.activations
-    if left >= min(need.workspace, LEAST_WORKSPACE):
-        return left
-    raise Unsupported(
-        f"{where}: building needs {mib(need.held)} of GPU memory for "
-        f"{'the builder and three copies of the weights' if need.shared else 'weights'}, "
-        f"{mib(need.activations)} for activations and {mib(LEAST_WORKSPACE)} of workspace, "
-        f"but only {mib(free_bytes)} are free",
-        hint="stop other programs that use the GPU, or choose a smaller batch",
-    )
+    A build that runs out of memory takes minutes to fail, and where CPU and GPU share their memory
+    the system may end it instead. Raises Unsupported for less than LEAST_WORKSPACE.
+    """
+    asked, free = options.profile.workspace_bytes, options.free_bytes
+    shared = options.profile.unified_memory
+    if asked is None or free is None:
+        return asked
+    weights = sum(file.stat().st_size for file in onnx_files(model))
+    held = BuildMemory(weights, asked, 0, shared).held
+    if free - held < min(asked, LEAST_WORKSPACE):
+        raise Unsupported(
+            f"{model}: building needs {mib(held)} of GPU memory for "
+            f"{'the builder and three copies of the weights' if shared else 'weights'} and "
+            f"{mib(LEAST_WORKSPACE)} of workspace, but only {mib(free)} are free",
+            hint="stop other programs that use the GPU",
+        )
+    return min(asked, free - held)
 
 
 def mib(size: int) -> str:
@@ -195,18 +173,8 @@ def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
                 yield tensor
 
 
-def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
-    """Return the shape, -1 where dynamic; empty for a tensor of unknown rank."""
-    try:
-        return tuple(int(size) for size in tensor.shape)
-    except ValueError:  # the bindings raise it for a rank of -1
-        return ()
-
-
 # TensorRT's timing cache keeps its measurements of kernels between builds. Two builds that start
 # from one cache choose the same kernels, unless one meets a kernel that was not timed before.
-
-SUFFIX = ".cache"
 
 
 def cache_path(tensorrt: str, here: Machine) -> Path | None:
@@ -218,15 +186,15 @@ def cache_path(tensorrt: str, here: Machine) -> Path | None:
         return None
     parts = (tensorrt, name, driver, here.power_mode or "")
     file = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts if part)
-    return cache_folder() / "timing" / f"{file}{SUFFIX}"
+    return cache_folder() / "timing" / f"{file}.cache"
 
 
-def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, str, tuple[str, ...]]:
-    """Set the cache at `path` on `config`, an empty one if there is no file.
+def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[str, bool]:
+    """Set the cache at `path` on `config`, an empty one if there is no file or it is refused.
 
-    Returns whether to write the cache back after the build, the SHA-256 of the cache in use (empty
-    without one) and notes. A refused file is replaced where its name ends with .cache, unless only
-    the driver is missing. Raises BadInput when the file cannot be read.
+    Returns the SHA-256 of the cache in use, empty without one, and whether the file was refused:
+    TensorRT refuses a damaged one and that of another TensorRT or GPU. Raises BadInput when the
+    file cannot be read.
     """
     try:
         content = path.read_bytes() if path.is_file() else b""
@@ -238,41 +206,24 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, st
         if not taken and content:
             config.set_timing_cache(config.create_timing_cache(b""), False)
     log = (*lines.errors, *lines.warnings)  # TensorRT reports it nowhere else
-    refused = any("timing cache" in line.lower() for line in log)
-    if not content or (taken and not refused):
-        return True, hashlib.sha256(content).hexdigest() if content else "", ()
-    if any(NO_DRIVER in line for line in lines.errors):
-        why = f"{path}: the timing cache is not used: this machine has no NVIDIA driver"
-        return False, "", (why,)
-    ours = path.suffix == SUFFIX
-    kept = "" if ours else f", and the file stays as it is: its name does not end with {SUFFIX}"
-    note = (
-        f"{path}: TensorRT refused the timing cache (damaged, or from another TensorRT or GPU); "
-        f"the build starts with an empty one{kept}"
-    )
-    return ours, "", (note,)
+    refused = not taken or any("timing cache" in line.lower() for line in log)
+    used = content and not refused
+    return hashlib.sha256(content).hexdigest() if used else "", bool(content and refused)
 
 
-def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, ...]]:
-    """Write the build's timings to `path`; return their SHA-256, and a note if that failed."""
+def keep_cache(config: trt.IBuilderConfig, path: Path) -> str:
+    """Write the build's timings to `path`; return their SHA-256, empty if TensorRT gives none."""
     try:
         content = bytes(memoryview(given(given(config.get_timing_cache()).serialize())))
     except FAILURES:
-        return "", ()
-    digest = hashlib.sha256(content).hexdigest()
-    try:
-        make_folder(path.parent)
-        with atomic_write(path) as tmp:
-            tmp.write_bytes(content)
-    except DeploykitError as exc:
-        return digest, (f"the timing cache was not written: {exc.message}",)
-    return digest, ()
+        return ""
+    make_folder(path.parent)
+    with atomic_write(path) as tmp:
+        tmp.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 # TensorRT's phases nest, and each has a number of steps; the share reported never falls.
-
-_T = TypeVar("_T")
-_POLL_S = 0.05
 
 
 @dataclass
@@ -350,44 +301,6 @@ def monitor(nv: Any, progress: BuildProgress) -> Any:
     return Monitor()
 
 
-def interruptible(function: Callable[[Progress], _T], on_progress: Progress | None) -> _T:
-    """Return `function(on_progress)`, run in another thread so that Ctrl-C acts during its calls.
-
-    An interrupt, or another exception of a signal's handler, is raised once TensorRT has stopped,
-    which it does at its next step; a second one does not wait for that.
-    """
-    show, interrupted, last = on_progress or no_progress, threading.Event(), 0.0
-    found: Future[_T] = Future()
-
-    def report(phase: str, share: float) -> None:
-        nonlocal last
-        last = share
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        show(phase, share)
-
-    def run() -> None:
-        with INSIDE:
-            try:
-                found.set_result(function(report))
-            except BaseException as exc:  # noqa: BLE001 - raised in the thread that waits
-                found.set_exception(exc)
-
-    def wait_for_it() -> None:
-        while not found.done():
-            wait([found], _POLL_S)  # a signal that another thread got wakes no lock
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        wait_for_it()
-    except BaseException:
-        interrupted.set()
-        show("stopping at TensorRT's next step; Ctrl-C again ends it at once", last)
-        wait_for_it()
-        raise
-    return found.result()
-
-
 STRONG = "STRONGLY_TYPED"
 _WEAK_ALLOWED = ((10, 0), (10, 11))  # first and last TensorRT whose strong typing has gaps
 _NOT_PROVEN: Mapping[str, str] = {
@@ -425,7 +338,7 @@ class BuildCheck(Record):
 
 
 def build(
-    model: Path, out: Path, options: Options, on_progress: Progress | None = None
+    model: Path, out: Path, options: Options, on_progress: Progress = no_progress
 ) -> BuildResult:
     """Write the plan of `model` to `out`, completely or not at all. Takes seconds to hours.
 
@@ -433,13 +346,8 @@ def build(
 
     `on_progress(phase, share)`: the share is from 0 to 1. Raises NotFound or BadInput for a damaged
     file and for options that contradict it; Unsupported for what this TensorRT or GPU cannot do,
-    for too little free memory, and for TensorRT for RTX in place of TensorRT; KeyboardInterrupt
-    after Ctrl-C; MissingExtra.
+    for too little free memory, and for TensorRT for RTX in place of TensorRT; MissingExtra.
     """
-    return interruptible(partial(_build, model, out, options), on_progress)
-
-
-def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> BuildResult:
     facts: dict[str, str] = {}
     try:
         from deploykit.engines.cuda.driver import CudaDevice
@@ -466,26 +374,19 @@ def _build(model: Path, out: Path, options: Options, on_progress: Progress) -> B
             f"TensorRT of profile {options.profile.name} cannot load",
             hint="build on the target; on this machine use `check`",
         )
-    layers, notes = read_back(nv, made.plan, options)
-    notes += note_dla(layers, options, str(model))
     on_progress("built", 1.0)
     with atomic_write(out) as tmp:
         tmp.write_bytes(made.plan)
     return BuildResult(
         {**made.built_on(), **facts},
-        layers,
-        (*made.notes, *notes),
-        tuple(made.flags),
-        {str(each.resolve()): sha256(each) for each in map(Path, options.shapes.plugins)},
+        notes=tuple(made.notes),
+        flags_used=tuple(made.flags),
+        plugins={str(each.resolve()): sha256(each) for each in map(Path, options.shapes.plugins)},
     )
 
 
-def check(model: Path, options: Options, on_progress: Progress | None = None) -> BuildCheck:
+def check(model: Path, options: Options, on_progress: Progress = no_progress) -> BuildCheck:
     """Parse and build `model` with the installed builder; a refused graph is a result."""
-    return interruptible(partial(_check, model, options), on_progress)
-
-
-def _check(model: Path, options: Options, on_progress: Progress) -> BuildCheck:
     nv, here = module(rtx=True), with_gpu(this_machine(), options.shapes.device)
     started, made, refused = time.perf_counter(), None, tuple[Reason, ...]()
     try:
@@ -508,24 +409,6 @@ def _check(model: Path, options: Options, on_progress: Progress) -> BuildCheck:
     )
 
 
-def read_back(
-    nv: Any, plan: bytes, options: Options
-) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
-    """Return the layers of a plan that was just built (loading can run code), or why not."""
-    with collect_log(nv) as lines:
-        try:
-            runtime: trt.Runtime = given(nv.Runtime(logger(nv)))
-            runtime.engine_host_code_allowed = options.shapes.version_compatible
-            if options.shapes.dla is not None:
-                runtime.DLA_core = options.shapes.dla
-            engine = given(runtime.deserialize_cuda_engine(plan))
-            inspector = given(engine.create_engine_inspector())
-            text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
-            return read_layers(text), ()
-        except FAILURES as exc:
-            return None, (f"the plan could not be read back: {reason_of(exc, lines).text}",)
-
-
 def flavour_of(plan: bytes) -> str:
     """Return the library that wrote a plan, whatever its module's name: "tensorrt" or "rtx"."""
     return "rtx" if plan.startswith(RTX_MAGIC) else "tensorrt"
@@ -535,10 +418,11 @@ def _build_plan(
     nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
 ) -> _Attempt:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
+    if options.debug:  # this process is a child, whose log nobody has set up
+        logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     for location in external_files(model):
         check_data_file(model, location, str(model))
     check_options(options)
-    check_graph(options, model)
     progress.report("parsing")
     progress.raise_failure()
     attempt = partial(_Attempt, nv, start(nv), model, options, progress, here, checking)
@@ -603,40 +487,31 @@ class _Attempt:
         inputs = Graph.open(self.model).inputs
         sizes = ranges(inputs, options.batch, options.axes)
         config = given(self.builder.create_builder_config())
-        self._limit_workspace(config, network)
+        if (space := workspace_that_fits(self.model, options)) is not None:
+            config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, space)
+            asked = options.profile.workspace_bytes or 0
+            if space < asked:
+                text = f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short"
+                self.notes.append(text)
         self.flags += [STRONG] if strong else precision_flags(element_types(network))
         self._configure(config)
         named = options.shapes.timing_cache
         cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
-        keep = False
         if cache:
-            keep, self.timings["timing_cache_read_sha256"], notes = use_cache(nv, config, cache)
-            self.notes += notes
+            self.timings["timing_cache_read_sha256"], refused = use_cache(nv, config, cache)
+            if refused and named:
+                raise BadInput(f"{cache}: is no timing cache of this TensorRT and GPU")
         add_profile(self.builder, config, inputs, sizes)
         watch = monitor(nv, self.progress)  # the config does not keep it alive
         config.progress_monitor = watch
         self.plan = bytes(memoryview(given(self.builder.build_serialized_network(network, config))))
         self.progress.raise_failure()
         self.notes += build_warnings(lines.warnings)
-        if cache and keep and not self.checking:
-            self.timings["timing_cache_sha256"], notes = keep_cache(config, cache)
-            self.notes += notes
-
-    def _limit_workspace(self, config: trt.IBuilderConfig, network: trt.INetworkDefinition) -> None:
-        """Set the profile's workspace, or less with a note if memory is short."""
-        options, asked = self.options, self.options.profile.workspace_bytes
-        if asked is None:
-            return
-        others = max((axis.maximum for axis in options.axes.values()), default=1)
-        shapes = map(_shape, _tensors(network))
-        activations = activation_bytes(shapes, options.batch.maximum, others)
-        shared = options.profile.unified_memory
-        need = BuildMemory(weight_bytes(self.model), asked, activations, shared)
-        space = workspace_that_fits(need, options.free_bytes, str(self.model))
-        config.set_memory_pool_limit(self.nv.MemoryPoolType.WORKSPACE, space)
-        if space != asked:
-            text = f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short"
-            self.notes.append(text)
+        if cache and not self.checking:
+            try:
+                self.timings["timing_cache_sha256"] = keep_cache(config, cache)
+            except DeploykitError as exc:
+                self.notes.append(f"the timing cache was not written: {exc.message}")
 
     def _configure(self, config: trt.IBuilderConfig) -> None:
         nv, shapes = self.nv, self.options.shapes

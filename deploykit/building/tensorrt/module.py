@@ -39,33 +39,18 @@ class Reason:
     damaged: bool = False
 
 
-# pattern in TensorRT's message -> refusal; the first match wins
+# pattern in the parser's message -> hint, and whether the file is damaged; the first match wins
 _PARSER = {
-    "Failed to parse the ONNX model": Reason("is a truncated or damaged ONNX file", damaged=True),
-    "Failed to import initializer": Reason(
-        "its weights cannot be read: {file}", "keep model and data together", damaged=True
-    ),
-    "type Int32 but must have type": Reason(
-        "{node} dequantizes an int32 bias, which TensorRT does not support", _QUANTIZE
-    ),
-    "Non-zero zero point": Reason(
-        "{node} has a zero point other than 0: TensorRT supports symmetric INT8 only", _QUANTIZE
-    ),
-    "unsupported input type of UINT8": Reason(
-        "{node} quantizes to uint8: TensorRT supports symmetric INT8 only", _QUANTIZE
-    ),
-    "Failed to convert ONNX date type": Reason(
-        "a tensor has a type that TensorRT does not support, such as string"
-    ),
-    "must have same input types|must be of same type": Reason(
-        "{node} mixes the types {types}",
+    "Failed to parse the ONNX model": (None, True),
+    "Failed to import initializer": ("keep model and data together", True),
+    "must have same input types|must be of same type": (
         "write the precision into the file: deploykit quantize MODEL --to fp16",
-        damaged=True,
+        True,
     ),
-    "Plugin not found|plugin creator|plugin registry": Reason(
-        "{node} needs a plugin that this TensorRT does not have"
-    ),
+    "type Int32 but must|Non-zero zero point|unsupported input type of UINT8": (_QUANTIZE, False),
+    "Plugin not found|plugin creator|plugin registry": ("it needs a plugin", False),
 }
+# pattern in the builder's log -> refusal
 _BUILDER = {
     "Could not infer output types for dequantize": Reason(
         "this TensorRT refuses INT8 pairs with float16 scales on this GPU (10.16.2 on Orin)",
@@ -85,7 +70,6 @@ _BUILDER = {
         "this TensorRT does not build for this GPU's compute capability"
     ),
 }
-_TYPES = re.compile(r"types? (?:is )?(\w+) (?:and|but kernel is of type) (\w+)")
 _CAN_FAIL = re.compile(
     "strongly[ _-]?typed|any supported formats consistent with"
     "|Could not find any implementation for node",
@@ -94,31 +78,26 @@ _CAN_FAIL = re.compile(
 _WARNINGS = 5  # number that a note repeats
 
 
-def parser_refusal(error: trt.ParserError, log: Sequence[str]) -> Reason:
-    """Explain one parser error; `log`: the log's error lines, which name a missing data file."""
+def parser_refusal(error: trt.ParserError) -> Reason:
+    """Explain one parser error: its node and its own words."""
     operator, message = error.node_operator(), error.desc()
     name = error.node_name() or (f"#{error.node()}" if operator else "")
     node = f"{operator or 'a node'} '{name}'" if name else operator
-    for pattern, refusal in _PARSER.items():
+    own = [line for line in message.splitlines() if not line.startswith("Invalid Node - ")]
+    # `Assertion failed: (the condition in C++): the reason`, or `the condition && "the reason"`
+    why = re.sub(r'^.*(\): |&& "(?=.*"$))', "", first_sentence("\n".join(own))).rstrip('".')
+    text = f"{node}: {why}" if node else why
+    for pattern, (hint, damaged) in _PARSER.items():
         if re.search(pattern, message):
-            types = _TYPES.search(message)
-            file = re.search(r"Failed to open file: (\S.*)", "\n".join(log))
-            text = refusal.text.format(
-                node=node or "a node",
-                types=f"{types[1]} and {types[2]}" if types else first_sentence(message),
-                file=file[1] if file else first_sentence(message),
-            )
-            return Reason(text, refusal.hint, refusal.damaged)
+            return Reason(text, hint, damaged)
     if _QOPERATORS.match(operator):
         return Reason(
             f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
         )
-    if str(error.code()).endswith("UNSUPPORTED_NODE") or message.strip() in ("", "false"):
-        # "Assertion failed: (the condition in C++): the reason", which may be a type of the node
-        why = first_sentence(message.rpartition("): ")[2]) if "): " in message else ""
-        text = f"operator {node or 'unknown'} is not supported by TensorRT"
-        return Reason(f"{text}: {why.rstrip('.')}" if why else text)
-    return Reason(f"{node + ': ' if node else ''}{first_sentence(message)}")
+    if str(error.code()).endswith("UNSUPPORTED_NODE") and node:
+        reason = "" if why in ("", "false", NO_REASON) else f": {why}"
+        return Reason(f"operator {node} is not supported by TensorRT{reason}")
+    return Reason(text)
 
 
 def build_refusal(errors: Sequence[str]) -> Reason:
@@ -245,5 +224,4 @@ def start(nv: Any) -> trt.Builder:
 def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[Reason, ...]:
     """Explain why `parser` refused a file: one reason or more, each once."""
     errors = (parser.get_error(number) for number in range(parser.num_errors))
-    reasons = (parser_refusal(error, lines.errors) for error in errors)
-    return tuple(dict.fromkeys(reasons)) or (build_refusal(lines.errors),)
+    return tuple(dict.fromkeys(map(parser_refusal, errors))) or (build_refusal(lines.errors),)

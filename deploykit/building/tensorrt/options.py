@@ -12,12 +12,10 @@ from deploykit.building.builder import Shapes
 from deploykit.building.tensorrt.module import version
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Layer
-from deploykit.core.precision import narrowest
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.tensorrt.compatibility import version_numbers
-from deploykit.graph.graph import Graph
 
 # All checks of size ranges are made here, as TensorRT reports its own late and only in its log.
 
@@ -141,7 +139,7 @@ HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": 
 class Options:
     """Options of one build: `shapes` as the user gave them, and its sizes as ranges.
 
-    `free_bytes`: free GPU memory, to which the workspace is cut.
+    `free_bytes`: free GPU memory, to which the workspace is cut. `debug`: show TensorRT's log.
     """
 
     profile: Profile
@@ -149,6 +147,7 @@ class Options:
     batch: AxisRange
     axes: Mapping[str, AxisRange]  # of the other dynamic axes, by name
     free_bytes: int | None = None
+    debug: bool = False
 
     def built_on(self) -> dict[str, object]:
         """Return the manifest's part that loading compares, and that building again needs."""
@@ -203,8 +202,8 @@ def check_options(options: Options) -> None:
 
 
 def check_target(nv: Any, options: Options) -> None:
-    """Raise Unsupported when the profile's target, or its DLA, does not run this TensorRT."""
-    profile, core, numbers = options.profile, options.shapes.dla, version_numbers(nv.__version__)
+    """Raise Unsupported when the profile's target does not run this TensorRT."""
+    profile = options.profile
     low, high = profile.tensorrt_min, profile.tensorrt_max
     before = low is not None and version(nv) < version_numbers(low)
     if before or (high is not None and version(nv) > version_numbers(high)):
@@ -212,58 +211,26 @@ def check_target(nv: Any, options: Options) -> None:
             f"profile {profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
             f"the installed one is {nv.__version__}"
         )
-    if core is not None and _NO_DLA[0] <= numbers < _NO_DLA[1]:
-        raise Unsupported(
-            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) "
-            "and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
-            hint=_ON_GPU,
-        )
 
 
-# Source of the checks for a Jetson's deep learning accelerator (DLA): NVIDIA's TensorRT
-# documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed Networks for DLA". Not yet run
-# on a DLA.
+def note_dla(layers: Sequence[Layer] | None, core: int | None, where: str) -> tuple[str, ...]:
+    """Return how many layers run on DLA core `core`. Raises Unsupported where none does.
 
-_NO_DLA = ((10, 8), (11, 4, 1))  # from the first to before the second
-_PRECISIONS = ("fp16", "int8")
-_ON_GPU = "leave out `dla` to run everything on the GPU"
-
-
-def check_graph(options: Options, model: Path) -> None:
-    """Raise BadInput for sizes that vary and Unsupported for a precision that a DLA lacks."""
-    if options.shapes.dla is None:
-        return
-    ranges = {"batch": options.batch, **{f"axis {name}": a for name, a in options.axes.items()}}
-    for name, axis in ranges.items():
-        if axis.minimum != axis.maximum:
-            raise BadInput(
-                f"`dla` {options.shapes.dla}: a DLA takes no dynamic sizes, and {name} is {axis}",
-                hint=f"build one size: `batch` {axis.optimum}" if name == "batch" else _ON_GPU,
-            )
-    found = narrowest(Graph.open(model).precision)
-    if found not in _PRECISIONS:
-        raise Unsupported(
-            f"{model}: `dla` {options.shapes.dla}: a DLA computes in FP16 and INT8 only, the graph "
-            f"is {found}",
-            hint="`precision` fp16",
-        )
-
-
-def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:
-    """Return how many layers run on the DLA. Raises Unsupported where none does."""
-    if options.shapes.dla is None:
+    TensorRT runs on the GPU what a DLA cannot, as float32 or dynamic sizes. Not yet run on a DLA.
+    """
+    if core is None:
         return ()
     if layers is None:
         return ("how many layers run on the DLA is not known: no layers could be read back",)
     count = sum(map(runs_on_dla, layers))
     if not count:
         raise Unsupported(
-            f"{where}: none of its {len(layers)} layers runs on DLA core {options.shapes.dla}: "
-            "TensorRT put all of them on the GPU",
-            hint=_ON_GPU,
+            f"{where}: none of its {len(layers)} layers runs on DLA core {core}: TensorRT put all "
+            "of them on the GPU",
+            hint="a DLA takes FP16 and INT8 at fixed sizes, and exists up to TensorRT 10.7 and "
+            "from 11.4.1; leave out `dla` to run everything on the GPU",
         )
-    core = f"DLA core {options.shapes.dla}"
-    return (f"{count} of {len(layers)} layers run on {core}, the others on the GPU",)
+    return (f"{count} of {len(layers)} layers run on DLA core {core}, the others on the GPU",)
 
 
 def runs_on_dla(layer: Layer) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
-from deploykit.building.tensorrt.options import Options, parse_axis, parse_batch
+from deploykit.building.tensorrt.options import Options, note_dla, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
@@ -28,7 +29,7 @@ from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import golden, verify
-from deploykit.evaluation.artefacts import Made, carry_task, keep, reject
+from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
 from deploykit.evaluation.feeds import feeds_at_sizes
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import evaluate_engine
@@ -50,13 +51,14 @@ def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
     recorded = record_build(manifest)
     evidence, why = _prove(manifest, graph_file, job)
     read = evidence.precision
+    on_dla = note_dla(read.layers if read else None, job.shapes.dla, name)
     if read is not None and read.known:
         manifest = replace(manifest, precision=_count(read.layers or ()))
     manifest = replace(manifest, evidence=evidence)
     if read is not None and not why and (read.wider or not read.known):
         why = read.why if read.known else f"not verified: {read.why}"
-    notes = [*built.notes, *([why] if why else []), *([] if recorded else [_NOT_RECORDED])]
-    made = Made(job.place, manifest, tuple(notes))
+    notes = (*built.notes, *on_dla, *[why] * bool(why), *[_NOT_RECORDED] * (not recorded))
+    made = Made(job.place, manifest, notes)
     if evidence.wrong:
         made = reject(job.tmp, made)
         raise GateFailed(
@@ -70,7 +72,7 @@ def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
 
 def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manifest:
     """Return the manifest of a plan that has not run yet, and golden samples next to it."""
-    graph, layers, tmp, shapes = Graph.open(graph_file.path), built.layers, job.tmp, job.shapes
+    graph, tmp, shapes = Graph.open(graph_file.path), job.tmp, job.shapes
     samples, given = golden.carry(graph_file, tmp), job.samples
     if samples is None:  # at a small batch and the optimum of the other axes
         options = options_of(job.target, shapes, graph_file)
@@ -79,10 +81,8 @@ def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manife
         sizes = {n: options.axes[n].optimum if n in options.axes else rows for n in names}
         feeds = given.rows(slice(rows)) if given else random_feeds(graph.inputs, sizes)
         samples = verify.record_on_cpu(graph_file, tmp, feeds)
-    read = verify.compare_layers(layers, verify.asked_of(graph))
-    precision = _count(layers or ()) if read.known else graph.precision
     if samples is not None:
-        bound = max(samples.max_error, max_engine_error(precision))
+        bound = max(samples.max_error, max_engine_error(graph.precision))
         samples = replace(samples, max_error=bound)
     before = graph_file.manifest.evidence if graph_file.manifest else None
     quantized, calib = before.quantize if before else None, job.request.calib
@@ -90,7 +90,7 @@ def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manife
         format="tensorrt",
         inputs=graph.inputs,
         outputs=graph.outputs,
-        precision=precision,
+        precision=graph.precision,
         sha256=sha256(tmp),
         made_from=tuple(dict.fromkeys((job.source.sha256, graph_file.sha256))),
         made_with=tool_versions("tensorrt", "onnx"),
@@ -101,7 +101,7 @@ def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manife
             **({"calib": calib.name} if calib else {}),
         },
         evidence=Evidence(
-            precision=read,
+            precision=verify.compare_layers(None, verify.asked_of(graph)),
             build=BuildRecord(
                 job.target.name, built.flags_used, shapes.version_compatible, built.plugins
             ),
@@ -185,20 +185,34 @@ def build_engine(
     out: Path,
     target: Profile,
     shapes: Shapes,
-    on_progress: Callable[[str, float], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> BuildResult:
-    """Write the plan; in a process of its own where the GPU shares the CPU's memory."""
+    """Write the plan in a process of its own, as `plans.build` does.
+
+    So Ctrl-C acts while TensorRT computes, a crash is an error, and the builder's memory is free
+    for the proof: on a Jetson, GPU and CPU share theirs.
+    """
     options = options_of(target, shapes, model)
-    if not target.unified_memory:
-        return plans.build(model.path, out, options, on_progress)
     built: BuildResult = run_apart(
         str(model), plans.build, model.path, out, options, on_progress=on_progress
     )
     return built
 
 
+def check_engine(
+    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
+) -> plans.BuildCheck:
+    """Parse and build in a process of its own, as `plans.check` does; keep nothing."""
+    options = options_of(target, shapes, model)
+    found: plans.BuildCheck = run_apart(
+        str(model), plans.check, model.path, options, on_progress=on_progress
+    )
+    return found
+
+
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
     """Return the builder's options. Raises BadInput for invalid sizes."""
     batched = any(spec.batched for spec in Graph.open(model.path).inputs)
     batch = parse_batch(shapes.batch or (DEFAULT_BATCH if batched else "1"))
-    return Options(target, shapes, batch, dict(map(parse_axis, shapes.axes)))
+    debug = logging.getLogger(__name__).isEnabledFor(logging.DEBUG)
+    return Options(target, shapes, batch, dict(map(parse_axis, shapes.axes)), debug=debug)

@@ -20,7 +20,7 @@ from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
-from deploykit.engines.cuda.errors import CODES, cuda_error, out_of_memory, unless_lost
+from deploykit.engines.cuda.errors import cuda_error, out_of_memory, unless_lost
 
 cuda = require("cuda.bindings.driver")
 
@@ -171,14 +171,12 @@ def _call(device: str, call: str, *arguments: Any) -> tuple[Any, ...]:
     try:
         code, *values = getattr(cuda, call)(*arguments)
     except (KeyError, ValueError) as exc:  # a code that is newer than the bindings is a number
-        name, text = re.sub(r"\D", "", str(exc)), "unknown to the installed cuda-bindings"
-        number = int(name or 0)
-    else:
-        if code == _SUCCESS:
-            return tuple(values)
-        number, name = int(code), code.name
-        text = (cuda.cuGetErrorString(code)[1] or b"").decode(errors="replace")
-    raise cuda_error(device, call, f"cudaError{CODES[number]}" if number in CODES else name, text)
+        number = int(re.sub(r"\D", "", str(exc)) or 0)
+        raise cuda_error(device, call, number, "unknown to the installed cuda-bindings") from exc
+    if code == _SUCCESS:
+        return tuple(values)
+    text = (cuda.cuGetErrorString(code)[1] or b"").decode(errors="replace")
+    raise cuda_error(device, call, int(code), text)
 
 
 def driver_version(file: Path = _DRIVER_FILE) -> str:

@@ -23,8 +23,9 @@ from typing import IO, TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.lib import format as npy
 
+from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.files import atomic_write, sha256
+from deploykit.core.files import atomic_write
 from deploykit.core.machine import usable_cores
 from deploykit.core.memory import check_fits, check_memory
 from deploykit.core.task import Task
@@ -47,7 +48,6 @@ from deploykit.engines.data.archives import (
     read_arrays,
     read_headers,
 )
-from deploykit.engines.engine import Closing
 
 if TYPE_CHECKING:
     from deploykit.engines.data.images import Images
@@ -86,6 +86,18 @@ class DataSource:
     def read_part(self, number: int, name: str) -> np.ndarray:
         """Read the array `name` of one file."""
         return read_arrays(self.files[number], {"": self.parts[number][name]})[""]
+
+    def read_labels(self) -> np.ndarray | None:
+        """Read all labels at once, as they are small."""
+        if not self.labelled:
+            return self.classes
+        return np.concatenate([self.read_part(n, LABELS) for n in range(len(self.files))])
+
+    def stamp(self, count: int) -> str:
+        """Return a hash that changes when a file with one of the first `count` samples does."""
+        files = self.files[:count] if self.images else self.files
+        stamps = [(file.parent.name, file.name, file_stamp(file)) for file in files]
+        return hashlib.sha256(repr(stamps).encode()).hexdigest()
 
 
 def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataSource:
@@ -384,12 +396,10 @@ def read_samples(path: Path, inputs: Specs, *, task: Task | None = None) -> Samp
     numbered, in the order of their names. `task`: places images of any size as the server does, and
     its labels may be the folders' names.
     """
-    with SampleStream(find_source(path, inputs, task=task)) as stream:
-        source = stream.source
-        check_memory(source.where, sum(each.nbytes for each in source.headers.values()))
-        (whole,) = stream.batches(source.count)
-        labels = stream.read_labels()
-    return Samples(whole.feeds, labels, source.where, source.unused, source.axes)
+    source = find_source(path, inputs, task=task)
+    check_memory(source.where, sum(each.nbytes for each in source.headers.values()))
+    (whole,) = read_batches(source, source.count)
+    return Samples(whole, source.read_labels(), source.where, source.unused, source.axes)
 
 
 def _native(array: np.ndarray) -> np.ndarray:
@@ -476,7 +486,7 @@ _NORMALISED = 16.0  # normalised pixels span about 5, those in 0..1 span 1
 
 
 def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Warn of few samples, duplicates, pixels that are not normalised and constant channels.
+    """Warn of few samples, duplicates, and pixels that are not normalised.
 
     The calibration itself refuses data that cannot calibrate: NaN, all samples equal.
     """
@@ -489,20 +499,12 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
         found.append(f"{repeated} of {count} samples are duplicates")
     for spec in inputs:
         array = samples.inputs[spec.name]
-        order = (3, 1) if spec.dtype == "uint8" else (1, 3)  # the likelier axis of channels first
-        axes = [n for n in order if len(spec.shape) == 4 and spec.shape[n] in (1, 3)]
-        if not axes:
-            continue
-        axis = axes[0]
-        others = tuple(n for n in range(array.ndim) if n != axis)
-        low, high = array.min(others), array.max(others)
-        if spec.dtype.startswith("float") and high.max() - low.min() > _NORMALISED:
+        pixels = len(spec.shape) == 4 and spec.dtype.startswith("float")
+        if pixels and np.ptp(array) > _NORMALISED:
             found.append(
-                f"'{spec.name}' ranges from {low.min():g} to {high.max():g}: its pixels look "
+                f"'{spec.name}' ranges from {array.min():g} to {array.max():g}: its pixels look "
                 "unnormalised; preprocess them as for training"
             )
-        for channel in np.flatnonzero(low == high):
-            found.append(f"channel {channel} of '{spec.name}' is {low[channel]:g} everywhere")
     return tuple(f"{samples.where}: {text}" for text in found)
 
 
@@ -542,89 +544,43 @@ def digests(samples: Samples) -> Iterator[bytes]:
         yield digest.digest()
 
 
-# Archives are unpacked and images decoded on demand. A digest of all samples read so far shows
-# later whether the same samples come again.
-
 _DECODERS = 8  # threads at most; each decodes a few hundred images per second
 _AHEAD = 2  # batches to read ahead
-_SKIPPED = 1024  # samples per read when only the digest is needed
+_SKIPPED = 1024  # samples per read before the first that is needed
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Inputs by name, the number of `samples`, and the digest of all samples up to here."""
+def read_batches(source: DataSource, size: int, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the inputs of the samples from `start` on, in order, `size` samples at a time.
 
-    feeds: Mapping[str, np.ndarray]
-    samples: int
-    digest: str
-
-
-class SampleStream(Closing):
-    """Reads the samples of a `source` once, in order, and closes after the last."""
-
-    def __init__(self, source: DataSource) -> None:
-        self.source = source
-        self.at = 0  # the number of samples read
-        self._digests = {name: hashlib.sha256() for name in source.names}  # per input
-        self._shared: dict[str, np.ndarray] = {}  # inputs that all samples share
-        self._rows: dict[str, _Rows] = {}
-        with ExitStack() as failing:
-            self._stack = failing.enter_context(ExitStack())
-            if source.images is not None:
-                workers = min(usable_cores(), _DECODERS)
-                self._decoders = self._stack.enter_context(ThreadPoolExecutor(workers))
-            for name, own in source.names.items() if source.images is None else ():
-                if (axis := source.axes[name]) is not None:
-                    self._rows[name] = _Rows(source, own, axis, self._stack)
-                else:
-                    self._shared[name] = _native(source.read_part(0, own))
-                    self._digests[name].update(self._shared[name].tobytes())
-            failing.pop_all()
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def batches(self, size: int) -> Iterator[Batch]:
-        """Yield the remaining samples, `size` at a time; the last batch may be smaller.
-
-        Raises BadInput naming a damaged file.
-        """
-        while count := min(size, self.source.count - self.at):
-            yield Batch(self._read(count), count, self.digest)
-
-    def skip(self, count: int) -> str:
-        """Read on to sample `count`, or to the end, without decoding; return the digest."""
-        while left := min(count - self.at, self.source.count - self.at, _SKIPPED):
-            self._read(left, decode=False)
-        return self.digest
-
-    @property
-    def digest(self) -> str:
-        """The digest of the samples so far, in order; the batch sizes do not change it."""
-        return hashlib.sha256(b"".join(d.digest() for d in self._digests.values())).hexdigest()
-
-    def read_labels(self) -> np.ndarray | None:
-        """Read all labels at once, as they are small."""
-        source = self.source
-        if not source.labelled:
-            return source.classes
-        return np.concatenate([source.read_part(n, LABELS) for n in range(len(source.files))])
-
-    def _read(self, count: int, *, decode: bool = True) -> dict[str, np.ndarray]:
-        begin, self.at = self.at, self.at + count
-        images = self.source.images
-        if images is None:
-            rows = {n: each.read(count, self._digests[n]) for n, each in self._rows.items()}
-            return {n: rows[n] if n in rows else self._shared[n] for n in self._digests}
-        files, (name,) = self.source.files[begin : self.at], self._digests
-        for file, content in zip(files, self._decoders.map(sha256, files), strict=True):
-            self._digests[name].update(f"{file.parent.name}/{file.name} {content}\n".encode())
-        pixels = np.empty((count if decode else 0, *images.shape), np.uint8)
-        for number, one in enumerate(self._decoders.map(images.decode, files[: len(pixels)])):
-            pixels[number] = one
-        return {name: pixels}
+    The last batch may be smaller. Archives are unpacked and images decoded on demand. Raises
+    BadInput naming a damaged file.
+    """
+    if (images := source.images) is not None:
+        (name,) = source.names
+        with ThreadPoolExecutor(min(usable_cores(), _DECODERS)) as decoders:
+            for at in range(start, source.count, size):
+                files = source.files[at : at + size]
+                pixels = np.empty((len(files), *images.shape), np.uint8)
+                for number, one in enumerate(decoders.map(images.decode, files)):
+                    pixels[number] = one
+                yield {name: pixels}
+        return
+    feeds: dict[str, np.ndarray] = {}
+    with ExitStack() as stack:
+        rows: dict[str, _Rows] = {}
+        for name, own in source.names.items():
+            if (axis := source.axes[name]) is not None:
+                rows[name] = _Rows(source, own, axis, stack)
+            else:  # all samples share it
+                feeds[name] = _native(source.read_part(0, own))
+        skipped = [(at, min(_SKIPPED, start - at)) for at in range(0, start, _SKIPPED)]
+        wanted = [(at, min(size, source.count - at)) for at in range(start, source.count, size)]
+        for at, count in (*skipped, *wanted):
+            feeds |= {name: each.read(count) for name, each in rows.items()}
+            if at >= start:
+                yield {name: feeds[name] for name in source.names}
 
 
 class _Rows:
@@ -640,8 +596,8 @@ class _Rows:
         self._row_bytes = math.prod(self._shape) * header.dtype.itemsize
         self._file, self._handle = self._open_next()
 
-    def read(self, count: int, digest: hashlib._Hash) -> np.ndarray:
-        """Return the next `count` rows, and add their bytes to `digest`."""
+    def read(self, count: int) -> np.ndarray:
+        """Return the next `count` rows."""
         raw = bytearray(count * self._row_bytes)
         view = memoryview(raw)
         while view:
@@ -653,7 +609,6 @@ class _Rows:
                 self._handle.close()
                 self._file, self._handle = self._open_next()
             view = view[got:]
-        digest.update(raw)
         rows = np.frombuffer(raw, self._dtype) if raw else np.zeros(0, self._dtype)
         rows = np.moveaxis(rows.reshape(count, *self._shape), 0, self._axis)
         return _native(np.ascontiguousarray(rows))

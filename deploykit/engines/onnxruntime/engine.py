@@ -1,21 +1,18 @@
 """Run an `.onnx` file with ONNX Runtime, on its CPU or CUDA provider.
 
 The provider is read back after loading: ONNX Runtime only logs that it uses the CPU in place of
-CUDA, which is an error here; single nodes on the CPU become a note. On CUDA, inputs and outputs
-keep their buffers, and batches may be captured as CUDA graphs.
+CUDA, which is an error here; single nodes on the CPU become a note.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import io
 import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from deploykit.core.machine import default_threads
 from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
-from deploykit.engines.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
+from deploykit.engines.cuda.errors import USE_LESS_MEMORY, cuda_error
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
     EXACT_INTEGERS,
@@ -80,28 +77,14 @@ class Arena:
         return self._shrink
 
 
-# `session.run` allocates on the GPU in every call. A `Binding` keeps the input buffers of each
-# shape, and with a CUDA graph its outputs. It takes the module, so that tests bind a CPU session.
-
-_MOST_SHAPES = 8  # shapes without a graph to keep; all graphs are kept
-_NO_GRAPH = -1  # ONNX Runtime's gpu_graph_id for a run that is not captured
-
-
-@dataclass
-class _Bound:
-    """The input buffers of one shape, and its output buffers once a run has shown their shapes."""
-
-    io: Any
-    values: list[Any]
-    graph: int | None
-    options: Any = None
-    outputs: list[Any] = field(default_factory=list)
+_MOST_SHAPES = 8  # shapes of inputs whose buffers are kept
 
 
 class Binding:
-    """Runs one session's calls on `device`, such as ("cuda", 0).
+    """Runs one session's calls on `device`, such as ("cuda", 0), with input buffers that it keeps.
 
-    `graphs`: batch sizes to capture, for a session opened with `enable_cuda_graph`.
+    `session.run` would allocate them in every call. It takes the module, so that tests bind a CPU
+    session.
     """
 
     def __init__(
@@ -111,69 +94,45 @@ class Binding:
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         device: tuple[str, int],
-        graphs: Sequence[int] = (),
     ) -> None:
         self._ort, self._session, self._device = ort, session, device
         self._inputs, self._outputs = inputs, outputs
-        self._graphs = frozenset(graphs)
-        self._batched = next((n for n, spec in enumerate(inputs) if spec.batched), None)
-        self._bound: dict[tuple[tuple[int, ...], ...], _Bound] = {}
-        self._captured = 0
+        self._bound: dict[tuple[tuple[int, ...], ...], tuple[Any, list[Any]]] = {}
         self.last_copies_us = (0, 0)  # the last call's copies: to the device, and back
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once; `feeds` fit the inputs. ONNX Runtime's exceptions propagate."""
         key = tuple(feeds[spec.name].shape for spec in self._inputs)
-        bound = self._bound.get(key) or self._bind(key)
+        bound, values = self._bound.get(key) or self._bind(key)
         started_ns = time.perf_counter_ns()
-        for spec, value in zip(self._inputs, bound.values, strict=True):
+        for spec, value in zip(self._inputs, values, strict=True):
             value.update_inplace(np.ascontiguousarray(feeds[spec.name]))
         copied_ns = time.perf_counter_ns()
-        self._session.run_with_iobinding(bound.io, bound.options)
+        self._session.run_with_iobinding(bound)
         ran_ns = time.perf_counter_ns()
-        values = bound.outputs or bound.io.get_outputs()
-        answers = {
-            spec.name: value.numpy() for spec, value in zip(self._outputs, values, strict=True)
-        }
+        found = zip(self._outputs, bound.get_outputs(), strict=True)
+        answers = {spec.name: value.numpy() for spec, value in found}
         ended_ns = time.perf_counter_ns()
         self.last_copies_us = ((copied_ns - started_ns) // 1000, (ended_ns - ran_ns) // 1000)
-        if bound.graph is not None and not bound.outputs:  # a graph writes to fixed memory
-            for spec in self._outputs:
-                bound.outputs.append(self._value(answers[spec.name].shape, spec.dtype))
-                bound.io.bind_ortvalue_output(spec.name, bound.outputs[-1])
-            bound.options = self._run_options(bound.graph)
         return answers
 
     def close(self) -> None:
         self._bound.clear()
         self._session = None
 
-    def _bind(self, key: tuple[tuple[int, ...], ...]) -> _Bound:
-        plain = [shapes for shapes, bound in self._bound.items() if bound.graph is None]
-        if len(plain) >= _MOST_SHAPES:
-            del self._bound[plain[0]]
-        graph = None
-        if self._graphs and (self._batched is None or key[self._batched][0] in self._graphs):
-            graph = self._captured = self._captured + 1
-        bound = self._bound[key] = _Bound(self._session.io_binding(), [], graph)
+    def _bind(self, key: tuple[tuple[int, ...], ...]) -> tuple[Any, list[Any]]:
+        if len(self._bound) >= _MOST_SHAPES:
+            del self._bound[next(iter(self._bound))]
+        bound, values = self._bound[key] = self._session.io_binding(), list[Any]()
         for spec, shape in zip(self._inputs, key, strict=True):
-            bound.values.append(self._value(shape, spec.dtype))
-            bound.io.bind_ortvalue_input(spec.name, bound.values[-1])
+            dtype = np.dtype(spec.dtype).type
+            values.append(
+                self._ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, *self._device)
+            )
+            bound.bind_ortvalue_input(spec.name, values[-1])
         for spec in self._outputs:
-            bound.io.bind_output(spec.name, *self._device)
-        if self._graphs:  # the first run shows the output shapes and is not captured
-            bound.options = self._run_options(_NO_GRAPH)
-        return bound
-
-    def _value(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return self._ort.OrtValue.ortvalue_from_shape_and_type(
-            list(shape), np.dtype(dtype).type, *self._device
-        )
-
-    def _run_options(self, graph: int) -> Any:
-        options = self._ort.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(graph))
-        return options
+            bound.bind_output(spec.name, *self._device)
+        return bound, values
 
 
 def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
@@ -197,35 +156,18 @@ def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
     return (f"{count}, with copies between: {', '.join(kinds[:6])}{more}",)
 
 
-# `onnxruntime.preload_dlls` searches next to onnxruntime's own folder, then the loader's path.
-# `preload` loads wheels in another folder of sys.path (`pip install --target`, a second
-# site-packages).
+def preload(ort: Any, folders: Sequence[str] | None = None) -> None:
+    """Load CUDA's libraries from wheels in any folder of sys.path, or from the loader's own path.
 
-# Each library comes after those that it needs; names of the first end with CUDA's major version.
-_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")
-_OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
-
-
-def preload(
-    ort: Any,
-    folders: Sequence[str] | None = None,
-    load: Callable[[str], object] = ctypes.CDLL,
-) -> None:
-    """Load the libraries that exist; the provider reports missing ones when it does not load.
-
-    `folders`: sys.path. Does nothing in an ONNX Runtime without CUDA or older than 1.21.
+    ONNX Runtime searches next to its own folder; `pip install --target` and a second site-packages
+    have others. `folders`: sys.path. Does nothing in a version without CUDA or older than 1.21.
     """
     if not hasattr(ort, "preload_dlls"):
         return
-    major = str(getattr(ort, "cuda_version", "") or "").partition(".")[0]
-    next_to = Path(ort.__file__).parent.parent
-    for folder in map(Path, sys.path if folders is None else folders):
-        for name in (*_OF_MAJOR, *_OTHERS) if folder != next_to else ():
-            for library in sorted(folder.glob(f"nvidia/*/lib/lib{name}.so.*")):
-                suffix = library.name.partition(".so.")[2]
-                if suffix.isdecimal() and (name not in _OF_MAJOR or suffix == major):
-                    with contextlib.suppress(OSError):  # another file of this name may load
-                        load(str(library))
+    with contextlib.redirect_stdout(io.StringIO()):  # each lacks the libraries of the others
+        for folder in map(Path, sys.path if folders is None else folders):
+            for libraries in sorted(folder.glob("nvidia/*/lib")):
+                ort.preload_dlls(directory=str(libraries))
     with contextlib.redirect_stdout(sys.stderr):  # it prints failures
         ort.preload_dlls()
 
@@ -294,13 +236,11 @@ def open_engine(
     threads: int | None = None,
     trust: bool = False,  # noqa: ARG001 - a graph runs no code of its own
     *,
-    graphs: Sequence[int] = (),
     spinning: bool = False,
     shared: Path | None = None,
 ) -> OnnxRuntimeEngine:
     """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device.
 
-    `graphs`: batch sizes to run as CUDA graphs, on CUDA; `notes` names those that cannot.
     `spinning`: threads that wait for work keep their core busy, as is ONNX Runtime's default.
     `shared`: a folder; on the CPU, processes that name the same one share large weights.
     """
@@ -313,7 +253,7 @@ def open_engine(
             f"{path}: `device` is {device}, but this onnxruntime has no CUDA provider",
             hint=f"pip uninstall onnxruntime; {install_command('gpu')}; see: deploykit doctor",
         )
-    return OnnxRuntimeEngine(path, device, threads, graphs=graphs, spinning=spinning, shared=shared)
+    return OnnxRuntimeEngine(path, device, threads, spinning=spinning, shared=shared)
 
 
 def open_as_written(path: Path) -> OnnxRuntimeEngine:
@@ -327,8 +267,8 @@ def open_as_written(path: Path) -> OnnxRuntimeEngine:
 class OnnxRuntimeEngine(Engine):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
-    `notes`: nodes that run on the CPU, CUDA graphs that were refused. `profile`: the prefix of the
-    path that `session.end_profiling` writes to.
+    `notes`: nodes that run on the CPU. `profile`: the prefix of the path that
+    `session.end_profiling` writes to.
     """
 
     def __init__(
@@ -338,7 +278,6 @@ class OnnxRuntimeEngine(Engine):
         threads: int | None,
         *,
         optimise: bool = True,
-        graphs: Sequence[int] = (),
         spinning: bool = False,
         shared: Path | None = None,
         profile: str = "",
@@ -346,24 +285,15 @@ class OnnxRuntimeEngine(Engine):
         self.path = path
         self.runtime = f"onnxruntime {ort.__version__}"
         self.notes: tuple[str, ...] = ()
-        graphs = graphs if device != "cpu" else ()
-        open_session = partial(
-            _session, path, device, threads, optimise=optimise, spinning=spinning, profile=profile
-        )
         self.session = None
         if shared is not None and device == "cpu" and is_large(path):
             try:
                 self.session = _mapped(path, shared, threads, spinning)
             except (DeploykitError, OSError) as exc:
                 self.notes = (f"{path}: its weights are not shared: {first_line(exc)}",)
-        try:
-            self.session = self.session or open_session(graphs=bool(graphs))
-        except DeploykitError as exc:
-            if not graphs:
-                raise
-            self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
-            graphs = ()
-            self.session = open_session()
+        self.session = self.session or _session(
+            path, device, threads, optimise=optimise, spinning=spinning, profile=profile
+        )
         used = self.session.get_session_options()
         if rounds_sums(used):
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
@@ -392,7 +322,7 @@ class OnnxRuntimeEngine(Engine):
             kind, _, number = self.device.partition(":")
             placed = (kind, int(number))
             self.notes += check_placement(path, self.session, ort.__version__)
-            self._binding = Binding(ort, self.session, self.inputs, self.outputs, placed, graphs)
+            self._binding = Binding(ort, self.session, self.inputs, self.outputs, placed)
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self.session is None:
@@ -464,7 +394,6 @@ def _session(
     threads: int | None,
     *,
     optimise: bool,
-    graphs: bool = False,
     spinning: bool = False,
     save: Path | None = None,
     profile: str = "",
@@ -478,9 +407,8 @@ def _session(
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":
         number = int(device.partition(":")[2] or 0)
-        chosen = {"device_id": str(number), **({"enable_cuda_graph": "1"} if graphs else {})}
         # its default times every algorithm at the first call of each batch size: 0.3 to 1.3 s
-        chosen["cudnn_conv_algo_search"] = "HEURISTIC"
+        chosen = {"device_id": str(number), "cudnn_conv_algo_search": "HEURISTIC"}
         providers.insert(0, ("CUDAExecutionProvider", chosen))
         preload(ort)
     exact = True
@@ -580,8 +508,8 @@ def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:
             hint=USE_LESS_MEMORY,
         ) from exc
     if failure:
-        name, words = CODES.get(int(failure[1]), f"error {failure[1]}"), failure[2].strip()
-        raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
+        code, words = int(failure[1]), failure[2].strip()
+        raise cuda_error(f"{path}: {device}", "ONNX Runtime", code, words) from exc
 
 
 def providers() -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,51 +71,43 @@ LEAST_BYTES = 4 << 20  # a smaller model is not worth a copy
 _LEAST_TENSOR_BYTES = 1024  # smaller tensors stay in the graph
 _PREFIX = "deploykit-weights-"
 _MODEL, _WEIGHTS = "model.onnx", "weights"
-_USED, _WRITING = "used", "writing"  # names of lock files
-_NEW_S = 60.0  # a new folder without a lock may belong to a starting server
 
 
 @contextlib.contextmanager
 def copies_folder() -> Iterator[Path | None]:
     """A folder for copies, removed at the end; None where no temporary file can be written.
 
-    The folders of servers whose processes were all killed at once are removed first.
+    Those of servers that were killed are removed first. Mapped files stay in memory without it.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _NEW_S:
-                _remove_unused(left, create=True)
-    with contextlib.ExitStack() as stack:
-        folder = None
-        with contextlib.suppress(OSError):
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            stack.enter_context(use_copies(folder))
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
+        number, started, _ = left.name.removeprefix(_PREFIX).split("-", 2)
+        if started != _started(number):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = None
+    with contextlib.suppress(OSError):
+        number = os.getpid()
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{number}-{_started(number)}-"))
+    try:
         yield folder
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(process: int | str) -> str:
+    """Return a process's start in ticks since boot: in a container each server has number 1."""
+    return " ".join(file_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()[19:20])
 
 
 @contextlib.contextmanager
 def use_copies(folder: Path | None) -> Iterator[None]:
-    """Use the folder of another process; at the end, remove it if no other process uses it.
-
-    The last process of a server removes it, even if others were killed before.
-    """
-    with contextlib.ExitStack() as stack:
-        if folder is not None:
-            stack.callback(_remove_unused, folder)
-            with contextlib.suppress(OSError):  # another process removed it
-                stack.enter_context(_locked(folder / _USED, fcntl.LOCK_SH))
+    """Use the folder of the parent process; at the end, remove it if the parent was killed."""
+    parent = os.getppid()
+    try:
         yield
-
-
-def _remove_unused(folder: Path, create: bool = False) -> None:
-    """Remove a folder whose lock no process holds.
-
-    `create`: make a missing lock file; in a folder that is being removed it would be left over.
-    """
-    exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
-    with contextlib.suppress(OSError), _locked(folder / _USED, exclusive, create):
-        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if folder is not None and os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Path:
@@ -130,7 +121,8 @@ def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Pa
         hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in (path, known)
     )
     place = folder / f"{model}-{version}"
-    with _locked(folder / _WRITING, fcntl.LOCK_EX):
+    with (folder / "writing").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.exists():
             new = folder / "new"  # a killed process may have left one
             shutil.rmtree(new, ignore_errors=True)
@@ -160,17 +152,6 @@ def save_at(copy: Path, options: Any) -> None:
         ("session.save_external_prepacked_constant_initializers", "1"),
     ):
         options.add_session_config_entry(name, value)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, flags: int, create: bool = True) -> Iterator[None]:
-    """Hold the lock of a file. Raises OSError if another process holds it and LOCK_NB is set."""
-    number = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-    try:
-        fcntl.flock(number, flags)
-        yield
-    finally:
-        os.close(number)
 
 
 # x86-64 without VNNI or AMX adds pairs of uint8 x int8 products in 16 bits, which saturate. With

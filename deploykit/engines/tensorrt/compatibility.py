@@ -261,30 +261,25 @@ def _notes(path: Path, manifest: Manifest, here: Here) -> Iterator[str]:
 
 
 def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
-    """Return the command that builds the plan for this machine, from its manifest.
+    """Return the command that builds the plan for this machine, at its sizes and precision.
 
     A plan made from two files was quantized during the build, so the precision is an option.
     """
     built = manifest.built_on
-    source = _name(built, "model")
-    words = ["deploykit build", source or "MODEL.onnx", "--profile"]
+    source = _name(built, "model") or "MODEL.onnx"
     other = built.get("gpu") not in (None, here.gpu)
-    words.append("auto" if other else shlex.quote(built.get("profile", "auto")))
     precision = built.get("precision", "") if len(manifest.made_from) > 1 else ""
-    options = {"--precision": precision, "--batch": built.get("batch", "")}
-    options["--dla"] = "" if other else built.get("dla", "")
-    options["--hardware-compatible"] = built.get(HARDWARE_COMPATIBLE, "")
-    words += [f"{option} {shlex.quote(value)}" for option, value in options.items() if value]
-    if precision in (*CALIBRATED, "auto"):
-        words.append(f"--calib {_name(built, 'calib') or 'DATA'}")
-    words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
-    words += [f"--plugin {shlex.quote(library)}" for library in manifest.plugins]
-    words += ["--version-compatible"] * manifest.version_compatible
-    words += ["--no-tf32"] * (built.get("tf32") == "no")
-    words += ["-o", shlex.quote(str(path))]
-    if manifest.made_from and not source:
-        words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
-    return " ".join(words)
+    calibrated = precision in (*CALIBRATED, "auto")
+    options = [
+        ("--profile", "auto" if other else built.get("profile", "auto")),
+        ("--precision", precision),
+        ("--batch", built.get("batch", "")),
+        *(("--axis", axis) for axis in built.get("axes", "").split()),
+        ("-o", str(path)),
+    ]
+    words = [f"{option} {shlex.quote(value)}" for option, value in options if value]
+    calib = [f"--calib {_name(built, 'calib') or 'DATA'}"] * calibrated
+    return " ".join(["deploykit build", source, *words, *calib])
 
 
 def _name(built: Mapping[str, str], key: str) -> str:

@@ -1,4 +1,4 @@
-"""Run a TensorRT plan as an `Engine`, with its optimisation profiles and execution contexts.
+"""Run a TensorRT plan as an `Engine`, with its execution contexts.
 
 Supports TensorRT 10.3 to 11.4. TensorRT returns None or False and gives the reason only in its log,
 so errors are made from the log's lines.
@@ -77,49 +77,31 @@ def specs(engine: trt.ICudaEngine, path: Path, manifest: Manifest | None) -> tup
     return tuple(found["INPUT"]), tuple(found["OUTPUT"])
 
 
-def optimisation_profiles(
-    engine: trt.ICudaEngine, path: Path, inputs: Sequence[TensorSpec]
-) -> tuple[Ranges, ...]:
-    """Return the smallest, optimum and largest shape of each input, by optimisation profile.
+def size_ranges(engine: trt.ICudaEngine, path: Path, inputs: Sequence[TensorSpec]) -> Ranges:
+    """Return the smallest, optimum and largest shape of each input, of the first profile.
 
     Raises BadInput for shapes that are not a range: a damaged plan may be opened on trust.
     """
-    profiles: list[dict[str, tuple[Shape, Shape, Shape]]] = []
-    for number in range(engine.num_optimization_profiles):
-        profiles.append({})
-        for spec in inputs:
-            if all(isinstance(size, int) for size in spec.shape):
-                spans: list[Any] = [spec.shape] * 3
-            else:
-                spans = [tuple(s) for s in engine.get_tensor_profile_shape(spec.name, number)]
-            if (
-                len(spans) != 3
-                or {len(shape) for shape in spans} != {len(spec.shape)}
-                or not all(0 <= low <= best <= high for low, best, high in zip(*spans, strict=True))
-            ):
-                raise BadInput(
-                    f"{path}: input '{spec.name}' has no range of sizes in optimisation profile "
-                    f"{number}: {', '.join(map(str, spans))}",
-                    hint="build the engine again",
-                )
-            profiles[-1][spec.name] = (spans[0], spans[1], spans[2])
-    if not profiles:
+    if not engine.num_optimization_profiles:
         raise BadInput(f"{path}: has no optimisation profile", hint="build the engine again")
-    return tuple(profiles)
-
-
-def choose_profile(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
-    """Return the profile that accepts `shapes`; among several, that with the nearest optimum."""
-    distances = {}
-    for number, ranges in enumerate(profiles):
-        sizes = [
-            size
-            for name, shape in shapes.items()
-            for size in zip(shape, *ranges[name], strict=True)
-        ]
-        if all(low <= size <= high for size, low, _, high in sizes):
-            distances[number] = sum(abs(size - best) for size, _, best, _ in sizes)
-    return min(distances, key=distances.__getitem__, default=None)
+    found = {}
+    for spec in inputs:
+        if all(isinstance(size, int) for size in spec.shape):
+            spans: list[Any] = [spec.shape] * 3
+        else:
+            spans = [tuple(shape) for shape in engine.get_tensor_profile_shape(spec.name, 0)]
+        if (
+            len(spans) != 3
+            or {len(shape) for shape in spans} != {len(spec.shape)}
+            or not all(0 <= low <= best <= high for low, best, high in zip(*spans, strict=True))
+        ):
+            raise BadInput(
+                f"{path}: input '{spec.name}' has no range of sizes in its optimisation profile: "
+                f"{', '.join(map(str, spans))}",
+                hint="build the engine again",
+            )
+        found[spec.name] = (spans[0], spans[1], spans[2])
+    return found
 
 
 class TensorRtEngine(Engine):
@@ -155,26 +137,24 @@ class TensorRtEngine(Engine):
         if plan.dla is not None:
             self._runtime.DLA_core = plan.dla
         deserialize = self._runtime.deserialize_cuda_engine
-        engine: trt.ICudaEngine = self._log_errors.of(self._runtime).call(
+        engine: trt.ICudaEngine = self._log_errors.call(
             "deserialize_cuda_engine", deserialize, plan.content
         )
-        engine.error_recorder = self._log_errors.recorder
         self._engine: trt.ICudaEngine | None = engine
         ask = self._log_errors.call
         self.inputs, self.outputs = ask("tensors", specs, engine, path, manifest)
-        self.profiles: tuple[Ranges, ...] = ask(
-            "optimisation profiles", optimisation_profiles, engine, path, self.inputs
-        )
+        self.ranges: Ranges = ask("optimisation profile", size_ranges, engine, path, self.inputs)
         batched = [spec.name for spec in self.inputs if spec.batched]
-        most = [min(each[name][2][0] for name in batched) for each in self.profiles if batched]
-        self.max_batch = max(most, default=None)
+        self.max_batch = min((self.ranges[name][2][0] for name in batched), default=None)
         self.limits = {
             axis: (low, high)
             for spec in self.inputs
-            for axis, low, _, high in zip(spec.shape, *self.profiles[0][spec.name], strict=True)
+            for axis, low, _, high in zip(spec.shape, *self.ranges[spec.name], strict=True)
             if isinstance(axis, str)
         }
         self._plan_notes = plan.notes
+        if (count := engine.num_optimization_profiles) > 1:  # another tool's
+            self._plan_notes += (f"{path}: the first of its {count} optimisation profiles is used",)
         del engine  # the frames of an error would keep it alive
         self._pipeline = self._open_pipeline(slots, graphs)
 
@@ -215,11 +195,10 @@ class TensorRtEngine(Engine):
     def prepare(self, calls: Iterable[Arrays] = (), *, joined: bool = False) -> None:
         with self._sizes_of_memory():
             self._pipeline.reserve(self._optimum(), self.slots)
-            # with several profiles, a padded size may fit none
-            self._pipeline.prepare(calls, pad=joined and len(self.profiles) == 1)
+            self._pipeline.prepare(calls, pad=joined)
 
     def _optimum(self) -> list[Shape]:
-        return [self.profiles[0][spec.name][1] for spec in self.inputs]
+        return [self.ranges[spec.name][1] for spec in self.inputs]
 
     @contextlib.contextmanager
     def _sizes_of_memory(self) -> Iterator[None]:
@@ -243,19 +222,13 @@ class TensorRtEngine(Engine):
         """Start a call; the ticket's `result()` waits for its outputs."""
         self._opened()
         check_feeds(self.inputs, feeds, self.path.name)
-        if choose_profile(self.profiles, {name: a.shape for name, a in feeds.items()}) is None:
-            raise BadInput(f"{self.path.name}: {self._mismatch(feeds)}")
-        return self._pipeline.submit(feeds)
-
-    def _mismatch(self, feeds: Arrays) -> str:
-        """Name the axis that is out of the range that the engine was built for."""
         for spec in self.inputs:
-            for at, (axis, size) in enumerate(zip(spec.shape, feeds[spec.name].shape, strict=True)):
-                spans = [(p[spec.name][0][at], p[spec.name][2][at]) for p in self.profiles]
-                if not any(low <= size <= high for low, high in spans):
-                    allowed = " or ".join(f"{low} to {high}" for low, high in dict.fromkeys(spans))
-                    return f"input '{spec.name}': axis {axis} is {size}, built for {allowed}"
-        return "the sizes fit none of the engine's optimisation profiles together"
+            sizes = zip(spec.shape, feeds[spec.name].shape, *self.ranges[spec.name], strict=True)
+            for axis, size, low, _, high in sizes:
+                if not low <= size <= high:  # the range that the engine was built for
+                    text = f"input '{spec.name}': axis {axis} is {size}, built for {low} to {high}"
+                    raise BadInput(f"{self.path.name}: {text}")
+        return self._pipeline.submit(feeds)
 
     def layer_times_ms(self, feeds: Arrays) -> dict[str, float]:
         """Return milliseconds by layer name in one call, from TensorRT's profiler.
@@ -301,7 +274,7 @@ class TensorRtEngine(Engine):
         stream = self._driver.open_stream()
         try:
             with contextlib.closing(self._context(stream, 0)) as context:
-                context.shapes({name: best for name, (_, best, _) in self.profiles[0].items()})
+                context.shapes({name: best for name, (_, best, _) in self.ranges.items()})
                 inspector = self._log_errors.call("inspector", engine.create_engine_inspector)
                 inspector.execution_context = context.handle
                 kind = self._nv.LayerInformationFormat.JSON
@@ -342,30 +315,22 @@ class Context:
 
     def __init__(self, owner: TensorRtEngine, stream: int, scratch: int) -> None:
         nv, engine, log_errors = owner._nv, owner._opened(), owner._log_errors
-        self._stream, self._profiles = stream, owner.profiles
         strategy = nv.ExecutionContextAllocationStrategy.USER_MANAGED
         context: trt.IExecutionContext = log_errors.call(
             "create_execution_context", engine.create_execution_context, strategy
         )
-        self._log_errors = log_errors.of(context)
+        self._log_errors = log_errors
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
         self.handle = context
         self._outputs = [spec.name for spec in owner.outputs]
-        self._profile = -1  # TensorRT sets a profile only for the first context
+        set_profile = context.set_optimization_profile_async  # else only the first has one
+        log_errors.call("optimisation profile 0", set_profile, 0, stream)
         self._late = {name: _output_allocator(nv)(owner._driver) for name in self._outputs}
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
         """Set the inputs' shapes; return the outputs', None if they depend on the data."""
-        profile = choose_profile(self._profiles, inputs)
-        if profile is None:
-            raise BadInput("the shapes fit none of the engine's optimisation profiles")
         context, call = self.handle, self._log_errors.call
-        if profile != self._profile:
-            what = f"optimisation profile {profile}"
-            self._profile = -1  # until it is set
-            call(what, context.set_optimization_profile_async, profile, self._stream)
-            self._profile = profile
         for name, shape in inputs.items():
             call(f"shape {list(shape)} of input '{name}'", context.set_input_shape, name, shape)
         missing = call("shapes", context.infer_shapes)

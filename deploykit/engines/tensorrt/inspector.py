@@ -25,15 +25,6 @@ _NAMES: Mapping[str, str] = {
 _TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")  # TensorRT 10; 11
 _MOVES = frozenset(("reformat", "noop", "constant", "shuffle", "slice", "concatenation", "shape"))
 _SEPARATOR = re.compile(r"[\x1e\x1f]|(?<=\])(?=\[ONNX Layer: )")  # TensorRT 8 to 10; 11
-# Names of cuDNN's and CUTLASS's kernels contain the operands' types, such as
-# "ampere_scudnn_128x32_…", "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_…", "…_FP32NCHW_…".
-_KERNELS: Mapping[str, re.Pattern[str]] = {
-    "int8": re.compile(r"i8i8|i8816|imma"),
-    "float8": re.compile(r"e4m3e4m3"),
-    "bfloat16": re.compile(r"bf16bf16"),
-    "float16": re.compile(r"(?<!b)f16f16|h884|h1688|h16816|hmma|FP16"),
-    "float32": re.compile(r"f32f32|scudnn|FP32"),
-}
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*)\]", re.DOTALL)
 
 
@@ -122,7 +113,7 @@ def _computed_in(item: Mapping[str, Any]) -> str | None:
 
     A fused Quantize lowers an output's precision and a fused Cast raises an input's: the layer
     computes in neither. Weight-only quantization computes in the type of the activations. If
-    these have no type, the weights' type counts, then the type in the kernel's name.
+    these have no type, the weights' type counts.
     """
     inputs, outputs = _types(item.get("Inputs")), _types(item.get("Outputs"))
     flowing = [name for name in inputs if name in BITS]
@@ -130,9 +121,7 @@ def _computed_in(item: Mapping[str, Any]) -> str | None:
     weights = item.get("Weights")
     stored = _type(str(weights.get("Type", ""))) if isinstance(weights, dict) else None
     if not flowing:
-        kernel = str(item.get("TacticName") or "")
-        of_kernel = (kind for kind, pattern in _KERNELS.items() if pattern.search(kernel))
-        return next(iter([*outputs, *inputs]), None) or stored or next(of_kernel, None)
+        return next(iter([*outputs, *inputs]), stored)
     narrowest = min(flowing, key=lambda name: BITS[name])
     return stored if stored and BITS.get(stored, 0) > BITS[narrowest] else narrowest
 

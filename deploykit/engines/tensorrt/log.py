@@ -1,8 +1,7 @@
-"""Collect TensorRT's errors: one logger for the process, one recorder for each object.
+"""Collect TensorRT's errors, which it gives only in its log.
 
-TensorRT keeps the first logger of a process and ignores any other. An object with an error recorder
-reports only there, as seen with TensorRT for RTX 1.7.1; objects that cannot have one yet, and
-libraries below TensorRT, write to the logger.
+TensorRT keeps the first logger of a process and ignores any other, so that one serves all engines:
+it keeps the lines of each thread, as engines of several threads fail apart from each other.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.errors import DeploykitError, Unsupported, first_line
-from deploykit.engines.cuda.errors import CODES, MESSAGES, cuda_error
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.engines.cuda.errors import USE_LESS_MEMORY
 
 _logger = logging.getLogger(__name__)
 _KEPT = 50  # lines
-_CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
-# Forms of a CUDA error: in a layer of Myelin; if TensorRT's CUDA is newer than the driver
-_CUDA_CODE = re.compile(r"\bCUDA (?:error|initialization failure with error:) (\d{1,4})\b")
 _NO_MEMORY = re.compile(
     r"\bout ?of ?memory\b|Requested amount of GPU memory|ALLOC\w*_FAILED", re.IGNORECASE
 )
@@ -70,66 +66,23 @@ def logger(nv: Any) -> Any:
     return Log()
 
 
-@functools.cache
-def recorder(nv: Any) -> Any:
-    """Return the class of the error recorder of one runtime, engine or context.
-
-    TensorRT calls it from any of its threads, and an exception would end the process.
-    """
-    base: Any = nv.IErrorRecorder
-
-    class Recorder(base):  # type: ignore[misc]
-        def __init__(self) -> None:
-            base.__init__(self)
-            self.errors: deque[tuple[Any, str]] = deque(maxlen=_KEPT)
-
-        def report_error(self, code: Any, text: str) -> bool:
-            self.errors.append((code, text))
-            _logger.debug("%s: %s", code, text)
-            return True
-
-        def num_errors(self) -> int:
-            return len(self.errors)
-
-        get_num_errors = num_errors  # the name that TensorRT calls, whatever its documents say
-
-        def get_error_code(self, index: int) -> Any:
-            return self.errors[index][0]
-
-        def get_error_desc(self, index: int) -> str:
-            return self.errors[index][1]
-
-        def has_overflowed(self) -> bool:
-            return len(self.errors) == _KEPT
-
-        def clear(self) -> None:
-            self.errors.clear()
-
-    return Recorder
-
-
+@dataclass(frozen=True)
 class LogErrors:
-    """Makes errors from TensorRT's reports.
+    """Makes errors of the plan `path` on `device` from the log's lines.
 
-    TensorRT reports errors even in calls that succeed: `call` forgets them before each.
+    TensorRT logs errors even in calls that succeed: `call` forgets them before each.
     """
 
-    def __init__(self, nv: Any, path: Path, device: str) -> None:
-        self.nv, self.path, self.device = nv, path, device
-        self.recorder = recorder(nv)()
-
-    def of(self, owner: Any) -> LogErrors:
-        """Return a LogErrors for `owner`, a runtime, engine or context, with its own recorder."""
-        found = LogErrors(self.nv, self.path, self.device)
-        owner.error_recorder = found.recorder
-        return found
+    nv: Any
+    path: Path
+    device: str
 
     def call(self, what: str, run: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a member of TensorRT returns, which is neither None nor False.
 
         Raises the refusal: NVIDIA's bindings return one of these, or raise, each member as it is.
         """
-        self.forget()
+        logger(self.nv).errors.clear()
         try:
             answer = run(*arguments)
         except (RuntimeError, TypeError, ValueError) as exc:  # a null pointer, a rank of -1
@@ -138,24 +91,11 @@ class LogErrors:
             raise self.refusal(what)
         return answer
 
-    def forget(self) -> None:
-        self.recorder.clear()
-        logger(self.nv).errors.clear()
-
     def refusal(self, what: str) -> DeploykitError:
-        """Return the error for the lines since `forget`; CUDA's failures by their code."""
-        reported = [text for _, text in self.recorder.errors]
-        lines = [*reported, *logger(self.nv).errors]  # root cause first
-        self.forget()
-        for line in lines:
-            name, text = "", ""
-            if match := _CUDA_FAILURE.search(line):
-                name, text = MESSAGES.get(match[1], ""), match[1]
-            elif match := _CUDA_CODE.search(line):
-                name, text = CODES.get(int(match[1]), ""), match[0]
-            elif _NO_MEMORY.search(line):
-                name = "MemoryAllocation"
-            if name:
-                return cuda_error(f"{self.path}: {self.device}", what, f"cudaError{name}", text)
+        """Return the error for the lines of the last call, whose first one is the root cause."""
+        lines = [*logger(self.nv).errors]
+        if any(map(_NO_MEMORY.search, lines)):
+            text = f"{self.path}: {self.device}: out of memory in {what}"
+            return OutOfMemory(text, hint=USE_LESS_MEMORY)
         why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")

@@ -23,7 +23,7 @@ from deploykit.core import errors
 from deploykit.core.artefact import sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, causes, first_line
 from deploykit.core.extras import require
-from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
+from deploykit.core.memory import USE_LESS, does_not_fit, lacks_memory, memory_errors
 from deploykit.engines.torch.advice import advise
 
 torch = require("torch")
@@ -197,7 +197,8 @@ def module_errors(where: object) -> Iterator[None]:
             try:
                 yield
             except torch.OutOfMemoryError as exc:
-                raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
+                full = f"{where}: the GPU's memory is full: {first_line(exc)}"
+                raise OutOfMemory(full, hint=USE_LESS) from exc
             except Exception as exc:
                 if operator := absent(exc):
                     raise lacks(where, operator) from exc

@@ -115,7 +115,7 @@ class Loaded:
 class Undescribed(BadInput):
     """A file, folder or module does not say what the model or its inputs are.
 
-    `arch`: of the library's model that has these weights; "" where that is not known.
+    `arch`: torchvision's model that has these weights; "" where that is not known.
     """
 
     arch = ""
@@ -134,10 +134,11 @@ def undescribed(
     """
     known = recognise(weights, Path(str(where))) if weights else None
     if known is not None:
-        whose, name = known
-        message = f"{where}: does not say what the model is; these are the weights of {whose}"
-        error = Undescribed(message, hint=f"`arch` {name}")
-        error.arch = name
+        message = (
+            f"{where}: does not say what the model is; these are the weights of torchvision's "
+        )
+        error = Undescribed(message + known, hint=f"`arch` {known}")
+        error.arch = known
         return error
     builds = (
         "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
@@ -325,14 +326,10 @@ def _copy(module: Any) -> Any:
             stored.seek(0)
             return torch.jit.load(stored, map_location="cpu")
     memo: dict[int, Any] = {}
-    for part in module.modules():
-        own = [
-            *vars(part).get("_parameters", {}).values(),
-            *vars(part).get("_buffers", {}).values(),
-        ]
-        for value in (*own, *vars(part).values()):
-            if isinstance(value, torch.nn.Parameter):
-                memo[id(value)] = torch.nn.Parameter(value.detach().cpu(), value.requires_grad)
-            elif isinstance(value, torch.Tensor):
-                memo[id(value)] = value.detach().cpu()
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    for value in (*module.parameters(), *module.buffers(), *attributes):
+        if isinstance(value, torch.nn.Parameter):
+            memo[id(value)] = torch.nn.Parameter(value.detach().cpu(), value.requires_grad)
+        elif isinstance(value, torch.Tensor):
+            memo[id(value)] = value.detach().cpu()
     return copy.deepcopy(module, memo).cpu()

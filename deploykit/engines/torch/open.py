@@ -6,7 +6,6 @@ with deploykit, and no other Python object.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,21 +38,25 @@ pytree = require("torch.utils._pytree")  # nothing else reads a program's struct
 torch = require("torch")
 
 
-_SYMBOL = re.compile(r"\bs\d+\b")  # torch's numbering is arbitrary
-
-AxisLimits = dict[str, tuple[int, "int | None"]]
-
-
-def _from_program(
-    path: Path, content: Content, wanted: Sequence[TensorSpec], example: Example | None
-) -> Loaded:
-    """Open a program. Raises BadInput if `wanted` differ from its inputs, or it has no tensors."""
+def _from_program(path: Path, content: Content) -> Loaded:
+    """Open a program, which states its own inputs. Raises BadInput where it returns no tensor."""
     where, program = str(path), content.value
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
-    tensors = [values[name] for name in names]
-    inputs, axes = _inputs_programs(where, names, tensors, wanted)
+    axes: dict[Any, str] = {}  # the name of each size that is no number
+    for name in names:
+        for at, size in enumerate(values[name].shape):
+            axis = BATCH if at == 0 and BATCH not in axes.values() else f"{name}_{at}"
+            if not isinstance(size, int):
+                axes.setdefault(size.node.expr, axis)
+
+    def describe_value(name: str, tensor: Any) -> TensorSpec:
+        sizes = enumerate(tensor.shape)
+        shape = [
+            x if isinstance(x, int) else axes.get(x.node.expr, f"{name}_{at}") for at, x in sizes
+        ]
+        return make_spec(name, dtype_of(tensor), shape)
 
     def bind(feeds: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         fed = dict(zip(names, feeds, strict=True))
@@ -65,80 +68,20 @@ def _from_program(
     found = flatten_outputs(pytree.tree_unflatten(answers, program.call_spec.out_spec))
     if not found:
         raise BadInput(f"{where}: the model returns no tensor")
-    fixed = {symbol: size for symbol, size in axes.items() if isinstance(size, int)}
-    outputs = []
-    taken = {spec.name for spec in inputs}
-    own_names = output_names([place for place, _ in found], taken)
-    for name, (_, tensor) in zip(own_names, found, strict=True):
-        shape: list[int | str] = []
-        for at, size in enumerate(tensor.shape):
-            left = size if isinstance(size, int) else size.node.expr.subs(fixed)
-            if not isinstance(size, int) and size.node.expr in axes:
-                shape.append(axes[size.node.expr])
-            else:
-                shape.append(
-                    int(left) if isinstance(left, int) or left.is_Integer else f"{name}_{at}"
-                )
-        outputs.append(make_spec(name, dtype_of(tensor), shape))
-    module = adapt(program.module(), bind, len(names))
-    notes = tuple(
-        f"axis {axis} takes only sizes of the form {_SYMBOL.sub('k', str(expression))}"
-        for expression, axis in axes.items()
-        if isinstance(axis, str) and not expression.is_Symbol
-    )
+    limits = {
+        axes[symbol]: (max(1, int(span.lower)), int(span.upper) if span.upper.is_Integer else None)
+        for symbol, span in program.range_constraints.items()
+        if symbol in axes
+    }
+    places, tensors = zip(*found, strict=True)
     return Loaded(
-        module,
-        tuple(inputs),
-        tuple(outputs),
+        adapt(program.module(), bind, len(names)),
+        tuple(describe_value(name, values[name]) for name in names),
+        tuple(map(describe_value, output_names(places, set(names)), tensors)),
         content.source,
         ran_pickle=content.ran_pickle,
-        notes=notes,
-        limits=_limits(where, program, axes),
-        example=example or Example(),
+        limits=limits,
     )
-
-
-def _inputs_programs(
-    where: str, names: Sequence[str], tensors: Sequence[Any], wanted: Sequence[TensorSpec]
-) -> tuple[list[TensorSpec], dict[Any, int | str]]:
-    """Return the inputs' specs, and the name in them of each symbol of the program."""
-    axes: dict[Any, int | str] = {}
-    own = []
-    for name, tensor in zip(names, tensors, strict=True):
-        for at, size in enumerate(tensor.shape):
-            batch = at == 0 and BATCH not in axes.values()
-            if not isinstance(size, int):
-                axes.setdefault(size.node.expr, BATCH if batch else f"{name}_{at}")
-        shape = [size if isinstance(size, int) else axes[size.node.expr] for size in tensor.shape]
-        own.append(make_spec(name, dtype_of(tensor), shape))
-    if not wanted:
-        return own, axes
-    hint = f"the file's own are {', '.join(map(str, own)) or 'none'}"
-    if [(len(s.shape), s.dtype) for s in wanted] != [(len(s.shape), s.dtype) for s in own]:
-        raise BadInput(f"{where}: does not take {', '.join(map(str, wanted))}", hint=hint)
-    named: dict[Any, int | str] = {}
-    for spec, tensor in zip(wanted, tensors, strict=True):
-        for at, (axis, size) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
-            fixed = isinstance(size, int)
-            if axis != (size if fixed else named.setdefault(size.node.expr, axis)):
-                raise BadInput(f"{where}: axis {at} of input {spec} differs", hint=hint)
-    return list(wanted), named
-
-
-def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> AxisLimits:
-    """Return the axes' limits. Raises BadInput for a fixed size that the program refuses."""
-    limits: AxisLimits = {}
-    for symbol, span in program.range_constraints.items():
-        axis = axes.get(symbol)
-        low = max(1, int(span.lower))
-        high = int(span.upper) if span.upper.is_Integer else None
-        if isinstance(axis, int) and not low <= axis <= (high or axis):
-            raise BadInput(
-                f"{where}: an axis has size {axis}, but the file takes {low} to {high or 'any'}"
-            )
-        if isinstance(axis, str):
-            limits[axis] = (low, high)
-    return limits
 
 
 CHECKPOINT_VERSION = 1
@@ -262,7 +205,10 @@ def _from_whole_model(
 ) -> Loaded:
     with module_errors(path):
         if content.source == "torch.export":
-            return _from_program(path, content, inputs, example)
+            if inputs:
+                hint = "leave `inputs` and `example_inputs` out"
+                raise BadInput(f"{path}: states its own inputs", hint=hint)
+            return _from_program(path, content)
         module, notes = in_float32(content.value.cpu())
         return describe_module(
             path,

@@ -94,21 +94,28 @@ def copy_weights(
         weights, notes = _of_attribute(own, weights)
     weights, removed = _without_prefix(module, weights)
     notes += removed
-    wrong = [
-        f"{key} is {dtype_of(value)} in the file, {dtype_of(own[key])} in the model"
+    pairs = {
+        key: (value, own[key])
         for key, value in weights.items()
         if key in own and _is_tensor(value, own[key])
-        if value.is_floating_point() != own[key].is_floating_point()
-        or value.is_complex() != own[key].is_complex()
+    }
+    wrong = [
+        f"{key} is {dtype_of(theirs)} in the file, {dtype_of(ours)} in the model"
+        for key, (theirs, ours) in pairs.items()
+        if theirs.is_floating_point() != ours.is_floating_point()
+        or theirs.is_complex() != ours.is_complex()
     ]
     if wrong:  # torch would convert them silently
-        raise _misfit(where, weights, [list_names(wrong, _SHOWN)])
+        raise _misfit(where, weights, {"": wrong})
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as exc:
-        # below the heading of load_state_dict's message
-        text = " ".join(line.strip() for line in str(exc).splitlines()[1:3]) or first_line(exc)
-        raise _misfit(where, weights, _differences(own, weights) or [text]) from exc
+        shapes = [
+            f"{key} {list(theirs.shape)} in the file, {list(ours.shape)} in the model"
+            for key, (theirs, ours) in pairs.items()
+            if theirs.shape != ours.shape
+        ]
+        raise _misfit(where, weights, {"size mismatch: ": shapes or [first_line(exc)]}) from exc
     holders: dict[int, set[str]] = {}  # names that share a parameter
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(name)
@@ -118,15 +125,13 @@ def copy_weights(
         notes.append(f"not in the file, as they share another's weights: {list_names(tied)}")
     missing = [key for key in missing if key not in tied]
     if missing or unexpected:
-        raise _misfit(where, weights, _differences(own, weights, missing, unexpected))
+        raise _misfit(where, weights, {"missing ": missing, "unexpected ": unexpected})
     casts = Counter(
-        (dtype_of(value), dtype_of(own[key]))
-        for key, value in weights.items()
-        if key in own and _is_tensor(value, own[key]) and value.dtype != own[key].dtype
+        f"{dtype_of(theirs)} to {dtype_of(ours)}"
+        for theirs, ours in pairs.values()
+        if theirs.dtype != ours.dtype
     )
-    notes += [
-        f"{count} tensors converted from {old} to {new}" for (old, new), count in casts.items()
-    ]
+    notes += [f"{count} tensors converted from {cast}" for cast, count in casts.items()]
     return tuple(notes)
 
 
@@ -159,30 +164,15 @@ def _of_attribute(
     return own_part, notes
 
 
-def _differences(
-    own: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    missing: Sequence[str] = (),
-    unexpected: Sequence[str] = (),
-) -> list[str]:
-    """List a few each of different shapes, missing and unexpected names, and count the others."""
-    shapes = [
-        f"{key} {_shape(value)} in the file, {_shape(own[key])} in the model"
-        for key, value in weights.items()
-        if key in own and _is_tensor(value, own[key]) and value.shape != own[key].shape
-    ]
-    if shapes:
-        missing = [key for key in own if key not in weights]
-        unexpected = [key for key in weights if key not in own]
-    kinds = {"size mismatch:": shapes, "missing": missing, "unexpected": unexpected}
-    return [f"{kind} {list_names(names, _SHOWN)}" for kind, names in kinds.items() if names]
-
-
-def _misfit(where: Path, weights: Mapping[str, Any], reasons: Sequence[str]) -> BadInput:
+def _misfit(
+    where: Path, weights: Mapping[str, Any], reasons: Mapping[str, Sequence[str]]
+) -> BadInput:
+    """Return the error with a few of the names by reason, and the number of the others."""
     known = recognise(weights, where)
+    listed = (f"{why}{list_names(names, _SHOWN)}" for why, names in reasons.items() if names)
     return BadInput(
-        f"{where}: weights do not fit the model: {'; '.join(reasons)}",
-        hint=f"these are the weights of {known[0]}: `arch` {known[1]}" if known else None,
+        f"{where}: weights do not fit the model: {'; '.join(listed)}",
+        hint=f"these are the weights of torchvision's {known}: `arch` {known}" if known else None,
     )
 
 
@@ -198,7 +188,3 @@ def list_names(words: Sequence[str], most: int = _LISTED) -> str:
     """Return the first names, and the number of the others."""
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more if words else "none"
-
-
-def _shape(tensor: Any) -> str:
-    return f"[{','.join(str(size) for size in tensor.shape)}]"

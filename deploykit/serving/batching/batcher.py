@@ -64,8 +64,7 @@ def deliver_inline(requests: Sequence[Pending]) -> None:
 
 
 SLOW_US = 10_000  # the time of a slow batch: values such as denormal numbers can cause it
-PAUSE_US = 1_000_000  # how long no batch runs inline after a slow one
-LONGEST_PAUSE_US = 64 * PAUSE_US
+PAUSE_US = 5_000_000  # how long no batch runs inline after a slow one
 GATHER_US = 500
 _SINGLE = 8  # batches of one request in a row, after which no others are expected
 _ALL = 1 << 60
@@ -97,7 +96,6 @@ class Batcher(Closing):
         close_engines: bool = False,
         call_soon: CallSoon | None = None,
         spin_us: int = 0,
-        spare_core: bool = True,
     ) -> None:
         """Start a thread for each engine.
 
@@ -109,13 +107,10 @@ class Batcher(Closing):
             call_soon: runs a function on the event loop once what has been received is read; for
                 callers that submit only on the loop's thread. Batches of up to `inline_max_rows`
                 rows then run on that thread, except for PAUSE_US after a batch that computed for
-                longer than SLOW_US; the pause doubles if the next slow batch follows within that
-                time. After a batch of several requests the next one waits while each turn of the
-                loop brings more of them, at most GATHER_US.
-            spin_us: for so long after an inline run the loop does not sleep, so that the next
-                request of the same client is answered sooner.
-            spare_core: without one the loop spins only while requests come one at a time, as it
-                would take time from other threads.
+                longer than SLOW_US. After a batch of several requests the next one waits while each
+                turn of the loop brings more of them, at most GATHER_US.
+            spin_us: while requests come one at a time, the loop does not sleep for so long after
+                each, so that the next request of the same client is answered sooner.
         """
         self.inline_max_rows: float = 0
         self.watchers = watchers
@@ -134,7 +129,6 @@ class Batcher(Closing):
         self._has_loop = call_soon is not None
         self._call_soon: CallSoon = call_soon or (lambda _: None)
         self._spin_us = spin_us
-        self._spare_core = spare_core
         self._scheduled = False  # whether `call_soon` was given `_run_next`
         self._seen = 0  # requests that were in the queue one turn ago
         self._gather_until_us = 0
@@ -142,13 +136,12 @@ class Batcher(Closing):
         self._spinning = False
         self._spin_until_us = 0
         self._paused_until_us = 0
-        self._pause_us = PAUSE_US
         cut = buckets.cut if buckets else None
         split = Splitter(engines[0].outputs, joined=policy.max_batch > 0, cut=cut)
         join = buckets.stack if buckets else stack
         self._workers = [
-            Runner(engine, name, join, split, clock_us, instance=number, overlaps=steering is None)
-            for number, engine in enumerate(engines)
+            Runner(engine, name, join, split, clock_us, overlaps=steering is None)
+            for engine in engines
         ]
         self._threads = [
             threading.Thread(
@@ -260,7 +253,7 @@ class Batcher(Closing):
                 late += [r for r in worker.running if not r.finished and r.give_up_us <= now_us]
             mark_expired(late, now_us)
             if self._steering is not None:
-                self._queue.policy = self._steering.step(now_us, self._queue.added_rows)
+                self._queue.policy = self._steering.step(now_us)
         self._finish(late, now_us)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
@@ -389,21 +382,18 @@ class Batcher(Closing):
             now_us = worker.idle_since_us = self._clock_us()
             slow = worker.busy_us > SLOW_US  # by the clock; other programs may have run
             if slow and thread_time_ns() - computed_ns > SLOW_US * 1000:
-                again = self._paused_until_us and now_us < self._paused_until_us + self._pause_us
-                self._pause_us = min(2 * self._pause_us, LONGEST_PAUSE_US) if again else PAUSE_US
-                self._paused_until_us = now_us + self._pause_us
+                self._paused_until_us = now_us + PAUSE_US
             if self._closing:
                 worker.wake.release()
                 return
             self._idle.append(worker)
             self._spin_until_us = now_us + self._spin_us
-            spins = self._spin_us > 0 and (self._spare_core or self._single >= _SINGLE)
             if self._scheduled:
                 return
             if self._queue.count:
                 self._scheduled = True
                 self._call_soon(self._run_next)  # after reading what was received meanwhile
-            elif spins and not self._spinning:
+            elif self._spin_us and self._single >= _SINGLE and not self._spinning:
                 self._spinning = True
                 self._call_soon(self._spin)
 

@@ -66,7 +66,6 @@ class BatchRun(NamedTuple):
 
     `copy_in_us` and `copy_out_us` are 0 for an engine that does not time its copies; `engine_us`
     excludes them. `idle_us`: the sum of the times that requests waited while the engine was idle.
-    `instance`: the number of the engine.
     """
 
     requests: Sequence[Pending]
@@ -77,7 +76,6 @@ class BatchRun(NamedTuple):
     copy_out_us: int
     split_us: int
     idle_us: int = 0
-    instance: int = 0
 
     @property
     def busy_us(self) -> int:
@@ -147,7 +145,6 @@ class RequestQueue:
         self.count = 0
         self.most = 0  # the largest count before a removal; its reader resets it
         self.rows = 0
-        self._removed_rows = 0
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
         self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
         self._soonest_us = NEVER_US  # no deadline is earlier
@@ -155,10 +152,6 @@ class RequestQueue:
         self._now = 0  # the virtual time, in rows
         self._spent: dict[Hashable, int] = {}  # when a client's next rows may start
         self._starts: dict[Pending, tuple[int, Hashable]] = {}  # of those in turns
-
-    @property
-    def added_rows(self) -> int:
-        return self._removed_rows + self.rows
 
     def add(self, request: Pending) -> bool | None:
         """Add a request; return whether an idle engine should look at the queue again.
@@ -267,7 +260,6 @@ class RequestQueue:
         rows = sum([request.rows for request in requests]) if group.requests else group.rows
         group.rows -= rows
         self.rows -= rows
-        self._removed_rows += rows
         self.count -= len(requests)
         if not group.requests:
             del self._groups[(group.level, group.key)]

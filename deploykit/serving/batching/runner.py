@@ -54,8 +54,7 @@ class Splitter:
     def __init__(
         self, outputs: Sequence[TensorSpec], *, joined: bool, cut: Cut | None = None
     ) -> None:
-        self._declared = [(s.name, np.dtype(carrier(s.dtype)), s.shape) for s in outputs]
-        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape of each
+        self._declared = [(spec.name, np.dtype(carrier(spec.dtype))) for spec in outputs]
         self._joined = joined
         self._cut = cut
 
@@ -66,7 +65,7 @@ class Splitter:
             batch[0].outputs = dict(outputs)
         else:
             start = 0
-            arrays = [(name, outputs[name]) for name, _, _ in self._declared]
+            arrays = [(name, outputs[name]) for name, _ in self._declared]
             for request in batch:
                 end = start + request.rows
                 request.outputs = {name: array[start:end] for name, array in arrays}
@@ -86,7 +85,7 @@ class Splitter:
     def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> int:
         """Return the outputs' bytes. Raises EngineFailed if they cannot be of `rows` rows."""
         total_bytes = 0
-        for name, dtype, axes in self._declared:
+        for name, dtype in self._declared:
             array = outputs.get(name)
             if array is None or array.dtype != dtype:
                 got = "nothing" if array is None else array.dtype.name
@@ -98,18 +97,6 @@ class Splitter:
                     f"the engine returned shape {list(shape)} for output '{name}', "
                     f"{rows} rows were expected"
                 )
-            if shape == self._seen.get(name) or not axes:  # a file may leave a shape out
-                continue
-            self._seen[name] = shape
-            if len(shape) != len(axes) or any(
-                isinstance(w, int) and w != n for w, n in zip(axes, shape, strict=True)
-            ):
-                text = "output '%s' is %s, not %s as declared; `deploykit build` corrects the file"
-                log.warning(text, name, list(shape), list(axes))
-                known = (
-                    (each, kind, sizes) for each, kind, sizes in self._declared if each != name
-                )
-                self._declared = [*known, (name, dtype, ())]  # warn once
         return total_bytes
 
 
@@ -144,7 +131,6 @@ class Runner:
         split: Splitter,
         clock_us: Callable[[], int],
         *,
-        instance: int = 0,
         overlaps: bool = True,
     ) -> None:
         self.engine = engine
@@ -159,7 +145,6 @@ class Runner:
         self._stack = stack
         self._split = split
         self._clock_us = clock_us
-        self._number = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
         self.slots = engine.slots if overlaps and not self._strings else 1
         self.ended_us = 0
@@ -256,9 +241,7 @@ class Runner:
         served = [request for request in batch if not request.finished]
         stack_us, split_us = stacked_us - started_us, ended_us - ran_us
         engine_us = max(0, ran_us - stacked_us - in_us - out_us)
-        run = BatchRun(
-            served, started_us, stack_us, in_us, engine_us, out_us, split_us, idle_us, self._number
-        )
+        run = BatchRun(served, started_us, stack_us, in_us, engine_us, out_us, split_us, idle_us)
         for watcher in watchers:
             try:
                 watcher.record_run(run)

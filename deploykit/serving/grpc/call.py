@@ -64,47 +64,33 @@ _LONGEST_MESSAGE = 1000
 class MessageReader:
     """Assembles messages with their prefixes from the pieces of a stream.
 
-    `have`: bytes received and not taken. `need`: bytes of the next message with its prefix.
+    `have`: bytes received and not taken. `need`: bytes of the next message with its prefix, 0 until
+    that has arrived.
     """
 
-    __slots__ = ("_at", "_data", "have", "need")
+    __slots__ = ("_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data: bytes | bytearray = b""  # a single piece as it came, several joined
-        self._at = 0  # where the next message starts in it
-        self.have = 0
-        self.need = 0  # 0 until the prefix has arrived
+        self._data = bytearray()
+        self.have = self.need = 0
 
     def add(self, piece: bytes) -> None:
-        if self.have:
-            data = self._data
-            if not isinstance(data, bytearray):
-                data = self._data = bytearray(data)
-            del data[: self._at]
-            data += piece
-        else:
-            self._data = piece
-        self._at = 0
+        self._data += piece
         self.have += len(piece)
         self._read_prefix()
 
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        data, start = self._data, self._at
-        self._at += self.need
+        message = bytes(memoryview(self._data)[: self.need])
+        del self._data[: self.need]  # which moves nothing
         self.have -= self.need
-        found = data if type(data) is bytes else memoryview(data)
-        message = bytes(found[start : self._at])
-        self.need = 0
-        if self.have:
-            self._read_prefix()
-        else:
-            self._data = b""
+        self._read_prefix()
         return message
 
     def _read_prefix(self) -> None:
-        if not self.need and self.have >= PREFIX_BYTES:
-            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._at + 1)[0]
+        self.need = 0
+        if self.have >= PREFIX_BYTES:
+            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0]
 
 
 @dataclass(frozen=True)
@@ -320,8 +306,7 @@ class GrpcCall(Stream):
             if self.unsent or len(self.slots) >= shared.limits.outstanding:
                 return False  # `read` continues when the client has read some replies
             if link.answer_bytes > WAITING_BYTES:
-                link.park(self)  # the same for the answers of all calls of the connection
-                return False
+                return False  # the same for the answers of all calls of the connection
             if not left or (left < _MESSAGES_PER_TURN and shared.turns.late()):
                 shared.turns.wait(self._continue)
                 return True
@@ -333,7 +318,7 @@ class GrpcCall(Stream):
             return False
         missing = reader.need - reader.have
         if missing > self.receive_window:
-            link.reserve(self, missing - self.receive_window)
+            link.allow(self, missing - self.receive_window)
         if not self.ended:
             return False
         if reader.have:
@@ -350,8 +335,6 @@ class GrpcCall(Stream):
             return
         reader, size = self._reader, self._reader.need
         data, at = reader.take(), PREFIX_BYTES
-        if self.granted_bytes:
-            self.link.release(self)
         if method.ended is not None:
             used = STREAM_WINDOW - self.receive_window - reader.have
             if used > STREAM_WINDOW // 2 and not self.ended:
@@ -538,7 +521,7 @@ class GrpcCall(Stream):
     def check(self, now_s: float) -> None:
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
-        elif not self.ended and now_s > self._by_s and not self.requested_bytes:
+        elif not self.ended and now_s > self._by_s:
             method = self.head.method  # a client may pause between the messages of a stream
             if self._reader.have or (method is not None and method.ended is None):
                 self.fail("DEADLINE_EXCEEDED", "the message stalled, or came too slowly")

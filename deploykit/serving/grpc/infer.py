@@ -116,8 +116,7 @@ class InferMethods:
         client: Replying = call if slot is None else slot
         trace = call.head.trace
         try:
-            head, spans = messages.split_request(data, at)
-            name, version = messages.model_of(head)
+            head, spans, name, version = messages.split_request(data, at)
             source = (head, data, at, spans)
             if name in self._repository.pipelines and version in ("", VERSION):
                 pipeline = self._repository.pipelines[name]

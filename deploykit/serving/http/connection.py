@@ -1,4 +1,4 @@
-"""One client's HTTP/1.1 connection: read requests, pass them to the routes, reply in order.
+"""One client's HTTP/1.1 connection: read a request, pass it to the routes, reply, read the next.
 
 Every wait has a limit. A head equal to a previous one is not parsed again: clients repeat theirs. A
 large body is received directly into its final memory.
@@ -18,7 +18,7 @@ from typing import cast
 from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
+from deploykit.serving.http.head import END, ChunkedBody, HttpLimits, SizedBody, read_head
 from deploykit.serving.transport.call import (
     RETRY,
     Call,
@@ -39,31 +39,30 @@ _HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 _UNREAD = Head()
+_END_BYTES = len(END)
 
 
 class State(IntEnum):
-    """The state of reading, which decides on received bytes. Below LAST it reads requests."""
+    """What a connection does, which decides on received bytes."""
 
-    NEW = 0  # waiting for the first request
-    IDLE = 1  # waiting for another request
+    NEW = 0  # waits for the first request
+    IDLE = 1  # waits for another request
     HEAD = 2  # part of a head received
     SIZED = 3  # part of a body received whose length is known
     CHUNKED = 4  # part of a chunked body received
-    WHOLE = 5  # a whole body received, which waits for a turn of the event loop
-    LAST = 6  # reads no more; closes after the last reply
-    REFUSED = 7  # reads no more; the error reply is still to be sent
-    LINGERING = 8  # the client gets time to read the error reply
-    CLOSED = 9
-    SPARE = 10  # above the limit of connections: only health checks are answered
+    ANSWERING = 5  # the request is being answered
+    LAST = 6  # reads no more; closes once all is sent
+    REFUSED = 7  # reads no more; the client gets time to read the error reply
+    CLOSED = 8
 
 
-NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
+NEW, IDLE, HEAD, SIZED, CHUNKED, ANSWERING, LAST, REFUSED, CLOSED = State
 
 
 class Exchange(Call):
-    """A request, and its reply until it is sent."""
+    """A request of a connection."""
 
-    __slots__ = ("begun_s", "connection", "keep_alive", "pending_reply")
+    __slots__ = ("begun_s", "connection", "keep_alive")
 
     def __init__(self, connection: HttpConnection, head: Head) -> None:
         listener = connection.listener
@@ -71,14 +70,13 @@ class Exchange(Call):
         self.connection = connection
         self.keep_alive = head.keep_alive
         self.begun_s = listener.turns.clock_s() if listener.records else 0.0
-        self.pending_reply: list[Bytes] | None = None
 
     @property
     def peer(self) -> Peer:
         return Peer.of(self.connection.transport.get_extra_info("peername"), self.connection)
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
+        """Send the reply. Raises Overloaded for an answer above the memory budget."""
         connection, head = self.connection, self.head
         if self.gone:
             return
@@ -87,15 +85,15 @@ class Exchange(Call):
         listener = connection.listener
         length = sum(map(len, parts))
         large = length > _JOINED_BYTES
-        if (large or connection.exchanges[0] is not self) and status < 400:  # it waits for others
-            connection.release_sent()
+        if large and status < 400:
+            connection.count_unsent()
             if not self.reserve(length):
                 raise Overloaded(self.memory.message)
         listener.replies[status] += 1
         if listener.records:
             asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
             listener.record(self, asked, str(status), connection.transport, failed=status >= 400)
-        if listener.draining and connection.exchanges[-1] is self:
+        if listener.draining and not connection.has_more:
             self.keep_alive = False
         end = b"\r\n"
         if head.old or not self.keep_alive:
@@ -104,11 +102,12 @@ class Exchange(Call):
         if head.method == "HEAD":
             parts = ()
         lines: list[Bytes] = [_status_lines(status), headers, head.cors, size, end]
-        if not large:
-            lines += parts
-            parts = ()
-        self.pending_reply = [b"".join(lines), *parts]
-        connection.flush()
+        if large:
+            connection.write_large([b"".join(lines), *parts])
+            self.release()
+        else:
+            connection.transport.write(b"".join([*lines, *parts]))
+        connection.end_exchange(self)
 
 
 @cache
@@ -134,16 +133,15 @@ class Listener(Port):
         self.limits = limits
         self.access = access
         self.max_body_bytes = max_body_bytes
-        self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
-        self.view = memoryview(self.read_into)
+        self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
         self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
         self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
-        self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
+        self.find_head = self._known_heads.get
         self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
             NEW: limits.header_s,
             IDLE: limits.idle_s,
             HEAD: limits.header_s,
-            LINGERING: limits.linger_s,
+            REFUSED: limits.linger_s,
         }
 
     def connect(self) -> HttpConnection:
@@ -152,14 +150,6 @@ class Listener(Port):
     def tick(self, now_s: float) -> None:
         _status_lines.cache_clear()  # their Date is that of a tick
         super().tick(now_s)
-
-    def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
-        """Return the bytes of the head received from `at` on, and the Head if it is cached."""
-        raw = bytes(self.view[at : self.read_into.find(END, at, end) + len(END)])
-        head = self._known_heads.get(raw)
-        if head is not None:
-            self.last_head = raw, head
-        return raw, head
 
     def keep(self, raw: bytes, head: Head) -> None:
         """Cache a head, unless it has a trace id or a boundary, which differ in each request."""
@@ -172,47 +162,47 @@ class Listener(Port):
     def forget_heads(self) -> None:
         """Empty the cache: other requests are allowed now."""
         self._known_heads.clear()
-        self.last_head = b"", None
 
-    def is_health_check(self, end: int) -> bool:
-        """Return whether the first `end` bytes received are just a cheap health check."""
-        data = self.read_into
-        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
-
-    def make_room(self, connection: HttpConnection) -> bool:
-        """Return whether a new connection has a place; else it may only ask for the health."""
+    def has_spare_place(self, connection: HttpConnection) -> bool:
+        """Return whether a new connection is one above the limit, which may ask for the health."""
         if self.has_place():
-            return True
+            return False
         self._spare.append(connection)
         if len(self._spare) > SPARE_CLIENTS:
             self._spare.popleft().refuse_spare()
-        return False
+        return True
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One client. `_state` says what is being read, into `_reader` for `_exchange`."""
+    """One client. `_state` says what is being read, into `_body` for `_exchange`."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self._limits = listener.limits
         self._state = NEW
+        self._spare = False  # above the limit of connections: only health checks are answered
         self._since_s = listener.now_s  # when it began to wait for the client
         self._by_s = 0.0  # when more of the body must have come, or of the replies been read
-        self._reader: HeadReader | SizedBody | ChunkedBody | None = None  # None before a request
-        self._exchange = Exchange(self, _UNREAD)  # whose body is read
-        self.exchanges: deque[Exchange] = deque()  # that are being answered
-        self._paused = False  # no request is processed until replies are sent, or in this turn
-        self._kept = b""  # bytes received meanwhile; counted in the memory budget
-        self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
+        self._body: SizedBody | ChunkedBody | None = None
+        self._exchange = Exchange(self, _UNREAD)  # the request that is read or answered
+        self._paused = False  # nothing is received
+        self._queued = False  # what was received waits for a turn of the event loop
+        self._kept = b""  # bytes received and not processed; counted in the memory budget
+        self._unsent_bytes = 0  # bytes of replies that were not sent; counted there too
         self._unread: int | None = None  # bytes of replies, while there are too many to go on
 
     @property
     def unanswered(self) -> int:
-        return len(self.exchanges)
+        return int(self._queued or self._state is ANSWERING)
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether the client has sent more than the request that is being answered."""
+        return bool(self._kept)
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
+        busy = self._state > HEAD or self._queued or self._unsent_bytes
         return None if busy else self._since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
@@ -221,69 +211,58 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         self.listener.connections.add(self)
-        self._state = NEW if self.listener.make_room(self) else SPARE
+        self._spare = self.listener.has_spare_place(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._state = CLOSED
         self._discard()
-        self._exchange.release()
         self.listener.memory.release(self._unsent_bytes)
         self._unsent_bytes = 0
-        del self._exchange  # a reference cycle: only the garbage collector would free it
         self.listener.connections.discard(self)
-        while self.exchanges:
-            self.exchanges.popleft().abandon()
+        self._exchange.abandon()
+        del self._exchange  # a reference cycle: only the garbage collector would free it
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         listener, into = self.listener, self.listener.view
         if self._state is SIZED:
-            into = cast("SizedBody", self._reader).left[:PIECE_BYTES]
+            into = cast("SizedBody", self._body).left[:PIECE_BYTES]
         if listener.turns.late() if self._tls else listener.turns.busy:  # this turn is used up
             return into[: BUSY_BYTES[self._tls]]
         return into
 
     def buffer_updated(self, nbytes: int) -> None:
-        state, turns = self._state, self.listener.turns
+        listener, state = self.listener, self._state
+        turns = listener.turns
         if state is SIZED:
-            self._receive(cast("SizedBody", self._reader), nbytes)
-        elif state < LAST:
-            urgent = turns.busy and state <= IDLE and self.listener.is_health_check(nbytes)
-            if not turns.busy or (urgent and not turns.overdrawn):
-                self._read(nbytes)
-                return
-            self._pause()
-            self._keep(0, nbytes)
-            self._resume(urgent=urgent)
-        elif state is not SPARE:  # received data are dropped
+            self._receive(cast("SizedBody", self._body), nbytes)
+        elif state > ANSWERING:  # received data are dropped
             if turns.late():
                 self._wait(self._resume)
-        elif self.listener.is_health_check(nbytes):
-            self._state = IDLE
-            self._read(nbytes)
-            self._state = SPARE if self._state is IDLE else self._state
         else:
-            self.refuse_spare()
+            data = bytes(listener.view[:nbytes])
+            if self._kept:
+                data = self._take_kept() + data
+            if turns.busy or self._paused or state is ANSWERING:
+                self._keep(data)
+                self._pause()
+                self._go_on(urgent=_is_health_check(data))
+            else:
+                self._read(data)
 
     def refuse_spare(self) -> None:
-        """Close the connection, unless it is no longer a spare one."""
-        if self._state is SPARE:
-            self._state = NEW
-            self._refuse(503, f"there are {self._limits.connections} connections already")
+        self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def pause_writing(self) -> None:
         self._unread = unread_bytes(self.transport)
         self._by_s = self.listener.now_s + self._limits.stall_s
         self._pause()
-        more = self.transport.get_write_buffer_size() - self._unsent_bytes
-        if more > 0:  # small replies, which count only if the client does not read them
-            self._unsent_bytes += more
-            self.listener.memory.add(more, 0)
+        self.count_unsent()
 
     def resume_writing(self) -> None:
         self._unread = None
         self._by_s = self.listener.now_s + self._limits.stall_s  # of a body that waited
-        self.release_sent()
-        self._resume()
+        self.count_unsent()
+        self._go_on()
 
     # -- waiting: for the client to read replies, or for this connection's turn ----------------
 
@@ -291,149 +270,145 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._paused = True
         self.transport.pause_reading()
 
+    def _resume(self) -> None:
+        if not self.transport.is_closing():
+            self._paused = False
+            self.transport.resume_reading()
+
     def _wait(self, work: Callable[[], None]) -> None:
         """Read no more until `work` is called in one of the next turns of the event loop."""
-        self.transport.pause_reading()
+        self._pause()
         self.listener.turns.wait(work)
 
-    def _resume(self, *, urgent: bool = False) -> None:
-        """Process requests again if enough replies were sent."""
-        room = len(self.exchanges) < self._limits.pipelined
-        if self._unread is None and room and self._state is not WHOLE:
-            self._paused = False
-            if self._kept:  # not in this turn: another connection may be using the shared buffer
-                self.listener.turns.wait(self._read_kept, urgent=urgent)
-            elif not self.transport.is_closing():
-                self.transport.resume_reading()
+    def _go_on(self, *, urgent: bool = False) -> None:
+        """Process what was received in one of the next turns, or receive more."""
+        if self._unread is not None or self._queued or self._state > CHUNKED:
+            return
+        if self._kept or self._state is SIZED:
+            self._queued = True
+            self._pause()
+            self.listener.turns.wait(self._read_kept, urgent=urgent)
+        else:
+            self._resume()
 
     def _read_kept(self) -> None:
-        data = self._take_kept()
-        if self._state < LAST:
-            self.listener.view[: len(data)] = data
-            self._read(len(data))
-            if not (self._paused or self._kept):
-                self.transport.resume_reading()
+        self._queued = False
+        if self._state > CHUNKED or self._unread is not None:
+            return
+        if not isinstance(self._body, SizedBody):
+            self._read(self._take_kept())
+        elif not self._body.left:
+            self._take_whole()
+        waits = self._queued or (self._kept and self._state is ANSWERING)
+        if self._unread is None and not waits:
+            self._resume()
 
-    def _keep(self, at: int, end: int) -> None:
-        """Keep this part of the shared buffer, which other connections will use."""
-        self._kept = bytes(self.listener.view[at:end])
-        self.listener.memory.add(end - at, 0)
+    def _keep(self, data: bytes) -> None:
+        self._kept = data
+        self.listener.memory.add(len(data), 0)
 
     def _take_kept(self) -> bytes:
         data, self._kept = self._kept, b""
         self.listener.memory.release(len(data))
         return data
 
-    def release_sent(self) -> None:
-        """Remove replies from the memory budget once the client has read them all."""
-        if self._unsent_bytes and not self.transport.get_write_buffer_size():
-            self.listener.memory.release(self._unsent_bytes)
-            self._unsent_bytes = 0
+    def count_unsent(self) -> None:
+        """Count in the memory budget what was written and not sent."""
+        size = self.transport.get_write_buffer_size()
+        self.listener.memory.add(size - self._unsent_bytes, 0)
+        self._unsent_bytes = size
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _read(self, end: int) -> None:
-        """Process received data: the first `end` bytes of the shared buffer."""
-        listener, data = self.listener, self.listener.read_into
-        at = steps = 0
-        while at < end and self._state < LAST and not self._paused:
-            if at:
-                steps += 1
-                if steps == self._limits.pipelined:  # the rest in the next turn
-                    self._pause()
-                    break
-            if self._state is CHUNKED:
-                at += self._read_chunks(cast("ChunkedBody", self._reader), at, end)
-                continue
-            if self._state is not HEAD:
-                raw, head = listener.last_head
-                if head is None or not data.startswith(raw, at, end):
-                    raw, head = listener.find_head(at, end)
-                if head is not None:
-                    at = self._begin(head, at + len(raw), end)
-                    continue
-                self._enter(HEAD)
-                self._reader = HeadReader(self._limits, listener.access, listener.max_body_bytes)
-            at = self._read_head(cast("HeadReader", self._reader), at, end)
-        if at < end and self._state < LAST:
-            self._keep(at, end)
-        if self._paused:
-            self._resume()
-
-    def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
-        begun_s = self.listener.turns.clock_s()
-        raw = bytes(self.listener.view[at:end])
-        used, head = reader.feed(raw)
-        self.listener.turns.spend(begun_s)
+    def _read(self, data: bytes) -> None:
+        """Process the next request, or a part of it; what follows waits for another turn."""
+        if self._state is CHUNKED:
+            self._read_chunks(cast("ChunkedBody", self._body), data, 0)
+            return
+        stop = data.find(END) + _END_BYTES
+        head = self.listener.find_head(data[:stop])
         if head is None:
-            return end
-        if head.refusal is None and reader.bytes == used:  # the head came in one piece
-            self.listener.keep(raw[:used], head)
-        return self._begin(head, at + used, end)
+            self._read_head(data, stop if stop >= _END_BYTES else len(data))
+        else:
+            self._begin(head, data, stop)
 
-    def _begin(self, head: Head, at: int, end: int) -> int:
-        """Start a request: take the received part of its body from `at` on."""
-        exchange = self._exchange = Exchange(self, head)
-        self._reader = None
-        if head.refusal is not None:
+    def _read_head(self, data: bytes, stop: int) -> None:
+        """Read a head that is not cached, as far as it was received."""
+        plain, listener = data.lstrip(b"\r\n"), self.listener
+        if len(plain) < len(data):  # empty lines, as after a body
+            self._read(plain)
+            return
+        begun_s = listener.turns.clock_s()
+        raw = data[:stop]
+        head = read_head(raw, self._limits, listener.access, listener.max_body_bytes)
+        listener.turns.spend(begun_s)
+        if head is not None:
+            if head.refusal is None:
+                listener.keep(raw, head)
+            self._begin(head, data, stop)
+        elif data:
+            self._keep(data)
+            if self._state is not HEAD:
+                self._enter(HEAD)
+
+    def _begin(self, head: Head, data: bytes, at: int) -> None:
+        """Start a request; its body is in `data` from `at` on, as far as it was received."""
+        self._exchange = Exchange(self, head)
+        refusal, length, size = head.refusal, head.length, len(data)
+        if refusal is not None:
             self._enter(SIZED)
-            self._refuse(head.refusal.status, head.refusal.text, head.refusal.headers)
-            return end
-        received, length, view = end - at, head.length, self.listener.view
-        if length is not None and received >= length:
-            self._complete(exchange, bytes(view[at : at + length]) if length else b"")
-            return at + length
-        if head.expect and not received and not self.exchanges:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if length is None:
+            self._refuse(refusal.status, refusal.text, refusal.headers)
+        elif self._spare and (length != 0 or not head.path.startswith(HEALTH)):
+            self.refuse_spare()
+        elif length is not None and at + length <= size:
+            self._complete(data[at : at + length], data[at + length :])
+        else:
+            if head.expect and at == size:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._begin_body(head, data, at)
+
+    def _begin_body(self, head: Head, data: bytes, at: int) -> None:
+        if head.length is None:
             self._enter(CHUNKED)
-            self._reader = ChunkedBody(self._limits, self.listener.max_body_bytes)
-            return at
+            self._body = chunks = ChunkedBody(self._limits, self.listener.max_body_bytes)
+            self._read_chunks(chunks, data, at)
+            return
         self._enter(SIZED)
         try:
-            self._reader = SizedBody(length, head.json_bytes, view[at:end])
+            self._body = SizedBody(head.length, head.json_bytes, data[at:])
         except MemoryError:
-            self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
-        return end
+            self._refuse(503, f"there is no memory for a body of {head.length} bytes", RETRY)
 
     def _receive(self, body: SizedBody, size: int) -> None:
         """Count `size` bytes of a body of known length, which are in place already."""
         if not self._reserve(size):
             return
         body.left, turns = body.left[size:], self.listener.turns
-        if body.left:
-            if turns.late():
-                self._wait(self._resume)
-            return
-        self._state = WHOLE
-        if turns.busy:
-            self._wait(self._take_whole)
-        else:
+        if not body.left and not turns.busy:
             self._take_whole()
+        elif not body.left or turns.late():
+            self._go_on()
 
     def _take_whole(self) -> None:
-        """Process the request whose body is whole, in this connection's turn."""
-        if self._state is WHOLE:
-            body, self._reader = cast("SizedBody", self._reader).body, None
-            self._complete(self._exchange, body)
-            del body  # frees its memory
-            self._resume()
+        body, self._body = cast("SizedBody", self._body).body, None
+        self._complete(body)
 
-    def _read_chunks(self, chunks: ChunkedBody, at: int, end: int) -> int:
-        data = bytes(self.listener.view[at:end])
+    def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> None:
         try:
-            used = chunks.feed(data)
+            end = chunks.feed(data, at)
         except DeploykitError as exc:
             self._refuse(exc.http_status, message_of(exc))
-            return len(data)
-        if not self._reserve(used):
-            return len(data)
+            return
+        if not self._reserve(end - at):
+            return
+        self.listener.turns.late()
         if chunks.done:
-            self._reader = None
-            self._complete(self._exchange, chunks.body)
-        if self.listener.turns.late():
-            self._pause()
-        return used
+            self._body = None
+            self._complete(chunks.body, data[end:])
+        elif end < len(data):
+            self._keep(data[end:])
+            if end > at:
+                self._go_on()
 
     def _reserve(self, size: int) -> bool:
         """Count bytes of the body that is being read."""
@@ -443,81 +418,67 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._refuse(503, self.listener.memory.message, RETRY)
         return False
 
-    def _complete(self, exchange: Exchange, body: Bytes) -> None:
+    def _complete(self, body: Bytes, rest: bytes = b"") -> None:
+        """Have the request answered. `rest`: what was received after it."""
+        exchange, turns = self._exchange, self.listener.turns
         exchange.body = body
-        self._state = IDLE if exchange.keep_alive else LAST
-        self.exchanges.append(exchange)
-        turns = self.listener.turns
+        del body  # the route frees its memory
+        self._state = ANSWERING
+        if rest:
+            self._keep(rest)
         begun_s = turns.clock_s()
         self.listener.handle(exchange)
         turns.spend(begun_s)
-        full = len(self.exchanges) >= self._limits.pipelined
-        if full or turns.busy or turns.waiting:  # one at a time while others wait for their turn
-            self._pause()
 
     # -- replies ---------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Send the replies that are next in order."""
-        exchanges = self.exchanges
-        while exchanges and (answer := exchanges[0].pending_reply) is not None:
-            exchange = exchanges.popleft()
-            if len(answer) == 1 and not exchange.held_bytes:
-                self.transport.write(answer[0])
-            else:
-                self._write_large(exchange, answer)
-            exchange.pending_reply = None
-            if not exchange.keep_alive:
-                self._finish()
-                return
-        if self._paused:
-            self._resume()
-        if not exchanges and self._state is IDLE:
-            self._since_s = self.listener.now_s
-
-    def _write_large(self, exchange: Exchange, answer: Sequence[Bytes]) -> None:
-        """Write a reply that counts in the memory budget until the client has read it."""
-        self._unsent_bytes += exchange.held_bytes
-        exchange.held_bytes = 0
+    def write_large(self, parts: Sequence[Bytes]) -> None:
+        """Write a reply in parts, which are not copied."""
         if self._tls:  # the TLS transport forwards each write whole and does not count it
-            for part in answer:
+            for part in parts:
                 for at in range(0, len(part), READ_BYTES):
                     self.transport.write(memoryview(part)[at : at + READ_BYTES])
         else:
-            self.transport.writelines(answer)
-        self.release_sent()
+            self.transport.writelines(parts)
+        self.count_unsent()
+
+    def end_exchange(self, exchange: Exchange) -> None:
+        """Go on after the reply to a request."""
+        if not exchange.keep_alive:
+            self._finish()
+        elif self._state is ANSWERING:
+            self._state = IDLE
+            self._since_s = self.listener.now_s
+            if self._kept or self._paused:
+                self._go_on()
 
     def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
-        """Reply with an error after the pending replies, and read no more."""
-        if self._state >= LAST:
+        """Reply with an error, and read no more."""
+        if self._state >= ANSWERING:
             return
         exchange = self._exchange if self._state >= SIZED else Exchange(self, _UNREAD)
-        self._state = REFUSED
+        self._enter(REFUSED)
         self._discard()
         exchange.keep_alive = False
-        self.exchanges.append(exchange)
         reply_error(exchange, status, text, headers)
 
     # -- deadlines and the end -------------------------------------------------------------------
 
     def _finish(self) -> None:
         """End after the last reply. A client that is still sending gets time to read it."""
-        while self.exchanges:
-            self.exchanges.popleft().abandon()
-        refused = self._state is REFUSED
-        self._enter(LINGERING if refused else LAST)
-        if refused and self.transport.can_write_eof():
+        if self._state is REFUSED and self.transport.can_write_eof():
             self.transport.write_eof()
         else:
+            self._enter(LAST)
             self.transport.close()
 
     def _discard(self) -> None:
         """Free the data of an incomplete request."""
-        reader, self._reader = self._reader, None
+        body, self._body = self._body, None
         self._take_kept()
-        if isinstance(reader, SizedBody):
-            reader.left.release()
-            self.listener.turns.run(reader.body.release)  # 4 ms for 36 MB
+        if isinstance(body, SizedBody):
+            body.left.release()
+            self.listener.turns.run(body.body.release)  # 4 ms for 36 MB
 
     def _enter(self, state: State) -> None:
         self._state = state
@@ -527,14 +488,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit."""
         waited_s, state = now_s - self._since_s, self._state
-        self.release_sent()
+        self.count_unsent()
         if self._unread is not None:
             size = unread_bytes(self.transport)
             self._by_s = extend(self._by_s, self._unread - size, now_s, self._limits.stall_s)
             self._unread = size
             if now_s > self._by_s:
                 self.transport.abort()
-        elif self.exchanges or self._kept or state is WHOLE:
+        elif self._queued or state is ANSWERING:
             pass  # the client waits for the server
         elif state in (SIZED, CHUNKED):
             if now_s > self._by_s:
@@ -553,3 +514,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._enter(LAST)
         self._discard()
         self.transport.close()
+
+
+def _is_health_check(data: bytes) -> bool:
+    """Return whether received data are just a cheap health check."""
+    return data.startswith(_HEALTH) and data.find(END) == len(data) - _END_BYTES

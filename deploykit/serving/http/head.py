@@ -38,7 +38,6 @@ class HttpLimits:
     headers: int = 100
     target_bytes: int = 8 << 10
     chunks: int = 65_536
-    pipelined: int = 16
     connections: int = 4096
     header_s: float = 10.0  # from the connection or a message's first byte; also for TLS
     stall_s: float = 30.0  # a pause in a body, or of a client that does not read its reply
@@ -46,125 +45,105 @@ class HttpLimits:
     linger_s: float = 2.0  # for reading the error reply
 
 
-class HeadReader:
-    """Reads the head of one message, in any number of pieces."""
+class _Fields:
+    """What llhttp finds in a head, complete or not."""
 
-    def __init__(self, limits: HttpLimits, access: AccessControl, max_body_bytes: int) -> None:
+    def __init__(self, limits: HttpLimits) -> None:
+        self.parser = httptools.HttpRequestParser(self)
         self._limits = limits
-        self._access = access
-        self._max_body_bytes = max_body_bytes
-        self._parser = httptools.HttpRequestParser(self)
-        self._target = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._count = self._header_bytes = 0
-        self.bytes = 0  # fed so far
-        self._seam = b""  # the last bytes fed, which may begin the end of the head
-        self._complete = self._old = self._keep_alive = False
-        self._refused: Refusal | None = None
+        self._count = 0
+        self.target = b""
+        self.headers: dict[bytes, bytes] = {}
+        self.complete = self.old = self.keep_alive = False
+        self.refusal: Refusal | None = None
 
-    def feed(self, data: bytes) -> tuple[int, Head | None]:
-        """Return how many bytes belong to the head, and the Head once it is complete or refused."""
-        if not self.bytes and data[:1] in (b"\r", b"\n"):  # empty lines, as after a body
-            plain = data.lstrip(b"\r\n")
-            used, head = self.feed(plain) if plain else (0, None)
-            return len(data) - len(plain) + used, head
-        seam = self._seam + data
-        stop = seam.find(END)
-        used = len(data) if stop < 0 else stop + len(END) - len(self._seam)
-        self._seam = seam[-3:]
-        self.bytes += used
-        try:
-            self._parser.feed_data(data[:used])
-        except httptools.HttpParserUpgrade:
-            pass  # the client offers another protocol, which a server may ignore
-        except httptools.HttpParserError as exc:
-            self._refuse(400, f"the request is not valid HTTP/1.1: {quote(str(exc))}")
-        if self.bytes > self._limits.header_bytes:
-            self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
-        if self._refused is None and self._complete != (stop >= 0):
-            text = "the request's head does not end where it should"
-            if self._target == b"*" and self._parser.get_method() == b"PRI":
-                text = "this port speaks HTTP/1.1; HTTP/2 is spoken on the port for gRPC"
-            self._refuse(400, text)
-        if self._refused is None and not self._complete:
-            return used, None
-        if self._refused is None:
-            head = self._head()
-        else:
-            head = Head(target=self._target.decode("latin-1"), refusal=self._refused)
-        del self._parser  # a reference cycle: only the garbage collector would free it
-        return used, head
-
-    def _refuse(self, status: int, text: str) -> None:
-        if self._refused is None:
-            self._refused = Refusal(status, text)
-
-    # -- httptools -------------------------------------------------------------------------------
+    def refuse(self, status: int, text: str) -> None:
+        self.refusal = self.refusal or Refusal(status, text)
 
     def on_url(self, url: bytes) -> None:
-        # Long targets come in pieces when they come in several packets.
-        self._target += url
-        if len(self._target) > self._limits.target_bytes:
-            self._refuse(414, f"the target is above {self._limits.target_bytes} bytes")
+        self.target += url
+        if len(self.target) > self._limits.target_bytes:
+            self.refuse(414, f"the target is above {self._limits.target_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count += 1
-        self._header_bytes += len(name) + len(value) + 4
         if self._count > self._limits.headers:
-            self._refuse(431, f"there are more than {self._limits.headers} headers")
-        elif self._header_bytes > self._limits.header_bytes:
-            self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
+            self.refuse(431, f"there are more than {self._limits.headers} headers")
         name = name.lower()
         if name in _USED:
-            value, before = value.strip(b" \t"), self._headers.get(name)  # llhttp keeps blanks
+            value, before = value.strip(b" \t"), self.headers.get(name)  # llhttp keeps blanks
             if before is not None and name in _LISTS:
                 value = before + b", " + value
             elif before is not None and (value != before or name in _ONCE):
-                self._refuse(400, f"the header {quote(name.decode())} is given twice")
-            self._headers[name] = value
+                self.refuse(400, f"the header {quote(name.decode())} is given twice")
+            self.headers[name] = value
 
     def on_headers_complete(self) -> None:
         # The parser drops the headers at the end of the message, which may follow at once.
-        self._complete = True
-        self._old = self._parser.get_http_version() == "1.0"
-        self._keep_alive = self._parser.should_keep_alive()
+        self.complete = True
+        self.old = self.parser.get_http_version() == "1.0"
+        self.keep_alive = self.parser.should_keep_alive()
 
-    # -- the checked head ----------------------------------------------------------------------
 
-    def _head(self) -> Head:
-        headers, old = self._headers, self._old
-        host, origin = headers.get(b"host"), headers.get(b"origin")
-        method = self._parser.get_method().decode("latin-1")
-        target = self._target.decode("latin-1")
-        if (absolute := _ABSOLUTE.fullmatch(target)) and (host is not None or old):
-            host, target = absolute[1].encode("latin-1"), absolute[2] or "/"
-            target = target if target[0] == "/" else f"/{target}"
-        path = self._access.path_of(target)
-        coding = headers.get(b"transfer-encoding")
-        length = int(headers.get(b"content-length", b"0")) if coding is None else None
-        authorization = headers.get(b"authorization")
-        if host is None and not old:
-            self._refuse(400, "the header Host is missing")
-        elif coding is not None and (old or coding.lower() != b"chunked"):
-            offered = "without HTTP/1.1" if old else "only chunked"
-            self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, {offered}")
-        elif refusal := self._access.refusal(method, path, host, origin, authorization):
-            self._refused = self._refused or refusal
-        elif length is not None and length > self._max_body_bytes:
-            self._refuse(413, message_of(body_too_large(self._max_body_bytes)))
-        return Head.of(
-            method,
-            target,
-            path,
-            headers,
-            host=host,
-            keep_alive=self._keep_alive,
-            old=old,
-            length=length,
-            expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
-            cors=self._access.cors_headers(origin, host, headers),
-            refusal=self._refused,
-        )
+def read_head(
+    raw: bytes, limits: HttpLimits, access: AccessControl, max_body_bytes: int
+) -> Head | None:
+    """Parse a head up to its END, or as much of it as was received; None if more is needed."""
+    fields = _Fields(limits)
+    parser = fields.parser
+    try:
+        parser.feed_data(raw)
+    except httptools.HttpParserUpgrade:
+        pass  # the client offers another protocol, which a server may ignore
+    except httptools.HttpParserError as exc:
+        fields.refuse(400, f"the request is not valid HTTP/1.1: {quote(str(exc))}")
+    if len(raw) > limits.header_bytes:
+        fields.refuse(431, f"the headers are above {limits.header_bytes} bytes")
+    if fields.complete != raw.endswith(END):
+        text = "the request's head does not end where it should"
+        if fields.target == b"*" and parser.get_method() == b"PRI":
+            text = "this port speaks HTTP/1.1; HTTP/2 is spoken on the port for gRPC"
+        fields.refuse(400, text)
+    del fields.parser  # a reference cycle: only the garbage collector would free it
+    if fields.refusal is not None:
+        return Head(target=fields.target.decode("latin-1"), refusal=fields.refusal)
+    method = parser.get_method().decode("latin-1")
+    return _check(method, fields, access, max_body_bytes) if fields.complete else None
+
+
+def _check(method: str, fields: _Fields, access: AccessControl, max_body_bytes: int) -> Head:
+    """Return the head, with a refusal if the request is ambiguous or not allowed."""
+    headers, old = fields.headers, fields.old
+    host, origin = headers.get(b"host"), headers.get(b"origin")
+    target = fields.target.decode("latin-1")
+    if (absolute := _ABSOLUTE.fullmatch(target)) and (host is not None or old):
+        host, target = absolute[1].encode("latin-1"), absolute[2] or "/"
+        target = target if target[0] == "/" else f"/{target}"
+    path = access.path_of(target)
+    coding = headers.get(b"transfer-encoding")
+    length = int(headers.get(b"content-length", b"0")) if coding is None else None
+    if host is None and not old:
+        fields.refuse(400, "the header Host is missing")
+    elif coding is not None and (old or coding.lower() != b"chunked"):
+        offered = "without HTTP/1.1" if old else "only chunked"
+        fields.refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, {offered}")
+    elif refusal := access.refusal(method, path, host, origin, headers.get(b"authorization")):
+        fields.refusal = refusal
+    elif length is not None and length > max_body_bytes:
+        fields.refuse(413, message_of(body_too_large(max_body_bytes)))
+    return Head.of(
+        method,
+        target,
+        path,
+        headers,
+        host=host,
+        keep_alive=fields.keep_alive,
+        old=old,
+        length=length,
+        expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
+        cors=access.cors_headers(origin, host, headers),
+        refusal=fields.refusal,
+    )
 
 
 class SizedBody:
@@ -185,7 +164,6 @@ class SizedBody:
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _LINES = 1000  # about a millisecond
-_SIZE_LINE, _DATA_END, _TRAILER = range(3)
 
 
 class ChunkedBody:
@@ -195,18 +173,18 @@ class ChunkedBody:
         self._limits = limits
         self._max_body_bytes = max_body_bytes
         self._pieces: list[bytes] = []
-        self._state = _SIZE_LINE
-        self._line = b""  # the part received of a size line, a chunk's end or a trailer
         self._left = 0  # bytes of this chunk still to come
+        self._in_chunk = False  # its end is still to come
         self._body_bytes = self._chunks = self._trailer_bytes = self._lines = 0
+        self._last = False  # only trailers follow
         self.done = False
 
     @property
     def body(self) -> bytes:
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
-    def feed(self, data: bytes, at: int = 0) -> int:
-        """Consume bytes from `at` on, at most _LINES lines; return the index after them."""
+    def feed(self, data: bytes, at: int) -> int:
+        """Consume bytes from `at` on, at most _LINES whole lines; return the index after them."""
         last = self._lines + _LINES
         while at < len(data) and not self.done and self._lines < last:
             if self._left:
@@ -216,30 +194,25 @@ class ChunkedBody:
                 at += len(piece)
                 continue
             end = data.find(b"\n", at) + 1
-            piece = data[at : end or len(data)]
+            line = data[at : end or len(data)]
+            if self._trailer_bytes + len(line) > self._limits.header_bytes:
+                most = self._limits.header_bytes
+                raise TooLarge(f"lines between or after chunks are above {most} bytes")
+            if self._in_chunk and not b"\r\n".startswith(line):
+                raise BadInput("a chunk does not end where its size says")
+            if not end:
+                break
             self._lines += 1
-            self._line += piece
-            at += len(piece)
-            self._read_line(complete=end > 0)
+            self._read_line(line)
+            at = end
         return at
 
-    def _read_line(self, *, complete: bool) -> None:
-        line = self._line
-        if self._state == _DATA_END:
-            if not b"\r\n".startswith(line):
-                raise BadInput("a chunk does not end where its size says")
-        elif self._trailer_bytes + len(line) > self._limits.header_bytes:
-            raise TooLarge(
-                f"lines between or after chunks are above {self._limits.header_bytes} bytes"
-            )
-        elif self._state == _TRAILER and complete and not line.endswith(b"\r\n"):
-            raise BadInput("a line after the last chunk does not end with CR LF")
-        if not complete:
-            return
-        self._line = b""
-        if self._state == _DATA_END:
-            self._state = _SIZE_LINE
-        elif self._state == _TRAILER:
+    def _read_line(self, line: bytes) -> None:
+        if self._in_chunk:
+            self._in_chunk = False
+        elif self._last:
+            if not line.endswith(b"\r\n"):
+                raise BadInput("a line after the last chunk does not end with CR LF")
             self._trailer_bytes += len(line)
             self.done = line == b"\r\n"
         else:
@@ -256,4 +229,5 @@ class ChunkedBody:
             raise TooLarge(f"the body has more than {self._limits.chunks} chunks")
         if self._body_bytes > self._max_body_bytes:
             raise body_too_large(self._max_body_bytes)
-        self._state = _DATA_END if self._left else _TRAILER
+        self._in_chunk = self._left > 0
+        self._last = not self._in_chunk

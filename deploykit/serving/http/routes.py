@@ -44,7 +44,7 @@ from deploykit.serving.transport.call import (
 )
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi
-from deploykit.serving.web.status import Status, since_us, write_status
+from deploykit.serving.web.status import Status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
@@ -234,18 +234,13 @@ class Routes:
             "samples": repository.samples,
             "statistics": repository.statistics,
             "status": status.now,
-            "counts": status.counts,
-            "most_waiting": status.most_waiting,
         }
         names = () if memory is None else ("register", "unregister")
         changes = {name: getattr(memory, name) for name in names}
-        self.group.offer(reports, changes, status.history.since)
+        self.group.offer(reports, changes)
 
     def _status(self, call: Call) -> None:
-        since = since_us(call.head.target.partition("?")[2])
-        self.group.collect(
-            "status", lambda found: reply_with(call, lambda: write_status(*found())), since
-        )
+        self.group.collect("status", lambda found: reply_with(call, lambda: orjson.dumps(found())))
 
     def _statistics(self, name: str | None, call: Call) -> None:
         self.group.collect(

@@ -1,6 +1,5 @@
 """One HTTP/2 connection: frames in, streams, flow control in both directions, deadlines, the end.
 
-Large messages are granted receive window, oldest first, up to a limit per connection.
 `benchmarks/grpc_stacks.md` has the measurement that chose this over grpcio's servers.
 """
 
@@ -13,7 +12,6 @@ import random
 import struct
 import time
 from abc import abstractmethod
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,7 +32,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
 PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
-STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 5, 6, 7, 8
+FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 6, 7, 8
 COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
 FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -48,13 +46,10 @@ CONNECTION_WINDOW = 1 << 24  # the same on all streams of a connection
 UPDATE_BYTES = CONNECTION_WINDOW // 2  # received bytes of DATA after which we update the window
 READ_BYTES = 256 << 10
 WAITING_BYTES = 16 << 20  # unread answers above which a connection's requests wait
-_RESERVED_MESSAGES = 4  # messages of maximum size that one connection may send at once
 _TOGETHER_BYTES = 1 << 18  # joined writes above this size are flushed at once
 _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
-_LEFT_OPEN = 1024  # streams that only we have ended; twice the largest count
-_TURN_COST = 1024  # frames that one connection may have processed in a turn of the loop
-_BUSY_COST = 128  # the same while other connections' frames wait for their turn
-_CHECKED = 15  # a bit mask: the time is checked after 16 frames, and after every 16 more
+_UNCHECKED_BYTES = 4096  # of frames, each with _FRAME_COST more, that are read between two looks
+_FRAME_COST = 256  # at the clock: HPACK can encode a header in a single byte
 _MOST_SETTINGS = 64  # settings in one frame
 _RETIRING = b"retiring"  # the content of a PING
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
@@ -92,8 +87,7 @@ class Stream:
     """A stream from its headers to its trailers. A subclass interprets what it receives."""
 
     __slots__ = (
-        "ended", "gone", "granted_bytes", "id", "link", "receive_window", "requested_bytes",
-        "send_window", "trailers", "unsent",
+        "ended", "gone", "id", "link", "receive_window", "send_window", "trailers", "unsent",
     )  # fmt: skip
 
     def __init__(self, link: Http2Connection, number: int) -> None:
@@ -101,8 +95,6 @@ class Stream:
         self.id = number
         self.send_window = link.first_window  # bytes of DATA that the client accepts
         self.receive_window = STREAM_WINDOW  # bytes of DATA that the client may still send
-        self.granted_bytes = 0  # added to it for a large message
-        self.requested_bytes = 0  # to be added once the connection's limit allows it
         self.unsent: list[memoryview] = []  # DATA blocked by the windows; few, so no deque
         self.trailers: bytes | None = None  # the frame that follows `unsent`
         self.ended = False  # the client sends no more
@@ -283,21 +275,14 @@ class Http2Connection(asyncio.BufferedProtocol):
         # streams
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has opened
-        self._opened = 0  # how many streams it has opened
-        # stream -> receive window, for streams that only we have ended: what the client sent before
-        # it knew is ignored
-        self.left_open: OrderedDict[int, int] = OrderedDict()
         # what the client sends
         self.received_bytes = 0  # bytes of DATA since our last update
-        self._reserved = 0  # window granted to large messages
-        self._waiting: deque[Stream] = deque()
         # what the client accepts
         self.frame_bytes = FRAME_BYTES  # the largest frame
         self.send_window = FIRST_WINDOW  # bytes of DATA that it accepts
         self.first_window = FIRST_WINDOW  # the same on a new stream
         self.answer_bytes = 0  # bytes of answers that exceed its windows
         self._will_push = False
-        self._parked: dict[Stream, None] = {}  # their requests wait until answers are read
         self._writes: list[bytes] = []
         self._write_bytes = 0
         self._sent_bytes = 0  # bytes of DATA since the last check
@@ -413,8 +398,7 @@ class Http2Connection(asyncio.BufferedProtocol):
                 return 0
             self.phase = AWAIT_SETTINGS
             at = len(PREFACE)
-        turns, count = self.shared.turns, 0
-        cost = _BUSY_COST if turns.waiting else _TURN_COST
+        turns, unchecked = self.shared.turns, 0
         while size - at >= 9 and self.phase is not CLOSED:
             high, low, kind, flags, number = FRAME.unpack_from(data, at)
             number &= LARGEST_STREAM  # the highest bit is reserved
@@ -424,17 +408,15 @@ class Http2Connection(asyncio.BufferedProtocol):
             end = at + 9 + length
             if end > size:
                 break
-            if cost <= 0 or (count & _CHECKED == _CHECKED and turns.late()):
+            if unchecked > _UNCHECKED_BYTES and turns.late():
                 self._wait_for_turn()
                 break
-            cost -= 1
-            count += 1
+            unchecked = 0 if unchecked > _UNCHECKED_BYTES else unchecked + length + _FRAME_COST
             if self.phase is not OPEN:
                 self._check_phase(kind, number)
             if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
             elif kind == HEADERS:
-                cost -= length >> 3  # HPACK can encode a header in a single byte
                 self._headers(data[at + 9 : end], flags, number)
             elif kind == CONTINUATION:
                 self._continue_headers(data[at + 9 : end], flags)
@@ -451,9 +433,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
         length = end - at
-        stream = self.streams.get(number)
-        if stream is None:
-            self._late(number, length, flags)
+        stream = self._find(number)
         self.received_bytes += length
         if self.received_bytes > UPDATE_BYTES:
             self._update(0, self.received_bytes)
@@ -463,32 +443,25 @@ class Http2Connection(asyncio.BufferedProtocol):
                 raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
             end -= data[at]
             at += 1
+        ended = flags & END_STREAM != 0
+        if at == end and (stream is None or not ended):
+            self.count_frame()
         if stream is None:
             return
         stream.receive_window -= length
         if stream.receive_window < 0:
             raise ConnectionFault(FLOW_CONTROL_ERROR, "more data than the window allows")
-        ended = flags & END_STREAM != 0
-        if at == end and not ended:
-            self.count_frame()
-        if stream.ended:
-            raise ConnectionFault(STREAM_CLOSED, "data after the end of the stream")
         stream.receive(data[at:end], ended)
 
-    def _late(self, number: int, size: int, flags: int) -> None:
-        """Check a frame of a stream that has ended: the client may not know it yet."""
-        self._check_open(number)
-        window = self.left_open.pop(number, None)
-        if window is None:
-            raise ConnectionFault(STREAM_CLOSED, "a frame after the end of the stream")
-        if size > window:
-            raise ConnectionFault(FLOW_CONTROL_ERROR, "more data than the window allows")
-        if not flags & END_STREAM:
-            self.left_open[number] = window - size
+    def _find(self, number: int) -> Stream | None:
+        """Return the stream that a frame is for; None if it has ended: the frame is ignored.
 
-    def _check_open(self, number: int) -> None:
+        The client may not know that yet. What it sends counts in the connection's window.
+        """
         if number > self.last or not number & 1:
             raise ConnectionFault(PROTOCOL_ERROR, "a frame on an idle stream")
+        stream = self.streams.get(number)
+        return None if stream is None or stream.ended else stream
 
     def _headers(self, payload: bytes, flags: int, number: int) -> None:
         if not number & 1:
@@ -524,18 +497,17 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._trailers(block, flags, number)
             return
         self.last = number
-        self._opened += 1
         try:
             head = self._heads.read(block)
         except MalformedHeaders as exc:
             log.info("HTTP/2 headers are refused: %s", exc)
-            self._refuse(number, PROTOCOL_ERROR, flags)
+            self._refuse(number, PROTOCOL_ERROR)
             return
         shared, streams = self.shared, self.streams
         limits = shared.limits
         full = len(streams) >= limits.streams or shared.open_streams >= limits.all_streams
         if full or self._retired:
-            self._refuse(number, REFUSED_STREAM, flags)
+            self._refuse(number, REFUSED_STREAM)
             return
         shared.open_streams += 1
         stream = streams[number] = shared.open(self, number, head)
@@ -546,14 +518,10 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
         """Process headers on a stream opened before: they can only be its last frame."""
         pairs = self._heads.decode(block)
-        stream = self.streams.get(number)
+        stream = self._find(number)
         if stream is None:
-            if number not in self.left_open and self._opened < (self.last + 1) // 2:
-                raise ConnectionFault(PROTOCOL_ERROR, "stream numbers must rise")
-            self._late(number, 0, flags)
+            self.count_frame()
             return
-        if stream.ended:
-            raise ConnectionFault(STREAM_CLOSED, "headers after the end of the stream")
         if not flags & END_STREAM:
             raise ConnectionFault(PROTOCOL_ERROR, "trailers must end the stream")
         try:
@@ -572,8 +540,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if kind == WINDOW_UPDATE:
             self._window_update(number, int.from_bytes(payload, "big") & LARGEST_WINDOW)
         elif kind == RST_STREAM:
-            self._check_open(number)
-            self.left_open.pop(number, None)
+            self._find(number)
             stream = self.streams.get(number)
             if stream is not None:
                 stream.ended = True
@@ -626,7 +593,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _window_update(self, number: int, more: int) -> None:
         if number:
-            self._check_open(number)
+            self._find(number)
         stream = self.streams.get(number)
         if (stream is not None or not number) and not more:
             raise ConnectionFault(PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
@@ -644,34 +611,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             raise ConnectionFault(ENHANCE_YOUR_CALM, "too many frames without content")
 
     # -- windows ---------------------------------------------------------------------------------
-
-    def reserve(self, stream: Stream, more: int) -> None:
-        """Grant window for `more` bytes of a large message once the connection's limit allows."""
-        if not stream.requested_bytes:
-            stream.requested_bytes = more
-            self._waiting.append(stream)
-            self._grant()
-
-    def release(self, stream: Stream) -> None:
-        """Return the window granted to a large message."""
-        self._reserved -= stream.granted_bytes
-        stream.granted_bytes = 0
-        if self._waiting:
-            self._grant()
-
-    def _grant(self) -> None:
-        budget = _RESERVED_MESSAGES * self.shared.max_message_bytes
-        while self._waiting:
-            stream = self._waiting[0]
-            more = stream.requested_bytes
-            if not stream.gone and self._reserved and self._reserved + more > budget:
-                return
-            self._waiting.popleft()
-            stream.requested_bytes = 0
-            if not stream.gone:
-                stream.granted_bytes += more
-                self._reserved += more
-                self.allow(stream, more)
 
     def allow(self, stream: Stream, more: int) -> None:
         """Let the client send `more` bytes on this stream."""
@@ -702,19 +641,14 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._sent_bytes += size
         self.empty_frames -= 2  # the client may acknowledge it with window updates
 
-    def park(self, stream: Stream) -> None:
-        """Resume this stream once the client has read answers."""
-        self._parked[stream] = None
-
     def answers_read(self, size: int) -> None:
-        self.answer_bytes -= size
-        if self._parked and self.answer_bytes <= WAITING_BYTES:
-            for stream in self._parked:
-                self.shared.turns.wait(stream.resume)
-            self._parked = {}
+        """Count answers that the client has read; streams that waited for it go on."""
+        full, self.answer_bytes = self.answer_bytes > WAITING_BYTES, self.answer_bytes - size
+        if full and self.answer_bytes <= WAITING_BYTES:
+            self._push_soon()
 
     def _push_soon(self) -> None:
-        """Push in one of the next turns, once for all changes that the client makes."""
+        """Push all streams in one of the next turns, once for all changes that the client makes."""
         if not self._will_push and self.streams:
             self._will_push = True
             self.shared.turns.wait(self._push)
@@ -722,8 +656,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _push(self) -> None:
         self._will_push = False
         for stream in list(self.streams.values()):
-            if stream.unsent or stream.trailers is not None:
-                stream.push()
+            stream.push()
 
     # -- output, deadlines and the end -----------------------------------------------------------
 
@@ -749,26 +682,15 @@ class Http2Connection(asyncio.BufferedProtocol):
         """Forget a finished stream."""
         if self.streams.pop(stream.id, None) is not None:
             self.shared.open_streams -= 1
-        if not stream.ended:
-            self._leave_open(stream.id, stream.receive_window)
-        if stream.granted_bytes or self._waiting:
-            self.release(stream)
         if not self.streams:
             self.since_s = self.shared.now_s
             if self._retired:
                 self.close()
 
-    def _refuse(self, number: int, code: int, flags: int) -> None:
+    def _refuse(self, number: int, code: int) -> None:
         """Reset a stream that has not begun."""
         self.count_frame()
         self.write(frame(RST_STREAM, 0, number, _number(code)))
-        if not flags & END_STREAM:
-            self._leave_open(number, STREAM_WINDOW)
-
-    def _leave_open(self, number: int, window: int) -> None:
-        self.left_open[number] = window
-        if len(self.left_open) > _LEFT_OPEN:
-            self.left_open.popitem(last=False)
 
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit, and let each stream check its own."""

@@ -10,24 +10,26 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
 
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
-from deploykit.core.machine import usable_cores
+from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import Task
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.engines.tasks.engine import TaskSteps
 from deploykit.pipelines.threads import FairGate
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
+from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
-from deploykit.serving.models import description
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, Signature, signature
+from deploykit.serving.oip.tensors import Slot
 from deploykit.serving.options import VERSION, ServeOptions
 
 
@@ -59,8 +61,41 @@ def check_compatible(name: str, served: Engine, other: Engine) -> None:
 log = logging.getLogger(__name__)
 
 SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
-_LEAST_ITEMS, _MOST_ITEMS, _ITEMS_US = 64, 512, 200_000
+_LEAST_ITEMS = 64
 _ALONE = "requests are served one at a time: {}"
+
+
+_PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's names (platform, backend)
+    "onnxruntime": ("onnxruntime_onnx", "onnxruntime"),
+    "tensorrt": ("tensorrt_plan", "tensorrt"),
+    "torch": ("pytorch_libtorch", "pytorch"),
+}
+
+
+class InUse(NamedTuple):
+    """The file in use, as `Artefact.facts` describes it; None for an engine without a file.
+
+    `generation`: 1, and one more for each reload. `loaded_s`: seconds since 1970.
+    """
+
+    file: Mapping[str, Any] | None
+    generation: int
+    loaded_s: float
+
+    @classmethod
+    def of(cls, engine: Engine, generation: int) -> InUse:
+        return cls(engine.source.facts if engine.source else None, generation, time.time())
+
+    @property
+    def labels(self) -> dict[str, str]:
+        file = self.file or {"name": "", "sha256": ""}
+        return {"file": file["name"], "sha256": file["sha256"]}
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Return the labels and the time of loading, for the model's metadata."""
+        loaded = datetime.fromtimestamp(self.loaded_s, timezone.utc).isoformat(timespec="seconds")
+        return {**self.labels, "generation": str(self.generation), "loaded": loaded}
 
 
 class ModelTask:
@@ -123,9 +158,8 @@ class ServedModel:
         deliver: Callable[[Sequence[Pending]], None],
         clock_us: Callable[[], int],
         call_soon: CallSoon | None = None,
-        processes: int = 1,
     ) -> None:
-        """Set up the model, not yet warmed up. `processes`: how many servers share the cores."""
+        """Set up the model, not yet warmed up."""
         self.name = name
         self.engines = tuple(engines)
         if not engines:
@@ -138,24 +172,22 @@ class ServedModel:
         # the reason, but only where the names of the axes make users expect a batch
         self._dependent = self.not_batched if looks_batched(engines[0]) else ""
         self._set_batch()
-        self._times_us: Mapping[int, int] = {}  # by rows
-        self.items = FairGate(self._most_items())
+        # images or sentences under way: two batches, so that no engine waits; more would keep the
+        # engines, and the event loop, from other clients
+        self.items = FairGate(max(_LEAST_ITEMS, 2 * self.max_batch) * len(engines))
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
         self._watchers: list[Watcher] = [self.metrics]
         self._deliver = deliver
         self._clock_us = clock_us
         self._call_soon = call_soon
-        # where each process has one core, spinning took 20 % of a request's time from the others
-        self._spare_core = usable_cores() > processes
-        self._warm_notes: tuple[str, ...] = ()
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # returns an additional note, or None
         self._swap = threading.Lock()  # held during replacements and the shutdown
         self.draining = False  # only admitted requests are still accepted
         self._limit_us = options.timeout_ms * 1000
         self._closed = False
-        self.in_use = description.InUse.of(self.engines[0], 1)
+        self.in_use = InUse.of(self.engines[0], 1)
         self._replaced: list[Batcher] = []  # replaced engines that may still run
         self._steering = self._new_steering(len(engines))
         self.batcher = self._new_batcher(self.engines, self._steering)
@@ -168,15 +200,13 @@ class ServedModel:
         First prove that requests may be joined; a model that fails is served one request at a time.
         Also check that padding to buckets changes no output. An error names the shape that failed.
         """
-        begun_s, times_us = time.monotonic(), dict[int, int]()
-        why = self._why_dependent(self.engines[0], times_us)
+        begun_s = time.monotonic()
+        why = self._why_dependent(self.engines[0])
         if why:
             self._stop_batching(why)
         if self._dependent:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
-        notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
-        self._warm_notes, self.batcher.inline_max_rows = notes, inline_max_rows
-        self.items = FairGate(self._most_items())
+        self.batcher.inline_max_rows = self._warm(self.engines, self._steering)
         self.warm_up_s = time.monotonic() - begun_s
 
     def replace(self, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True) -> None:
@@ -195,8 +225,7 @@ class ServedModel:
                     f"model '{self.name}': the new engine takes batches of {engine.max_batch} "
                     f"at most, the one in use takes {self.max_batch}"
                 )
-        task, times_us = ModelTask(self.name, engines[0]), dict[int, int]()
-        why = self._why_dependent(engines[0], times_us)
+        task, why = ModelTask(self.name, engines[0]), self._why_dependent(engines[0])
         if why:
             raise BadInput(
                 f"model '{self.name}': requests to the engine in use are joined, those to the new "
@@ -204,8 +233,8 @@ class ServedModel:
                 hint="start the server again to serve it one request at a time",
             )
         steering = self._new_steering(len(engines))
-        notes, inline_max_rows = self._warm(engines, steering, times_us)
-        in_use = description.InUse.of(engines[0], self.in_use.generation + 1)
+        inline_max_rows = self._warm(engines, steering)
+        in_use = InUse.of(engines[0], self.in_use.generation + 1)
         with self._swap:
             if self._closed or not wanted():
                 raise shutting_down()
@@ -213,7 +242,7 @@ class ServedModel:
             self._replaced = [each for each in self._replaced if not each.ended] + [before]
             self.batcher = self._new_batcher(engines, steering, close_engines=True)
             self.batcher.inline_max_rows = inline_max_rows
-            self.engines, self._steering, self._warm_notes = tuple(engines), steering, notes
+            self.engines, self._steering = tuple(engines), steering
             self.in_use, self.task = in_use, task
         before.retire()
 
@@ -245,7 +274,8 @@ class ServedModel:
             found.append(f"{hung} of {len(self.engines)} engines do not return from a request")
         if self._dependent:
             found.append(_ALONE.format(self._dependent))
-        found += [*self._warm_notes, self.remark() or "", self.task.note]
+        found.append(misplaced_pairs(self.engines[0]))
+        found += [self.remark() or "", self.task.note]
         return tuple(dict.fromkeys(filter(None, found)))
 
     # -- requests ------------------------------------------------------------------------------
@@ -329,26 +359,60 @@ class ServedModel:
 
     # -- description ---------------------------------------------------------------------------
 
+    @property
+    def platform(self) -> tuple[str, str]:
+        """Return Triton's platform and backend."""
+        runtime = self.engines[0].runtime.partition(" ")[0]
+        return _PLATFORMS.get(runtime, (f"deploykit_{runtime}", runtime))
+
     def metadata(self) -> dict[str, Any]:
         """Return the model metadata; `parameters` has device, batching, file and notes."""
-        parameters = {
-            "device": self.device,
-            "batching": f"off: {self.not_batched}" if self.not_batched else "on",
-            "notes": "; ".join(self.notes),
-            **self.task.parameters,
-            **self.in_use.parameters,
+        inputs, outputs = self.signature.inputs, self.signature.outputs
+        return {
+            "name": self.name,
+            "versions": [VERSION],
+            "platform": self.platform[0],
+            "inputs": [_describe(slot) for slot in inputs.values()],
+            "outputs": [_describe(slot) for slot in outputs.values()],
+            "parameters": {
+                "device": self.device,
+                "batching": f"off: {self.not_batched}" if self.not_batched else "on",
+                "notes": "; ".join(self.notes),
+                **self.task.parameters,
+                **self.in_use.parameters,
+            },
         }
-        return description.metadata(self.name, self.engines[0], self.signature, parameters)
 
     def config(self) -> dict[str, Any]:
         """Return Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
-        return {
-            **description.config(self.name, self.engines, self.signature, self._policy()),
-            "parameters": {
-                k: {"string_value": v}
-                for k, v in {**self.task.parameters, **self.in_use.parameters}.items()
-            },
+        kind, _, number = self.device.partition(":")
+        group: dict[str, Any] = {"name": f"{self.name}_0", "count": len(self.engines)}
+        group |= (
+            {"kind": "KIND_GPU", "gpus": [int(number or 0)]}
+            if kind == "cuda"
+            else {"kind": "KIND_CPU"}
+        )
+        batched = self.max_batch > 0
+        parameters = {**self.task.parameters, **self.in_use.parameters}
+        found: dict[str, Any] = {
+            "name": self.name,
+            "platform": self.platform[0],
+            "backend": self.platform[1],
+            "max_batch_size": self.max_batch,
+            "input": [_config_entry(slot, batched) for slot in self.signature.inputs.values()],
+            "output": [_config_entry(slot, batched) for slot in self.signature.outputs.values()],
+            "instance_group": [group],
+            "model_transaction_policy": {"decoupled": False},
+            "parameters": {name: {"string_value": value} for name, value in parameters.items()},
         }
+        if batched:
+            found["dynamic_batching"] = {
+                "preferred_batch_size": [],
+                "max_queue_delay_microseconds": self._options.max_delay_us,
+                "priority_levels": LEVELS,
+                "default_priority_level": DEFAULT_LEVEL,
+            }
+        return found
 
     def samples(self) -> list[Sample]:
         """Return the counters and the current settings, for Prometheus."""
@@ -381,21 +445,19 @@ class ServedModel:
         self.signature: Signature = signature(
             engine.inputs, engine.outputs, self.max_batch, options.max_body_bytes
         )
-        self.largest_output_bytes = description.largest_output_bytes(self.signature)
+        self.largest_output_bytes = largest_output_bytes(self.signature)
 
-    def _why_dependent(self, engine: Engine, times_us: dict[int, int]) -> str:
-        """Return why requests may not be joined; "" if they may be, or if batching is off.
+    def _why_dependent(self, engine: Engine) -> str:
+        """Return why requests may not be joined, by the engine's manifest or by a run.
 
-        The engine's manifest says it, or a run does: `times_us` gets the times measured then.
+        Return "" if they may be, or if batching is off.
         """
         if not self.max_batch or self._options.assume_batched:
             return ""
         rows, proof = largest_batch(engine, self._options.max_batch), engine.batching
         if proof is None or (proof.passed and rows > max(proof.rows, default=0)):
             sizes = self.buckets.sizes()[0] if self.buckets else {}
-            proof = prove_rows(
-                engine, rows, sizes=sizes, samples=engine.examples, times_us=times_us
-            )
+            proof = prove_rows(engine, rows, sizes=sizes, samples=engine.examples)
         return "" if proof.passed else proof.why
 
     def _stop_batching(self, why: str) -> None:
@@ -411,16 +473,6 @@ class ServedModel:
         self._steering = self._new_steering(len(self.engines))
         self.batcher = self._new_batcher(self.engines, self._steering)
         before.close()
-
-    def _most_items(self) -> int:
-        """Return the most images or sentences under way: what the engines answer in 0.2 s.
-
-        They are two batches at least, so that no engine waits; more would keep the engines, and the
-        event loop, from other clients.
-        """
-        rows = max(self._times_us, default=0)
-        soon = _ITEMS_US * rows // max(1, self._times_us[rows]) if rows else 0
-        return max(_LEAST_ITEMS, 2 * self.max_batch, min(soon, _MOST_ITEMS)) * len(self.engines)
 
     def _policy(self) -> BatchPolicy:
         options = self._options
@@ -446,40 +498,28 @@ class ServedModel:
             close_engines=close_engines,
             call_soon=self._call_soon,
             spin_us=SPIN_US,
-            spare_core=self._spare_core,
         )
 
-    def _warm(
-        self, engines: Sequence[Engine], steering: Steering | None, known: Mapping[int, int]
-    ) -> tuple[tuple[str, ...], float]:
-        """Run the engines; return notes, and the most rows of a batch on the loop's thread.
-
-        `known`: times of the first engine that were measured already.
-        """
-        clock_us, lengths = self._clock_us, self.buckets.sizes() if self.buckets else [{}]
-        notes: tuple[str, ...] = ()
+    def _warm(self, engines: Sequence[Engine], steering: Steering | None) -> float:
+        """Run the engines; return the most rows of a batch on the loop's thread."""
+        lengths = self.buckets.sizes() if self.buckets else [{}]
         inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
-            own = known if engine is engines[0] else None
-            warm_up = WarmUp(
-                self.name, engine, clock_us, max_batch=self.max_batch, lengths=lengths, known=own
-            )
             steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
-            times, notes = warm_up.run(again_us=again_us)
+            size = self.max_batch
+            warm_up = WarmUp(self.name, engine, self._clock_us, max_batch=size, lengths=lengths)
+            times = warm_up.run(again_us=again_us)
             inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
-            self._times_us = times
             if steering is not None:
-                for rows, taken_us in times.items():
-                    steering.record_time(rows, taken_us, clock_us())
-        if misplaced := description.misplaced_pairs(engines[0]):
-            notes = (*notes, misplaced)
-        for note in notes:
-            log.info("model '%s': %s", self.name, note)
-        return notes, inline_max_rows
+                for rows, taken_us in sorted(times.items()):
+                    steering.record_time(rows, taken_us)
+        if misplaced := misplaced_pairs(engines[0]):
+            log.info("model '%s': %s", self.name, misplaced)
+        return inline_max_rows
 
 
 def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:
@@ -489,3 +529,49 @@ def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None
     if not lengths:
         return None
     return Buckets(name, engine.inputs, engine.outputs, lengths, options.pad)
+
+
+def misplaced_pairs(engine: Engine) -> str:
+    """Return a note if the manifest shows that the engine computes INT8 nodes in float32.
+
+    ONNX Runtime finds its integer kernels only between pairs that are placed for a CPU.
+    """
+    manifest = engine.source.manifest if engine.source else None
+    record = manifest.evidence.quantize if manifest else None
+    if manifest is None or record is None or not manifest.precision.get("int8"):
+        return ""
+    made, runs = (RUNTIMES.get(each) for each in (record.runtime, engine.runtime.split()[0]))
+    if made is None or runs is None or made.scales_outputs or not runs.scales_outputs:
+        return ""
+    if engine.device != "cpu" or manifest.built_on:
+        return ""
+    return (
+        f"its INT8 pairs are placed for {made.title}: {runs.title} computes in float32, slower "
+        f"than the model before; move them with: deploykit build {engine.source} --profile cpu"
+    )
+
+
+def largest_output_bytes(signature: Signature) -> float:
+    """Return the most bytes of an output; inf for strings and for other dynamic axes."""
+    most = 0
+    for slot in signature.outputs.values():
+        first = [signature.max_batch] if signature.max_batch else []
+        axes = [*first, *slot.spec.shape[len(first) :]]
+        if not slot.item_bytes or any(isinstance(axis, str) for axis in axes):
+            return math.inf
+        most = max(most, math.prod(map(int, axes)) * slot.dtype.itemsize)
+    return most
+
+
+def _config_entry(slot: Slot, batched: bool) -> dict[str, Any]:
+    dims = _shape(slot.spec)[1 if batched else 0 :]
+    kind = "STRING" if slot.datatype == "BYTES" else slot.datatype
+    return {"name": slot.spec.name, "data_type": f"TYPE_{kind}", "dims": dims}
+
+
+def _shape(spec: TensorSpec) -> list[int]:
+    return [-1 if isinstance(axis, str) else axis for axis in spec.shape]
+
+
+def _describe(slot: Slot) -> dict[str, Any]:
+    return {"name": slot.spec.name, "datatype": slot.datatype, "shape": _shape(slot.spec)}

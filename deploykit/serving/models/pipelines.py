@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -24,12 +24,17 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Closing
-from deploykit.pipelines.connect import StageGraph, input_bytes
-from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
+from deploykit.pipelines.stages import (
+    ModelCalls,
+    StageGraph,
+    failure_reason,
+    input_bytes,
+    plain,
+    stage_error,
+)
 from deploykit.pipelines.threads import FairThreads, Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.models.description import describe_pipeline
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, inference_stats, split_by
 from deploykit.serving.observe.prometheus import Histogram, Sample
@@ -41,23 +46,13 @@ log = logging.getLogger(__name__)
 
 MOST_THREADS = 16  # per stage; a function mostly holds the GIL
 _STEP = 1 << 16
+_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 NOT_JSON = (
     "send less at once, or not as JSON: a pipeline whose input is annotated as str takes text, as "
     "numpy.ndarray an image, and as bytes anything, such as an .npy file"
 )
 
 PipelineGraph = tuple[StageGraph, Mapping[str, str]]  # with the names of its models, by stage
-
-
-class Models(Protocol):
-    """The part of the repository that pipelines use."""
-
-    options: ServeOptions
-    draining: bool
-    memory: SharedMemory | None
-
-    def find(self, name: str) -> ServedModel: ...
-    def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None: ...
 
 
 class Receiver(Protocol):
@@ -161,13 +156,13 @@ class PipelineCounts:
         ]
 
 
-class PipelineStage:
-    """One stage, with `limit` concurrent requests of at most `timeout_ms` each.
+class PipelineStage(PipelineCounts):
+    """One stage, with `limit` concurrent requests of at most `timeout_ms` each."""
 
-    `model`: the name of the served model; "" for a function.
-    """
-
-    def __init__(self, name: str, model: str, pipeline: ServedPipeline, processes: int) -> None:
+    def __init__(
+        self, name: str, model: ServedModel | None, pipeline: ServedPipeline, processes: int
+    ) -> None:
+        super().__init__({"pipeline": pipeline.name, "stage": name}, lambda: self.threads.waiting)
         self.name = name
         self.model = model
         about = pipeline.graph.definition
@@ -176,11 +171,9 @@ class PipelineStage:
         self.limit = pipeline.options.queue if own is None else math.ceil(own / processes)
         most = min(MOST_THREADS, max(2, usable_cores()), self.limit)
         self.threads = FairThreads(most, f"stage {name}")
-        labels = {"pipeline": pipeline.name, "stage": name}
-        self.counts = PipelineCounts(labels, lambda: self.threads.waiting)
 
 
-class ServedPipeline(Closing):
+class ServedPipeline(PipelineCounts, Closing):
     """A checked graph under its name. `models`: the served models, by stage.
 
     `processes`: how many servers share the limits of its stages.
@@ -190,24 +183,24 @@ class ServedPipeline(Closing):
         self,
         name: str,
         graph: StageGraph,
-        models: Mapping[str, str],
-        repository: Models,
+        models: Mapping[str, ServedModel],
+        options: ServeOptions,
+        memory: SharedMemory | None,
         loop: asyncio.AbstractEventLoop,
         processes: int,
     ) -> None:
+        super().__init__({"pipeline": name})
         self.name = name
         self.graph = graph
         self.takes, self.input, self.output = graph.kind, graph.input, graph.answer
-        self.options, self.memory = repository.options, repository.memory
-        self.repository = repository
+        self.options = options
+        self.memory = memory
         self.loop = loop
-        self.counts = PipelineCounts({"pipeline": name})
+        self.draining = False  # no request is accepted
         self.stages = {
-            stage: PipelineStage(stage, models.get(stage, ""), self, processes)
+            stage: PipelineStage(stage, models.get(stage), self, processes)
             for stage in (*graph.stages, graph.input)
         }
-        for counts in (self.counts, *(each.counts for each in self.stages.values())):
-            repository.add_metrics(counts.samples)
         self._about = {"name": name, **graph.metadata}
         self._since_s = time.time()
         self.signature = self._signature("string", (1,))
@@ -239,8 +232,8 @@ class ServedPipeline(Closing):
         and whether it is JSON. `timeout_us`: the call's time limit, if less than the server's.
         Raises Overloaded during a shutdown.
         """
-        if self.repository.draining:
-            self.counts.record("rejected")
+        if self.draining:
+            self.record("rejected")
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
         return PipelineRun(self, read, done, client, trace, timeout_us).cancel
 
@@ -303,16 +296,36 @@ class ServedPipeline(Closing):
         return dict(self._about)
 
     def config(self) -> dict[str, Any]:
-        return describe_pipeline(self._about)
+        """Return Triton's ModelConfig: one string in, one out, no batch."""
+        about = self._about
+        tensors = {
+            kind: [
+                {"name": each["name"], "data_type": "TYPE_STRING", "dims": each["shape"]}
+                for each in about[f"{kind}s"]
+            ]
+            for kind in ("input", "output")
+        }
+        return {
+            "name": self.name,
+            "platform": about["platform"],
+            "backend": "deploykit",
+            "max_batch_size": 0,
+            **tensors,
+            "parameters": {k: {"string_value": v} for k, v in about["parameters"].items()},
+            "model_transaction_policy": {"decoupled": False},
+        }
 
     def statistics(self) -> dict[str, Any]:
         """Return one entry of `model_stats`; `response_stats` has the times of the stages."""
         stages = {}
         for name, each in self.stages.items():
-            stats = each.counts.statistics()["inference_stats"]
+            stats = each.statistics()["inference_stats"]
             stages[name] = {key: stats[key] for key in ("compute_infer", "success", "fail")}
         about = {"name": self.name, "version": VERSION}
-        return {**about, **self.counts.statistics(), "response_stats": stages}
+        return {**about, **super().statistics(), "response_stats": stages}
+
+    def samples(self) -> list[Sample]:
+        return super().samples() + [s for each in self.stages.values() for s in each.samples()]
 
     @property
     def waiting(self) -> int:
@@ -321,8 +334,8 @@ class ServedPipeline(Closing):
 
     def counted(self) -> dict[str, Any]:
         """Return the counters for the dashboard, with the total time of each stage."""
-        stages_us = {n: each.counts.seconds.total for n, each in self.stages.items()}
-        return {**self.counts.status(), "stages_us": stages_us}
+        stages_us = {name: each.seconds.total for name, each in self.stages.items()}
+        return {**super().status(), "stages_us": stages_us}
 
     def status(self) -> dict[str, Any]:
         """Return the pipeline's figures for the dashboard, in the form of a model's."""
@@ -342,7 +355,7 @@ class ServedPipeline(Closing):
             "inputs": about["inputs"],
             "outputs": about["outputs"],
             "waiting": self.waiting,
-            "in_flight": self.counts.in_flight,
+            "in_flight": self.in_flight,
             **self.counted(),
         }
 
@@ -385,7 +398,7 @@ class PipelineRun:
             for name, each in self._graph.items()
         }
         self.over = False
-        pipeline.counts.in_flight += 1
+        pipeline.in_flight += 1
         self._started_us = monotonic_us()
         limit_us = round(pipeline.options.timeout_ms * 1000)
         self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
@@ -427,19 +440,19 @@ class PipelineRun:
 
     def _begin(self, name: str) -> None:
         stage = self._stages[name]
-        if stage.counts.in_flight >= stage.limit:
-            stage.counts.record("rejected")
+        if stage.in_flight >= stage.limit:
+            stage.record("rejected")
             what = f"stage '{name}' has {stage.limit} requests in flight, its limit"
             self._fail(Overloaded(what, hint="try again later"), stage)
             return
-        stage.counts.in_flight += 1
+        stage.in_flight += 1
         self._began_us[name] = monotonic_us()
         if stage.timeout_ms is not None:
             later = self._pipeline.loop.call_later
             self._timers[name] = later(stage.timeout_ms / 1000, self._expire, name)
         if name == self._pipeline.graph.input:
             self._offload(stage, self._read, self._admit)
-        elif stage.model:
+        elif stage.model is not None:
             self._offload(stage, self._prepare, self._submit)
         else:
             self._offload(stage, self._run_function, self._finish)
@@ -480,7 +493,7 @@ class PipelineRun:
             then(stage, value)
 
     def _leave(self, stage: PipelineStage) -> None:
-        stage.counts.in_flight -= 1
+        stage.in_flight -= 1
         if timer := self._timers.pop(stage.name, None):
             timer.cancel()
 
@@ -491,15 +504,14 @@ class PipelineRun:
     def _encode(self, value: Any) -> tuple[bytes, bool]:
         if isinstance(value, (bytes, bytearray)):
             return bytes(value), False
-        pipeline = self._pipeline
-        answer = pipeline.graph.answer_json(value, keep_arrays=True)
-        return b"".join(_json_parts(answer)), True
+        with self._pipeline.graph.writing():
+            return b"".join(_json_parts(value)), True
 
     def _finish(self, stage: PipelineStage, value: Any) -> None:
         """Store the stage's value, and begin the stages that waited for it."""
         name = stage.name
         self._leave(stage)
-        stage.counts.record("success", monotonic_us() - self._began_us.pop(name))
+        stage.record("success", monotonic_us() - self._began_us.pop(name))
         if name == self._answer:
             self._end("success")
             self._done(*value)
@@ -513,12 +525,12 @@ class PipelineRun:
                 self._begin(each)
 
     def _prepare(self, stage: PipelineStage) -> ModelCalls:
-        max_rows = self._pipeline.repository.find(stage.model).max_batch
-        return self._graph[stage.name].prepare([self._values], max_rows)
+        assert stage.model is not None
+        return self._graph[stage.name].prepare([self._values], stage.model.max_batch)
 
     def _submit(self, stage: PipelineStage, calls: ModelCalls) -> None:
         """Queue every call of the model; the last to end continues the run."""
-        outputs: list[Any] = [None] * len(calls.calls)
+        outputs: list[Any] = [None] * len(calls.feeds)
         left = len(outputs)
 
         def go_on() -> None:
@@ -537,17 +549,16 @@ class PipelineRun:
             if not left:
                 go_on()
 
-        model = self._pipeline.repository.find(stage.model)
+        model = stage.model
+        assert model is not None
         waiting = self._calls.setdefault(stage, [])
         left_us = max(1, self._started_us + self._limit_us - monotonic_us())
         slots = model.signature.inputs
         try:
-            for at, call in enumerate(calls.calls):
-                key = tuple(
-                    (n, slots[n].datatype, array.shape[1:]) for n, array in call.feeds.items()
-                )
-                rows = call.rows if model.max_batch else 1
-                request = Request(dict(call.feeds), rows, key, (), timeout_us=left_us)
+            for at, feeds in enumerate(calls.feeds):
+                key = tuple((n, slots[n].datatype, array.shape[1:]) for n, array in feeds.items())
+                rows = len(next(iter(feeds.values()))) if model.max_batch else 1
+                request = Request(dict(feeds), rows, key, (), timeout_us=left_us)
                 pending = model.submit(request, partial(ran, at), trace=self._trace, admitted=True)
                 waiting.append(partial(model.cancel, pending))
         except DeploykitError as exc:
@@ -582,18 +593,18 @@ class PipelineRun:
         known = (name for kind, name in _OUTCOMES.items() if isinstance(failed, kind))
         outcome = next(known, "failed")
         if self._began_us.pop(stage.name, None) is not None:
-            stage.counts.record(outcome)
+            stage.record(outcome)
         failed.__traceback__ = failed.__cause__ = failed.__context__ = None  # free the request
         self._end(outcome)
         self._done(failed, True)
 
     def _end(self, outcome: str) -> None:
         pipeline, self.over = self._pipeline, True
-        pipeline.counts.in_flight -= 1
-        pipeline.counts.record(outcome, monotonic_us() - self._started_us)
+        pipeline.in_flight -= 1
+        pipeline.record(outcome, monotonic_us() - self._started_us)
         self._timer.cancel()
         for name in self._began_us:
-            self._stages[name].counts.record("cancelled")
+            self._stages[name].record("cancelled")
         for timer in self._timers.values():
             timer.cancel()
         running, self._calls = self._calls, {}
@@ -605,28 +616,33 @@ class PipelineRun:
 
 
 def _json_parts(value: Any) -> Iterator[bytes]:
-    """Write JSON in steps of some thousand values, between which other threads run."""
-    if isinstance(value, dict) and len(value) <= _STEP:
-        yield b"{"
+    """Write JSON in steps of some thousand values, between which other threads run.
+
+    NaN and infinity are null. Raises TypeError.
+    """
+    if isinstance(value, dict) and 0 < len(value) <= _STEP:
         for number, (key, inner) in enumerate(value.items()):
-            yield (b"," if number else b"") + orjson.dumps(key) + b":"
+            yield (b"," if number else b"{") + orjson.dumps(str(key)) + b":"
             yield from _json_parts(inner)
         yield b"}"
-    elif isinstance(value, (list, np.ndarray)) and len(value):
-        if isinstance(value, np.ndarray):
-            step = max(1, _STEP * len(value) // value.size)
-        elif any(isinstance(each, np.ndarray) for each in value):
-            step = 1
-        else:
-            inside = isinstance(value[0], (list, dict))
-            step = max(1, _STEP // max(1, len(value[0]))) if inside else _STEP
+    elif type(value) in (list, tuple, np.ndarray) and getattr(value, "shape", True) and len(value):
+        step = max(1, _STEP // max(1, _size(value[0])))
         for at in range(0, len(value), step):
             yield b"," if at else b"["
             if step > 1:
-                part = value[at : at + step]
-                yield orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+                yield orjson.dumps(value[at : at + step], _plain, _JSON)[1:-1]
             else:
                 yield from _json_parts(value[at])
         yield b"]"
     else:
-        yield orjson.dumps(value)
+        yield orjson.dumps(value, _plain, _JSON)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.size
+    return len(value) if isinstance(value, (list, tuple, dict)) else 1
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else plain(value)

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,6 @@ POLL_S = 1.0
 CLOSE_S = 2.0
 LIMIT_S = 60.0  # the time limit for a new file, or TIMES the first loading time if that is longer
 TIMES = 10
-_LEAST_S = 0.02
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
@@ -45,7 +46,7 @@ def announce(_model: str, level: int, message: str) -> None:
 
 
 class Source:
-    """The file of one model, and the function that loads it.
+    """The file of one model, the function that loads it, and what became of its newer versions.
 
     It detects changes since its creation, so none during start-up is missed.
     """
@@ -54,6 +55,8 @@ class Source:
         self.path = path
         self.load = load
         self.load_s = 0.0
+        self.problem: str | None = None  # why the newest file is not in use
+        self.reloads = self.given_up = 0
         self.external = external_files(path)
         self.settled = self.seen = self.files()
 
@@ -71,7 +74,10 @@ class Source:
 
 
 class Reloader(Closing):
-    """Polls every source each `poll_s`; loads a changed file once two polls find it unchanged."""
+    """Polls every source each `poll_s`; loads a changed file once two polls find it unchanged.
+
+    Each source has a thread: a file system that hangs blocks no other model's reload.
+    """
 
     def __init__(
         self,
@@ -83,170 +89,125 @@ class Reloader(Closing):
         limit_s: float = LIMIT_S,
     ) -> None:
         self.repository = repository
-        self.announce = announce
         self.poll_s = poll_s
         self.limit_s = limit_s
-        self.closing = threading.Event()
-        self._watches = {name: _Watch(name, source, self) for name, source in sources.items()}
-        for watch in self._watches.values():
-            watch.start()
+        self._sources = sources
+        self._announce = announce
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._watch, args=each, name="reload", daemon=True)
+            for each in sources.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def error(self, name: str) -> str | None:
         """Return why the newer file of model `name` is not in use; None if it is."""
-        return self._watches[name].problem
+        return self._sources[name].problem
 
     def samples(self) -> list[Sample]:
-        found = []
-        for name, watch in self._watches.items():
-            labels = {"model": name, "version": VERSION}
-            found += [
-                Sample("deploykit_reloads_total", labels, watch.reloads),
-                Sample("deploykit_reload_failed", labels, watch.problem is not None),
-                Sample("deploykit_reloads_given_up_total", labels, watch.given_up),
-            ]
-        return found
+        return [
+            Sample(f"deploykit_{metric}", {"model": name, "version": VERSION}, value)
+            for name, source in self._sources.items()
+            for metric, value in (
+                ("reloads_total", source.reloads),
+                ("reload_failed", source.problem is not None),
+                ("reloads_given_up_total", source.given_up),
+            )
+        ]
 
     def poll(self) -> None:
         """Poll every source now; load files that have changed, but not since the last poll."""
-        for watch in self._watches.values():
-            watch.poll()
+        for name, source in self._sources.items():
+            self._poll(name, source)
 
     def close(self) -> None:
         """End the threads; do not wait long for one that is loading or whose files hang."""
-        self.closing.set()
+        self._closing.set()
         end_s = time.monotonic() + CLOSE_S
-        for watch in self._watches.values():
-            watch.join(max(0.0, end_s - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
-
-class _Watch(threading.Thread):
-    """Polls one source on its own thread: a hanging file system blocks no other model's reload."""
-
-    def __init__(self, name: str, source: Source, reloader: Reloader) -> None:
-        super().__init__(name="reload", daemon=True)
-        self._model = name
-        self._source = source
-        self._reloader = reloader
-        self.problem: str | None = None
-        self.reloads = self.given_up = 0
-
-    def run(self) -> None:
-        while not self._reloader.closing.wait(self._reloader.poll_s):
+    def _watch(self, name: str, source: Source) -> None:
+        while not self._closing.wait(self.poll_s):
             try:
-                self.poll()
+                self._poll(name, source)
             except Exception:
                 log.exception("checking for a replaced engine file failed")
 
-    def poll(self) -> None:
-        source, files = self._source, self._source.files()
+    def _poll(self, name: str, source: Source) -> None:
+        files = source.files()
         stable, source.seen = files == source.seen, files
         # a changed manifest matters only for a file that was rejected: opening a file may
         # record its verification there
-        end = None if self.problem is not None else -1
-        if stable and files[:end] != source.settled[:end]:
-            self._reload(files)
-
-    def _reload(self, files: tuple[File, ...]) -> None:
-        source, problem, digest = self._source, None, ""
+        end = None if source.problem is not None else -1
+        if not stable or files[:end] == source.settled[:end]:
+            return
+        source.external = external_files(source.path)
+        source.seen = source.files()
+        problem = None
         try:
-            if not files[0][1]:  # no inode
-                raise NotFound("the file is gone")
-            engines = self._attempt(files)
+            engines = self._load(name, source)
             if engines is None:
                 return  # the file changed while it was read: the next polls handle it
-            file = engines[0].source
-            digest = f", SHA-256 {file.sha256}" if file is not None else ""
+            text = f"{source.path.name} was replaced and is in use"
+            if file := engines[0].source:
+                text += f", SHA-256 {file.sha256}"
+            source.reloads += 1
+            self._announce(name, logging.INFO, f"model '{name}': {text}")
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
-            problem = text.removeprefix(f"model '{self._model}': ")
+            problem = text.removeprefix(f"model '{name}': ")
         except Exception as exc:  # noqa: BLE001 - the old engine keeps serving
             problem = f"{type(exc).__name__}: {first_line(exc)}"
-        source.settled = source.seen if files[0] == source.seen[0] else files
-        level, text = logging.INFO, f"{source.path.name} was replaced and is in use{digest}"
-        if problem is None:
-            self.reloads += 1
-        else:
-            stays = "the new file was rejected, the previous engine stays in use"
-            level, text = logging.ERROR, f"{stays}: {problem}"
-        if problem is None or problem != self.problem:
-            self._reloader.announce(self._model, level, f"model '{self._model}': {text}")
-        self.problem = problem
+        if problem is not None and problem != source.problem:
+            text = "the new file was rejected, the previous engine stays in use"
+            self._announce(name, logging.ERROR, f"model '{name}': {text}: {problem}")
+        source.settled, source.problem = source.seen, problem
 
-    def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
-        """Load the file on a thread that is abandoned after a time limit.
+    def _load(self, name: str, source: Source) -> Sequence[Engine] | None:
+        """Load the file on a thread that is abandoned after a time limit, and put it into use.
 
         Returns None if the file changed meanwhile. Raises the errors of the file.
         """
-        reloader = self._reloader
-        model = reloader.repository.find(self._model)
-        limit_s = max(reloader.limit_s, TIMES * (self._source.load_s + model.warm_up_s))
-        attempt = _Attempt(self._source, model, files)
+        model, files = self.repository.find(name), source.seen
+        if not files[0][1]:  # no inode
+            raise NotFound("the file is gone")
+        outcome = Future[Sequence[Engine] | None]()
+        decision = threading.Lock()  # who acquires it decides: to use the file, or to give it up
+
+        def load() -> None:
+            try:
+                outcome.set_result(_replace(model, source, files, decision))
+            except Exception as exc:  # noqa: BLE001 - raised by `outcome.result`
+                outcome.set_exception(exc)
+
+        limit_s = max(self.limit_s, TIMES * (source.load_s + model.warm_up_s))
         end_s = time.monotonic() + limit_s
-        attempt.start()
-        while not wait(
-            [attempt.outcome], min(reloader.poll_s, max(_LEAST_S, end_s - time.monotonic()))
-        ).done:
-            changed = self._source.files()[0] != files[0]
-            late = time.monotonic() >= end_s
-            if (changed or late or reloader.closing.is_set()) and attempt.give_up():
+        threading.Thread(target=load, name="reload attempt", daemon=True).start()
+        while not wait([outcome], min(self.poll_s, limit_s)).done:
+            changed, late = source.files()[0] != files[0], time.monotonic() >= end_s
+            if (changed or late or self._closing.is_set()) and decision.acquire(blocking=False):
                 if late and not changed:
-                    self.given_up += 1
+                    source.given_up += 1
                     raise DeploykitError(f"it was given up: not loaded within {limit_s:.0f} s")
                 return None
-        return attempt.outcome.result()
+        return outcome.result()
 
 
-class _Attempt(threading.Thread):
-    """Loads one new file and puts it into use."""
-
-    def __init__(self, source: Source, model: ServedModel, files: tuple[File, ...]) -> None:
-        super().__init__(name="reload attempt", daemon=True)
-        self._source = source
-        self._model = model
-        self._files = files
-        self._wanted = True
-        self._used = False
-        self._lock = threading.Lock()
-        # the engines in use, None if the file changed meanwhile, or the error of the file
-        self.outcome = Future[Sequence[Engine] | None]()
-
-    def run(self) -> None:
-        try:
-            self.outcome.set_result(self._load())
-        except Exception as exc:  # noqa: BLE001 - raised by `outcome.result`
-            self.outcome.set_exception(exc)
-
-    def _load(self) -> Sequence[Engine] | None:
-        source = self._source
-        external = external_files(source.path)
-        with self._lock:
-            if self._wanted:  # the state of the files before they are read
-                source.external = external
-                self._files = source.seen = source.files()
-        with INSIDE:
-            engines = source.load()
-            try:
-                if source.files()[:-1] == self._files[:-1] and self._wanted:
-                    self._model.replace(engines, self._take)
-            finally:
-                if not self._used:
-                    for engine in engines:
-                        engine.close()
-        return engines if self._used else None
-
-    def give_up(self) -> bool:
-        """Never use the file; return False if it is in use already, or was found invalid."""
-        with self._lock:
-            if self.outcome.done() or self._used:
-                return False
-            self._wanted = False
-            return True
-
-    def _take(self) -> bool:
-        """Return whether the file may be used; it cannot be abandoned afterwards."""
-        with self._lock:
-            self._used = self._wanted
-            return self._wanted
+def _replace(
+    model: ServedModel, source: Source, files: tuple[File, ...], decision: threading.Lock
+) -> Sequence[Engine] | None:
+    """Load `files` and serve with them, unless they have changed or were given up meanwhile."""
+    with INSIDE, ExitStack() as stack:
+        engines = source.load()
+        for engine in engines:
+            stack.callback(engine.close)
+        if source.files()[:-1] != files[:-1] or decision.locked():
+            return None
+        model.replace(engines, partial(decision.acquire, blocking=False))
+        stack.pop_all()
+        return engines
 
 
 def _file(path: Path) -> File:

@@ -46,7 +46,7 @@ def _check_name(name: str) -> None:
 
 
 class ModelRepository:
-    """Models by name. `deliver` and `call_soon`: see Batcher. `processes`: see ServedModel.
+    """Models by name. `deliver` and `call_soon`: see Batcher.
 
     `make_model` replaces the class ServedModel.
 
@@ -61,7 +61,6 @@ class ModelRepository:
         deliver: Callable[[Sequence[Pending]], None] = deliver_inline,
         clock_us: Callable[[], int] = monotonic_us,
         call_soon: CallSoon | None = None,
-        processes: int = 1,
         make_model: Callable[..., ServedModel] = ServedModel,
     ) -> None:
         for name in models:
@@ -80,9 +79,7 @@ class ModelRepository:
         try:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
-                self.models[name] = make_model(
-                    name, several, options, deliver, clock_us, call_soon, processes
-                )
+                self.models[name] = make_model(name, several, options, deliver, clock_us, call_soon)
             served = [model.buckets.lengths for model in self.models.values() if model.buckets]
             for axis in self.options.lengths:
                 if not any(axis in lengths for lengths in served):
@@ -99,9 +96,11 @@ class ModelRepository:
         self, graphs: Mapping[str, PipelineGraph], loop: asyncio.AbstractEventLoop, processes: int
     ) -> None:
         """Serve pipelines of these models by name. Raises BadInput for an invalid name."""
-        for name, graph in graphs.items():
+        shared = self.options, self.memory, loop, processes
+        for name, (graph, models) in graphs.items():
             _check_name(name)
-            self.pipelines[name] = ServedPipeline(name, *graph, self, loop, processes)
+            stages = {stage: self.models[model] for stage, model in models.items()}
+            self.pipelines[name] = ServedPipeline(name, graph, stages, *shared)
 
     def warm_up(self) -> None:
         """Run each engine at every expected shape, before the first request.
@@ -161,8 +160,8 @@ class ModelRepository:
     def drain(self) -> None:
         """Accept no more requests and report not ready; accepted ones are still answered."""
         self.leaving = self.draining = True
-        for model in self.models.values():
-            model.draining = True
+        for each in self.served.values():
+            each.draining = True
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """End the engines' threads. Returns the unanswered requests: 0 unless an engine hangs."""
@@ -204,5 +203,5 @@ class ModelRepository:
         self._samples.append(samples)
 
     def samples(self) -> list[Sample]:
-        collect = [*(model.samples for model in self.models.values()), *self._samples]
+        collect = [*(each.samples for each in self.served.values()), *self._samples]
         return [sample for each in collect for sample in each()]

@@ -6,7 +6,6 @@ batched, counted and limited as all others are.
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -76,12 +75,10 @@ class TaskCall:
         self.admitted = not route.model.draining
         self.started_us = monotonic_us()
         self.done = False
-        self._source: Any = None
         self._items: Iterator[tuple[int, Item]] = iter(())  # those that have not begun
         self._answers: list[bytes] = []
         self._slots: set[_Slot] = set()  # the items that have begun and are not answered
         self._left = 0
-        self._timer: asyncio.TimerHandle | None = None
 
     @abstractmethod
     def reply(self, answers: Sequence[bytes]) -> None:
@@ -104,14 +101,31 @@ class TaskCall:
 
     def split(self, source: Any, split: Callable[[Any], Items], *, large: bool) -> None:
         """Split a large `source` into items on another thread, then start them."""
-        self._source = source
-        self.client.cancel = self._discard  # otherwise bodies of disconnected clients could pile up
+        held = [source]  # empty once it is split, or the client has disconnected
+        self.client.cancel = held.clear
+
+        def work() -> Items:
+            if not held:
+                raise Overloaded("the client has disconnected")
+            return split(held.pop())
+
+        def start(result: Result[Items]) -> None:
+            held.clear()
+            self.client.cancel = None
+            if self.client.gone:
+                return
+            try:
+                found = result()
+                if not self.client.reserve(sum(map(len, found.items))):
+                    raise over_budget()
+            except Exception as exc:  # noqa: BLE001 - every error is a reply
+                self.fail(exc)
+            else:
+                self.start(found)
+
         lane, peer = Lane.LARGE if large else Lane.SMALL, self.client.peer
-        left_s = self.route.limit_us / 1e6
         try:
-            self.route.offload(
-                lambda: split(self._take()), self._on_split, lane=lane, peer=peer, limit_s=left_s
-            )
+            self.route.offload(work, start, lane=lane, peer=peer, limit_s=self.route.limit_us / 1e6)
         except Overloaded as exc:
             self.fail(exc)
 
@@ -126,21 +140,16 @@ class TaskCall:
         self.client.cancel = self._abandon
         self._items = enumerate(found.items)
         self._answers, self._left = [b""] * count, count
-        peer, limit_us = self.client.peer, self.route.limit_us
         for _ in range(count):
-            self.route.model.items.enter(self._begin_next, peer)
-        if self._left > len(self._slots) and not self.done:
-            left_us = self.started_us + min(self.request.timeout_us or limit_us, limit_us)
-            left_s = max(0, left_us - monotonic_us()) / 1e6
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
-
-    def _expire(self) -> None:
-        waiting = sum(1 for _ in self._items)
-        of = f"{waiting} of {len(self._answers)} {self.kind}s"
-        hint = "send fewer at once, or allow more time ('timeout', `timeout_ms`)"
-        self.fail(Expired(f"{of} waited for others past the time limit", hint=hint))
+            self.route.model.items.enter(self._begin_next, self.client.peer)
 
     def _begin_next(self, leave: Callable[[], None]) -> None:
+        limit_us = min(self.request.timeout_us or self.route.limit_us, self.route.limit_us)
+        if not self.done and monotonic_us() > self.started_us + limit_us:
+            waiting = sum(1 for _ in self._items)
+            of = f"{waiting} of {len(self._answers)} {self.kind}s"
+            hint = "send fewer at once, or allow more time ('timeout', `timeout_ms`)"
+            self.fail(Expired(f"{of} waited for others past the time limit", hint=hint))
         if self.done:
             leave()
             return
@@ -158,7 +167,7 @@ class TaskCall:
         slot.leave()
         if self._left or self.done:
             return
-        self._end()
+        self.done = True
         self.client.cancel = None
         try:
             self.reply(self._answers)
@@ -173,40 +182,12 @@ class TaskCall:
             self.refuse(error)
 
     def _abandon(self) -> None:
-        self._end()
+        self.done, self._items = True, iter(())
         slots, self._slots = self._slots, set()
         for slot in slots:
             if slot.cancel is not None:
                 slot.cancel()
             slot.leave()
-
-    def _end(self) -> None:
-        self.done, self._items = True, iter(())
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _discard(self) -> None:
-        self._source = None
-
-    def _take(self) -> Any:
-        source, self._source = self._source, None
-        if source is None:
-            raise Overloaded("the client has disconnected")
-        return source
-
-    def _on_split(self, result: Result[Items]) -> None:
-        self._discard()
-        self.client.cancel = None
-        if self.client.gone:
-            return
-        try:
-            found = result()
-            if not self.client.reserve(sum(map(len, found.items))):
-                raise over_budget()
-        except Exception as exc:  # noqa: BLE001 - every error is a reply
-            self.fail(exc)
-        else:
-            self.start(found)
 
 
 class _Slot:

@@ -6,6 +6,7 @@ the error names the shape.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,18 +18,18 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.runner import Splitter
 
+log = logging.getLogger(__name__)
+
 BETWEEN_US = 100_000  # the time for all batch sizes that no option names
 AGAIN_US = 50_000  # shorter runs are repeated where times matter: a first run takes longer
 SHORT_US = 2000
 _RUNS = 3
-_GUESSES = (1, 2, 4, 8, 16, 32, 64, 128, 224, 256, 512)  # sizes to try for an unknown axis
 
 
 class WarmUp:
     """Runs one engine under the name of its model. `max_batch` 0: axis 0 is not the batch.
 
-    `lengths`: combinations of sizes of the axes that have buckets. `known`: times in µs of batch
-    sizes that have run already.
+    `lengths`: combinations of sizes of the axes that have buckets.
     """
 
     def __init__(
@@ -39,7 +40,6 @@ class WarmUp:
         *,
         max_batch: int,
         lengths: Sequence[Mapping[str, int]] = ({},),
-        known: Mapping[int, int] | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
@@ -48,13 +48,12 @@ class WarmUp:
         self._joined = max_batch > 0
         self._batch_axis = str(engine.inputs[0].shape[0]) if max_batch else None
         self._lengths = lengths
-        self._known = (known or {}) if len(lengths) == 1 else {}
         self._required = sorted({1, max_batch}) if max_batch else [1]
         powers = [1 << n for n in range(1, max_batch.bit_length())]
         self._between = [rows for rows in powers if rows < max_batch]
 
-    def run(self, *, again_us: int = 0) -> tuple[dict[int, int], tuple[str, ...]]:
-        """Return µs by rows at the longest lengths, and notes.
+    def run(self, *, again_us: int = 0) -> dict[int, int]:
+        """Return µs by rows at the longest lengths; nothing if the size of an axis is unknown.
 
         Runs are repeated, as long as they take less than `again_us` on average, and the shortest
         counts: other programs can make one run long. An error of the engine names model and shape;
@@ -74,7 +73,8 @@ class WarmUp:
         except OutOfMemory as exc:
             raise OutOfMemory(f"model '{self._name}': {exc.message}", hint=exc.hint) from exc
         if free:
-            return {}, self._guess(sorted(free))
+            self._try_once()
+            return {}
         times: dict[int, int] = {}
         for lengths in self._lengths:
             times = {rows: self._time(rows, lengths, again_us) for rows in self._required}
@@ -87,22 +87,19 @@ class WarmUp:
                 times[rows] = self._time(rows, lengths, again_us)
         if self._engine.trim():
             self._engine(self._zeros(1, self._lengths[0]))
-        return times, ()
+        return times
 
-    def _guess(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Run once at the smallest size of unknown axes that works; return a note if none does."""
-        for size in _GUESSES:
-            try:
-                self._engine(self._zeros(1, {**self._lengths[-1], **dict.fromkeys(axes, size)}))
-            except (DeviceLost, OutOfMemory):
-                raise
-            except Exception:  # noqa: BLE001, S112 - try the next size
-                continue
-            return ()
-        return (f"not warmed up: no size of {', '.join(axes)} is known to work",)
+    def _try_once(self) -> None:
+        """Run with unknown axes of size 1. Raises DeviceLost, OutOfMemory."""
+        try:
+            self._engine(self._zeros(1, self._lengths[-1]))
+        except (DeviceLost, OutOfMemory):
+            raise
+        except Exception as exc:  # noqa: BLE001 - the first request may have a size that it takes
+            log.info("model '%s' was not warmed up: %s", self._name, first_line(exc))
 
     def _time(self, rows: int, lengths: Mapping[str, int], again_us: int) -> int:
-        found = [self._known[rows]] if rows in self._known else []
+        found: list[int] = []
         feeds = self._zeros(rows, lengths)
         while not found or (len(found) < _RUNS and sum(found) < _RUNS * again_us):
             started_us = self._clock_us()

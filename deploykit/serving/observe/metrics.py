@@ -85,7 +85,7 @@ class ModelMetrics(Watcher):
 
     def record_run(self, run: BatchRun) -> None:
         """Count a batch that succeeded; called on the engine's thread."""
-        requests, started_us, *times, _instance = run
+        requests, started_us, *times = run
         with self._lock:
             self._recent.append((sum([each.rows for each in requests]), len(requests), *times))
             for each in requests:

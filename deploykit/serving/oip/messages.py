@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.core.json_value import MOST_JSON_VALUES
@@ -47,9 +47,20 @@ _NESTED: Mapping[int, Any] = {  # number of a field -> its fields that have fiel
 _IGNORED = "triton_enable_empty_final_response"  # each of our responses says that it is final
 
 Span = tuple[int, int]  # raw contents: offset from the request's first byte, size in bytes
+
+
+class Split(NamedTuple):
+    """A request without its raw contents, the span of each of those, the model and its version."""
+
+    head: bytes
+    spans: tuple[Span, ...]
+    model: str
+    version: str
+
+
 # For each size, the last request: its result of `split_request`, and the bytes around the raw
 # contents with their offsets. Most clients repeat those bytes, which leaves nothing to parse.
-_layouts: dict[int, tuple[bytes, tuple[Span, ...], list[tuple[int, bytes]]]] = {}
+_layouts: dict[int, tuple[Split, list[tuple[int, bytes]]]] = {}
 _MOST_LAYOUTS = 256
 
 
@@ -61,47 +72,54 @@ def parse(name: str, data: bytes) -> Any:
         raise BadInput(f"the message is not a valid {name}") from exc
 
 
-def split_request(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
-    """Split the request `data[at:]`; return it without raw contents, and the span of each of those.
-
-    Fields may come in any order. Raises BadInput, TooLarge.
-    """
+def split_request(data: bytes, at: int) -> Split:
+    """Split the request `data[at:]`, whose fields come in any order. Raises BadInput, TooLarge."""
     size = len(data) - at
     known = _layouts.get(size)
     if known is not None:
-        head, spans, rest = known
+        split, rest = known
         for offset, part in rest:
             if not data.startswith(part, at + offset):
                 break
         else:
-            return head, spans
-    head, spans = _split(data, at)
-    if len(head) <= _CACHED_BYTES and len(spans) <= _CACHED_SPANS:
+            return split
+    split = _split(data, at)
+    if len(split.head) <= _CACHED_BYTES and len(split.spans) <= _CACHED_SPANS:
         rest, end = [], 0
-        for offset, length in (*spans, (size, 0)):
+        for offset, length in (*split.spans, (size, 0)):
             if end < offset:
                 rest.append((end, data[at + end : at + offset]))
             end = offset + length
         if len(_layouts) >= _MOST_LAYOUTS:
             _layouts.clear()
-        _layouts[size] = head, spans, rest
-    return head, spans
+        _layouts[size] = split, rest
+    return split
 
 
-def _split(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
+def _split(data: bytes, at: int) -> Split:
     parts, spans, begin, end = [], [], at, at
+    names = {1: b"", 2: b""}
     for number, kind, start, stop in _fields(data, at, len(data), _MAX_FIELDS):
         if number == _RAW_INPUT and kind == 2:
             spans.append((start - at, stop - start))
             parts.append((begin, end))
             begin = stop
+        elif number in names and kind == 2:
+            if stop - start > _MAX_NAME_BYTES:
+                raise BadInput(f"a model's name or version has {stop - start} bytes")
+            names[number] = data[start:stop]
         end = stop
     parts.append((begin, end))
     size = sum([end - begin for begin, end in parts])
     if size > _MAX_HEAD_BYTES:  # it would be copied on the event loop's thread
         text = f"the message has {size} bytes without raw_input_contents, above {_MAX_HEAD_BYTES}"
         raise TooLarge(text, hint=_INSTEAD)
-    return b"".join([data[begin:end] for begin, end in parts]), tuple(spans)
+    try:
+        name, version = names[1].decode(), names[2].decode()
+    except UnicodeDecodeError as exc:
+        raise _invalid() from exc
+    head = b"".join([data[begin:end] for begin, end in parts])
+    return Split(head, tuple(spans), name, version)
 
 
 def _fields(data: bytes, at: int, size: int, most: int) -> Iterator[tuple[int, int, int, int]]:
@@ -140,27 +158,6 @@ def _read_varint(data: bytes, at: int, size: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise _invalid()
-
-
-def model_of(head: bytes) -> tuple[str, str]:
-    """Return a request's model and version; a large one is not parsed. Raises BadInput."""
-    return (_model_of_cached if len(head) <= _CACHED_BYTES else _model_of)(head)
-
-
-def _model_of(head: bytes) -> tuple[str, str]:
-    found = {1: b"", 2: b""}
-    for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS):
-        if number in found:
-            if end - start > _MAX_NAME_BYTES:
-                raise BadInput(f"a model's name or version has {end - start} bytes")
-            found[number] = head[start:end]
-    try:
-        return found[1].decode(), found[2].decode()
-    except UnicodeDecodeError as exc:
-        raise _invalid() from exc
-
-
-_model_of_cached = lru_cache(maxsize=256)(_model_of)
 
 
 def sends_bytes(head: bytes) -> bool:

@@ -18,7 +18,7 @@ import sys
 import termios
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -298,7 +298,7 @@ class Acceptor:
         self.tls = tls
         self._handshake_s = port.handshake_s if tls else None
         self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their TLS hello
-        self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have sent it
+        self._starts = asyncio.Semaphore(_HANDSHAKES)
         self._handshakes: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
         self._open = False
@@ -388,27 +388,15 @@ class Acceptor:
 
     async def _hello(self, client: socket.socket) -> None:
         """Wait for the client's first bytes, then until its handshake may begin."""
-        hello = self._loop.create_future()
-        self._loop.add_reader(client, self._enqueue, client, hello)
+        hello = asyncio.Event()
+        self._loop.add_reader(client, hello.set)
         try:
-            await hello
+            await hello.wait()
         finally:
             self._loop.remove_reader(client)
-
-    def _enqueue(self, client: socket.socket, hello: asyncio.Future[None]) -> None:
-        self._loop.remove_reader(client)
         self._silent.pop(client, None)
-        self._hellos.append(hello)
-        if len(self._hellos) == 1:
-            self._loop.call_soon(self._begin_handshakes)
-
-    def _begin_handshakes(self) -> None:
-        for _ in range(min(_HANDSHAKES, len(self._hellos))):
-            hello = self._hellos.popleft()
-            if not hello.done():
-                hello.set_result(None)
-        if self._hellos:
-            self._loop.call_soon(self._begin_handshakes)
+        async with self._starts:
+            await asyncio.sleep(0)
 
 
 def _reason(exc: Exception) -> str:

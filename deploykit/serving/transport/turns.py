@@ -21,8 +21,8 @@ _SHORT_S = 0.001  # shorter work adds up before a turn is counted
 class Turns:
     """Bounds the time that work takes in one turn of the loop; more waits for the next turns.
 
-    `busy`: this turn is used up: call `wait`. `overdrawn`: even health checks wait then. Once a
-    turn is counted, all work of the loop in it counts, such as reading and running engines.
+    `busy`: this turn is used up: call `wait`. Once a turn is counted, all work of the loop in it
+    counts, such as reading and running engines.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Turns:
         self.clock_s = clock_s
         self.waiting: deque[Callable[[], None]] = deque()
         self._urgent: deque[Callable[[], None]] = deque()
-        self.busy = self.overdrawn = False
+        self.busy = False
         self._turn_s = TURN_S if turn_s is None else turn_s
         self._spent_s = 0.0  # in short work, since the last counted turn
         self._begun_s = 0.0  # when the counted turn began
@@ -45,13 +45,13 @@ class Turns:
             if self._spent_s <= _SHORT_S:
                 return
             self._count_from(now_s - self._spent_s)
-        self._compare(now_s - self._begun_s)
+        self.busy = now_s - self._begun_s > self._turn_s
 
     def late(self) -> bool:
         """Return whether work of many steps should wait with the next one."""
         now_s = self.clock_s()
         self._count_from(now_s)
-        self._compare(now_s - self._begun_s)
+        self.busy = now_s - self._begun_s > self._turn_s
         return self.busy
 
     def run(self, work: Callable[[], None]) -> None:
@@ -68,10 +68,6 @@ class Turns:
         (self._urgent if urgent else self.waiting).append(work)
         self._count_from(self.clock_s())
 
-    def _compare(self, elapsed_s: float) -> None:
-        self.busy = elapsed_s > self._turn_s
-        self.overdrawn = elapsed_s > 2 * self._turn_s
-
     def _count_from(self, begun_s: float) -> None:
         if not self._scheduled:
             self._scheduled = True
@@ -80,7 +76,7 @@ class Turns:
 
     def _begin(self) -> None:
         """Begin a turn: half of it is for the work that waits, half for new work."""
-        self._scheduled = self.busy = self.overdrawn = False
+        self._scheduled = self.busy = False
         self._spent_s = 0.0
         begun_s, urgent, waiting = self.clock_s(), self._urgent, self.waiting
         if urgent or waiting:

@@ -7,27 +7,43 @@ batches form across them.
 from __future__ import annotations
 
 import asyncio
-import pickle
+import logging
+import os
 import socket
-from collections import deque
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from mmap import mmap
+from pathlib import Path
+from typing import Any
 
-from deploykit.core.errors import Overloaded
+from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers import blocks as exchange
-from deploykit.serving.workers.blocks import Record, RecordConnection, TensorCodec
+from deploykit.serving.workers.blocks import BlockAllocator, TensorCodec
 from deploykit.serving.workers.front import RemoteEngine
 from deploykit.serving.workers.group import Hooks, Member
+from deploykit.serving.workers.link import Link, Message
+
+log = logging.getLogger(__name__)
+
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of a socket's other end
 
 
 class EngineMember(Member):
-    """The process of the engines in the server's group. It ends after the front ends."""
+    """The process of the engines in the server's group. It ends after the front ends.
+
+    `listener`: the socket that front ends connect to; `memories`: what each of them shares.
+    """
 
     runs_engines = True
+
+    def __init__(self, *more: Any, listener: socket.socket, memories: Sequence[mmap]) -> None:
+        super().__init__(*more)
+        self._listener = listener
+        self._memories = memories
+        self.fronts: set[FrontEnd] = set()
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         return options
@@ -35,9 +51,11 @@ class EngineMember(Member):
     async def join(self, hooks: Hooks) -> None:
         self._repository = hooks.repository
         self._models = [EngineProcessModel(each) for each in hooks.repository.models.values()]
-        self._fronts: set[FrontEnd] = set()
         self.engines = self._describe()
         await super().join(hooks)
+        accept = partial(FrontEnd, self._models, self._memories, self.fronts, lambda: self.engines)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(accept, sock=self._listener)
 
     def listening(self) -> None:
         """Do nothing: only front ends have clients."""
@@ -49,14 +67,11 @@ class EngineMember(Member):
         if found != self.engines:
             self.engines = found
             self._link.send("engines", found)
+            for front in self.fronts:
+                front.send("models", found)
 
     def may_close(self) -> bool:
-        return not self._fronts
-
-    async def connect(self, end: socket.socket, memory: mmap) -> None:
-        front = FrontEnd(self._models, memory, self._fronts.discard)
-        self._fronts.add(front)
-        await asyncio.get_running_loop().create_unix_connection(lambda: front, sock=end)
+        return not self.fronts
 
     def _describe(self) -> dict[str, RemoteEngine]:
         return {name: RemoteEngine.of(each) for name, each in self._repository.models.items()}
@@ -71,53 +86,77 @@ class EngineProcessModel:
         self.outputs = TensorCodec(model.engines[0].outputs)
 
 
-class FrontEnd(RecordConnection):
-    """The requests of one front end. `lost` is called once it has disconnected."""
+class FrontEnd(Link):
+    """The requests of one front end, which is one of `fronts` while it is connected."""
 
     def __init__(
-        self, models: Sequence[EngineProcessModel], memory: mmap, lost: Callable[[FrontEnd], None]
+        self,
+        models: Sequence[EngineProcessModel],
+        memories: Sequence[mmap],
+        fronts: set[FrontEnd],
+        describe: Callable[[], Mapping[str, RemoteEngine] | None],
     ) -> None:
-        super().__init__(memory, len(memory) // 2, len(memory))
+        super().__init__(self._take, self._on_lost)
         self._models = models
-        self._lost = lost
+        self._memories = memories
+        self._fronts = fronts
+        self._describe = describe
         self._open: dict[int, tuple[EngineProcessModel, Pending]] = {}
-        self._unread: deque[tuple[int, int]] = deque()  # blocks of answers, oldest first
+        self._memory: mmap  # both are known once it says which one it is
+        self._blocks: BlockAllocator
 
-    def take(self, record: Record, more: bytes) -> None:
-        if record[0] == exchange.REQUEST:
-            self._start(record, more)
-        elif record[0] == exchange.READ:
-            for _ in range(record[3]):
-                self.arena.give(*self._unread.popleft())
-        else:  # CANCEL
-            number = record[3]
-            found = self._open.get(number)
-            if found is not None and found[0].model.cancel(found[1]):
-                del self._open[number]
-                self.send(exchange.CANCEL, number)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Refuse other programs: what they send is not unpickled."""
+        super().connection_made(transport)
+        credentials = transport.get_extra_info("socket").getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        pid, _, _ = _CREDENTIALS.unpack(credentials)
+        if f"\nPPid:\t{os.getppid()}\n" not in Path(f"/proc/{pid}/status").read_text():
+            transport.abort()  # type: ignore[attr-defined]
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+    def _take(self, messages: Sequence[Message]) -> None:
+        try:
+            for kind, *content in messages:
+                if kind == "infer":
+                    self._start(content)
+                elif kind == "read":
+                    for block in content[0]:
+                        self._blocks.give(*block)
+                elif kind == "cancel":
+                    number = content[0]
+                    found = self._open.get(number)
+                    if found is not None and found[0].model.cancel(found[1]):
+                        del self._open[number]
+                        self.send("answer", number, None, 0, None, None)
+                else:  # "front"
+                    self._memory = self._memories[content[0] - 1]
+                    self._blocks = BlockAllocator(len(self._memory) // 2, len(self._memory))
+                    self._fronts.add(self)
+                    self.send("models", self._describe())
+        except (LookupError, TypeError, ValueError, DeploykitError) as exc:
+            log.error("a process of this server sent what it should not: %s", exc)
+            if self.transport is not None:
+                self.transport.abort()
+
+    def _on_lost(self) -> None:
         """Cancel the requests of the front end."""
-        self.transport = None
+        self._fronts.discard(self)
         waiting, self._open = self._open, {}
         for model, request in waiting.values():
             model.model.cancel(request)
-        self._lost(self)
 
-    def _start(self, record: Record, more: bytes) -> None:
-        _, level, index, number, rows, decode_us, at = record[:7]
-        arrived_us, deadline_us, give_up_us, traced, length = record[7:]
-        model, end = self._models[index], length - traced
-        layout = model.inputs.parse(more[:end])
-        feeds = model.inputs.read(self.memory, at, layout, copy=False)
+    def _start(self, content: Sequence[Any]) -> None:
+        number, index, at, shapes, strings, rows, arrived_us, deadline_us, *more = content
+        give_up_us, priority, trace, decode_us, name = more
+        model = self._models[index]
+        layout = model.inputs.layout(shapes)
+        feeds = model.inputs.read(self._memory, at, layout, strings, copy=False)
         buckets = model.model.buckets
         key = layout.key if buckets is None else buckets.key(layout.key)
-        trace, _, name = more[end:].decode().partition("\n")
         done = partial(self._answer, number)
-        request = Pending(
-            feeds, rows, key, done, arrived_us, deadline_us, give_up_us, level, decode_us=decode_us
-        )
-        request.trace, request.id = trace or None, name or None
+        request = Pending(feeds, rows, key, done, arrived_us, deadline_us, give_up_us, priority)
+        request.trace, request.decode_us, request.id = trace, decode_us, name
         self._open[number] = model, request
         try:
             model.model.enqueue(request)
@@ -126,21 +165,20 @@ class FrontEnd(RecordConnection):
             self._answer(number, request)
 
     def _answer(self, number: int, request: Pending) -> None:
-        found = self._open.pop(number, None)
-        if found is None:  # the front end has disconnected
+        model, _ = self._open.pop(number, (None, None))
+        if model is None:  # the front end has disconnected
             return
         error = request.error
         if error is None:
-            codec = found[0].outputs
-            layout, strings = codec.encode(request.outputs)
-            at = self.arena.take(layout.size)
+            shapes = model.outputs.shapes(request.outputs)
+            layout = model.outputs.layout(shapes)
+            at = self._blocks.take(layout.size)
             if at is not None:
-                codec.write(self.memory, at, layout, request.outputs, strings)
-                self._unread.append((at, layout.size))
-                self.send(exchange.DONE, number, at, layout.head)
+                strings = model.outputs.write(self._memory, at, layout, request.outputs)
+                self.send("answer", number, None, at, shapes, strings)
                 return
             error = Overloaded(
                 "the answer does not fit into the memory shared with the process of the engines",
                 hint="try again later, or ask for less at once",
             )
-        self.send(exchange.FAILED, number, more=pickle.dumps(error))
+        self.send("answer", number, error, 0, None, None)

@@ -7,29 +7,34 @@ memory that both processes share, and reads the answers there; `engine` has the 
 from __future__ import annotations
 
 import asyncio
-import pickle
+import contextlib
+import itertools
+import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from mmap import mmap
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import Overloaded, Unsupported
+from deploykit.core.errors import DeploykitError, Overloaded, Unsupported, os_reason
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
-from deploykit.serving.batching.queue import LEVELS, BatchPolicy, Pending
-from deploykit.serving.models.description import InUse
-from deploykit.serving.models.model import ModelTask, ServedModel
+from deploykit.serving.batching.queue import BatchPolicy, Pending
+from deploykit.serving.models.model import InUse, ModelTask, ServedModel
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
-from deploykit.serving.workers import blocks as exchange
-from deploykit.serving.workers.blocks import RECORD, Record, RecordConnection, TensorCodec
+from deploykit.serving.workers.blocks import BlockAllocator, Shapes, TensorCodec
+from deploykit.serving.workers.link import Link, Message
 
+log = logging.getLogger(__name__)
+
+CONNECT_S = 0.2  # between two tries to connect to the engines
 LATE_US = 500_000  # after so long we send the 504 that the engine process should have sent
 _ENDED = "the process of the engines has ended and is being replaced"
 _HINT = "try again in a moment, or send the request elsewhere"
@@ -73,39 +78,6 @@ class RemoteEngine(Engine):
     def close(self) -> None: ...
 
 
-class EngineLink:
-    """The models of the engine process, and the connection to it while it runs."""
-
-    def __init__(self) -> None:
-        self.models: dict[str, FrontModel] = {}  # in the order of the engine process
-        self.connected = asyncio.Event()
-        self.connection: _Connection | None = None
-
-    def make_model(self, name: str, engines: Sequence[Engine], *more: Any) -> FrontModel:
-        """Make a model; takes the parameters of `ServedModel`."""
-        model = self.models[name] = FrontModel(self, len(self.models), name, engines, *more)
-        return model
-
-    async def connect(self, end: socket.socket, memory: mmap) -> None:
-        """Send requests over this connection from now on."""
-        before = self.connection
-        connection = self.connection = _Connection(self, memory)
-        if before is not None:
-            before.close_if_replaced()
-        await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=end)
-        self.connected.set()
-
-    def describe(self, engines: Mapping[str, RemoteEngine]) -> bool:
-        """Update the models from the engine process; return False if it serves other ones now."""
-        models = self.models
-        accepts = {name: model.remote.accepts for name, model in models.items()}
-        if accepts != {name: engine.accepts for name, engine in engines.items()}:
-            return False
-        for name, engine in engines.items():
-            models[name].describe(engine)
-        return True
-
-
 class _Sent(NamedTuple):
     """A request without an answer, with its block."""
 
@@ -115,89 +87,147 @@ class _Sent(NamedTuple):
     size: int
 
 
-class _Connection(RecordConnection):
-    """The connection to the engine process, until that process ends."""
+class EngineLink:
+    """The models of the engine process, and the connection to it while it runs.
 
-    def __init__(self, link: EngineLink, memory: mmap) -> None:
-        super().__init__(memory, 0, len(memory) // 2)
-        self._link = link
+    `number`: of this front end. `memory`: shared with the engine process, the first half for
+    requests. `address`: where that process listens.
+    """
+
+    def __init__(self, number: int, memory: mmap, address: str | bytes) -> None:
+        self.models: dict[str, FrontModel] = {}  # in the order of the engine process
+        self.memory = memory
+        self.running = False  # whether the engine process has answered, and not ended since
+        self.ran = asyncio.Event()
+        self._number = number
+        self._address = address
+        self._read: list[tuple[int, int]] = []  # blocks of answers
+        self._numbers = itertools.count()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._blocks = BlockAllocator(0, len(self.memory) // 2)
         self._open: dict[int, _Sent] = {}
-        before = link.connection
-        self._number: int = before._number if before is not None else 0  # `cancel` uses it here
-        self._read = 0
+
+    def make_model(self, name: str, engines: Sequence[Engine], *more: Any) -> FrontModel:
+        """Make a model; takes the parameters of `ServedModel`."""
+        model = self.models[name] = FrontModel(self, len(self.models), name, engines, *more)
+        return model
+
+    async def stay_connected(self, leave: Callable[[], None]) -> None:
+        """Connect to the engine process, and again when that has ended, until cancelled.
+
+        `leave` is called if it serves other models now.
+        """
+        while True:
+            lost = asyncio.Event()
+            self._link = link = Link(partial(self._receive, leave), lost.set)
+            try:
+                with contextlib.ExitStack() as stack:
+                    end = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    end.connect(self._address)
+                    await link.connect(end)
+                    stack.pop_all()
+                link.send("front", self._number)
+                await lost.wait()
+                reason = "" if self.running else "they closed the connection"
+            except OSError as exc:
+                reason = os_reason(exc)
+            if reason:  # here or there no file descriptor is left
+                log.error("a worker cannot connect to the engines: %s; it is tried again", reason)
+            self._fail_open()
+            await asyncio.sleep(CONNECT_S)
+
+    def _receive(self, leave: Callable[[], None], messages: Sequence[Message]) -> None:
+        for kind, *content in messages:
+            if kind == "answer":
+                self._answer(*content)
+            elif self._describe(content[0]):  # "models"
+                self.running = True
+                self.ran.set()
+            else:
+                leave()  # the successor knows them
+        if self._read:
+            self._link.send("read", self._read)
+            self._read = []
+
+    def _describe(self, engines: Mapping[str, RemoteEngine]) -> bool:
+        """Update the models from the engine process; return False if it serves other ones now."""
+        models = self.models
+        accepts = {name: model.remote.accepts for name, model in models.items()}
+        if accepts != {name: engine.accepts for name, engine in engines.items()}:
+            return False
+        for name, engine in engines.items():
+            models[name].describe(engine)
+        return True
 
     def start(self, batcher: RemoteBatcher, request: Pending) -> int:
         """Forward a request; return its number. Raises Overloaded, BadInput."""
-        layout, strings = batcher.inputs.encode(request.feeds)
-        at = self.arena.take(layout.size)
+        if not self.running:
+            raise Overloaded(_ENDED, hint=_HINT)
+        shapes = batcher.inputs.shapes(request.feeds)
+        layout = batcher.inputs.layout(shapes)
+        at = self._blocks.take(layout.size)
         if at is None:
             raise Overloaded(
                 "the memory shared with the process of the engines is full", hint=_HINT
             )
         try:
-            batcher.inputs.write(self.memory, at, layout, request.feeds, strings)
+            strings = batcher.inputs.write(self.memory, at, layout, request.feeds)
         except BaseException:
-            self.arena.give(at, layout.size)
+            self._blocks.give(at, layout.size)
             raise
-        number = self._number = (self._number + 1) & 0xFFFFFFFF
+        number = next(self._numbers)
         self._open[number] = _Sent(batcher, request, at, layout.size)
-        about = f"{request.trace or ''}\n{request.id or ''}".encode()  # a traceparent is one line
-        level = request.priority if 0 < request.priority <= LEVELS else 0
-        self.write(
-            RECORD.pack(
-                exchange.REQUEST,
-                level,
-                batcher.index,
-                number,
-                request.rows,
-                min(request.decode_us, 0xFFFFFFFF),
-                at,
-                request.arrived_us,
-                request.deadline_us,
-                request.give_up_us,
-                len(about),
-                len(layout.head) + len(about),
-            )
-            + layout.head
-            + about
+        self._link.send(  # flat: a tuple in it takes as long again to pickle
+            "infer",
+            number,
+            batcher.index,
+            at,
+            shapes,
+            strings,
+            request.rows,
+            request.arrived_us,
+            request.deadline_us,
+            request.give_up_us,
+            request.priority,
+            request.trace,
+            request.decode_us,
+            request.id,
         )
         return number
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._read:
-            self.send(exchange.READ, self._read)
-            self._read = 0
-        self.close_if_replaced()
+    def cancel(self, number: int) -> None:
+        """Cancel a request, which is answered in any case."""
+        self._link.send("cancel", number)
 
-    def close_if_replaced(self) -> None:
-        """Close it once another is in use and it waits for no answer."""
-        replaced = self._link.connection is not self
-        if replaced and not self._open and self.transport is not None:
-            self.transport.close()
-
-    def take(self, record: Record, more: bytes) -> None:
-        kind, number, at = record[0], record[3], record[6]
+    def _answer(
+        self,
+        number: int,
+        error: DeploykitError | None,
+        at: int,
+        shapes: Shapes | None,
+        strings: Mapping[str, np.ndarray] | None,
+    ) -> None:
         batcher, request, block, block_bytes = self._open.pop(number)
-        self.arena.give(block, block_bytes)
+        self._blocks.give(block, block_bytes)
         batcher.numbers.pop(request, None)
-        self._read += kind == exchange.DONE
+        layout = None if shapes is None else batcher.outputs.layout(shapes)
+        if layout is not None:
+            self._read.append((at, layout.size))
         if request.finished:  # cancelled, or past its deadline
             return
         request.finished = True
-        if kind == exchange.DONE:
-            layout = batcher.outputs.parse(more)
-            request.outputs = batcher.outputs.read(self.memory, at, layout, copy=True)
-        else:
-            request.error = pickle.loads(more)  # noqa: S301 - our own process wrote it
+        request.error = error
+        if layout is not None:
+            request.outputs = batcher.outputs.read(self.memory, at, layout, strings, copy=True)
         deliver_inline((request,))
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+    def _fail_open(self) -> None:
         """Fail the requests that the engine process was to answer."""
-        self.transport = None
-        if self._link.connection is self:
-            self._link.connection = None
-        waiting, self._open = self._open, {}
+        self.running = False
+        waiting = self._open
+        self._begin()
         for batcher, request, _, _ in waiting.values():
             batcher.numbers.pop(request, None)
             if not request.finished:
@@ -229,11 +259,8 @@ class RemoteBatcher(Batcher):
         return 0
 
     def submit(self, request: Pending) -> None:
-        connection = self._link.connection
         try:
-            if connection is None:
-                raise Overloaded(_ENDED, hint=_HINT)
-            self.numbers[request] = connection.start(self, request)
+            self.numbers[request] = self._link.start(self, request)
         except Overloaded:
             self._metrics.count("rejected")
             raise
@@ -241,10 +268,10 @@ class RemoteBatcher(Batcher):
     def cancel(self, request: Pending) -> bool:
         """Cancel a request. The engine process answers in any case; the answer is dropped."""
         number = self.numbers.pop(request, None)
-        if number is None or self._link.connection is None:
+        if number is None:
             return False
         request.finished = True
-        self._link.connection.send(exchange.CANCEL, number)
+        self._link.cancel(number)
         return True
 
     def expire(self) -> None:
@@ -294,7 +321,7 @@ class FrontModel(ServedModel):
         return self.remote.notes
 
     def why_not_ready(self) -> str | None:
-        return _ENDED if self.link.connection is None else None
+        return None if self.link.running else _ENDED
 
     def samples(self) -> list[Sample]:
         """Return the counters of this process; the engine process reports the rest."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import itertools
 import logging
 import math
-import mmap
 import os
 import pickle
 import signal
@@ -25,59 +23,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-from deploykit.core.errors import DeploykitError, first_line, os_reason
+from deploykit.core.errors import DeploykitError, first_line
 from deploykit.serving.models import reload
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import raise_error
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import bind
-from deploykit.serving.web.status import Samples
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
+from deploykit.serving.workers.link import Link, Message
 from deploykit.serving.workers.signals import ENDING
-
-_SIZE_BYTES = 4
-
-Message = tuple[Any, ...]
-
-
-class WorkerLink(asyncio.Protocol):
-    """One end of the socket pair, on an event loop. `lost` is called once the other end closes."""
-
-    def __init__(self, receive: Callable[[Message], None], lost: Callable[[], None]) -> None:
-        self._receive = receive
-        self._lost = lost
-        self._data = bytearray()
-        self._transport: asyncio.Transport | None = None
-
-    async def connect(self, end: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=end)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        while len(self._data) >= _SIZE_BYTES:
-            end = _SIZE_BYTES + int.from_bytes(self._data[:_SIZE_BYTES], "little")
-            if len(self._data) < end:
-                return
-            message = pickle.loads(bytes(self._data[_SIZE_BYTES:end]))  # noqa: S301 - our own
-            del self._data[:end]
-            self._receive(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        self._lost()
-
-    def send(self, *message: Any) -> None:
-        """Send a message as a pickled tuple; do nothing once the other end is closed."""
-        if self._transport is not None and not self._transport.is_closing():
-            data = pickle.dumps(message, 5)
-            self._transport.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
-
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +42,7 @@ Result = Callable[[], Any]  # returns the value, or raises the error
 Then = Callable[[Result], None]
 _LAST_BYTES = 32 << 10
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-CONNECT_S = 1.0  # after so long a worker asks for its connection to the engines again
 _ENDING_S = 0.01  # between two checks of a parent that ends
-NOT_CONNECTED = "a worker cannot be connected to the process of the engines"
 Makers = Mapping[str, Callable[[], Any]]
 Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worker, or of the parent
 ENGINE = 0  # the number of the process that runs the engines of all others
@@ -115,19 +70,10 @@ class ServerGroup:
     def __init__(self) -> None:
         self._reports: Makers = {}
         self._changes: Mapping[str, Callable[..., None]] = {}
-        self._history: Callable[[int], Samples] = lambda _: []
 
-    def offer(
-        self,
-        reports: Makers,
-        changes: Mapping[str, Callable[..., None]],
-        history: Callable[[int], Samples],
-    ) -> None:
-        """Set the `reports` to collect, by name, and the `changes` that all processes can make.
-
-        `history` returns samples after a time, which come with the report "status".
-        """
-        self._reports, self._changes, self._history = reports, changes, history
+    def offer(self, reports: Makers, changes: Mapping[str, Callable[..., None]]) -> None:
+        """Set the `reports` to collect, by name, and the `changes` that all processes can make."""
+        self._reports, self._changes = reports, changes
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         """Return the limits of one process."""
@@ -154,13 +100,9 @@ class ServerGroup:
         """Return whether a server that has answered all requests may refuse connections now."""
         return True
 
-    def collect(self, what: str, then: Then, since_us: int = 0) -> None:
-        """Call `then` with the figures `what` of all processes, now or later.
-
-        "status" comes with the history after `since_us`.
-        """
-        report = self._reports[what]
-        then((lambda: (report(), self._history(since_us))) if what == "status" else report)
+    def collect(self, what: str, then: Then) -> None:
+        """Call `then` with the figures `what` of all processes, now or later."""
+        then(self._reports[what])
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
         """Make the change `what` in all processes; `then` gets None, or the first error."""
@@ -172,7 +114,7 @@ class Member(ServerGroup):
 
     `last`: a pipe for the result of the process at its end. Ctrl-C, which a terminal sends to all
     processes, is left to the parent. `engines`: as the process of the engines, whose number is
-    ENGINE, describes them; each connection to it comes through `control`, with memory to share.
+    ENGINE, describes them; `engine`: the connection to it.
     """
 
     ends_process = True
@@ -183,33 +125,31 @@ class Member(ServerGroup):
         number: int,
         count: int,
         end: socket.socket,
-        control: socket.socket,
         http: socket.socket,
         grpc: socket.socket | None,
         last: int,
         engines: Mapping[str, RemoteEngine] | None = None,
+        engine: EngineLink | None = None,
     ) -> None:
         super().__init__()
         self.number = number
         self.count = count
         self.engines = engines
-        self._control = control
-        self._engine = EngineLink() if engines is not None else None
-        if self._engine is not None:
-            self.make_model = self._engine.make_model
+        self._engine = engine
+        if engine is not None:
+            self.make_model = engine.make_model
         self._end = end
         self._last = last
         self._sockets = {"`http_port`": http, "`grpc_port`": grpc}
-        self._link = WorkerLink(self._receive, self._on_lost)
+        self._link = Link(self._receive, self._on_lost)
         self._asked: dict[int, Then] = {}
         self._numbers = itertools.count()
         self._may_open = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
-        self._drained = self._closing = self._lost = False
+        self._lost = False
         self._parent = os.getpid()  # the process that is about to fork
-        self._connecting: set[asyncio.Task[None]] = set()
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         """Divide the queue and the memory among the processes."""
@@ -227,47 +167,14 @@ class Member(ServerGroup):
         """Report to the parent that the models are ready; wait for the state of the others."""
         self._hooks = hooks
         await self._link.connect(self._end)
-        loop = self._loop = asyncio.get_running_loop()
-        loop.add_reader(self._control.fileno(), self._receive_memory, loop)
+        self._loop = asyncio.get_running_loop()
         if self.runs_engines:
             self._link.send("engines", self.engines)
         self._link.send("ready")
         await self._may_open.wait()
         if self._engine is not None:
-            loop.call_later(CONNECT_S, self._keep_connected, self._engine, loop)
-            await self._engine.connected.wait()
-
-    async def connect(self, end: socket.socket, memory: mmap.mmap) -> None:
-        """Connect to the engines, with memory to share."""
-        if self._engine is not None:
-            await self._engine.connect(end, memory)
-
-    def _keep_connected(self, engine: EngineLink, loop: asyncio.AbstractEventLoop) -> None:
-        """Ask for a connection to the engines if it could not be made, or has ended."""
-        if engine.connection is None:
-            self._link.send("connect")
-        loop.call_later(CONNECT_S, self._keep_connected, engine, loop)
-
-    def _receive_memory(self, loop: asyncio.AbstractEventLoop) -> None:
-        data, files, _, _ = socket.recv_fds(self._control, 1, 2)
-        if not data:  # the parent has ended
-            loop.remove_reader(self._control.fileno())
-            return
-        try:
-            if len(files) < 2:  # not all of them could be opened
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            memory = mmap.mmap(files[1], 0)
-        except OSError as exc:
-            log.error("%s: %s; it is tried again", NOT_CONNECTED, os_reason(exc))
-            for file in files:
-                os.close(file)
-            return
-        os.close(files[1])
-        end = socket.socket(fileno=files[0])
-        end.setblocking(False)
-        task = loop.create_task(self.connect(end, memory))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+            self._connecting = asyncio.ensure_future(self._engine.stay_connected(hooks.drain))
+            await self._engine.ran.wait()
 
     def listening(self) -> None:
         self._link.send("listening")
@@ -284,18 +191,11 @@ class Member(ServerGroup):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._link.send, "announce", model, level, message)
 
-    def may_close(self) -> bool:
-        """Return whether all processes have answered: until then a health check gets an answer."""
-        if not self._drained:
-            self._drained = True
-            self._link.send("drained")
-        return self._closing or self._lost
-
-    def collect(self, what: str, then: Then, since_us: int = 0) -> None:
+    def collect(self, what: str, then: Then) -> None:
         if self._lost:
-            super().collect(what, then, since_us)
+            super().collect(what, then)
         else:
-            self._ask(then, "collect", what, since_us)
+            self._ask(then, "collect", what)
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
         if self._lost:
@@ -336,30 +236,30 @@ class Member(ServerGroup):
         """End `join`."""
         self._may_open.set()
         if self._engine is not None:
-            self._engine.connected.set()
+            self._engine.ran.set()
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._follow(message)
+
+    def _follow(self, message: Message) -> None:
         assert self._hooks is not None
         match message:
-            case "report", number, names:
-                self._link.send("done", number, {name: self._reports[name]() for name in names})
+            case "report", number:
+                report = {name: make() for name, make in self._reports.items()}
+                self._link.send("done", number, report)
             case "do", number, what, arguments:
                 self._link.send("done", number, self._do(what, arguments))
             case "answer", number, value:
                 then = self._asked.pop(number)
                 failed = isinstance(value, Exception)
                 then(partial(raise_error, value) if failed else lambda: value)
-            case "engines", engines:
-                if self._engine is not None and not self._engine.describe(engines):
-                    self._hooks.drain()  # other models are served now: the successor knows them
             case "elsewhere", reason:
                 self._hooks.repository.elsewhere = reason
             case "open", changes:
                 for what, arguments in changes:
                     self._do(what, arguments)
                 self._may_open.set()
-            case ("close",):
-                self._closing = True
             case ("drain" | "abort" as kind,):
                 self._stop_waiting()
                 (self._hooks.drain if kind == "drain" else self._hooks.abort)()

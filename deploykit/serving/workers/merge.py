@@ -11,9 +11,8 @@ from typing import Any
 
 from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
 
-Report = Mapping[str, Any]  # its values by PARTS
+Report = Mapping[str, Any]  # "samples", "statistics" and "status", of an ended worker "counts"
 Figures = dict[str, Any]
-PARTS = ("samples", "statistics", "status", "counts")  # parts of a report
 
 _LEAST = {
     "deploykit_model_ready",
@@ -34,6 +33,16 @@ _MOST = {
 }
 _OF_THE_MACHINE = ("nv_gpu_", "nv_energy_", "deploykit_gpu_", "deploykit_board_")
 _LATEST = ("last_ms", "last_inference", "at_s", "at_us", "loaded_s")
+_COUNTS = (
+    "outcomes",
+    "rows",
+    "runs",
+    "idle_us",
+    "last_ms",
+    "request",
+    "stages_us",
+    "batches",
+)  # in a model's status
 _SUMS = ("engines", "queue", "waiting", "in_flight")  # added up in a model's status
 
 
@@ -86,10 +95,14 @@ def merge_statistics(reports: Sequence[Report]) -> Figures:
 
 
 def merge_counts(reports: Sequence[Report]) -> dict[str, Figures]:
-    """Merge the counters of each model, in the form of `ModelMetrics.status`."""
+    """Merge the counters in each model's status."""
     models: dict[str, Figures] = {}
-    for name, counts in (item for report in reports for item in report["counts"].items()):
-        models[name] = add(models[name], counts) if name in models else counts
+    for report in reports:
+        found = report.get("counts", {})
+        for each in report["status"]["models"] if report["status"] else ():
+            found[each["name"]] = {key: each[key] for key in _COUNTS}
+        for name, counts in found.items():
+            models[name] = add(models[name], counts) if name in models else counts
     return models
 
 

@@ -12,6 +12,7 @@ import gc
 import itertools
 import logging
 import math
+import mmap
 import os
 import pickle
 import signal
@@ -28,91 +29,38 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsup
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import address_of, remove_path, reserve, share_address
-from deploykit.serving.web.status import EVERY_US, History
 from deploykit.serving.workers import merge
 from deploykit.serving.workers.engine import EngineMember
-from deploykit.serving.workers.front import RemoteEngine
-from deploykit.serving.workers.group import (
-    ENGINE,
-    NOT_CONNECTED,
-    Logging,
-    Member,
-    Message,
-    WorkerLink,
-    become_worker,
-)
+from deploykit.serving.workers.front import EngineLink, RemoteEngine
+from deploykit.serving.workers.group import ENGINE, Logging, Member, become_worker
+from deploykit.serving.workers.link import Link, Message
 from deploykit.serving.workers.signals import ENDING, Signals
 
 Serve = Callable[[Member], int]  # runs in a worker; returns the number of unanswered requests
 REPORT_S = 1.0  # after so long a worker's last report is used
-MOST_MISSED = 10  # samples in a row, half a minute: then its event loop hangs
+WATCH_S = 2.0
+MOST_MISSED = 10  # reports in a row, half a minute: then its event loop hangs
 _PAUSE_S = 0.01  # pause between two collections
 
 
 @dataclass(eq=False)
 class Forked:
-    """One process. `report`: its last figures; `missed`: samples since it last answered.
+    """One process. `report`: its last figures; `missed`: those asked for since it last answered.
 
-    `ready`, `serving`, `drained`: the states that it has reached.
+    `ready`, `serving`: the states that it has reached.
     """
 
     number: int
     pid: int
     last: int  # a pipe for its result at its end
-    control: socket.socket  # for connections to the engines
     begun_s: float
     send: Callable[..., None] = lambda *_: None  # a message, once it is connected
     ready: bool = False
     serving: bool = False
-    drained: bool = False
     missed: int = 0
     report: merge.Report | None = None
     not_ready: str | None = None
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-
-
-def fork(
-    number: int,
-    count: int,
-    http: socket.socket,
-    grpc: socket.socket | None,
-    serve: Serve,
-    logging_of: Logging,
-    engines: Mapping[str, RemoteEngine] | None = None,
-) -> tuple[Forked, socket.socket]:
-    """Start a worker that takes over the sockets; return it with our end of its link."""
-    (ours, theirs), (control, taken) = socket.socketpair(), socket.socketpair()
-    last, written = os.pipe()
-    kind = EngineMember if number == ENGINE else Member
-    member = kind(number, count, theirs, taken, http, grpc, written, engines)
-    parent, taken_over = os.getpid(), [each for each in (theirs, taken, http, grpc) if each]
-    try:
-        pid = os.fork()
-    except OSError:
-        os.close(last)
-        os.close(written)
-        raise
-    if pid == 0:
-        keep = [written, *(each.fileno() for each in taken_over)]
-        become_worker(member, serve, logging_of, parent, keep)
-    os.close(written)
-    for each in taken_over:
-        each.close()
-    for each in (ours, control):
-        each.setblocking(False)
-    return Forked(number, pid, last, control, time.monotonic()), ours
-
-
-def connect_engine(front: Forked, engine: Forked, share_bytes: int) -> None:
-    """Give both processes their ends of a connection, and memory to share. Raises OSError."""
-    with contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(each) for each in socket.socketpair()]
-        memory = os.memfd_create("deploykit")  # without a name, nothing of it remains
-        stack.callback(os.close, memory)
-        os.ftruncate(memory, share_bytes)
-        for each, end in zip((front, engine), ends, strict=True):
-            with contextlib.suppress(ConnectionError):  # the process has just ended
-                socket.send_fds(each.control, [b"m"], [end.fileno(), memory])
 
 
 class Hub:
@@ -134,11 +82,10 @@ class Hub:
         self.restarts = 0
         self._ended: merge.Report | None = None  # counters of workers that have ended
         self.regions: dict[str, tuple[str, tuple[Any, ...]]] = {}  # for a new worker to repeat
-        self._asks: list[tuple[Forked, int, str, int]] = []
+        self._asks: list[tuple[Forked, int, str]] = []
         self._announced: dict[str, str] = {}  # the last message about each model
         self._collecting = False
         self._numbers = itertools.count()
-        self._history = History()
 
     @property
     def serving(self) -> int:
@@ -154,8 +101,8 @@ class Hub:
                     worker.report = value
                 if future is not None and not future.done():
                     future.set_result(value)
-            case "collect", number, what, since_us:
-                self._asks.append((worker, number, what, since_us))
+            case "collect", number, what:
+                self._asks.append((worker, number, what))
                 if not self._collecting:
                     self._collecting = True
                     self._run(self._collect())
@@ -174,37 +121,26 @@ class Hub:
         if worker.report is not None:
             self._ended = merge.counters([each for each in (self._ended, worker.report) if each])
 
-    async def keep_history(self) -> None:
-        """Sample the counters for the dashboard, until it is cancelled."""
+    async def watch(self) -> None:
+        """Keep each worker's last figures and end those that hang, until it is cancelled."""
         while True:
-            await asyncio.sleep(EVERY_US / 1e6)
+            await asyncio.sleep(WATCH_S)
             for worker in self._workers.values():
                 worker.missed += worker.ready
-            reports = await self._reports("most_waiting")
+            await self._reports()
             for worker in self._workers.values():
                 if worker.missed >= MOST_MISSED:
                     log.error("worker %d does not answer its parent and is killed", worker.number)
                     os.kill(worker.pid, signal.SIGKILL)
-            models = []
-            for name, counted in merge.merge_counts(reports).items():
-                waiting = sum(each.get("most_waiting", {}).get(name, 0) for each in reports)
-                models.append({"name": name, **counted, "waiting": waiting})
-            if models:
-                self._history.add(time.monotonic_ns() // 1000, models)
 
     async def _collect(self) -> None:
         """Answer all requests for figures, with figures counted after they arrived."""
         while self._asks:
             asks, self._asks = self._asks, []
             reports = await self._reports()
-            values = {
-                what: self._merged(what, reports) for what in {what for _, _, what, _ in asks}
-            }
-            for worker, number, what, since_us in asks:
-                value = values[what]
-                if what == "status" and not isinstance(value, Exception):
-                    value = value, self._history.since(since_us)
-                worker.send("answer", number, value)
+            values = {what: self._merged(what, reports) for what in {what for _, _, what in asks}}
+            for worker, number, what in asks:
+                worker.send("answer", number, values[what])
             await asyncio.sleep(_PAUSE_S)
         self._collecting = False
 
@@ -222,9 +158,9 @@ class Hub:
         workers = {"wanted": self._wanted, "serving": self.serving, "restarts": self.restarts}
         return {**merge.merge_status(reports), "workers": workers}
 
-    async def _reports(self, *more: str) -> list[merge.Report]:
+    async def _reports(self) -> list[merge.Report]:
         """Return the figures of all workers; the last ones of those that do not answer in time."""
-        await self._ask_all("report", (*merge.PARTS, *more))
+        await self._ask_all("report")
         found = [each.report for each in self._workers.values() if each.report is not None]
         return found if self._ended is None else [*found, self._ended]
 
@@ -269,6 +205,7 @@ DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled fo
 END_S = 50.0  # time limit for workers to drain, above their own limits
 ABORT_S = 5.0
 _POLL_S = 0.02
+_NORESERVE = 0x4000  # of mmap(2): memory counts once it is used
 _END_POLLS = 6000  # half a minute and more: then a worker without its link is killed
 SHARE_BYTES = 64 << 20  # per worker for requests, and for answers, above the largest body
 
@@ -314,7 +251,14 @@ class Parent:
         self._shared = shared
         self._drain_s = options.drain_s
         self._end_s = END_S + options.drain_s
-        self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._memories: list[mmap.mmap] = []
+        if shared:  # in front ends as in engines, and in those that replace them
+            self._listener.bind("")  # the system chooses a name
+            self._listener.listen(count)
+            size = 2 * (options.max_body_bytes + SHARE_BYTES)
+            flags = mmap.MAP_SHARED | _NORESERVE
+            self._memories = [mmap.mmap(-1, size, flags=flags) for _ in range(count)]
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
         self._failure: BaseException | None = None
@@ -334,10 +278,10 @@ class Parent:
             self._close_log()
             self._signals.restore()
             self._loop.close()
-            for each in (self._http, self._grpc):
-                if each is not None:
-                    remove_path(each)
-                    each.close()
+            self._listener.close()
+            for each in filter(None, (self._http, self._grpc)):
+                remove_path(each)
+                each.close()
         if self._signals.count > 1 or self._signals.interrupted:
             raise KeyboardInterrupt
         if self._failure is not None:
@@ -358,7 +302,7 @@ class Parent:
             log.info("%d workers serve", self._count)
             host, port = address_of(self._http)
             on_ready(host, port, address_of(self._grpc)[1] if self._grpc else None)
-        ticking = asyncio.ensure_future(self._hub.keep_history())
+        ticking = asyncio.ensure_future(self._hub.watch())
         await self._stopped.wait()
         for worker in self._workers.values():
             if worker.ready:
@@ -407,13 +351,7 @@ class Parent:
         gc.freeze()  # otherwise the children's collectors would write to the shared memory
         try:
             for number in numbers:
-                http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
-                engines = None if number == ENGINE else self._engines
-                worker, end = fork(
-                    number, self._count, http, grpc, self._serve, self._logging_of, engines
-                )
-                self._workers[worker.pid] = worker
-                self._do(self._connect(worker, end))
+                self._fork(number)
         except OSError as exc:  # the system has no file descriptor, process or memory left
             problem = os_reason(exc)
         gc.unfreeze()
@@ -421,13 +359,42 @@ class Parent:
         self._log.__enter__()
         return problem
 
+    def _fork(self, number: int) -> None:
+        http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
+        (ours, theirs), (last, written) = socket.socketpair(), os.pipe()
+        common = number, self._count, theirs, http, grpc, written
+        inherited = [theirs, http, *([grpc] if grpc else [])]
+        keep = [written, *(each.fileno() for each in inherited)]
+        member = Member(*common)
+        if number == ENGINE:
+            keep.append(self._listener.fileno())
+            member = EngineMember(*common, listener=self._listener, memories=self._memories)
+        elif self._shared:
+            address = self._listener.getsockname()
+            engine = EngineLink(number, self._memories[number - 1], address)
+            member = Member(*common, self._engines, engine)
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(last)
+            os.close(written)
+            raise
+        if pid == 0:
+            become_worker(member, self._serve, self._logging_of, parent, keep)
+        os.close(written)
+        for each in inherited:
+            each.close()
+        worker = self._workers[pid] = Forked(number, pid, last, time.monotonic())
+        self._do(self._connect(worker, ours))
+
     def _close_log(self) -> None:
         before, self._log = self._log, None
         if before is not None:
             before.__exit__(None, None, None)
 
     async def _connect(self, worker: Forked, end: socket.socket) -> None:
-        link = WorkerLink(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
+        link = Link(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
         worker.send = link.send
         await link.connect(end)
 
@@ -439,14 +406,12 @@ class Parent:
                 os.kill(worker.pid, signal.SIGKILL)
             await asyncio.sleep(_POLL_S / 4)
         del self._workers[worker.pid]
-        worker.control.close()
         self._on_end(worker, os.waitstatus_to_exitcode(ended[1]), last_words(worker.last))
 
     def _on_end(self, worker: Forked, code: int, last: object) -> None:
         number = worker.number
         self._hub.end(worker)
         self._share_state()
-        self._let_close()
         if isinstance(last, int):
             self._dropped += last
         if self._stopped.is_set():
@@ -470,10 +435,10 @@ class Parent:
 
     def _replace(self, number: int, why: str, error: DeploykitError) -> None:
         """Start another process later, unless every one that could answer fails at each start."""
-        failures = self._failures[number]
+        failures, engines = self._failures[number], number == ENGINE
         fronts = [count for each, count in self._failures.items() if each != ENGINE]
-        alone = number == ENGINE or not self._hub.serving
-        if alone and (failures if number == ENGINE else min(fronts)) >= MOST_FAILURES:
+        alone = engines or not self._hub.serving
+        if alone and (failures if engines else min(fronts)) >= MOST_FAILURES:
             log.error("%s; no worker is left, and %d starts of each failed", why, MOST_FAILURES)
             self._end_with(error)
             return
@@ -499,7 +464,11 @@ class Parent:
 
     # -- messages of workers ---------------------------------------------------------------------
 
-    def _receive(self, worker: Forked, message: Message) -> None:
+    def _receive(self, worker: Forked, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._follow(worker, message)
+
+    def _follow(self, worker: Forked, message: Message) -> None:
         match message:
             case "state", not_ready:
                 worker.not_ready = not_ready
@@ -509,19 +478,10 @@ class Parent:
                 if self._stopped.is_set():
                     worker.send("drain")
                 else:
-                    self._join_engine(worker)
                     worker.send("open", list(self._hub.regions.values()))
                     self._share_state()
             case "engines", engines:
                 self._engines = engines
-                for each in self._workers.values():
-                    if each.number != ENGINE and each.ready:
-                        each.send("engines", engines)
-            case ("connect",):
-                self._join_engine(worker)
-            case ("drained",):
-                worker.drained = True
-                self._let_close()
             case ("listening",):
                 worker.serving, worker.begun_s = True, time.monotonic()
                 if self._started:
@@ -534,27 +494,6 @@ class Parent:
         """Return the process of the engines, once it is ready."""
         found = (each for each in self._workers.values() if each.number == ENGINE and each.ready)
         return next(found, None)
-
-    def _join_engine(self, worker: Forked) -> None:
-        """Connect a ready worker with the process of the engines, or that one with all workers."""
-        engine = self._engine
-        if engine is None:
-            return
-        ready = [each for each in self._workers.values() if each.ready and each is not engine]
-        for front in ready if worker is engine else [worker]:
-            try:
-                connect_engine(front, engine, self._share_bytes)
-            except OSError as exc:  # no file descriptor or memory left; the worker asks again
-                log.error("%s: %s", NOT_CONNECTED, os_reason(exc))
-
-    def _let_close(self) -> None:
-        """Let workers refuse connections once all have answered their accepted requests."""
-        serving = [worker for worker in self._workers.values() if worker.serving]
-        if self._stopped.is_set() and not all(worker.drained for worker in serving):
-            return
-        for worker in serving:
-            if worker.drained:
-                worker.send("close")
 
     def _share_state(self) -> None:
         """Send each worker the reason why another one is not ready."""

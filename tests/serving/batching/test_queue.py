@@ -77,7 +77,6 @@ def test_batches_are_of_one_shape_and_priority(
         for number, options in enumerate(requests):
             queue.add(pending(number, us=number, **options))
         assert drained(queue) == batches
-    assert queue.added_rows == 2 * len(requests)
 
 
 def sent(number: int, peer: Peer, rows: int = 32) -> Pending:

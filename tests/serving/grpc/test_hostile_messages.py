@@ -141,18 +141,17 @@ def test_splitting_a_message_keeps_what_protobuf_reads() -> None:
         data = b"xy" + b"".join(pieces[i] for i in rng.permutation(len(pieces)))
         data = data[: rng.integers(2, len(data) + 1)]
         try:
-            head, spans = messages.split_request(data, 2)
+            split = messages.split_request(data, 2)
         except BadInput:
             with pytest.raises(BadInput):
                 messages.parse("ModelInferRequest", data[2:])
             continue
         whole = messages.parse("ModelInferRequest", data[2:])
-        assert [data[2 + at : 2 + at + n] for at, n in spans] == whole.raw_input_contents
+        assert [data[2 + at : 2 + at + n] for at, n in split.spans] == whole.raw_input_contents
         del whole.raw_input_contents[:]
-        assert messages.parse("ModelInferRequest", head) == whole
-        named = (whole.model_name, whole.model_version)
-        assert messages.model_of(head) == messages._model_of(head) == named
-        assert messages.split_request(data, 2) == (head, spans)  # remembered
+        assert messages.parse("ModelInferRequest", split.head) == whole
+        assert (split.model, split.version) == (whole.model_name, whole.model_version)
+        assert messages.split_request(data, 2) == split  # remembered
 
 
 def test_large_contents_and_large_strings_are_decoded_off_the_loop(

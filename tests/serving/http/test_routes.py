@@ -191,7 +191,7 @@ def test_refusals_before_a_model_are_counted_logged_and_traced(
 
 def route_of(samples: Callable[[], list[Sample]], offload: Any) -> Scrapes:
     group = ServerGroup()
-    group.offer({"samples": samples}, {}, lambda _: [])
+    group.offer({"samples": samples}, {})
     return Scrapes(group, offload)
 
 

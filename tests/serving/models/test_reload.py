@@ -447,20 +447,3 @@ def test_a_file_system_that_hangs_keeps_no_other_model_from_reloading(
         replace(model(tmp_path / "new", 4.0), good)
         eventually(lambda: counts(reloader)[0] == 1)
         release.set()
-
-
-def test_a_file_that_changes_its_size_while_it_is_hashed_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole, fstat = tmp_path / "m.onnx", 4 << 20, os.fstat
-    for size in (whole - 10, whole + (3 << 20)):
-
-        def change(file: int, size: int = size) -> os.stat_result:
-            found = fstat(file)
-            os.truncate(path, size)  # it is open, and its size known
-            return found
-
-        path.write_bytes(bytes(whole))
-        monkeypatch.setattr(os, "fstat", change)
-        with pytest.raises(BadInput, match="changed while it was read"):
-            sha256(path)

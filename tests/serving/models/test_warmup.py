@@ -47,8 +47,8 @@ def test_the_last_run_of_an_engine_that_keeps_memory_is_the_smallest(max_batch: 
 
 def test_intermediate_sizes_are_warmed_up_only_while_they_are_quick() -> None:
     clock, row_us = Clock(), BETWEEN_US // 8
-    times, notes = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64).run()
-    assert (list(times), times[64], notes) == ([1, 64, 2, 4], 64 * row_us, ())
+    times = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64).run()
+    assert (list(times), times[64]) == ([1, 64, 2, 4], 64 * row_us)
 
 
 class Faster(TimedEngine):
@@ -70,7 +70,7 @@ def test_with_an_slo_times_are_taken_from_a_second_run(
 ) -> None:
     clock = Clock()
     warm = WarmUp("m", Faster(clock, first_us, 0), clock, max_batch=1)
-    assert warm.run(again_us=again_us)[0] == {1: us}
+    assert warm.run(again_us=again_us) == {1: us}
 
 
 class Steady(TimedEngine):
@@ -126,19 +126,12 @@ def test_every_bucket_is_warmed_up() -> None:
     assert {(n, length) for n in (1, 2, 4) for length in (8, 16)} <= ran
 
 
-@pytest.mark.parametrize(
-    ("least", "shapes", "notes"),
-    [
-        (0, [(1, 1)], ()),
-        (20, [(1, 32)], ()),
-        (10_000, [], ("not warmed up: no size of T is known to work",)),
-    ],
-)
-def test_an_unknown_axis_is_warmed_up_at_the_smallest_size_that_works(
-    least: int, shapes: list[tuple[int, int]], notes: tuple[str, ...]
+@pytest.mark.parametrize(("least", "shapes"), [(0, [(1, 1)]), (20, [])])
+def test_an_axis_of_unknown_size_is_warmed_up_at_size_1_if_that_runs(
+    least: int, shapes: list[tuple[int, int]]
 ) -> None:
     engine = Lengths(least)
-    assert warmed(engine).notes == notes
+    warmed(engine)
     assert engine.shapes == shapes
 
 
@@ -162,13 +155,10 @@ def test_a_batch_that_fails_in_the_warm_up_is_named(
         warmed(Function(fail), max_batch=8)
 
 
-def test_an_output_whose_shape_is_declared_wrongly_is_served_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_output_of_another_type_than_declared_is_refused_and_another_shape_is_served() -> None:
     engine = FakeEngine()
     engine.outputs = (TensorSpec("y", "float32", ("N", 5)),)
     warmed(engine)
-    assert "output 'y' is [1, 4], not ['N', 5] as declared" in caplog.text
     engine.outputs = (TensorSpec("y", "int64", ("N", 4)),)
     with pytest.raises(DeploykitError, match=r"returned float32 for output 'y' \(int64\)"):
         warmed(engine)

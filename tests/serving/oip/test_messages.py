@@ -51,7 +51,7 @@ def raw(**fields: Any) -> Any:
 
 
 def decode(data: bytes, at: int = 0) -> Request:
-    head, spans = infer.split_request(data, at)
+    head, spans, *_ = infer.split_request(data, at)
     return fill(infer.plan_request(head, spans, TWO), data, at)
 
 

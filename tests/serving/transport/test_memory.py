@@ -154,31 +154,16 @@ def test_answers_that_nobody_reads_stay_within_the_budget(
 
 def test_no_engine_runs_for_an_answer_that_does_not_fit(eventually: Eventually) -> None:
     engine = Wide()
-    with running({"m": engine}, max_held_bytes=ANSWER // 2, max_batch=1) as server:
+    with running({"m": engine}, max_held_bytes=ANSWER // 16, max_batch=1) as server:
         alone = server.connect()
         alone.send(ASKED)  # it may exceed the budget
-        eventually(lambda: held_bytes(server) >= ANSWER)
+        eventually(lambda: held_bytes(server) > ANSWER // 16)
         ran = len(engine.batches)
         other = server.connect()
         other.send(ASKED * 4)
         assert [reply.status for reply in (other.reply(), other.reply())] == [503, 503]
         assert len(engine.batches) == ran
         alone.close()
-
-
-def test_small_answers_count_that_wait_for_an_earlier_one(eventually: Eventually) -> None:
-    engine = GatedEngine()
-    with running({"m": engine}, max_held_bytes=10_000) as server:
-        engine.warm = True
-        raw = server.connect()
-        first = request("POST", PATH, infer_json([1] * 4, [1, 4]))
-        raw.send(first + request("GET", "/openapi.json") * 2)
-        assert engine.entered.acquire(timeout=WAIT_S)
-        eventually(lambda: held_bytes(server) > 5000)
-        engine.gate.set()
-        assert [raw.status() for _ in range(3)] == [200, 200, 503]
-        assert server.server._listener.replies == {200: 2, 503: 1}
-        eventually(lambda: held_bytes(server) == 0)
 
 
 def test_clients_that_pipeline_and_do_not_read_cost_little(

@@ -168,15 +168,6 @@ def test_the_page_shows_the_metrics_of_a_model(browser: Tab, files: dict[str, Pa
         assert page.problems == []
 
 
-def test_a_reload_keeps_the_charts(page: Tab) -> None:
-    marks = "document.querySelector('#throughput svg .line')?.getAttribute('d').split('L').length"
-    page.until(f"{marks} >= 2")
-    page.ask("window.old = true")
-    page.call("Page.reload")
-    page.until("!window.old && document.querySelector('#throughput svg')")
-    assert page.ask(marks) >= 2  # the server keeps them: the reloaded page has fetched once
-
-
 def test_examples_can_be_copied_and_fit_a_narrow_page(browser: Tab, served: Running) -> None:
     browser.look(width=390)
     browser.open(f"http://127.0.0.1:{served.port}/docs")

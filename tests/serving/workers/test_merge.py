@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -28,12 +28,10 @@ def report(*sizes: int) -> merge.Report:
         pending = Pending({}, rows, (), lambda _: None, 0, 1, 1, 0, None, 0)
         model.metrics.record_run(BatchRun([pending], 0, 0, 0, 10 * rows, 0, 0, 0, 0))
         model.metrics.record_answer(pending, 1, 100)
-    status = Status(with_one)
     found = {
         "samples": with_one.samples(),
         "statistics": with_one.statistics(),
-        "status": status.now(),
-        "counts": status.counts(),
+        "status": Status(with_one).now(),
     }
     with_one.close()
     return found
@@ -107,7 +105,7 @@ def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(
 ) -> None:
     """Each counted as if it were another second: a client with 30 regions had it killed."""
     monkeypatch.setattr(hub, "REPORT_S", 0.01)
-    worker = Forked(1, os.getpid(), 0, cast("Any", None), 0.0, ready=True)
+    worker = Forked(1, os.getpid(), 0, 0.0, ready=True)
 
     async def change() -> list[Any]:
         found = hub.Hub({worker.pid: worker}, 1, lambda _: None)

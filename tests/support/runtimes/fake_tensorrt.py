@@ -168,7 +168,6 @@ class FakeTensorRt:
         self.logger: Any = None
         self.made: list[weakref.ref[Context]] = []
         self.fail: dict[str, str] = {}  # name of a call -> the line it logs when it fails, once
-        self.recorded = True  # False: as Myelin was seen to, to the logger alone
         number = {"STRONGLY_TYPED": does.strong_number}
         self.NetworkDefinitionCreationFlag: Any = enum.IntEnum("Creation", number)
         self.BuilderFlag = _names("FP16 BF16 INT8 FP8 INT4 TF32 GPU_FALLBACK VERSION_COMPATIBLE")
@@ -218,18 +217,13 @@ class FakeTensorRt:
             self.report(f"Requested amount of GPU memory ({nbytes} bytes) could not be", owner)
         return fits
 
-    def report(self, line: str, owner: Any = None) -> None:
-        """To the recorder of `owner` if it has one, else to the logger: never to both."""
-        recorder = getattr(owner, "error_recorder", None) if self.recorded else None
-        if line and recorder is not None:
-            assert recorder.report_error("INTERNAL_ERROR", line)
-        elif line:
+    def report(self, line: str, _owner: Any = None) -> None:
+        if line:
             self.logger.log(Severity.ERROR, line)
 
 
 class Runtime:
     engine_host_code_allowed = False
-    error_recorder: Any = None
     DLA_core = -1
 
     def __init__(self, nv: FakeTensorRt) -> None:
@@ -256,8 +250,6 @@ def _reads(key: str, default: str) -> Callable[[Engine, str], SimpleNamespace]:
 
 
 class Engine:
-    error_recorder: Any = None
-
     def __init__(self, nv: FakeTensorRt, told: Any) -> None:
         self.nv, self.told = nv, told
         self.tensors = {item["name"]: item for item in told["tensors"]}
@@ -335,7 +327,6 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class Context:
     inferred = False
-    error_recorder: Any = None
     profiler: Any = None
 
     def __init__(self, engine: Engine) -> None:
@@ -610,4 +601,5 @@ class Rig:
     def build(
         self, model: Path | None = None, on_progress: Any = None, **given: Any
     ) -> BuildResult:
-        return build(model or self.model, self.out, options(**given), on_progress)
+        progress = on_progress or (lambda *_: None)
+        return build(model or self.model, self.out, options(**given), progress)

@@ -46,6 +46,15 @@ class Cuda(FakeCuda):
         return {**facts, "driver": "580.65.06", "cuda": "13.0"}
 
 
+def in_this_process(patch: pytest.MonkeyPatch) -> None:
+    """Let builds run here, as another process would not find a TensorRT made of Python."""
+
+    def run(_what: str, function: Any, *arguments: Any, on_progress: Any = None) -> Any:
+        return function(*arguments, on_progress or (lambda *_: None))
+
+    patch.setattr("deploykit.building.tensorrt.prove.run_apart", run)
+
+
 @contextmanager
 def gpu_machine(
     folder: Path, patch: pytest.MonkeyPatch, *, content: bytes | None = None, has_cuda: bool = True
@@ -70,6 +79,7 @@ def gpu_machine(
         opened.append(number)
         return cuda
 
+    in_this_process(patch)
     driver = SimpleNamespace(CudaDevice=device)
     bindings = (
         replaced("deploykit.engines.cuda.driver", driver) if has_cuda else replaced("cuda", None)

@@ -8,9 +8,11 @@ import { tryIt } from "./try.js";
 
 const EVERY_MS = 1000;
 const WINDOW_US = 10e6; // what the tiles are taken over
+const SAMPLE_US = 2e6; // between two samples
+const KEPT = 300; // samples: ten minutes
 const SMOOTH = 3; // samples that a point of the latency chart is taken over
 
-let samples = []; // the server's, of the last minutes, oldest first
+let samples = []; // answers of the last minutes, oldest first
 let now = null; // the newest answer of the server
 let processor = { at_s: null, cpu_s: null, share: null }; // between the two latest looks at the process
 let chosen = null; // a model's name
@@ -24,7 +26,7 @@ const seconds = (late, early) => (late.at_us - early.at_us) / 1e6;
 async function look() {
   let response;
   try {
-    response = await fetch(`status?since=${samples.at(-1)?.at_us ?? 0}`, { headers: headers(), cache: "no-store" });
+    response = await fetch("status", { headers: headers(), cache: "no-store" });
   } catch {
     state("bad", "unreachable");
     return;
@@ -41,7 +43,7 @@ function take(next) {
   const restarted = now && (next.at_us < now.at_us || next.models.some((model) => model.runs < (named(now, model.name)?.runs ?? 0)));
   if (restarted) [samples, now, processor] = [[], null, { at_s: null }];
   now = next;
-  samples = [...samples, ...now.history].slice(-now.history_kept);
+  if (!samples.length || now.at_us - samples.at(-1).at_us >= SAMPLE_US) samples = [...samples, now].slice(-KEPT);
   if (!named(now, chosen)) {
     chosen = now.models[0].name;
     tryIt(named(now, chosen), headers);
@@ -195,7 +197,7 @@ function model() {
   show(byId("time"), ...stages(live));
 }
 
-/** The charts over all samples: the last ten minutes, or since the start. */
+/** The charts over all samples: the last ten minutes, or since the page was opened. */
 function charts(found) {
   const bounds = now.buckets_us;
   const places = samples.map((_, i) => i).filter((i) => i > 0);
