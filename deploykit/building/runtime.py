@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 _FOLLOW = (
     "the INT8 pairs, placed for TensorRT, were placed for the CPU with the ranges that the "
-    "graph records"
+    "graph records or that follow from its scales"
 )
 _MEASURED = (
     "the INT8 pairs were placed for the CPU; ranges that the graph does not hold are those of "
@@ -92,7 +92,7 @@ def place_pairs(job: BuildJob) -> Placed:
     graph, file, calib = Graph.open(source.path), job.tmp.with_name(_MOVED), job.request.calib
     if calib is None:
         moved = move_pairs(graph, runtime.name) if runtime.scales_outputs else None
-        return Placed(moved.save(file), (_FOLLOW,)) if moved else Placed(graph)
+        return Placed(moved[0].save(file), (_FOLLOW,)) if moved else Placed(graph)
     if "int8" not in graph.precision or not _products(graph):
         raise BadInput(
             f"{source}: `calib` has no effect: the graph has no INT8 pairs to place",
@@ -110,7 +110,26 @@ def place_pairs(job: BuildJob) -> Placed:
     if by_data is None:
         raise _stuck(job, graph, "`calib` cannot help: ")
     record = calibration_record(job.request, found[0], doubts)
-    return Placed(by_data.save(file), (_MEASURED, *doubts), record)
+    return Placed(by_data[0].save(file), (_MEASURED, *doubts), record)
+
+
+def place_foreign(job: BuildJob, graph: Graph, built: Graph) -> Placed | None:
+    """Move the pairs of a foreign graph, if few nodes run in integers where they are."""
+    from deploykit.quantization.moving import move_pairs
+
+    if graph.path != job.source.path or not few_integers(graph, built):
+        return None
+    moved = move_pairs(graph, job.target.runtime, derive=True)
+    if moved is None:
+        return None
+    notes = [_FOLLOW]
+    if unknown := moved[1]:
+        notes.append(
+            f"{len(unknown)} tensor(s) that INT8 needs a range for stayed in float32, as no range "
+            f"follows from the file's scales ({', '.join(unknown[:3])}); data give it: "
+            f"deploykit build {job.source} --profile {job.target.name} --calib FILE.npz"
+        )
+    return Placed(moved[0].save(job.tmp.with_name(_MOVED)), tuple(notes))
 
 
 def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
@@ -131,14 +150,11 @@ def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
 def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
     source, target = job.source, job.target
     halves = sorted({"float16", "bfloat16"} & set(graph.precision))
-    why = "its pairs are placed for TensorRT, and it records no ranges to place them for the CPU"
+    why = "its pairs are placed for TensorRT, and no ranges follow to move them"
     if halves:
         why = f"its pairs are placed for TensorRT, and it computes in {halves[0]} between"
     elif "int16" in graph.precision:
         why = "it has no kernels for 16 bits"
-    elif job.request.calib is None:
-        hint = f"deploykit build {source} --profile {target.name} --calib FILE.npz"
-        return BadInput(f"{source}: {start}{why}", hint=hint)
     found = verify.find_sources(source.path, source.manifest) if source.manifest else iter(())
     again = f"{next(found, 'FLOAT32.onnx')} --profile {target.name}"
     return BadInput(
@@ -197,6 +213,8 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
         return Graph.open(out) if kind == "onnx" else graph
 
     result = build(placed.graph, tmp)
+    if kind == "onnx" and (moved := place_foreign(job, placed.graph, result)):
+        placed, result = moved, build(moved.graph, tmp)
     graph, layers = placed.graph, built[-1].layers
     check_integers(job, graph, result)
     on_progress("comparing with the model", 0.8)
