@@ -78,10 +78,9 @@ def workers(server: Process) -> list[int]:
 
 def sockets(pid: int) -> set[str]:
     found = set()
-    with suppress(FileNotFoundError):
-        for each in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                found.add(str(each.readlink()))
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(str(each.readlink()))
     return {each for each in found if each.startswith("socket:")}
 
 
