@@ -7,7 +7,6 @@ batches form across them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -15,7 +14,6 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from mmap import mmap
-from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, Overloaded
@@ -107,16 +105,13 @@ class FrontEnd(Link):
         self._blocks: BlockAllocator
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse other programs: what they send is not unpickled."""
+        """Refuse other users' programs: what they send is not unpickled."""
         super().connection_made(transport)
         credentials = transport.get_extra_info("socket").getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
-        pid, _, _ = _CREDENTIALS.unpack(credentials)
-        about = ""
-        with contextlib.suppress(OSError):  # it has ended
-            about = Path(f"/proc/{pid}/status").read_text()
-        if f"\nPPid:\t{os.getppid()}\n" not in about:
+        _, user, _ = _CREDENTIALS.unpack(credentials)
+        if user != os.geteuid():
             transport.abort()  # type: ignore[attr-defined]
 
     def _take(self, messages: Sequence[Message]) -> None:
