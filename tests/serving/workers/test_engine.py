@@ -396,11 +396,13 @@ def test_the_engines_read_nothing_of_another_user(monkeypatch: pytest.MonkeyPatc
         reader, writer = await asyncio.open_unix_connection(found.listener.getsockname())
         data = pickle.dumps([("front", 1)])
         writer.write(len(data).to_bytes(4, "little") + data)
-        with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
-        assert len(found.welcomed) == 2
-        writer.close()
-        await found.close()
-        await asyncio.sleep(0.1)  # uvloop closes its handles in later turns
+        try:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+            assert len(found.welcomed) == 2
+        finally:
+            writer.close()
+            await found.close()
+            await asyncio.sleep(0.1)  # uvloop closes its handles in later turns
 
     uvloop.run(run())  # as the engines do
