@@ -50,7 +50,6 @@ _TOGETHER_BYTES = 1 << 18  # joined writes above this size are flushed at once
 _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
 _UNCHECKED_BYTES = 4096  # of frames, each with _FRAME_COST more, that are read between two looks
 _FRAME_COST = 256  # at the clock: HPACK can encode a header in a single byte
-_MOST_SETTINGS = 64  # settings in one frame
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
 
 
@@ -176,7 +175,7 @@ class Http2Limits:
     header_frames: int = 128  # frames of one header block
     headers: int = 100
     empty_frames: int = 2000  # per second: pings, resets, refused calls, ...
-    header_s: float = 10.0  # until the settings arrive; until a header block is complete
+    header_s: float = 10.0  # until the preface arrives; until a header block is complete
     stall_s: float = 30.0  # a pause in a message, or of a client that does not read its reply
     idle_s: float = 75.0  # without a stream
     max_age_s: float = math.inf  # then the client is asked to connect again
@@ -239,13 +238,12 @@ class Phase(IntEnum):
     """The input that a connection expects next."""
 
     AWAIT_PREFACE = 0
-    AWAIT_SETTINGS = 1
-    OPEN = 2
-    IN_HEADERS = 3  # the rest of a header block
-    CLOSED = 4  # nothing more is read
+    OPEN = 1
+    IN_HEADERS = 2  # the rest of a header block
+    CLOSED = 3  # nothing more is read
 
 
-AWAIT_PREFACE, AWAIT_SETTINGS, OPEN, IN_HEADERS, CLOSED = Phase
+AWAIT_PREFACE, OPEN, IN_HEADERS, CLOSED = Phase
 
 
 class Http2Connection(Connection):
@@ -341,7 +339,7 @@ class Http2Connection(Connection):
                 raise ConnectionFault(PROTOCOL_ERROR, "this port speaks HTTP/2 with gRPC only")
             if size < len(PREFACE):
                 return 0
-            self.phase = AWAIT_SETTINGS
+            self.phase = OPEN
             at = len(PREFACE)
         turns, unchecked = self.shared.turns, 0
         while size - at >= 9 and self.phase is not CLOSED:
@@ -356,8 +354,8 @@ class Http2Connection(Connection):
             if unchecked > _UNCHECKED_BYTES and turns.late():
                 break
             unchecked = 0 if unchecked > _UNCHECKED_BYTES else unchecked + length + _FRAME_COST
-            if self.phase is not OPEN:
-                self._check_phase(kind, number)
+            if self.phase is IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
+                raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
             if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
             elif kind == HEADERS:
@@ -368,12 +366,6 @@ class Http2Connection(Connection):
                 self._other(kind, flags, number, data[at + 9 : end])
             at = end
         return size if self.phase is CLOSED else at
-
-    def _check_phase(self, kind: int, number: int) -> None:
-        if self.phase is IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
-            raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
-        if self.phase is AWAIT_SETTINGS and kind != SETTINGS:
-            raise ConnectionFault(PROTOCOL_ERROR, "the first frame must be SETTINGS")
 
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
         length = end - at
@@ -491,13 +483,9 @@ class Http2Connection(Connection):
     def _settings(self, flags: int, payload: bytes) -> None:
         if len(payload) % 6:
             raise ConnectionFault(FRAME_SIZE_ERROR, "malformed SETTINGS")
-        if len(payload) > 6 * _MOST_SETTINGS:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, f"more than {_MOST_SETTINGS} settings")
         if flags & ACK:
             return
-        if self.phase is AWAIT_SETTINGS:
-            self.phase = OPEN
-        self.count_frame(_SETTINGS_COST)
+        self.count_frame(_SETTINGS_COST + len(payload) // 6)
         first_window = self.first_window
         for name, value in struct.iter_unpack(">HI", payload):
             if name == 4:
