@@ -82,11 +82,12 @@ class MessageReader:
         message = bytes(memoryview(self._data)[: self.need])
         del self._data[: self.need]  # which moves nothing
         self.have -= self.need
-        self._read_prefix()
+        self.need = 0
+        if self.have:
+            self._read_prefix()
         return message
 
     def _read_prefix(self) -> None:
-        self.need = 0
         if self.have >= PREFIX_BYTES:
             self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0]
 

@@ -369,7 +369,9 @@ class Http2Connection(Connection):
 
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
         length = end - at
-        stream = self._find(number)
+        stream = self.streams.get(number)
+        if stream is None or stream.ended:
+            stream = self._find(number)
         self.received_bytes += length
         if self.received_bytes > UPDATE_BYTES:
             self._update(0, self.received_bytes)

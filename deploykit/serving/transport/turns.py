@@ -86,5 +86,7 @@ class Turns:
                 (urgent or waiting).popleft()()
             except Exception:  # the other work must not wait forever
                 log.exception("work on the event loop failed")
-            if self.clock_s() - begun_s > self._turn_s / 2:
+            elapsed_s = self.clock_s() - begun_s
+            self.busy = elapsed_s > self._turn_s
+            if elapsed_s > self._turn_s / 2:
                 break
