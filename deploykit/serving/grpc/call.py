@@ -69,22 +69,35 @@ class MessageReader:
     __slots__ = ("_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._data: bytes | bytearray = b""  # a single piece as it came
         self.have = self.need = 0
 
     def add(self, piece: bytes) -> None:
-        self._data += piece
+        if self.have:
+            data = self._joined()
+            data += piece
+        else:
+            self._data = piece
         self.have += len(piece)
         self._read_prefix()
 
+    def _joined(self) -> bytearray:
+        data = self._data
+        if not isinstance(data, bytearray):
+            data = self._data = bytearray(data)
+        return data
+
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        message = bytes(memoryview(self._data)[: self.need])
-        del self._data[: self.need]  # which moves nothing
-        self.have -= self.need
-        self.need = 0
-        if self.have:
-            self._read_prefix()
+        need, self.need = self.need, 0
+        self.have -= need
+        if not self.have:
+            message, self._data = bytes(self._data), b""
+            return message
+        data = self._joined()
+        message = bytes(memoryview(data)[:need])
+        del data[:need]  # which moves nothing
+        self._read_prefix()
         return message
 
     def _read_prefix(self) -> None:
