@@ -172,7 +172,6 @@ class Http2Limits:
     outstanding: int = 256  # unsent replies of one stream
     all_streams: int = 16384  # on all connections; each costs memory and time while it is open
     header_bytes: int = 64 << 10
-    header_frames: int = 128  # frames of one header block
     headers: int = 100
     empty_frames: int = 2000  # per second: pings, resets, refused calls, ...
     header_s: float = 10.0  # until the preface arrives; until a header block is complete
@@ -258,7 +257,7 @@ class Http2Connection(Connection):
         self._retire_at_s = shared.now_s + shared.limits.max_age_s * random.uniform(0.9, 1.1)  # noqa: S311
         self._close_at_s = math.inf  # then the client knows that it should open no more streams
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
-        self._block: list[bytes] = []  # an incomplete header block
+        self._block = bytearray()  # an incomplete header block
         self._block_of = (0, 0)  # its flags and its stream
         self.empty_frames = 0
         # streams
@@ -414,21 +413,20 @@ class Http2Connection(Connection):
         if flags & END_HEADERS:
             self._open(payload, flags, number)
         else:
-            self._block, self._block_of = [payload], (flags, number)
+            self._block, self._block_of = bytearray(payload), (flags, number)
             self.phase = IN_HEADERS
             self.since_s = self.shared.now_s
 
     def _continue_headers(self, payload: bytes, flags: int) -> None:
         if self.phase is not IN_HEADERS:
             raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
-        block, limits = self._block, self.shared.limits
-        block.append(payload)
-        if sum(map(len, block)) > limits.header_bytes or len(block) > limits.header_frames:
+        self._block += payload
+        if len(self._block) > self.shared.limits.header_bytes:
             raise ConnectionFault(ENHANCE_YOUR_CALM, "the headers are too large")
         self.count_frame()
         if flags & END_HEADERS:
             self.phase = OPEN
-            self._open(b"".join(block), *self._block_of)
+            self._open(bytes(self._block), *self._block_of)
 
     def _open(self, block: bytes, flags: int, number: int) -> None:
         if number <= self.last:
