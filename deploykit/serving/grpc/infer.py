@@ -10,11 +10,10 @@ from deploykit.core.errors import quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
-from deploykit.serving.models.inference import Inference, ModelRoute
+from deploykit.serving.models.inference import Inference, Items, ModelRoute, TaskCall
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, Result, collect_results
 from deploykit.serving.options import VERSION

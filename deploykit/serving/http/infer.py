@@ -14,10 +14,9 @@ from typing import cast
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import HttpTaskCall, PipelineRoute, from_base64
-from deploykit.serving.models.inference import Inference, ModelRoute
+from deploykit.serving.models.inference import Inference, Items, ModelRoute
 from deploykit.serving.models.offload import Lane
 from deploykit.serving.models.pipelines import over_budget
-from deploykit.serving.models.task_call import Items
 from deploykit.serving.oip import json
 from deploykit.serving.oip.json import LARGE_BYTES
 from deploykit.serving.oip.request import Request, Result

@@ -22,9 +22,8 @@ from deploykit.core.json_value import check_json_size
 from deploykit.core.task import CLASSIFY, DETECT, SEGMENT, TEXT_CLASSIFY
 from deploykit.core.tensors import Bytes
 from deploykit.engines.tasks.engine import PNG, RLE, Item
-from deploykit.serving.models.inference import ModelRoute
+from deploykit.serving.models.inference import MOST_ITEMS, Items, ModelRoute, TaskCall, too_many
 from deploykit.serving.models.pipelines import NOT_JSON, Sent, ServedPipeline
-from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, reply_with
