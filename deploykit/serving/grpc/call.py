@@ -19,7 +19,6 @@ from deploykit.serving.http2.connection import (
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    PROTOCOL_ERROR,
     STREAM_WINDOW,
     WAITING_BYTES,
     Http2Connection,
@@ -37,7 +36,6 @@ PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
 _SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
-_MESSAGES_PER_TURN = 64  # messages of a streaming call before other calls get their turn
 _CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
@@ -71,24 +69,38 @@ class MessageReader:
     __slots__ = ("_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._data: bytes | bytearray = b""  # a single piece as it came
         self.have = self.need = 0
 
     def add(self, piece: bytes) -> None:
-        self._data += piece
+        if self.have:
+            data = self._joined()
+            data += piece
+        else:
+            self._data = piece
         self.have += len(piece)
         self._read_prefix()
 
+    def _joined(self) -> bytearray:
+        data = self._data
+        if not isinstance(data, bytearray):
+            data = self._data = bytearray(data)
+        return data
+
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        message = bytes(memoryview(self._data)[: self.need])
-        del self._data[: self.need]  # which moves nothing
-        self.have -= self.need
+        need, self.need = self.need, 0
+        self.have -= need
+        if not self.have:
+            message, self._data = bytes(self._data), b""
+            return message
+        data = self._joined()
+        message = bytes(memoryview(data)[:need])
+        del data[:need]  # which moves nothing
         self._read_prefix()
         return message
 
     def _read_prefix(self) -> None:
-        self.need = 0
         if self.have >= PREFIX_BYTES:
             self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0]
 
@@ -111,7 +123,7 @@ class Method:
 class CallHead:
     """The parsed headers of a call. `refusal`: status and message of an immediate error reply.
 
-    `speaks_grpc`: the client expects a gRPC status. `length`: the Content-Length, if it was sent.
+    `speaks_grpc`: the client expects a gRPC status.
     """
 
     path: str
@@ -121,7 +133,6 @@ class CallHead:
     encoding: bytes  # the encoding of compressed messages
     refusal: tuple[str, str] | None
     speaks_grpc: bool = True
-    length: int | None = None
 
 
 def parse_head(
@@ -142,8 +153,7 @@ def parse_head(
     speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
     path = values.get(b":path", b"").decode("latin-1")
     method = methods.get(path)
-    trace, length = values.get(b"traceparent"), values.get(b"content-length")
-    timeout = values.get(b"grpc-timeout")
+    trace, timeout = values.get(b"traceparent"), values.get(b"grpc-timeout")
     match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
     refusal: tuple[str, str] | None = None
     if not speaks_grpc:
@@ -168,7 +178,6 @@ def parse_head(
         values.get(b"grpc-encoding", b"identity"),
         refusal,
         speaks_grpc,
-        None if length is None else int(length),
     )
 
 
@@ -181,7 +190,6 @@ class GrpcCall(Stream):
         "_in_turn",
         "_inflating",
         "_reader",
-        "_received_bytes",
         "_received_one",
         "_sizes",
         "about",
@@ -209,7 +217,6 @@ class GrpcCall(Stream):
         self._sizes: list[int] = []  # bytes of each delivered message of a streaming call
         self._in_turn = False  # messages are being delivered, now or in the next turn of the loop
         self._inflating = False  # a message is being decompressed
-        self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
         self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
         self.begun_s = shared.clock_s() if shared.records else 0.0
@@ -253,13 +260,6 @@ class GrpcCall(Stream):
     def receive(self, piece: bytes, ended: bool) -> None:
         if ended:
             self.ended = True
-        if self.head.length is not None:  # the client's Content-Length
-            self._received_bytes += len(piece)
-            more = self._received_bytes - self.head.length
-            if more > 0 or (ended and more):
-                self.link.count_frame()
-                self.reset(PROTOCOL_ERROR)
-                return
         if piece:
             reader = self._reader
             shared = self.link.shared
@@ -293,7 +293,7 @@ class GrpcCall(Stream):
         method, link, reader = self.head.method, self.link, self._reader
         if method is None:
             return False
-        shared, left, most = link.shared, _MESSAGES_PER_TURN, method.max_bytes
+        shared, most, delivered = link.shared, method.max_bytes, False
         while reader.need and not self.gone:
             if reader.need - PREFIX_BYTES > most:
                 text = f"the message is above {most} bytes"
@@ -307,10 +307,10 @@ class GrpcCall(Stream):
                 return False  # `read` continues when the client has read some replies
             if link.answer_bytes > WAITING_BYTES:
                 return False  # the same for the answers of all calls of the connection
-            if not left or (left < _MESSAGES_PER_TURN and shared.turns.late()):
+            if delivered and shared.turns.late():
                 shared.turns.wait(self._continue)
                 return True
-            left -= 1
+            delivered = True
             self._deliver(method)
             if self._inflating:
                 return False  # `_decompress` continues this

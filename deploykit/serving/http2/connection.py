@@ -50,7 +50,6 @@ _TOGETHER_BYTES = 1 << 18  # joined writes above this size are flushed at once
 _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
 _UNCHECKED_BYTES = 4096  # of frames, each with _FRAME_COST more, that are read between two looks
 _FRAME_COST = 256  # at the clock: HPACK can encode a header in a single byte
-_MOST_SETTINGS = 64  # settings in one frame
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
 
 
@@ -173,10 +172,9 @@ class Http2Limits:
     outstanding: int = 256  # unsent replies of one stream
     all_streams: int = 16384  # on all connections; each costs memory and time while it is open
     header_bytes: int = 64 << 10
-    header_frames: int = 128  # frames of one header block
     headers: int = 100
     empty_frames: int = 2000  # per second: pings, resets, refused calls, ...
-    header_s: float = 10.0  # until the settings arrive; until a header block is complete
+    header_s: float = 10.0  # until the preface arrives; until a header block is complete
     stall_s: float = 30.0  # a pause in a message, or of a client that does not read its reply
     idle_s: float = 75.0  # without a stream
     max_age_s: float = math.inf  # then the client is asked to connect again
@@ -239,13 +237,12 @@ class Phase(IntEnum):
     """The input that a connection expects next."""
 
     AWAIT_PREFACE = 0
-    AWAIT_SETTINGS = 1
-    OPEN = 2
-    IN_HEADERS = 3  # the rest of a header block
-    CLOSED = 4  # nothing more is read
+    OPEN = 1
+    IN_HEADERS = 2  # the rest of a header block
+    CLOSED = 3  # nothing more is read
 
 
-AWAIT_PREFACE, AWAIT_SETTINGS, OPEN, IN_HEADERS, CLOSED = Phase
+AWAIT_PREFACE, OPEN, IN_HEADERS, CLOSED = Phase
 
 
 class Http2Connection(Connection):
@@ -260,7 +257,7 @@ class Http2Connection(Connection):
         self._retire_at_s = shared.now_s + shared.limits.max_age_s * random.uniform(0.9, 1.1)  # noqa: S311
         self._close_at_s = math.inf  # then the client knows that it should open no more streams
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
-        self._block: list[bytes] = []  # an incomplete header block
+        self._block = bytearray()  # an incomplete header block
         self._block_of = (0, 0)  # its flags and its stream
         self.empty_frames = 0
         # streams
@@ -341,7 +338,7 @@ class Http2Connection(Connection):
                 raise ConnectionFault(PROTOCOL_ERROR, "this port speaks HTTP/2 with gRPC only")
             if size < len(PREFACE):
                 return 0
-            self.phase = AWAIT_SETTINGS
+            self.phase = OPEN
             at = len(PREFACE)
         turns, unchecked = self.shared.turns, 0
         while size - at >= 9 and self.phase is not CLOSED:
@@ -356,8 +353,8 @@ class Http2Connection(Connection):
             if unchecked > _UNCHECKED_BYTES and turns.late():
                 break
             unchecked = 0 if unchecked > _UNCHECKED_BYTES else unchecked + length + _FRAME_COST
-            if self.phase is not OPEN:
-                self._check_phase(kind, number)
+            if self.phase is IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
+                raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
             if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
             elif kind == HEADERS:
@@ -369,15 +366,11 @@ class Http2Connection(Connection):
             at = end
         return size if self.phase is CLOSED else at
 
-    def _check_phase(self, kind: int, number: int) -> None:
-        if self.phase is IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
-            raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
-        if self.phase is AWAIT_SETTINGS and kind != SETTINGS:
-            raise ConnectionFault(PROTOCOL_ERROR, "the first frame must be SETTINGS")
-
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
         length = end - at
-        stream = self._find(number)
+        stream = self.streams.get(number)
+        if stream is None or stream.ended:
+            stream = self._find(number)
         self.received_bytes += length
         if self.received_bytes > UPDATE_BYTES:
             self._update(0, self.received_bytes)
@@ -420,21 +413,20 @@ class Http2Connection(Connection):
         if flags & END_HEADERS:
             self._open(payload, flags, number)
         else:
-            self._block, self._block_of = [payload], (flags, number)
+            self._block, self._block_of = bytearray(payload), (flags, number)
             self.phase = IN_HEADERS
             self.since_s = self.shared.now_s
 
     def _continue_headers(self, payload: bytes, flags: int) -> None:
         if self.phase is not IN_HEADERS:
             raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
-        block, limits = self._block, self.shared.limits
-        block.append(payload)
-        if sum(map(len, block)) > limits.header_bytes or len(block) > limits.header_frames:
+        self._block += payload
+        if len(self._block) > self.shared.limits.header_bytes:
             raise ConnectionFault(ENHANCE_YOUR_CALM, "the headers are too large")
         self.count_frame()
         if flags & END_HEADERS:
             self.phase = OPEN
-            self._open(b"".join(block), *self._block_of)
+            self._open(bytes(self._block), *self._block_of)
 
     def _open(self, block: bytes, flags: int, number: int) -> None:
         if number <= self.last:
@@ -491,13 +483,9 @@ class Http2Connection(Connection):
     def _settings(self, flags: int, payload: bytes) -> None:
         if len(payload) % 6:
             raise ConnectionFault(FRAME_SIZE_ERROR, "malformed SETTINGS")
-        if len(payload) > 6 * _MOST_SETTINGS:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, f"more than {_MOST_SETTINGS} settings")
         if flags & ACK:
             return
-        if self.phase is AWAIT_SETTINGS:
-            self.phase = OPEN
-        self.count_frame(_SETTINGS_COST)
+        self.count_frame(_SETTINGS_COST + len(payload) // 6)
         first_window = self.first_window
         for name, value in struct.iter_unpack(">HI", payload):
             if name == 4:

@@ -12,7 +12,6 @@ _CACHED = 64
 _TABLE_SIZES = 2  # table sizes that a header block may begin with (RFC 7541, section 4.2)
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")  # RFC 9113, section 8.2.1: no upper case
 _VALUE = re.compile(rb"[^\0\r\n \t](?:[^\0\r\n]*[^\0\r\n \t])?|")
-_LENGTH = re.compile(rb"[0-9]{1,18}")
 _REQUEST = frozenset((b":method", b":scheme", b":path"))
 _OPTIONAL = frozenset((b":authority",))
 _HOP_BY_HOP = b"connection proxy-connection keep-alive transfer-encoding upgrade".split()
@@ -91,7 +90,5 @@ def check_fields(pairs: Pairs) -> None:
     for name, value in pairs:
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
             raise MalformedHeaders("a header has characters that it cannot have, or is misplaced")
-        if name == b"content-length" and not _LENGTH.fullmatch(value):
-            raise MalformedHeaders("content-length is not a number")
         if name in _HOP_BY_HOP or (name == b"te" and value != b"trailers"):
             raise MalformedHeaders("a header is about the connection, which HTTP/2 forbids")

@@ -123,12 +123,15 @@ class Connection(asyncio.BufferedProtocol, ABC):
         """Process received bytes, now or in one of the next turns."""
         if self.kept:
             data = self.take_kept() + data
-        if self._port.turns.busy or self.paused or self.answering:
+        turns = self._port.turns
+        if turns.busy or self.paused or self.answering:
             self.keep(data)
             self.pause()
             self.go_on(urgent=self.is_urgent(data))
         else:
-            self._process(data)
+            begun_s = turns.clock_s()
+            self.process(data)
+            turns.spend(begun_s)
 
     def is_urgent(self, data: bytes) -> bool:  # noqa: ARG002 - for a subclass
         """Return whether these bytes are processed before those of other connections."""
@@ -147,15 +150,9 @@ class Connection(asyncio.BufferedProtocol, ABC):
 
     def _take_turn(self) -> None:
         self.queued = False
-        self._process(self.take_kept())
+        self.process(self.take_kept())
         if not (self.queued or self.stalled or (self.kept and self.answering)):
             self.resume()
-
-    def _process(self, data: bytes) -> None:
-        turns = self._port.turns
-        begun_s = turns.clock_s()
-        self.process(data)
-        turns.spend(begun_s)
 
     def keep(self, data: bytes) -> None:
         self.kept = data

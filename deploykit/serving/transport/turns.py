@@ -30,7 +30,6 @@ class Turns:
     ) -> None:
         self.clock_s = clock_s
         self.waiting: deque[Callable[[], None]] = deque()
-        self._urgent: deque[Callable[[], None]] = deque()
         self.busy = False
         self._turn_s = TURN_S if turn_s is None else turn_s
         self._spent_s = 0.0  # in short work, since the last counted turn
@@ -65,7 +64,7 @@ class Turns:
 
     def wait(self, work: Callable[[], None], *, urgent: bool = False) -> None:
         """Call `work` in one of the next turns, in order; urgent work comes first."""
-        (self._urgent if urgent else self.waiting).append(work)
+        (self.waiting.appendleft if urgent else self.waiting.append)(work)
         self._count_from(self.clock_s())
 
     def _count_from(self, begun_s: float) -> None:
@@ -78,13 +77,15 @@ class Turns:
         """Begin a turn: half of it is for the work that waits, half for new work."""
         self._scheduled = self.busy = False
         self._spent_s = 0.0
-        begun_s, urgent, waiting = self.clock_s(), self._urgent, self.waiting
-        if urgent or waiting:
+        begun_s, waiting = self.clock_s(), self.waiting
+        if waiting:
             self._count_from(begun_s)
-        for _ in range(len(urgent) + len(waiting)):
+        for _ in range(len(waiting)):
             try:
-                (urgent or waiting).popleft()()
+                waiting.popleft()()
             except Exception:  # the other work must not wait forever
                 log.exception("work on the event loop failed")
-            if self.clock_s() - begun_s > self._turn_s / 2:
+            elapsed_s = self.clock_s() - begun_s
+            self.busy = elapsed_s > self._turn_s
+            if elapsed_s > self._turn_s / 2:
                 break

@@ -340,10 +340,9 @@ def test_requests_of_a_stream_that_was_reset_leave_the_queue(eventually: Eventua
         model = server.repository.models["m"]
         client.start(1, message)
         assert engine.entered.acquire(timeout=WAIT_S)  # the engine is busy
-        size = {"content-length": str(5 + len(message))}
-        client.start(3, message, STREAM, end=False, **size)
+        client.start(3, message, STREAM, end=False)
         eventually(lambda: server.see(lambda: model.waiting) == 1)
-        client.send(DATA, 0, 3, b"x")
+        client.message(3, b"x", compressed=1, end=False)  # without grpc-encoding
         client.until(lambda: client.answers.get(3, Answer()).reset is not None)
         eventually(lambda: server.see(lambda: model.waiting) == 0)
         engine.gate.set()
