@@ -201,13 +201,13 @@ def onnx_manifest(
 ) -> Manifest:
     path = graph.path
     data = path.with_name(f"{path.name}.data")
-    weights = WeightsFile(data.name, graph.sha256(data)) if data.exists() else None
+    weights = WeightsFile(data.name, sha256(data)) if data.exists() else None
     return Manifest(
         format="onnx",
         inputs=graph.inputs,
         outputs=graph.outputs,
         precision=graph.precision,
-        sha256=graph.sha256(path),
+        sha256=sha256(path),
         made_from=tuple(sources),
         made_with=tool_versions(*tools),
         built_on=built_on or {},

@@ -254,7 +254,7 @@ def test_a_gpu_has_compute_alone_a_roofline_and_a_plan_of_its_own(bench_gpu: Any
     document["energy"][0] |= {"idle_w": 3.0, "source": "RAPL"}
     tables = {each.title: each for each in details(document)}
     assert len(tables["Predicted and measured"].rows) == len(report.predicted)
-    assert tables["Energy"].rows == (("a", "1", "500", "250", "3.00", "RAPL"),)
+    assert tables["Energy"].rows == (("a", "1", "0.500", "0.250", "3.00", "RAPL"),)
 
 
 def test_a_gpu_that_computes_something_else_is_not_timed(

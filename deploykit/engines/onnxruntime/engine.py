@@ -62,14 +62,9 @@ class Arena:
         self._shrink = ort.RunOptions()
         self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
-    def options(self, feeds: Arrays, repeated: bool = False) -> Any:
-        """Return the options of a run with these inputs; None for the defaults.
-
-        `repeated`: the shapes equal those of the previous run.
-        """
+    def options(self, feeds: Arrays) -> Any:
+        """Return the options of a run with these inputs; None for the defaults."""
         now_s = self._clock_s()
-        if repeated and now_s < self._until_s:
-            return None
         size = sum([array.nbytes for array in feeds.values()])
         if size <= self._largest_bytes and now_s < self._until_s:
             return None
@@ -328,12 +323,12 @@ class OnnxRuntimeEngine(Engine):
         if self.session is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
         self._guard.check_process()
-        repeated = self._check(feeds)
+        self._check(feeds)
         try:
             if self._binding is not None:
                 with self._guard:
                     return self._binding(feeds)
-            options = self._arena.options(feeds, repeated)
+            options = self._arena.options(feeds)
             given = feeds if type(feeds) is dict else dict(feeds)
             found = self.session.run(self._names, given, options)
             return dict(zip(self._names, found, strict=True))
