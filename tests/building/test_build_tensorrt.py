@@ -401,7 +401,7 @@ CHILD = """
 import sys
 from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt
 sys.modules["tensorrt"] = FakeTensorRt(
-    does=Behaviour(version="10.3.0", strong_error={error!r})
+    does=Behaviour(version="10.3.0", strong_error={error!r}, weak_error={error!r})
 )
 sys.modules["cuda"] = None
 from deploykit.core.subprocesses import main

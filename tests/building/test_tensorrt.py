@@ -81,7 +81,7 @@ def test_older_flags_are_used_where_strong_typing_is_refused_with_a_note(
     ("version", "strong", "weak", "says", "tried"),
     [
         *((each, NO_FORMATS, None, "any supported formats", 1) for each in ("10.12.0", "11.4.0")),
-        ("10.3.0", "no tactics within workspace limit", None, "workspace", 1),
+        ("10.3.0", "no tactics within workspace limit", "the same", "workspace", 2),
         ("10.3.0", NO_FORMATS, "something else", "any supported formats", 2),
     ],
 )

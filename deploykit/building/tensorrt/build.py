@@ -33,7 +33,6 @@ from deploykit.building.tensorrt.module import (
     module,
     parser_reasons,
     reason_of,
-    refuses_strong_typing,
     start,
     version,
 )
@@ -388,7 +387,7 @@ def flavour_of(plan: bytes) -> str:
 def _build_plan(
     nv: Any, model: Path, options: Options, on_progress: Progress, here: Machine, checking: bool
 ) -> _Attempt:
-    """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
+    """Build strongly typed; else weakly typed, where this TensorRT's strong typing has gaps."""
     if options.debug:  # this process is a child, whose log nobody has set up
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     for location in external_files(model):
@@ -403,7 +402,7 @@ def _build_plan(
         return attempt().run(strong=True)
     except Refused as exc:
         first, last = _WEAK_ALLOWED
-        if not first <= version(nv) <= last or not refuses_strong_typing(exc.errors):
+        if not first <= version(nv) <= last or exc.reasons[0].damaged:
             raise
         with contextlib.suppress(Refused):
             weak = attempt().run(strong=False)
@@ -439,7 +438,7 @@ class _Attempt:
             try:
                 self._run(strong, lines)
             except FAILURES as exc:
-                raise Refused((reason_of(exc, lines),), lines.errors) from exc
+                raise Refused((reason_of(exc, lines),)) from exc
         return self
 
     def _run(self, strong: bool, lines: LogLines) -> None:
@@ -449,7 +448,7 @@ class _Attempt:
         parser: trt.OnnxParser = given(nv.OnnxParser(network, logger(nv)))  # it owns the weights
         with _with_own_axes(self.model) as model:
             if not parser.parse_from_file(str(model)):
-                raise Refused(parser_reasons(parser, lines), lines.errors)
+                raise Refused(parser_reasons(parser, lines))
         self.layers = int(network.num_layers)
         pin_linear(nv, network)
         check_inputs(network, self.model)

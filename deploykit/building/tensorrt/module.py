@@ -63,11 +63,6 @@ _DAMAGED = re.compile(
     "Failed to parse the ONNX model|Failed to import initializer|must have same input types"
     "|must be of same type"
 )
-_CAN_FAIL = re.compile(
-    "strongly[ _-]?typed|any supported formats consistent with"
-    "|Could not find any implementation for node",
-    re.IGNORECASE,
-)
 _WARNINGS = 5  # number that a note repeats
 
 
@@ -108,14 +103,6 @@ def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
     text = "; ".join(refusal.text for refusal in refusals)
     kind = BadInput if first.damaged else Unsupported
     return kind(f"{where}: {text}", hint=first.hint)
-
-
-def refuses_strong_typing(errors: Sequence[str]) -> bool:
-    """Return whether the log blames strong typing, or finds no kernel for the types that it fixes.
-
-    TensorRT 10.0 to 10.11 cannot build some strongly typed networks that build without the flag.
-    """
-    return any(_CAN_FAIL.search(line) for line in errors)
 
 
 def build_warnings(lines: Sequence[str]) -> list[str]:
@@ -177,11 +164,11 @@ FAILURES = (RuntimeError, TypeError, ValueError)  # a null pointer, a failed cal
 
 
 class Refused(Exception):  # noqa: N818 - a result of a check, not an error
-    """TensorRT's reasons against a file or a build, and the error lines of its log."""
+    """TensorRT's reasons against a file or a build."""
 
-    def __init__(self, reasons: tuple[Reason, ...], errors: Sequence[str] = ()) -> None:
+    def __init__(self, reasons: tuple[Reason, ...]) -> None:
         super().__init__(reasons[0].text)
-        self.reasons, self.errors = reasons, errors
+        self.reasons = reasons
 
 
 def given(value: _T | None) -> _T:

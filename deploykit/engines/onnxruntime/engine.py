@@ -172,14 +172,6 @@ _PREFIX = re.compile(
     r"\[ONNXRuntimeError\] : \d+ : \w+ : "
     r"(Load model from .*? failed: ?)?(This is an invalid model\. )?(Error: )?"
 )
-_CURES = {
-    "attn_mask": (
-        "ONNX Runtime needs masks of [.., queries, keys]: put an Expand before the Attention"
-    ),
-    "two nodes with same node name": (
-        "a node may have no name: with the `onnx` package set each `node.name` to '' and save"
-    ),
-}
 
 
 def reason(exc: Exception) -> str:
@@ -490,9 +482,8 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     except (*_OF_CUDA, ort_state.InvalidGraph, ValueError) as exc:
         refused = isinstance(exc, _REFUSALS)
         error = BadInput if refused or "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
-        hint = next((cure for words, cure in _CURES.items() if words in str(exc)), None)
         verb = "refused it" if refused else "failed"
-        raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}", hint=hint) from exc
+        raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}") from exc
 
 
 def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:
