@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike, torch_kind
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
 from deploykit.core.files import StrPath
@@ -169,9 +169,7 @@ def _open_both(
     opened: dict[Artefact, Engine] = {}
     for each in sorted(pair, key=lambda each: each in bare):
         if each in bare or (each in pytorch and arch is not None and not bare):
-            program = allow_pickle and torch_kind(each.path) == "torch.export"  # states its own
-            stated = program or each not in bare
-            inputs = () if stated else next(iter(opened.values())).inputs
+            inputs = next(iter(opened.values())).inputs if each in bare else ()
             engine: Engine = open_engine(
                 each, device, arch=arch, inputs=inputs, allow_pickle=allow_pickle
             )
