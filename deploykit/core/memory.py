@@ -6,7 +6,6 @@ import contextlib
 import re
 import resource
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from deploykit.core.errors import OutOfMemory, first_line
@@ -29,26 +28,12 @@ _NUMPY_ASKED = re.compile(r"Unable to allocate ([\d.]+ \w+)")
 ASKED_BYTES = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
-@dataclass(frozen=True)
-class BuildMemory:
-    """Bytes on the device that a TensorRT build takes; `activations`: the tensors between layers.
+def builder_bytes(weights_bytes: int, shared: bool) -> int:
+    """Return what a TensorRT build holds on the device: all copies of the weights, the builder.
 
     `shared`: the CPU's memory is the GPU's, so what the builder holds there counts too.
     """
-
-    weights: int
-    workspace: int
-    activations: int
-    shared: bool = False
-
-    @property
-    def held(self) -> int:
-        """Bytes for all copies of the weights, and for the builder."""
-        return _COPIES * self.weights + _BUILDER_BYTES if self.shared else self.weights
-
-    @property
-    def total(self) -> int:
-        return self.held + self.workspace + self.activations
+    return _COPIES * weights_bytes + _BUILDER_BYTES if shared else weights_bytes
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from deploykit.core.json_value import Record
 from deploykit.core.machine import memory_bytes as this_memory
-from deploykit.core.memory import BuildMemory
+from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import BY_NAME, narrowest
 from deploykit.core.profile import PowerMode, Profile
 from deploykit.graph import cost as kinds
@@ -224,7 +224,7 @@ def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
     build, shared = _LOAD_COPIES * weights, target.profile.unified_memory
     if not target.calibration:
         workspace = target.profile.workspace_bytes or 0
-        build = BuildMemory(weights, workspace, activations, shared).total
+        build = builder_bytes(weights, shared) + workspace + activations
     memory, limit_bytes = weights + activations, target.memory_bytes
     rate = found.batch / seconds if seconds else None
     watts = target.power_w

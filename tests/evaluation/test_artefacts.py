@@ -24,6 +24,7 @@ from deploykit.core.files import manifest_path
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import verify
 from deploykit.evaluation.artefacts import Made, keep, onnx_manifest, reject, stage
+from deploykit.evaluation.outputs import claim_run
 from deploykit.evaluation.verify import open_proven
 from deploykit.graph.graph import Graph
 from tests.support.bundles import proven_model
@@ -69,6 +70,14 @@ def test_changed_external_weights_are_refused(tmp_path: Path) -> None:
     data.write_bytes(data.read_bytes()[:-1] + b"\x01")
     with pytest.raises(dk.BadInput, match=r"m\.onnx\.data: is not the file"):
         dk.inspect(tmp_path / "m.onnx")
+
+
+def test_a_checkpoint_is_no_other_file_of_its_run(tmp_path: Path) -> None:
+    out = tmp_path / "m.pt"
+    state = tmp_path / "d.ckpt"
+    with pytest.raises(BadInput, match="would be overwritten"):
+        claim_run((out, state), checkpoint=state)  # neither is there yet
+    claim_run((out,), checkpoint=state)
 
 
 def test_an_error_names_no_file_of_the_folder_that_is_gone(tmp_path: Path) -> None:

@@ -306,6 +306,7 @@ def test_a_row_is_right_if_its_label_is_largest(values: np.ndarray, labels: np.n
         (VALUES, np.array([1.5, 0.0, 1.0]), r"labels are float64\[3\]"),
         (VALUES, np.array([[0.3, 0.7], [1, 0], [0, 1]]), "labels are float64"),
         (VALUES, np.array([[0, 0, 1]] * 3), r"labels are int64\[3, 3\]"),
+        (VALUES, np.array([[1, 1], [1, 0], [0, 1]]), r"labels are int64\[3, 2\]"),
         (VALUES, np.array(["cat", "dog", "cat"]), r"labels are <U3\[3\]"),
         (VALUES, np.array([1, 0, 2]), "2 classes"),
         (VALUES[:2], np.array([1, 0, 1]), "samples, classes"),
@@ -960,6 +961,14 @@ def test_a_node_without_a_name_is_named_by_its_tensor_and_other_names_do_not_div
     other = chain(2)
     other.graph.node[0].output[0] = other.graph.output[0].name = "other"
     assert first_divergence(Graph(chain(1)), Graph(other), FIVE_ONES, 0.1) is None
+
+
+def test_boxes_are_counted_over_all_images() -> None:
+    rows = np.array([[[0, 0, 4, 4, 0.9, 1]], [[1, 1, 5, 5, 0.8, 2]]], np.float32)
+    others = rows.copy()
+    others[1, 0, 5] = 3  # another class: neither side has this box of the other
+    (found,) = pair({"y": rows}, {"y": others})[2].values()
+    assert (found.matched, found.total, found.images) == (1, 3, ((1, 1), (0, 2)))
 
 
 LOWEST = float(np.finfo(np.float32).min)

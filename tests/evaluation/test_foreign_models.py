@@ -159,7 +159,7 @@ def test_a_refusal_says_that_the_weights_are_in_the_body_of_an_if(tmp_path: Path
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_two_nodes_of_one_name_are_refused_with_the_cure(tmp_path: Path, inner: bool) -> None:
+def test_two_nodes_of_one_name_are_refused(tmp_path: Path, inner: bool) -> None:
     body = "h = Relu(x) y = Neg(h)"
     if inner:
         bodies = "then_branch = t () => (float[N,4] t) { h = Relu(x) t = Neg(h) }"
@@ -172,9 +172,8 @@ def test_two_nodes_of_one_name_are_refused_with_the_cure(tmp_path: Path, inner: 
         node.name = "twin"
     onnx.save(model, path)
     for verb, *arguments in ((dk.load, path), (dk.build, path, "cpu"), (dk.compare, path, path)):
-        with pytest.raises(dk.BadInput, match="ONNX Runtime refused it: two nodes") as caught:
+        with pytest.raises(dk.BadInput, match="ONNX Runtime refused it: "):
             verb(*arguments)
-        assert "set each `node.name` to ''" in caught.value.hint
     for node in nodes:
         node.name = ""
     onnx.save(model, path)
@@ -208,8 +207,8 @@ def test_an_operator_that_others_define_in_float32_stays_in_it(tmp_path: Path) -
     dk.load(made.path).close()
 
 
-def test_sums_of_integers_are_scaled_in_float32(tmp_path: Path) -> None:
-    """As ONNX Runtime's dynamic quantizer leaves them; as float16 they would be infinite.
+def test_integers_that_each_call_scales_are_not_cast(tmp_path: Path) -> None:
+    """As ONNX Runtime's dynamic quantizer leaves them; as float16 their sums would be infinite.
 
     With these weights the outputs of a single random row are near 0, and its SQNR is 10 dB.
     """
@@ -217,7 +216,8 @@ def test_sums_of_integers_are_scaled_in_float32(tmp_path: Path) -> None:
     head = "(float[N,512] x) => (float[N,4] y)"
     path = write_text(tmp_path, head, "q = MatMul(x, W) y = Relu(q)", {"W": weights})
     integers = dk.quantize(path, "int8-dynamic").path
-    assert dk.quantize(integers, "fp16").evaluation.sqnr_db > 40
+    with pytest.raises(dk.BadInput, match="multiplies integers that each call scales"):
+        dk.quantize(integers, "fp16")
 
 
 def test_strings_are_calibrated_on_recorded_and_replayed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from deploykit.core.extras import installed
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import find_source
 from deploykit.evaluation.golden import prove_batch
-from deploykit.evaluation.predict import PartialOutputs
+from deploykit.evaluation.predict import PartialOutputs, SampleAxes
 from tests.support import onnx_zoo, string_labels
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs.small import parse
@@ -245,6 +246,15 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path, save: Callable[..
             tracemalloc.stop()
     assert peaks[1] - peaks[0] < 20e6
     assert np.load(tmp_path / "out.npz")["y"].shape == (200_000, 80)
+
+
+def test_the_samples_lie_along_the_named_axis_of_an_output() -> None:
+    inputs = (TensorSpec("x", "float32", ("batch", 4)),)
+    shape = ("T", "batch", 8)
+    engine: Any = SimpleNamespace(inputs=inputs, outputs=(TensorSpec("y", "float32", shape),))
+    axes = SampleAxes(engine, {"x": 0})
+    assert axes.find("y", (2, 2, 8), 2) == 1  # T may be as long as the batch
+    assert SampleAxes(engine, {"x": 0}).find("z", (3, 2, 8), 2) == 0  # nothing is known of it
 
 
 def write(head: str, body: str, folder: Path) -> Path:

@@ -312,6 +312,8 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
             assert "Interval" not in html
             assert len(repr(result)) < 2000
     assert len(repr(replace(simulated(1), title="long" * 1000))) < 2000
+    many = dk.Answered(Path("m"), "classify", "cpu", tuple(map(str, range(50))), ())
+    assert "19 and 30 more" in many._repr_html_()
     with dk.serve({"m": model}, grpc_port=None) as server:
         assert f'<a href="{server.url}">' in server._repr_html_()
 

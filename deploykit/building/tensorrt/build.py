@@ -48,7 +48,7 @@ from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsuppor
 from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
-from deploykit.core.memory import BuildMemory
+from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import ALL
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import load_plugins
@@ -74,7 +74,7 @@ def workspace_that_fits(model: Path, options: Options) -> int | None:
     if asked is None or free is None:
         return asked
     weights = sum(file.stat().st_size for file in onnx_files(model))
-    held = BuildMemory(weights, asked, 0, shared).held
+    held = builder_bytes(weights, shared)
     if free - held < min(asked, LEAST_WORKSPACE):
         raise Unsupported(
             f"{model}: building needs {mib(held)} of GPU memory for "
