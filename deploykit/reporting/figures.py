@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
-from deploykit.evaluation.formatting import MISSING, SPACE, number
-from deploykit.evaluation.html_tables import Json
+from deploykit.evaluation.formatting import MISSING, SPACE, Json, number
 from deploykit.evaluation.latency import percentile_ms
 from deploykit.reporting.charts import BOUND, Chart, Mark, Series
 from deploykit.reporting.tables import (

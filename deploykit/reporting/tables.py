@@ -12,14 +12,16 @@ from typing import Any
 from deploykit.evaluation.formatting import (
     MISSING,
     SPACE,
+    Json,
     Table,
     count,
     number,
+    or_infinite,
+    parity_table,
     percent,
     points,
     spread,
 )
-from deploykit.evaluation.html_tables import Json, or_infinite, parity_table
 
 NOT_MEASURED = "not measured"
 _PERCENTILES = ("p50_ms", "p90_ms", "p99_ms")

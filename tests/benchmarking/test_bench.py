@@ -184,7 +184,7 @@ def test_a_report_records_the_power_mode_and_the_heat_of_a_jetson(
 ) -> None:
     root = write_files(tmp_path / "root", ORIN_NANO)
     made, here = Devices.__init__, replace(this_machine(), l4t="36.4.3", gpus=())
-    monkeypatch.setattr(Devices, "__init__", lambda self, *_: made(self, root))
+    monkeypatch.setattr(Devices, "__init__", lambda self, _: made(self, root))
     monkeypatch.setattr("deploykit.benchmarking.bench.this_machine", lambda: here)
     mode = {"var/lib/nvpmodel/status": "pmode:0000"}
     mode["etc/nvpmodel.conf"] = "< POWER_MODEL ID=0 NAME=15W >"
