@@ -261,26 +261,27 @@ def _decided_by(document: Json, parity: Json) -> str:
 
 
 def plain_table(title: str, rows: Iterable[Json], note: str = "") -> Table:
-    """Return a table with a column for each key of `rows`, except those that hold nothing."""
+    """Return a table with a column for each key of `rows`, except those of objects and of ""."""
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [_cell(name, row.get(name)) for row in rows] for name in names}
-    columns = {name: cells for name, cells in columns.items() if {*cells} != {MISSING}}
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
     strings = [any(isinstance(row.get(name), str) for row in rows) for name in columns]
     titles = tuple(re.sub("bytes$", "MB", name.replace("_", " ")) for name in columns)
     text = tuple(at for at, is_text in enumerate(strings) if is_text)
-    return Table(title, titles, tuple(zip(*columns.values(), strict=True)), text, note)
+    cells = ((cell or MISSING for cell in row) for row in zip(*columns.values(), strict=True))
+    return Table(title, titles, tuple(map(tuple, cells)), text, note)
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a string, a number or an interval as a cell; bytes in MB; "–" for what is none."""
-    if isinstance(value, Mapping) and "low" in value:
+    """Return a string, a number or an interval as a cell, "–" for None; bytes in MB; else ""."""
+    if value is None or (isinstance(value, Mapping) and "low" in value):
         return spread(value)
     if isinstance(value, (int, float)):
         if name.endswith("bytes"):
             return number(value / 1e6)
         return count(value) if isinstance(value, int) else number(value)
-    return value if isinstance(value, str) and value else MISSING
+    return value if isinstance(value, str) else ""
 
 
 def gates(document: Json) -> Table:
