@@ -35,7 +35,6 @@ Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the
 METHODS = ("mixed", "percentile", "mse", "minmax")  # the first is the default
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # limit of one batch's activations, and of kept outputs
-Stored: TypeAlias = tuple[np.ndarray, np.ndarray]  # a weight: its scale, its numbers
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 _REDUCED = "{}/deploykit.{}"  # the name of an output: the tensor, the reduction
 
@@ -62,8 +61,7 @@ class Calibration:
     `ranges`: every value seen, for the range guard of float16. `clipped`: what INT8 scales should
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
-    "minmax". `weights`: caches what `to_pairs` made of them, which no range changes; None caches
-    nothing. `outputs`: the model's, for batches of samples that the caller named.
+    "minmax". `outputs`: the model's, for batches of samples that the caller named.
     """
 
     ranges: Mapping[str, Range]
@@ -72,7 +70,6 @@ class Calibration:
     method: str
     cut: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    weights: dict[tuple[str, int | None, float], Stored] | None = None
     outputs: tuple[Kept, ...] = ()
 
     def using(self, method: str) -> Calibration:

@@ -1,12 +1,11 @@
 """Store numbers in fewer bits: scales, and the steps of INT8, INT4 and FP8.
 
-real = stored * scale. Large arrays are converted in parts, to need little memory.
+real = stored * scale.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import onnx
@@ -141,7 +140,6 @@ def _count_values(places: np.ndarray, weights: np.ndarray | None = None) -> np.n
 
 FP8, INT4 = map(helper.tensor_dtype_to_np_dtype, (TensorProto.FLOAT8E4M3FN, TensorProto.INT4))
 FP8_PEAK = BY_NAME["fp8"].max_stored  # the largest E4M3 number
-_PART = 1 << 20  # values at a time
 
 
 def channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
@@ -179,10 +177,9 @@ def int8_steps(values: np.ndarray, scale: np.ndarray, axis: int | None) -> np.nd
     """`values` in steps of `scale`, rounded to even, in -127..127; the shape of `values`."""
     if axis is not None:
         scale = scale.reshape([-1 if place == axis else 1 for place in range(values.ndim)])
-    at, found = np.broadcast_to(scale, values.shape), np.empty(values.shape, np.int8)
-    for part in _rows(values):
-        found[part] = np.clip(np.rint(values[part] / at[part]), -127, 127)
-    return found
+    steps = np.asarray(values / scale)
+    np.rint(steps, out=steps)
+    return np.clip(steps, -127, 127, out=steps).astype(np.int8)
 
 
 def fp8_numbers(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -190,10 +187,7 @@ def fp8_numbers(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
     Values above 448 become 448: P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
-    found = np.empty(values.shape, FP8)
-    for part in _rows(values):
-        found[part] = np.clip(values[part] / scale, -FP8_PEAK, FP8_PEAK)
-    return found
+    return np.asarray(np.clip(values / scale, -FP8_PEAK, FP8_PEAK)).astype(FP8)
 
 
 def int4_steps(
@@ -214,13 +208,3 @@ def int4_steps(
     if axis == 0:
         return steps, scale
     return np.ascontiguousarray(steps.T), np.ascontiguousarray(scale.T)
-
-
-def _rows(values: np.ndarray) -> Iterator[tuple[slice, ...]]:
-    """Slices along axis 0 of about `_PART` values each; all at once for a scalar."""
-    if not values.ndim:
-        yield ()
-        return
-    rows = max(1, _PART * len(values) // max(values.size, 1))
-    for start in range(0, len(values), rows):
-        yield (slice(start, start + rows),)

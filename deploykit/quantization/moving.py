@@ -3,11 +3,13 @@
 ONNX Runtime has integer kernels only for nodes whose outputs have scales, too. A graph written for
 TensorRT has none there, so `to_pairs` records the ranges of those tensors in the graph's metadata.
 Taking the pairs out and writing them anew gives what `to_pairs` would have written from the start,
-but for the last bit of a weight's scale. For a graph of another tool the ranges are measured.
+but for the last bit of a weight's scale. In a graph of another tool the ranges follow from its own
+scales, or are measured.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,43 +23,53 @@ from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import read_names
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.qdq import RANGES_KEY, to_pairs
-from deploykit.quantization.qdq_placement import operators, quantizable_nodes
+from deploykit.quantization.qdq_placement import MOVES, operators, place_pairs, quantizable_nodes
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
 
 def move_pairs(
-    source: Graph, runtime: str, measure: Callable[[Graph], Mapping[str, Range]] | None = None
-) -> Graph | None:
-    """Return the graph with its INT8 pairs placed for `runtime`. Nodes in float32 stay so.
+    source: Graph,
+    runtime: str,
+    measure: Callable[[Graph], Mapping[str, Range]] | None = None,
+    *,
+    derive: bool = False,
+) -> tuple[Graph, list[str]] | None:
+    """Return the graph with its INT8 pairs placed for `runtime`, and the tensors without a range.
 
-    `measure`: returns the ranges in the graph without pairs; without it those are taken that
-    `to_pairs` recorded. None for a graph without ranges, or that is not INT8 in float32.
+    These stay float, as do nodes in float32. None for a graph that is not INT8 in float32, or whose
+    ranges `to_pairs` did not record, unless the scales of its pairs and those that follow from them
+    do, with `derive`, or `measure`, which finds the others in the graph without pairs.
     """
-    recorded = {} if measure else _read_ranges(source)
-    plain = None if recorded is None else _without_pairs(source)
-    if recorded is None or plain is None:
+    recorded = _read_ranges(source)
+    plain = _without_pairs(source) if recorded or measure or derive else None
+    if plain is None:
         return None
-    graph, kept, seen = plain
-    ranges = dict(measure(graph) if measure else recorded)
-    if measure:  # what a pair can hold, but from 0 on after a Relu
-        own = {n: Range(r.low if ranges[n].low < 0 else 0.0, r.high) for n, r in seen.items()}
-        ranges |= own
+    graph, floats, seen = plain
     editor = Editor(graph)
     fold(editor)
     could = {editor.graph.node[n].name for n in quantizable_nodes(editor, operators(runtime))}
-    calibration = Calibration(ranges, ranges, 0, "recorded")
-    return to_pairs(graph, calibration, runtime=runtime, keep_float32=could.intersection(kept))
+    kept = could.intersection(floats)
+    scaled = place_pairs(editor, runtime, keep_float32=kept).scaled
+    ranges = recorded
+    if measure or derive:
+        ranges = _follow(editor, seen, scaled)
+    if measure:
+        ranges = {**measure(graph), **{name: ranges[name] for name in seen}}
+    every = dict.fromkeys(graph.element_types, Range(-np.inf, np.inf))
+    calibration = Calibration({}, {**every, **ranges}, 0, "recorded")
+    placed = to_pairs(graph, calibration, runtime=runtime, keep_float32=kept)
+    return placed, sorted(set(scaled.values()) - ranges.keys())
 
 
-def _read_ranges(source: Graph) -> dict[str, Range] | None:
-    """Read the ranges that `to_pairs` recorded; None where they are missing or malformed."""
+def _read_ranges(source: Graph) -> dict[str, Range]:
+    """Read the ranges that `to_pairs` recorded; none where they are missing or malformed."""
     entries = {entry.key: entry.value for entry in source.model.metadata_props}
     try:
         found = json.loads(entries[RANGES_KEY])
         return {str(name): Range(float(low), float(high)) for name, (low, high) in found.items()}
     except (KeyError, ValueError, TypeError, AttributeError):
-        return None
+        return {}
 
 
 def _without_pairs(source: Graph) -> tuple[Graph, list[str], dict[str, Range]] | None:
@@ -141,3 +153,66 @@ def _range_of_pair(editor: Editor, node: onnx.NodeProto) -> Range:
     step, shift, held = float(scale.max()), float(zero.max()), np.iinfo(zero.dtype)
     least = -127 if held.min < 0 and shift == 0 else held.min - shift
     return Range(least * step, (held.max - shift) * step)
+
+
+def _follow(
+    editor: Editor, seen: Mapping[str, Range], shared: Mapping[str, str]
+) -> dict[str, Range]:
+    """Return the ranges of pairs, and of the tensors that these bound.
+
+    A pair clips what it holds, so what is clipped after an operator may be clipped before it, where
+    nothing else reads it. `shared`: tensor -> the one whose scale it shares.
+    """
+    makers = {name: node for node in editor.graph.node for name in node.output}
+    reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
+    found: dict[str, Range] = {}
+
+    def note(name: str, bound: Range) -> None:
+        for each in (name, shared.get(name, name)):
+            least = _least(editor, makers.get(each))
+            found.setdefault(each, Range(max(bound.low, least), bound.high))
+
+    for name, bound in seen.items():
+        note(name, bound)
+    for node in reversed(editor.graph.node):
+        if node.op_type == "Sigmoid":
+            note(node.output[0], Range(0.0, 1.0))
+        elif all(name in found for name in node.output):
+            out = functools.reduce(Range.merge, (found[name] for name in node.output))
+            for place, name in enumerate(node.input):
+                other = node.input[1 - place] if len(node.input) == 2 else ""
+                gate = makers.get(other)
+                gated = gate is not None and gate.op_type == "Sigmoid" and gate.input[0] == name
+                before = _before(node.op_type, out, found.get(other), gated=gated)
+                # the gate reads it too
+                if before and reads[name] == list(node.input).count(name) + gated:
+                    note(name, before)
+    return found
+
+
+def _least(editor: Editor, node: onnx.NodeProto | None) -> float:
+    """Return the lower bound of an activation's result."""
+    if node is not None and node.op_type in ("Relu", "Sigmoid"):
+        return 0.0
+    if (
+        node is not None
+        and node.op_type == "Clip"
+        and set(node.input[1:2]) & editor.constants.keys()
+    ):
+        return float(editor.array(node.input[1]).max())
+    return -np.inf
+
+
+def _before(kind: str, out: Range, other: Range | None, *, gated: bool) -> Range | None:
+    """Return what an operator's input may be clipped to if its result is clipped to `out`."""
+    if kind in ("Concat", "Relu", "Clip") or kind in MOVES:
+        return out
+    if kind == "Add" and other is not None:
+        return Range(out.low - other.high, out.high - other.low)
+    if kind != "Mul" or not gated:
+        return None
+    # the range of x for x * sigmoid(x) in `out`; left of its minimum, at -1.278, a usual peak
+    x = np.linspace(-1.278, out.high + 1.3, 4096)
+    y = x / (1 + np.exp(-x))
+    high = float(np.interp(out.high, y, x))
+    return Range(float(np.interp(out.low, y, x)) if out.low > y[0] else -max(high, 2.0), high)

@@ -20,7 +20,7 @@ from deploykit.core.precision import BY_NAME, Precision
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph
-from deploykit.quantization.calibrate import Calibration, Stored
+from deploykit.quantization.calibrate import Calibration
 from deploykit.quantization.formats import (
     FP8,
     TINY,
@@ -204,24 +204,12 @@ class _Writer:
         name = node.input[1]
         axis = None if self.float8 else channel_axis(node, len(self.editor.constants[name].dims))
         if (name, axis) not in self.done:
-            scale, values = self._quantize(name, axis)
-            kind = "float8" if self.float8 else "int8"
-            stored = self.editor.store(f"{name}_{kind}", values)
+            values, kind = self.editor.array(name), "float8" if self.float8 else "int8"
+            scale = weight_scale(values, axis, name, self.max_stored)
+            steps = fp8_numbers(values, scale) if self.float8 else int8_steps(values, scale, axis)
+            stored = self.editor.store(f"{name}_{kind}", steps)
             self.done[name, axis] = self._dequantize(name, stored, np.int8, scale, axis)
         return self.done[name, axis]
-
-    def _quantize(self, name: str, axis: int | None) -> Stored:
-        """Return the scale and the numbers of a weight, which no calibrator changes."""
-        shared, key = self.calibration.weights, (name, axis, self.max_stored)
-        if shared is not None and key in shared:
-            return shared[key]
-        values = self.editor.array(name)
-        scale = weight_scale(values, axis, name, self.max_stored)
-        stored = fp8_numbers(values, scale) if self.float8 else int8_steps(values, scale, axis)
-        found = scale, stored
-        if shared is not None:
-            shared[key] = found
-        return found
 
     def _bias(self, node: onnx.NodeProto, names: list[str], at: Scale) -> None:
         """ONNX Runtime's QLinearConv adds an INT32 bias in steps of input times weight scale."""

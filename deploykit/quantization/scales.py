@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -37,9 +37,8 @@ from deploykit.quantization.formats import transposed
 from deploykit.quantization.qdq_placement import quantizable_nodes
 
 # The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations
-LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
-# A calibrator must gain a quarter of a decibel on the first few samples, or it is dropped.
-FEW, WORTH = 8, 0.06
+LEAST_SHARE, OPERATIONS = 1 / 8, 5e10
+FEW, WORTH = 8, 0.06  # samples per call; the share of the noise that a choice must gain: 0.27 dB
 OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
 
 # the number of samples, the inputs, and the model's outputs
@@ -144,31 +143,16 @@ class _Trials:
 
         The second result is the noise of each sample.
         """
-        cut, shared = calibration.cut, replace(calibration, weights={})
-        twins = {each: next(other for other in cut if cut[other] == cut[each]) for each in cut}
-        first, *others = dict.fromkeys(twins.values())
-        noise: dict[str, np.ndarray] = {}
-
-        def run(methods: Iterable[str], batches: Batches) -> None:
-            for method in methods:
-                found = self.noise(replace(scales, calibration=shared.using(method)), batches)
-                noise[method] = np.concatenate([noise.get(method, found[:0]), found])
-
-        few = math.ceil(FEW / max(self.batches[0][0], 1))
-        run([first, *(each for each in others if each != "minmax")], self.batches[:few])
-        near = noise.get(twins["percentile"])  # which cuts more: where it lost, minmax loses more
-        works = math.isfinite(noise[first].mean())
-        if "minmax" in others and (near is None or not works or _gains(noise[first], near)):
-            run(["minmax"], self.batches[:few])
-        left = [each for each in noise if each != first and _gains(noise[first], noise[each])]
-        if self.batches[few:] and left:
-            run([first, *left], self.batches[few:])
-        best = least_noise({each: noise[each] for each in (first, *left)})
-        noise |= {each: noise[twin] for each, twin in twins.items() if twin in noise}
+        cut, noise = calibration.cut, dict[str, np.ndarray]()
+        for method, ranges in cut.items():
+            twin = next((other for other in noise if cut[other] == ranges), None)
+            trial = replace(scales, calibration=calibration.using(method))
+            noise[method] = noise[twin] if twin else self.noise(trial)
+        best = least_noise(noise)
         record = scales.record and replace(scales.record, method=best, sqnr_db=self._sqnr_db(noise))
         return replace(scales, calibration=calibration.using(best), record=record), noise[best]
 
-    def noise(self, scales: Scales, batches: Batches) -> np.ndarray:
+    def noise(self, scales: Scales) -> np.ndarray:
         """Return the noise of each sample at the outputs with these scales."""
         typed, _ = convert(
             scales.graph,
@@ -183,7 +167,7 @@ class _Trials:
         else:
             engine = open_as_written(graph.path)  # optimised, it would hold float32 weights, too
         with engine:
-            return _noise(engine, batches)
+            return _noise(engine, self.batches)
 
     def _sqnr_db(self, noise: Mapping[str, np.ndarray]) -> dict[str, float]:
         shares = {method: float(rows.mean()) for method, rows in noise.items()}
@@ -196,17 +180,14 @@ class _Trials:
 
 
 def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Iterator[np.ndarray]:
-    """Batches of calibration samples, by their numbers, from the beginning to the end of the data.
-
-    The first few batches are spread over the data as well.
-    """
+    """Batches of calibration samples, by their numbers; the first ones span all data as well."""
     least, used = calib.batching(batch_size, source.inputs)
     costs = cost.node_costs(source, axis_sizes(calib, source.inputs, 1))
     operations = sum(each.flops or 0 for each in costs)
     wanted = max(least, int(used * LEAST_SHARE), int(OPERATIONS / max(operations, 1)))
     places = np.arange(0, used, max(1, used // wanted))
-    early = places[:: max(1, len(places) // FEW)][:FEW]
-    places = np.concatenate([early, np.setdiff1d(places, early)])
+    turns = max(1, len(places) // FEW)
+    places = np.concatenate([places[turn::turns] for turn in range(turns)])
     size, _ = calib.batching(min(FEW, batch_size), source.inputs)
     whole = len(places) if size < least else len(places) // size * size  # a fixed batch is filled
     for start in range(0, whole, size):
@@ -219,17 +200,17 @@ def _gains(first: np.ndarray, other: np.ndarray) -> bool:
 
 
 def least_noise(noise: Mapping[str, np.ndarray]) -> str:
-    """Return the first, or one that makes less noise by more than chance would: a standard error.
+    """Return the first, or one that makes less noise: by WORTH, and by a standard error.
 
     The least alone is a choice by few samples: what it wins on these it may lose on all others.
     """
     first = next(iter(noise))
     for method in sorted(noise, key=lambda each: float(noise[each].mean())):
-        if method == first:
-            break
-        rows = min(len(noise[first]), len(noise[method]))
-        less = noise[first][:rows] - noise[method][:rows]
-        if not math.isfinite(less.mean()) or less.mean() > less.std() / math.sqrt(max(rows - 1, 1)):
+        less = noise[first] - noise[method]
+        if _gains(noise[first], noise[method]) and (
+            not math.isfinite(less.mean())
+            or less.mean() > less.std() / math.sqrt(max(len(less) - 1, 1))
+        ):
             return method
     return first
 

@@ -65,7 +65,7 @@ def to_weight_only(
             out_axis = channel_axis(node, 2)
             key = (node.input[1], out_axis or 0)
             if key not in done:
-                made = _WRITERS[precision.dtype](editor, node.input[1], key[1])
+                made = _store(editor, node.input[1], key[1], precision.bits)
                 nodes.append(made)
                 done[key] = made.output[0]
             node.input[1] = done[key]
@@ -93,27 +93,23 @@ def _block_of(inputs: int) -> int:
     return next((size for size in _BLOCKS if inputs % size == 0), 0)
 
 
-def _int8(editor: Editor, name: str, axis: int) -> onnx.NodeProto:
-    values = editor.array(name)
+def _store(editor: Editor, name: str, axis: int, bits: int) -> onnx.NodeProto:
+    """Store a weight, `axis` being that of its outputs; return the DequantizeLinear that reads it.
+
+    Blocks of INT4 run along the axis of the inputs.
+    """
+    values, out = editor.array(name), editor.fresh(f"{name}_dequantized")
+    if bits == 4:
+        axis, size = 1 - axis, _block_of(values.shape[1 - axis])
+        steps, scale = int4_steps(values, axis, size, name)
+        inputs = [editor.store(f"{name}_int4", steps.astype(INT4))]
+        inputs.append(editor.store(f"{name}_scale", scale))
+        return editor.node("DequantizeLinear", inputs, out, axis=axis, block_size=size)
     scale = weight_scale(values, axis, name)
-    stored = editor.store(f"{name}_int8", int8_steps(values, scale, axis))
-    inputs = [stored, editor.store(f"{name}_scale", scale)]
+    inputs = [editor.store(f"{name}_int8", int8_steps(values, scale, axis))]
+    inputs.append(editor.store(f"{name}_scale", scale))
     inputs.append(editor.store(f"{name}_zero_point", np.zeros(scale.shape, np.int8)))
-    return editor.node("DequantizeLinear", inputs, editor.fresh(f"{name}_dequantized"), axis=axis)
-
-
-def _int4(editor: Editor, name: str, out_axis: int) -> onnx.NodeProto:
-    """Blocks run along the axis of the inputs."""
-    values, axis = editor.array(name), 1 - out_axis
-    size = _block_of(values.shape[axis])
-    steps, scale = int4_steps(values, axis, size, name)
-    stored = editor.store(f"{name}_int4", steps.astype(INT4))
-    at = editor.store(f"{name}_scale", scale)
-    out = editor.fresh(f"{name}_dequantized")
-    return editor.node("DequantizeLinear", [stored, at], out, axis=axis, block_size=size)
-
-
-_WRITERS = {"int8": _int8, "int4": _int4}  # called with (editor, weight, axis of the outputs)
+    return editor.node("DequantizeLinear", inputs, out, axis=axis)
 
 
 # INT8 whose activations are scaled in each call: MatMul, Gemm, LSTM for ONNX Runtime. It needs no

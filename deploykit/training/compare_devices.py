@@ -24,8 +24,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.formatting import MISSING, Table, count, spread
-from deploykit.evaluation.html_tables import html_table
+from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread
 from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting import html
@@ -424,12 +423,15 @@ def _tables(table: DeviceTable) -> list[Table]:
 
 def _chart(table: DeviceTable) -> Chart:
     rows = [row for row in table.rows if row.samples_per_s is not None]
+    batches = sorted({row.batch for row in rows})
+    crossings = {each["batch"] for each in table.crossovers[:1]} - {*batches[:1]}
     series = dict[str, list[Mark]]()
     for row in rows:
         rate = row.samples_per_s or Interval(0.0, 0.0, 0.0)
-        mark = Mark(float(row.batch), rate.value, rate.low, rate.high)
+        crossed = row.device == "cuda" and row.batch in crossings
+        text = f"CPU wins below {row.batch}" * crossed
+        mark = Mark(float(row.batch), rate.value, rate.low, rate.high, text)
         series.setdefault(_setup(row)[0], []).append(mark)
-    batches = sorted({row.batch for row in rows})
     return Chart(
         title="Training speed against batch size",
         finding=next((each for each in table.verdict if "GPU" in each), ""),

@@ -320,27 +320,12 @@ def test_samples_to_choose_on_are_spread(outliers: Path, monkeypatch: pytest.Mon
     assert 32 <= sum(map(len, batches)) <= 64
 
 
-def test_minmax_is_tried_too_where_the_others_fail(
-    outliers: Path, data: Path, monkeypatch: pytest.MonkeyPatch, unsmoothed: None
-) -> None:
-    tried: list[str] = []
-
-    def noise(_: Any, trial: scales.Scales, batches: scales.Batches) -> np.ndarray:
-        tried.append(trial.calibration.method)
-        return np.full(sum(len(inputs["x"]) for _, inputs, _ in batches), np.inf)
-
-    monkeypatch.setattr("deploykit.quantization.scales._Trials.noise", noise)
-    monkeypatch.setattr(calibrating, "_cut", lambda _a, _b, name: Range(-1.0, len(name)))
-    assert quantize(outliers, "int8", data)[1].method == "mixed"
-    assert tried[-1] == "minmax"
-
-
 def test_a_calibrator_has_to_win_by_more_than_chance() -> None:
     """One sample on which the first is bad says nothing: it would be bad with the others too."""
     once = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0])
     always = np.full(8, 1.25)
     for first, chosen in ((once, "mixed"), (always, "mse")):
-        assert scales.least_noise({"mixed": first, "mse": np.full(8, 1.2)}) == chosen
+        assert scales.least_noise({"mixed": first, "mse": np.full(8, 1.1)}) == chosen
     assert scales.least_noise({"mixed": np.full(8, np.inf), "mse": once}) == "mse"
     assert scales.least_noise({"mixed": always, "mse": np.full(8, np.inf)}) == "mixed"
 

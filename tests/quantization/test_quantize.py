@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,10 @@ import pytest
 import deploykit as dk
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
-from deploykit.core.evidence import SearchStep
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import share_outputs
 from deploykit.quantization.scales import noise_share
-from deploykit.quantization.search import Budget, Level, MeasuredCost, Search, Verdict, rank, search
+from deploykit.quantization.search import Level, MeasuredCost, Search, Verdict, rank
 from tests.support.graphs.small import parse
 from tests.support.onnx_zoo import mnist_like, overflow, save
 
@@ -385,20 +384,18 @@ class Network:
     evaluated: list[Made] = field(default_factory=list)
     ranked: list[str] = field(default_factory=list)
 
-    def level(self, precision: str) -> Level:
-        def make(float32_nodes: frozenset[str]) -> Made:
-            if precision == self.refused:
-                raise BadInput("nothing to quantize")
-            return precision, float32_nodes
+    def make(self, level: Level, float32_nodes: frozenset[str]) -> Made:
+        if level.precision == self.refused:
+            raise BadInput("nothing to quantize")
+        return level.precision, float32_nodes
 
-        def sensitivity(name: str) -> float:
-            self.now += 1
-            self.ranked.append(name)
-            return self.bad[precision].get(int(name[1:]), 0.0)
+    def sensitivity(self, level: Level, name: str) -> float:
+        self.now += 1
+        self.ranked.append(name)
+        return self.bad[level.precision].get(int(name[1:]), 0.0)
 
-        names = tuple(f"n{number}" for number in range(self.nodes))
-        bits = 8 if "8" in precision else 16
-        return Level(precision, bits, names, make, self.cost_s, sensitivity, lambda _: 0.008)
+    def saving_s(self, _level: Level, _name: str) -> float:
+        return 0.008
 
     def cost_s(self, made: Made) -> float:
         narrow_s = {**NARROW_S, **self.narrow_s}[made[0]]
@@ -410,16 +407,13 @@ class Network:
         drop = sum(bad for number, bad in self.bad[made[0]].items() if f"n{number}" not in made[1])
         return Verdict(drop <= LIMIT, drop, f"drop {drop:.2f}")
 
-    def search(
-        self, budget_s: float = math.inf, on_step: Callable[[SearchStep], object] = lambda _: None
-    ) -> Search:
-        return search(
-            [self.level(precision) for precision in self.bad],
-            self.evaluate,
-            float32_cost_s=0.01 * self.nodes,
-            budget=Budget(0.0, budget_s, lambda: self.now),
-            on_step=on_step,
-        )
+    def search(self, seconds: float = math.inf, float32_s: float | None = None) -> Search:
+        names = tuple(f"n{number}" for number in range(self.nodes))
+        levels = [Level(name, 8 if "8" in name else 16, names) for name in self.bad]
+        float32_s = 0.01 * self.nodes if float32_s is None else float32_s
+        outcome = Search(self, levels, float32_s, seconds, lambda: self.now)
+        outcome.run()
+        return outcome
 
 
 @pytest.mark.parametrize(
@@ -430,12 +424,14 @@ class Network:
         ([0.97, 0.97, 0.96, 0.97], "5% less is asked for"),
     ],
 )
-def test_a_measured_gain_counts_if_it_is_more_than_chance(rounds: list[float], note: str) -> None:
+def test_a_measured_gain_counts_if_it_is_more_than_chance(
+    rounds: list[float], note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = Network(10, {"int8": {}})
     costs = [MeasuredCost(0.1), MeasuredCost(0.1)]
     costs[0].rounds, costs[1].rounds = rounds, [1.0] * len(rounds)
-    level = replace(network.level("int8"), cost_s=lambda _: costs[0])
-    outcome = search([level], network.evaluate, float32_cost_s=costs[1], budget=Budget(0.0))
+    monkeypatch.setattr(network, "cost_s", lambda _: costs[0])
+    outcome = network.search(float32_s=costs[1])
     assert (outcome.best is not None) == (not note)
     assert note in "".join(outcome.notes)
 
@@ -462,16 +458,16 @@ DEAR = "INT8 is not worth it here"
 RESULTS = {  # what is seen -> network, what is kept, and how the first note begins
     "beyond-repair": (
         Network(4, {"int8": fails(4), "fp16": {}}),
-        *(("fp16", 0), f"{FEW.format('1 of 4 nodes')}; with 2 it is not"),
+        *(("fp16", 0), f"{FEW.format('1 of 4 node(s)')}; with 2 it is not"),
     ),
     "repaired-too-dear": (  # with 8 of 20 nodes in float32, INT8 takes 104 ms, FP16 100 ms
         Network(20, {"int8": fails(8), "fp16": {}}),
-        *(("fp16", 0), f"{FEW.format('6 of 20 nodes')}; with 7 it is not worth it: 96 ms "),
+        *(("fp16", 0), f"{FEW.format('6 of 20 node(s)')}; with 7 it is not worth it: 96 ms "),
     ),
     "repaired-cheaper": (Network(20, {"int8": fails(6), "fp16": {}}), ("int8", 6), ""),
     "saves-too-little": (
         Network(10, {"int8": {}, "fp16": {}}, {"int8": 0.0049}),
-        *(("fp16", 0), f"{DEAR}: 49 ms against 50 ms in FP16, 2.0% less; 5% less is asked"),
+        *(("fp16", 0), f"{DEAR}: 49 ms against 50 ms in FP16; 5% less is asked for"),
     ),
     "saves-too-little-but-the-wider-fails": (
         *(Network(10, {"int8": {}, "fp16": fails()}, {"int8": 0.0049}), ("int8", 0), ""),
@@ -481,7 +477,7 @@ RESULTS = {  # what is seen -> network, what is kept, and how the first note beg
         *(("float32", 0), "FP16 is not worth it here: 99 ms against 100 ms in FLOAT32"),
     ),
     "nothing-passes": (
-        *(Network(3, {"int8": fails(3)}), ("float32", 0), FEW.format("2 of 3 nodes")),
+        *(Network(3, {"int8": fails(3)}), ("float32", 0), FEW.format("2 of 3 node(s)")),
     ),
     "no-cheaper-than-what-passes": (
         Network(10, {"int8": fails(), "fp16": {}}, {"int8": 0.005}),
@@ -535,7 +531,7 @@ def test_the_time_budget_keeps_what_had_passed() -> None:
     assert 0 < len(network.ranked) < 100
     assert outcome.record.why.endswith("(the time budget ran out)")
     record = Network(8, {"int8": fails(), "fp16": {}}).search(10).record
-    why = "no narrower precision had passed (the time budget ran out)"
+    why = "no narrower precision passed (the time budget ran out)"
     assert record.why == f"float32 stays: {why}"
 
 
@@ -551,27 +547,29 @@ def test_what_there_was_no_time_for_is_named_in_a_note() -> None:
     network = Network(100, {"int8": fails(30)})
     outcome = network.search(110)
     assert len(network.ranked) == 50
-    assert outcome.record.notes[0] == "INT8: no time to rank 50 nodes"
+    assert outcome.record.notes[0] == "INT8: no time to rank 50 node(s)"
     network = Network(3, {"fp8": fails(), "int8": fails(), "fp16": {}})
     assert network.search(15).record.notes == ("not tried, for lack of time: int8, fp16",)
 
 
-def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
+def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     network = Network(4, {"int8": fails(), "fp16": {}})
 
-    def interrupted(name: str) -> float:
+    def interrupted(level: Level, name: str) -> float:
         raise KeyboardInterrupt
 
-    levels = [replace(network.level("int8"), sensitivity=interrupted), network.level("fp16")]
-    outcome = search(levels, network.evaluate, budget=Budget(0.0, math.inf, lambda: 0.0))
-    assert (outcome.record.precision, outcome.record.stopped) == ("fp16", "interrupted")
+    monkeypatch.setattr(network, "sensitivity", interrupted)
+    record = network.search().record
+    assert (record.precision, record.stopped) == ("fp16", "interrupted")
 
 
 def test_nodes_with_most_sensitivity_per_saving_come_first() -> None:
     sensitivity = {"cheap": 2.0, "dear": 3.0, "free": 0.1, "unknown": math.nan}
     saving = {"cheap": 0.001, "dear": 0.004, "free": 0.0, "unknown": 1.0}
     order = rank(["late", "dear", "cheap", "free", "unknown"], sensitivity, saving.__getitem__)
-    assert order == ["free", "unknown", "cheap", "dear", "late"]
+    assert order == ["unknown", "free", "cheap", "dear", "late"]
 
 
 SIGNAL = np.array([3.0, 4.0], np.float32)

@@ -5,6 +5,7 @@ Pure functions; `request.py` checks what a request means. Errors name the field.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import orjson
 
 from deploykit.core.errors import BadInput, quote
-from deploykit.core.json_value import check_json_size
+from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import (
     Binary,
@@ -34,6 +35,7 @@ from deploykit.serving.oip.request import (
 from deploykit.serving.oip.tensors import number_bytes, to_bytes, to_json
 from deploykit.serving.shared_memory import SharedMemory
 
+LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
 MAX_NESTING = 100
 _PART = 1 << 16  # values converted at once, which takes about 2 ms
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
@@ -95,7 +97,7 @@ def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
             sources = "'data', 'binary_data_size' and 'shared_memory_region'"
             raise BadInput(f"{where} needs exactly one of {sources}")
         if size is not None:
-            data = Binary(None, at, size)
+            data = Binary(at, size)
             at += size if type(size) is int else 0
         elif data is None:
             data = item["data"]
@@ -122,9 +124,13 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def parse_document(text: bytes) -> Any:
-    """Parse a JSON value strictly: UTF-8, no NaN, no trailing data, nested at most 100 deep."""
+    """Parse a JSON value strictly: UTF-8, no NaN, no trailing data, nested at most 100 deep.
+
+    Large ones are parsed one at a time, on another thread than the event loop's.
+    """
     try:
-        document = orjson.loads(text)
+        with ONE_JSON if len(text) > LARGE_BYTES else contextlib.nullcontext():
+            document = orjson.loads(text)
     except orjson.JSONDecodeError as exc:
         raise BadInput(f"the request is not valid JSON: {quote(exc.msg)}") from exc
     if type(document) in (list, dict) and text.count(b"[") + text.count(b"{") > MAX_NESTING:
@@ -168,8 +174,8 @@ def _raw(body: Bytes, model: Signature) -> Request:
         if math.prod(sizes) != 1:
             raise BadInput(f"{why} holds one string, the input is {slot.spec}")
         body = len(body).to_bytes(4, "little") + body
-    tensor = InputData(slot.spec.name, slot.datatype, axes, Binary(body, 0, len(body)))
-    return fill(plan([tensor], None, {"binary_data_output": True}, None, model))
+    tensor = InputData(slot.spec.name, slot.datatype, axes, Binary(0, len(body)))
+    return fill(plan([tensor], None, {}, None, model, binary=True), body)
 
 
 def encode(
