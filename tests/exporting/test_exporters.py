@@ -497,3 +497,13 @@ def test_masks_for_all_queries_or_keys_reach_onnx_runtime_expanded(
     feeds["mask"] = np.broadcast_to(feeds["mask"], (2, 2, 3, 5)).copy()
     with load(tmp_path / "whole.onnx", "cpu") as engine:
         np.testing.assert_allclose(got, engine(feeds)["y"], atol=1e-6)
+
+
+def by_len(_: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x.reshape(len(x) * 2, 2).reshape(len(x), 4) + 1,)
+
+
+def test_an_axis_that_len_fixes_stays_free(out: Path) -> None:
+    done = export_module(Applied(by_len), [ROW], [ANSWER], out)
+    assert done.exporter == "dynamo"
+    np.testing.assert_array_equal(ran(out, x=rows(5))["y"], rows(5) + 1)
