@@ -128,12 +128,12 @@ def theirs(scenario: str, seconds: float, rate: float = 1.0, slo_ms: float = 1.0
     }
 
 
-def ours(scenario: str, seconds: float) -> tuple[scenarios.ScenarioResult, np.ndarray]:
+def ours(scenario: str, q: float, seconds: float) -> tuple[dict[str, Any], np.ndarray]:
     """The result, and what the engine noted of the same calls."""
     engine = LogNormal()
     column = Column(Setup("stand-in", LogNormal), [engine])
-    found = scenarios.run_stream(scenario, column, FEEDS, seconds)
-    return found, np.array(engine.took[-found.queries :])
+    found = scenarios.run_stream(q, column, FEEDS, scenarios.SAMPLES[scenario], seconds)
+    return found, np.array(engine.took[-found["queries"] :])
 
 
 def main() -> int:
@@ -148,18 +148,22 @@ def main() -> int:
         return 0
     rows, seconds = [], options.seconds
     for scenario, name in ((scenarios.SINGLE, "p90"), (scenarios.MULTI, "p99")):
-        (a, took), b = ours(scenario, seconds), theirs(scenario, seconds)
-        both, q = a.value is not None and name in b, float(name[1:])
-        factor = (a.value or 0) / scenarios.early_stopping_ms(took, q)
+        q = float(name[1:])
+        (a, took), b = ours(scenario, q, seconds), theirs(scenario, seconds)
+        both = a["value"] is not None and name in b
+        factor = (a["value"] or 0) / scenarios.early_stopping_ms(took, q)
         other = b.get(name, 0) / scenarios.early_stopping_ms(b["took"], q)
         what = f"{scenario}, {name} by the engine's own"
         rows.append((what, factor, other, both, b["valid"] == both))
-    short = ours(scenarios.MULTI, 0.1)[0], theirs(scenarios.MULTI, 0.1)  # fewer than 662 queries
-    valid = short[0].value is not None
+    short = (
+        ours(scenarios.MULTI, 99.0, 0.1)[0],
+        theirs(scenarios.MULTI, 0.1),
+    )
+    valid = short[0]["value"] is not None
     rows.append(
         (
             "multi-stream, 0.1 s",
-            short[0].value,
+            short[0]["value"],
             short[1].get("p99"),
             False,
             valid == short[1]["valid"],

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -28,31 +29,13 @@ from deploykit.reporting.points import Point, ScenarioResult
 OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = ("offline", "single-stream", "multi-stream", "server")
 SAMPLES = {SINGLE: 1, MULTI: 8, SERVER: 1}  # samples per query
 _PERCENTILE = {SINGLE: 90.0, MULTI: 99.0, SERVER: 99.0}
+_FROM_POINT = ("label", "precision", "device", "runtime", "settings")
 _CONFIDENCE = 0.99
 _LONGEST = 10  # multiple of `seconds`, to reach the queries that a percentile needs
 _WARM_UP = 0.2  # share of `seconds`, before the run
 _CLOSE = 1.02  # the bisection ends when its bounds are closer
 _LOWER = 0.97  # factor, after a rate that held only in a short run
 _SPIN_NS = 100_000  # a sleep may end this late, so spin before a query
-
-
-def _no_result(column: Column, scenario: str, batch: int, why: str = "") -> ScenarioResult:
-    metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(scenario)
-    return ScenarioResult(
-        scenario=scenario,
-        label=column.setup.label,
-        precision=column.setup.precision,
-        device=column.engines[0].device,
-        runtime=column.engines[0].runtime,
-        settings=column.setup.settings,
-        batch=batch,
-        metric=metric or f"p{_PERCENTILE[scenario]:.0f} ms",
-        value=None,
-        queries=0,
-        duration_s=0.0,
-        latency=None,
-        why=why,
-    )
 
 
 def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | None:
@@ -89,14 +72,17 @@ def fewest_queries(q: float, above: int = 1) -> int:
 
 
 def run_stream(
-    scenario: str,
+    q: float,
     column: Column,
     feeds: Arrays,
+    samples: int,
     seconds: float,
     clock: Clock = time.perf_counter_ns,
-) -> ScenarioResult:
-    """Run queries one after the other for `seconds`, or longer for what the percentile needs."""
-    q, samples = _PERCENTILE[scenario], SAMPLES[scenario]
+) -> dict[str, Any]:
+    """Run queries one after the other for `seconds`, or longer for what the percentile needs.
+
+    Return fields of a ScenarioResult, as `run_server` does.
+    """
     needs = fewest_queries(q)
     calls: list[np.ndarray] = []
     spent_s, count = 0.0, 0
@@ -107,29 +93,12 @@ def run_stream(
         spent_s += block.seconds
         count += len(block.calls_ns)
     value = early_stopping_ms(np.concatenate(calls), q)
-    few = f"{count} queries in {spent_s:.3g} s, {needs} are needed"
-    return replace(
-        _no_result(column, scenario, samples, few if value is None else ""),
-        value=value,
-        needs=needs if value is None else None,
-        queries=count,
-        duration_s=spent_s,
-        latency=Latency.of(*calls),
-    )
-
-
-def run_offline(
-    column: Column, feeds: Arrays, batch: int, seconds: float, clock: Clock = time.perf_counter_ns
-) -> ScenarioResult:
-    """Run offline: all samples are ready, and each engine takes `batch` of them at a time."""
-    settle_s = seconds * _WARM_UP
-    block = run_block(column.engines, feeds, batch, seconds, clock, settle_s=settle_s)
-    return replace(
-        _no_result(column, OFFLINE, batch),
-        queries=len(block.calls_ns),
-        duration_s=block.seconds,
-        value=block.rate,
-    )
+    measured: dict[str, Any] = {"value": value, "queries": count, "duration_s": spent_s}
+    measured["latency"] = Latency.of(*calls)
+    if value is None:
+        few = f"{count} queries in {spent_s:.3g} s, {needs} are needed"
+        measured |= {"needs": needs, "why": few}
+    return measured
 
 
 def run_server(
@@ -140,7 +109,7 @@ def run_server(
     *,
     serve: Callable[..., np.ndarray] | None = None,
     clock: Clock = time.perf_counter_ns,
-) -> ScenarioResult:
+) -> dict[str, Any]:
     """Bisect for the highest rate of Poisson arrivals that keeps p99 within `slo_ms`.
 
     A rate holds if p99 is within the bound with 99 % confidence. Each rate is tried in a short
@@ -148,7 +117,7 @@ def run_server(
     slightly lower one if that fails.
     `serve(engines, feeds, due_s, slo_s, most_late)` returns latencies; the default is `replay`.
     """
-    slo_s, result = slo_ms / 1e3, replace(_no_result(column, SERVER, 1), slo_ms=slo_ms)
+    slo_s = slo_ms / 1e3
     fewest = fewest_queries(_PERCENTILE[SERVER])
     seeds = itertools.count()
 
@@ -173,16 +142,11 @@ def run_server(
     while low >= lowest:
         found = latencies(low, seconds)
         if holds(found):
-            return replace(
-                result,
-                value=low,
-                queries=len(found),
-                duration_s=len(found) / low,
-                latency=Latency.of(found),
-            )
+            measured = {"value": low, "queries": len(found), "duration_s": len(found) / low}
+            return {**measured, "latency": Latency.of(found)}
         low *= _LOWER
     why = f"p99 is not within {slo_ms:g} ms at {lowest:.3g} queries/s, the lowest rate tried"
-    return replace(result, why=why)
+    return {"why": why}
 
 
 def replay(
@@ -255,30 +219,49 @@ def run_scenarios(
     """Run each scenario on each file and device, in the settings that are fastest in `points`."""
     results = []
     for name in dict.fromkeys(names):
-        for setup, batch in _fastest(name, setups, points):
-            on_progress(f"{setup.label}: {name}", 1.0)
-            with ExitStack() as stack:
-                column = Column.open(setup, stack)
-                inputs = column.engines[0].inputs
-                fixed = inputs[0].shape[0] if inputs and inputs[0].shape else batch
-                other = isinstance(fixed, int) and fixed != batch
-                if other or batch > (column.max_batch or batch):
-                    why = f"it takes no query of {batch} samples"
-                    results.append(_no_result(column, name, batch, why))
-                elif name == OFFLINE:
-                    results.append(run_offline(column, feeds(batch), batch, seconds))
-                elif name == SERVER and slo_ms is not None:
-                    results.append(run_server(column, feeds(batch), slo_ms, seconds))
-                else:
-                    results.append(run_stream(name, column, feeds(batch), seconds))
+        for setup, point in _fastest(name, setups, points):
+            batch = SAMPLES.get(name, point.batch)
+            metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(name)
+            result = ScenarioResult(
+                scenario=name,
+                **{key: getattr(point, key) for key in _FROM_POINT},
+                batch=batch,
+                metric=metric or f"p{_PERCENTILE[name]:.0f} ms",
+                value=point.throughput_per_s.value,
+                queries=point.samples,
+                duration_s=point.duration_s,
+                latency=None,
+                slo_ms=slo_ms if name == SERVER else None,
+            )
+            if name != OFFLINE:  # of which the point is a run
+                on_progress(f"{setup.label}: {name}", 1.0)
+                measured: dict[str, Any] = {"value": None, "queries": 0, "duration_s": 0.0}
+                measured |= _run(name, setup, feeds, seconds, slo_ms)
+                result = replace(result, **measured)
+            results.append(result)
     return results
+
+
+def _run(
+    name: str, setup: Setup, feeds: Callable[[int], Arrays], seconds: float, slo_ms: float | None
+) -> dict[str, Any]:
+    batch = SAMPLES[name]
+    with ExitStack() as stack:
+        column = Column.open(setup, stack)
+        inputs = column.engines[0].inputs
+        fixed = inputs[0].shape[0] if inputs and inputs[0].shape else batch
+        if (isinstance(fixed, int) and fixed != batch) or batch > (column.max_batch or batch):
+            return {"why": f"it takes no query of {batch} samples"}
+        if name == SERVER and slo_ms is not None:
+            return run_server(column, feeds(batch), slo_ms, seconds)
+        return run_stream(_PERCENTILE[name], column, feeds(batch), batch, seconds)
 
 
 def _fastest(
     name: str, setups: Sequence[Setup], points: Sequence[Point]
-) -> list[tuple[Setup, int]]:
-    """Return, by file and device, the setup fastest near a query's size, and that size."""
-    found: dict[tuple[str, str], tuple[tuple[int, float], Setup, int]] = {}
+) -> list[tuple[Setup, Point]]:
+    """Return, by file and device, the setup fastest near a query's size, and its point."""
+    found: dict[tuple[str, str], tuple[tuple[int, float], Setup, Point]] = {}
     for point, setup in itertools.product(points, setups):
         if (
             not setup.made(point)
@@ -289,5 +272,5 @@ def _fastest(
         away = 0 if name == OFFLINE else abs(point.batch - SAMPLES[name])
         rank, key = (away, -point.throughput_per_s.value), (setup.file, point.device)
         if key not in found or rank < found[key][0]:
-            found[key] = (rank, setup, point.batch)
-    return [(setup, SAMPLES.get(name, batch)) for _, setup, batch in found.values()]
+            found[key] = (rank, setup, point)
+    return [(setup, point) for _, setup, point in found.values()]

@@ -557,7 +557,8 @@ def make_point(parts: Sequence[Measured]) -> Point:
     rates = tuple(amount / length for amount, length in zip(rows, seconds, strict=True))
     by_block = throughput([each.rows for each in blocks], [each.seconds for each in blocks])
     compute_s = [part.compute_s for part in parts if part.compute_s]
-    rises = [why for part in parts if (why := rose([block.rate for block in part.blocks]))]
+    each = (rose([block.rate for block in part.blocks]) for part in parts)
+    rises = [risen for risen in each if risen]
     why = rises if 2 * len(rises) > len(parts) else []
     why += marks([window for part in parts for window in part.windows], parts[0].bound_cores)
     return Point(

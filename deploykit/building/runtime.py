@@ -23,7 +23,7 @@ from deploykit.core.evidence import (
 )
 from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.runtime import RUNTIMES
-from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, dynamic_sizes
+from deploykit.core.tensors import BATCH, batch_axes, dynamic_sizes
 from deploykit.engines.data.samples import Samples, check_calibration, read_samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import golden, verify
@@ -220,8 +220,8 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
     on_progress("comparing with the model", 0.8)
     sizes: list[_Run] = []
     evidence = _prove(job, quantize, placed, sizes)
-    if stale := actual_shapes(result.outputs, sizes):
-        declared, notes = declare_outputs(graph, stale)
+    declared, notes = declare_outputs(graph, sizes)
+    if notes:
         result = build(declared.save(tmp.with_name("declared.onnx")), tmp)
         with load(tmp, runtime.usable("cpu")) as engine:
             proof = golden.prove_batch(engine, tmp, evidence.golden)
@@ -266,46 +266,33 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
 _Run = tuple[Mapping[str, int], Mapping[str, tuple[int, ...]]]  # sizes of axes, shapes of outputs
 
 
-def actual_shapes(
-    outputs: Sequence[TensorSpec], runs: Sequence[_Run]
-) -> dict[str, tuple[int | str, ...]]:
-    """Return the shapes in `runs` of wrongly declared outputs, with the inputs' names of axes."""
-    found = {}
-    for spec in outputs:
+def declare_outputs(graph: Graph, runs: Sequence[_Run]) -> tuple[Graph, list[str]]:
+    """Return `graph` with outputs declared as they were in `runs`, and a note on each change.
+
+    A size that is not as declared becomes an axis, by the name of the input's that has its size.
+    """
+    editor, notes = Editor(graph), []
+    values = {value.name: value for value in editor.graph.output}
+    for spec in graph.outputs:
         seen = [(sizes, shapes[spec.name]) for sizes, shapes in runs if spec.name in shapes]
         ranks = {len(shape) for _, shape in seen}
-        fits = ranks <= {len(spec.shape)} and all(
-            isinstance(axis, str) or axis == size
-            for _, shape in seen
-            for axis, size in zip(spec.shape, shape, strict=True)
-        )
-        if fits or len(ranks) != 1:
+        if len(ranks) != 1:
             continue
+        declared = spec.shape if ranks == {len(spec.shape)} else [-1] * ranks.pop()
         axes: list[int | str] = []
-        varied = all(len({sizes[name] for sizes, _ in seen}) > 1 for name in seen[0][0])
-        for at, size in enumerate(seen[0][1]):
-            names = [name for name in seen[0][0] if all(s[name] == each[at] for s, each in seen)]
-            fixed = varied and all(shape[at] == size for _, shape in seen)
-            axes.append(names[0] if names else size if fixed else f"{spec.name}_{at}")
-        found[spec.name] = tuple(axes)
-    return found
-
-
-def declare_outputs(
-    graph: Graph, shapes: Mapping[str, tuple[int | str, ...]]
-) -> tuple[Graph, list[str]]:
-    """Return `graph` with outputs of these shapes, as a server refuses others, and notes."""
-    editor, notes = Editor(graph), []
-    before = {spec.name: spec for spec in graph.outputs}
-    for value in editor.graph.output:
-        if value.name in shapes:
-            sizes = shapes[value.name]
-            onnx_shape = value.type.tensor_type.shape
-            del onnx_shape.dim[:]
-            for size in sizes:
-                onnx_shape.dim.add(**{"dim_param" if isinstance(size, str) else "dim_value": size})
-            text = f"[{','.join(map(str, sizes))}]"
-            notes.append(f"the file declares output {before[value.name]}; it is {text}: corrected")
+        for at, axis in enumerate(declared):
+            if isinstance(axis, int) and any(shape[at] != axis for _, shape in seen):
+                names = [n for n in seen[0][0] if all(s[n] == each[at] for s, each in seen)]
+                axes.append(names[0] if names else f"{spec.name}_{at}")
+            else:
+                axes.append(axis)
+        if tuple(axes) != spec.shape:
+            dims = values[spec.name].type.tensor_type.shape.dim
+            del dims[:]
+            for each in axes:
+                dims.add(**{"dim_param" if isinstance(each, str) else "dim_value": each})
+            shape = ",".join(map(str, axes))
+            notes.append(f"the file declares output {spec}; it is [{shape}]: corrected")
     return editor.finish(list(editor.graph.node)), notes
 
 

@@ -103,7 +103,7 @@ def compare(
 
 
 @described(f"""
-ENGINE                 A .pt, {ENGINE}, or the .py file of a pipeline
+ENGINE                 A .pt, {ENGINE}, or the .py or .toml file of a pipeline
 DATA                   Images to answer; with --out the inputs: an .npz file or a folder
 --text TEXT            A sentence to answer; may be repeated
 -o --out FILE          answers.jsonl or .csv: the answers, one for each image, text or box; an .npz:

@@ -25,7 +25,7 @@ _PAGE = f"""
 [NAME=]FILE             The {ENGINE}s to serve
 --engine [NAME=]FILE    The same as [NAME=]FILE, as an option; may be repeated
 --config FILE.toml      Read options from this file
---pipeline [NAME=]FILE  A .py file: models with steps around them; may be repeated
+--pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be repeated
 --device auto|cpu|cuda|cuda:N  Where the model runs
 --trust                 Also run a TensorRT engine whose results cannot be verified here, or one
                         that brings code from elsewhere

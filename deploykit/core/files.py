@@ -10,13 +10,15 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
+import platform
 import shutil
 import stat
 import sys
 import tempfile
-import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -34,8 +36,6 @@ from deploykit.core.errors import (
     users_code,
 )
 from deploykit.core.extras import EXTRAS, missing
-
-_OLD_S = 86_400.0  # a temporary file that has not changed for so long is nobody's
 
 
 @contextlib.contextmanager
@@ -59,20 +59,38 @@ def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
             tmp.unlink()
 
 
+_serial = itertools.count()
+
+
 def temporary_path(out: Path) -> Path:
     """Return an unused path next to `out`, for a file or folder that is to take its place.
 
-    Those that killed runs left there, which are older than a day, are removed first. The name has
-    only the beginning of a long `out`.
+    Those that killed runs left there are removed first. The name tells this machine or container,
+    in which alone a process number says something, and has only the beginning of a long `out`.
     """
-    start = f".{os.fsencode(out.name)[:100].decode('utf-8', 'ignore')}."
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        machine = boot + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        machine = platform.node()
+    name = os.fsencode(out.name)[:100].decode("utf-8", "ignore")
+    start = f".{name}.{zlib.crc32(machine.encode()):08x}-"
     with contextlib.suppress(OSError), os.scandir(out.parent) as entries:
         for left in [each for each in entries if each.name.startswith(start)]:
-            changed_s = left.stat(follow_symlinks=False).st_mtime
-            if left.name.endswith(".tmp") and changed_s < time.time() - _OLD_S:
+            process = left.name.removeprefix(start).partition("-")[0]
+            if process.isdecimal() and not _runs(int(process)):
                 remove = shutil.rmtree if left.is_dir(follow_symlinks=False) else os.unlink
                 remove(left.path)
-    return out.with_name(f"{start}{os.urandom(6).hex()}.tmp")
+    return out.with_name(f"{start}{os.getpid()}-{next(_serial)}.tmp")
+
+
+def _runs(process: int) -> bool:
+    try:
+        with contextlib.suppress(PermissionError):  # it is another user's
+            os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import threading
 import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
@@ -40,8 +39,8 @@ def json_value(obj: object, *properties: str, without: Collection[str] = ()) -> 
 
     A dataclass `obj` becomes a dict of its fields, in order, except those in `without`, and then
     the named `properties`: a class writes `def to_dict(self): return json_value(self, "passed")`.
-    A value inside `obj` is converted by its own `to_dict` if it has one. Keys become strings, enums
-    their values, paths strings, named tuples dicts. Raises TypeError for any other type.
+    A value inside `obj` is converted by its own `to_dict` if it has one. Keys and paths become
+    strings. Raises TypeError for any other type.
     """
     if is_dataclass(obj) and not isinstance(obj, type):
         names = [each.name for each in fields(obj) if each.name not in without]
@@ -52,8 +51,6 @@ def json_value(obj: object, *properties: str, without: Collection[str] = ()) -> 
 def _inner(obj: object) -> Any:
     if isinstance(obj, type):
         raise TypeError(f"the class {obj.__name__} has no JSON form")
-    if isinstance(obj, Enum):
-        return _inner(obj.value)
     if obj is None or isinstance(obj, (str, bool, int)):
         return obj
     if isinstance(obj, float):
@@ -64,8 +61,6 @@ def _inner(obj: object) -> Any:
         return obj.to_dict()
     if is_dataclass(obj):
         return json_value(obj)
-    if hasattr(obj, "_asdict"):
-        return _inner(obj._asdict())
     if isinstance(obj, Mapping):
         return {str(key): _inner(value) for key, value in obj.items()}
     if isinstance(obj, Sequence) and not isinstance(obj, (bytes, bytearray, memoryview)):

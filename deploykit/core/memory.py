@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploykit.core.errors import BadInput, OutOfMemory, first_line
-from deploykit.core.machine import file_text, memory_bytes, natural_number
+from deploykit.core.errors import OutOfMemory, first_line
+from deploykit.core.machine import file_text, natural_number
 
 USE_LESS = (
     "use a smaller or a quantised model or a smaller batch, stop other programs, or allow more "
@@ -92,7 +92,7 @@ def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> O
 
 
 def check_fits(what: str, nbytes: int) -> None:
-    """Raise OutOfMemory for an array that the free memory cannot hold."""
+    """Raise OutOfMemory for arrays that the free memory cannot hold."""
     if nbytes > _LARGE_BYTES and nbytes > (free_bytes() or nbytes):
         raise does_not_fit(f"{what} of {nbytes / 2**20:,.0f} MiB")
 
@@ -111,13 +111,3 @@ def memory_errors(where: object, files: Iterable[Path] = ()) -> Iterator[None]:
         if isinstance(exc, OutOfMemory) or not lacks_memory(exc):
             raise
         raise does_not_fit(where, first_line(exc), files) from exc
-
-
-def check_memory(where: str, needed_bytes: int) -> None:
-    """Raise BadInput for data that are larger than the memory of this machine."""
-    most_bytes = memory_bytes()
-    if most_bytes is not None and needed_bytes > most_bytes:
-        raise BadInput(
-            f"{where}: contains {needed_bytes / 1e9:.0f} GB of arrays, "
-            f"this machine's memory is {most_bytes / 1e9:.0f} GB"
-        )

@@ -128,15 +128,15 @@ def load_profile(reference: str) -> Profile:
 def choose_profile(gpu: int = 0) -> tuple[Profile, str]:
     """Return the profile that fits this machine, and the reason as text. `gpu`: CUDA's number."""
     machine = with_gpu(this_machine(), gpu)
-    found, _ = recognise(machine)
+    found, why = recognise(machine)
     if found is not None and found.device == "cpu":
-        return found, "no NVIDIA GPU here"
+        return found, why
     what = machine.gpus[0].name if machine.gpus else str(machine.board)
     if not installed("tensorrt"):
         return load_profile("cpu"), f"{what} is here, but TensorRT is not installed"
     if found is None:
         return _generic(machine), f"{what} is here, which no profile names"
-    return found, f"this is a {found.summary}" if found.boards else f"{what} is here"
+    return found, why
 
 
 def recognise(machine: Machine) -> tuple[Profile | None, str]:
@@ -146,12 +146,8 @@ def recognise(machine: Machine) -> tuple[Profile | None, str]:
     """
     every = sorted(map(load_profile, profile_names()), key=lambda profile: not profile.boards)
     found = next((profile for profile in every if fits(profile, machine)), None)
-    if found is not None and found.boards:
-        ids = [b for b in found.boards if any(b in each for each in machine.board_ids)]
-        return found, f"the device tree names board {ids[0]}"
     if found is not None:
-        names = [gpu.name for gpu in machine.gpus if gpu.name in found.gpu_names]
-        return found, f"the driver names the GPU {names[0]}"
+        return found, f"this is a {found.summary}"
     if machine.l4t and not machine.board_ids:
         return None, "the board is not known: /proc/device-tree cannot be read here"
     if machine.l4t:

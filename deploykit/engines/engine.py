@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -224,37 +224,21 @@ class FeedCheck:
     """Calls `check_feeds` for one artefact, except for shapes that it has accepted before."""
 
     def __init__(self, specs: Specs, where: str) -> None:
-        self._specs = specs
-        self._where = where
-        self._right: set[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]] = set()
-        self._last: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...] = ()
+        self._specs, self._where = specs, where
+        self._right: set[tuple[tuple[object, ...], ...]] = set()
 
-    def __call__(self, feeds: Arrays) -> bool:
-        """Return whether the shapes equal those of the previous call. Raises BadInput."""
-        last = self._last
-        if last and len(feeds) == len(last):
-            for name, dtype, shape in last:  # faster than hashing the shapes
-                array = feeds.get(name)
-                if type(array) is not np.ndarray or array.dtype is not dtype:
-                    break
-                if array.shape != shape:
-                    break
-            else:
-                return True
-        seen = []
-        for name, array in feeds.items():
-            if type(array) is not np.ndarray:
-                check_feeds(self._specs, feeds, self._where)
-                return False
-            seen.append((name, array.dtype, array.shape))
-        key = tuple(seen)
+    def __call__(self, feeds: Arrays) -> None:
+        """Raise BadInput as `check_feeds` does."""
+        try:
+            key = tuple([(name, type(a), a.dtype, a.shape) for name, a in feeds.items()])
+        except AttributeError:  # not an array
+            return check_feeds(self._specs, feeds, self._where)
         if key not in self._right:
             check_feeds(self._specs, feeds, self._where)
             if len(self._right) >= _MOST_SEEN:
                 self._right.clear()
             self._right.add(key)
-        self._last = key
-        return False
+        return None
 
 
 def check_feeds(specs: Specs, feeds: Arrays, where: str) -> None:

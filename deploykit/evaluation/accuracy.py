@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class Metric:
     `score`: outputs by name, in the model's order, and the labels of the same samples -> float64
     (samples,), higher is better. `unit`: "pp" for shares, "%" for log-likelihoods (the drop is
     perplexity's relative rise), "" for the score's own. `weigh`: labels -> (samples,), how much
-    each sample counts; None for equal weights.
+    each sample counts; for log-likelihoods alone.
     """
 
     name: str
@@ -108,44 +108,20 @@ class Metric:
     score: Callable[[Arrays, np.ndarray], np.ndarray]
     weigh: Callable[[np.ndarray], np.ndarray] | None = None
 
-
-@dataclass
-class Scores:
-    """Collects the scores and weights of samples, in their order."""
-
-    metric: Metric
-    where: str  # the data file, for error messages
-    _values: list[np.ndarray] = field(default_factory=list)
-    _weights: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, outputs: Arrays, labels: np.ndarray) -> None:
-        """Score the next samples. Raises BadInput naming the data or the metric."""
+    def rate(self, outputs: Arrays, labels: np.ndarray, where: str) -> np.ndarray:
+        """Return the scores, (samples,). Raises BadInput naming the data, `where`."""
         labels = labels.view()
         labels.flags.writeable = False  # the other engine is scored on the same labels
         try:
-            self._values.append(self.metric.score(outputs, labels))
-            if self.metric.weigh is not None:
-                self._weights.append(self.metric.weigh(labels))
+            return self.score(outputs, labels)
         except BadInput as exc:
-            raise BadInput(f"{self.where}: {exc.message}", hint=exc.hint) from exc
+            raise BadInput(f"{where}: {exc.message}", hint=exc.hint) from exc
 
-    @property
-    def values(self) -> np.ndarray:
-        """Shape (samples,), float64."""
-        return np.concatenate(self._values)
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Shape (samples,), float64."""
-        return np.concatenate(self._weights) if self._weights else np.ones(len(self.values))
-
-
-def drop_of(reference: Scores, candidate: Scores) -> Drop:
-    """Return how much worse the candidate scores, with its interval. Raises BadInput."""
-    metric = reference.metric
-    if metric.unit == "%":
-        return relative_rise(reference.values, candidate.values, reference.weights, metric.name)
-    return paired_drop(reference.values, candidate.values, metric.name, unit=metric.unit)
+    def drop(self, reference: np.ndarray, candidate: np.ndarray, labels: np.ndarray) -> Drop:
+        """Return how much worse the candidate's scores are, with an interval. Raises BadInput."""
+        if self.weigh is not None:
+            return relative_rise(reference, candidate, self.weigh(labels), self.name)
+        return paired_drop(reference, candidate, self.name, unit=self.unit)
 
 
 def find_metric(name: str) -> Metric:
@@ -256,36 +232,21 @@ _CLOSE = 1e-3  # share of the largest coordinate: boxes without an area this clo
 
 @dataclass(frozen=True)
 class Matches:
-    """Paired boxes. `total`: boxes of both sides, pairs counted once. `iou`: the sum over pairs.
+    """Paired boxes. `iou`: the sum over pairs. `images`: of each image, those matched and all.
 
-    `images`: matched and total of each image.
+    All are the boxes of both sides, pairs counted once.
     """
 
-    matched: int
-    total: int
     iou: float
-    images: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Head:
-    """Names of the outputs of one head; all three are the same for rows [x1, y1, x2, y2, s, c]."""
-
-    boxes: str
-    scores: str
-    labels: str
-    more: tuple[str, ...] = ()
+    images: tuple[tuple[int, int], ...]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.boxes, self.scores, self.labels, *self.more)))
+    def matched(self) -> int:
+        return sum(matched for matched, _ in self.images)
 
-    def rows(self, outputs: Arrays) -> Sequence[np.ndarray]:
-        """Corners [..., M, 4], scores [..., M] and labels [..., M]."""
-        boxes = outputs[self.boxes]
-        if self.scores == self.boxes:
-            return boxes[..., :4], boxes[..., 4], boxes[..., 5]
-        return boxes, outputs[self.scores], outputs[self.labels]
+    @property
+    def total(self) -> int:
+        return sum(total for _, total in self.images)
 
 
 def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matches]]:
@@ -299,28 +260,27 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
     found: dict[str, Matches] = {}
     left, right = dict(left), dict(right)
     for head in list(_heads(left)):
-        if any(left[name].shape[2:] != right[name].shape[2:] for name in head.names):
+        if any(left[name].shape[2:] != right[name].shape[2:] for name in head):
             continue
-        mine, theirs = head.rows(left), head.rows(right)
+        mine, theirs = _rows(left, head), _rows(right, head)
         if mine[0].ndim != theirs[0].ndim or mine[0].shape[:-2] != theirs[0].shape[:-2]:
             continue
         if single := mine[0].ndim == 2:
             mine, theirs = ([array[None] for array in side] for side in (mine, theirs))
-        every = range(len(mine[0]))
-        pairs = [_pairs([a[n] for a in mine], [a[n] for a in theirs]) for n in every]
-        for name in head.names:
+        images = range(len(mine[0]))
+        pairs = [_pairs([a[n] for a in mine], [a[n] for a in theirs]) for n in images]
+        for name in head:
             for side, outputs in enumerate((left, right)):
                 parts = [outputs[name]] if single else outputs[name]
                 taken = [part[each[side]] for part, each in zip(parts, pairs, strict=True)]
                 outputs[name] = np.concatenate(taken)
-        counts = [each for *_, each in pairs]
-        by_image = tuple((each.matched, each.total) for each in counts)
-        matched, total = sum(m for m, _ in by_image), sum(t for _, t in by_image)
-        found[head.boxes] = Matches(matched, total, sum(each.iou for each in counts), by_image)
+        iou, counts = sum(each[2] for each in pairs), [(len(each[0]), each[3]) for each in pairs]
+        found[head[0]] = Matches(iou, tuple(counts))
     return left, right, found
 
 
-def _heads(outputs: Arrays) -> Iterator[_Head]:
+def _heads(outputs: Arrays) -> Iterator[tuple[str, ...]]:
+    """Yield the outputs of each head: boxes, scores, labels and more; or the one that holds all."""
     for name, array in outputs.items():
         if array.dtype.kind != "f" or array.ndim not in (2, 3) or array.shape[-2] > _MOST:
             continue
@@ -328,14 +288,21 @@ def _heads(outputs: Arrays) -> Iterator[_Head]:
             stem = name.removesuffix("boxes")
             label = next((stem + each for each in _LABELS if stem + each in outputs), "")
             rows = [outputs[each] for each in (stem + "scores", label) if each in outputs]
-            if len(rows) == 2 and all(each.shape == array.shape[:-1] for each in rows):
-                more = (stem + each for each in _MORE)
-                more = (n for n in more if n in outputs and outputs[n].shape[:1] == array.shape[:1])
-                if _corners(array):
-                    kept = tuple(more) if array.ndim == 2 else ()
-                    yield _Head(name, stem + "scores", label, kept)
+            fits = len(rows) == 2 and all(each.shape == array.shape[:-1] for each in rows)
+            if fits and _corners(array):
+                more = [stem + each for each in _MORE if array.ndim == 2 and stem + each in outputs]
+                more = [each for each in more if outputs[each].shape[:1] == array.shape[:1]]
+                yield (name, stem + "scores", label, *more)
         elif array.ndim == 3 and array.shape[-1] == 6 and _only_boxes(array):
-            yield _Head(name, name, name)
+            yield (name,)
+
+
+def _rows(outputs: Arrays, head: Sequence[str]) -> Sequence[np.ndarray]:
+    """Return corners [..., M, 4], scores [..., M] and labels [..., M]."""
+    if len(head) == 1:
+        rows = outputs[head[0]]
+        return rows[..., :4], rows[..., 4], rows[..., 5]
+    return [outputs[name] for name in head[:3]]
 
 
 def _corners(boxes: np.ndarray) -> bool:
@@ -353,26 +320,25 @@ def _only_boxes(rows: np.ndarray) -> bool:
 
 def _pairs(
     left: Sequence[np.ndarray], right: Sequence[np.ndarray]
-) -> tuple[list[int], list[int], Matches]:
-    """Return the places of an image's paired boxes on both sides, and their number."""
+) -> tuple[list[int], list[int], float, int]:
+    """Return the places of an image's paired boxes on both sides, their IoU, and all boxes."""
     (boxes, scores, labels), (others, their_scores, their_labels) = left, right
     mine, theirs = _real(boxes, scores), _real(others, their_scores)
     iou = _iou(boxes[mine], others[theirs])
     iou[labels[mine][:, None] != their_labels[theirs]] = 0
     found: tuple[list[int], list[int]] = ([], [])
-    total = 0.0
+    shared = 0.0
     for row, place in enumerate(mine):
         if not len(theirs) or iou[row].max() < LEAST_IOU:
             continue
         best = np.flatnonzero(iou[row] >= iou[row].max() - _CLOSE)
         gaps = np.abs(their_scores[theirs[best]].astype(np.float64) - float(scores[place]))
         column = best[gaps.argmin()]
-        total += float(iou[row, column])
+        shared += float(iou[row, column])
         iou[:, column] = 0
         found[0].append(int(place))
         found[1].append(int(theirs[column]))
-    matched = len(found[0])
-    return *found, Matches(matched, len(mine) + len(theirs) - matched, total)
+    return *found, shared, len(mine) + len(theirs) - len(found[0])
 
 
 def _real(boxes: np.ndarray, scores: np.ndarray) -> np.ndarray:

@@ -107,21 +107,18 @@ def destination(
 def stage(out: Path) -> Iterator[Path]:
     """Yield a path in a temporary folder next to `out`, on its disk: keeping it is a rename.
 
-    An error names a file without the folder, which is gone by then; for a full disk it names `out`.
+    An error names a file without the folder, which is gone by then.
     """
     with temporary_folder(out) as folder:
         try:
             yield folder / out.name
         except DeploykitError as exc:
-            full = re.compile(re.escape(f"{folder}/") + ".*(?=: no space left on the disk)")
-            exc.message = full.sub(lambda _: str(out), exc.message)
-            gone = re.compile(re.escape(f"{folder}/") + r"(?:[^/\s:]*/)*([^/\s:]*)")
 
-            def name(found: re.Match[str]) -> str:  # others there are steps on the way to it
-                return found[1] if found[1].startswith(out.name) else out.name
+            def shown(text: str) -> str:  # others there are steps on the way to it
+                text = text.replace(f"{folder}/{out.name}", out.name)
+                return re.sub(re.escape(f"{folder}/") + r"[^\s:]*", out.name, text)
 
-            exc.message = gone.sub(name, exc.message)
-            exc.hint = exc.hint and gone.sub(name, exc.hint)
+            exc.message, exc.hint = shown(exc.message), exc.hint and shown(exc.hint)
             exc.args = (exc.message,)
             raise
 
@@ -204,13 +201,13 @@ def onnx_manifest(
 ) -> Manifest:
     path = graph.path
     data = path.with_name(f"{path.name}.data")
-    weights = WeightsFile(data.name, graph.sha256(data)) if data.exists() else None
+    weights = WeightsFile(data.name, sha256(data)) if data.exists() else None
     return Manifest(
         format="onnx",
         inputs=graph.inputs,
         outputs=graph.outputs,
         precision=graph.precision,
-        sha256=graph.sha256(path),
+        sha256=sha256(path),
         made_from=tuple(sources),
         made_with=tool_versions(*tools),
         built_on=built_on or {},

@@ -89,12 +89,11 @@ def compare(
     """
     first = Artefact.open(a)
     if b is None:
-        if data is not None:
-            raise BadInput("`data` needs two files; one alone replays its golden samples")
-        if batch is not None or axis:
-            raise BadInput("`batch` and `axis` need two files; golden samples have their sizes")
-        if arch is not None or allow_pickle:
-            raise BadInput("`arch` and `allow_pickle` need two files, of which one is PyTorch's")
+        if data is not None or batch is not None or axis or arch is not None or allow_pickle:
+            raise BadInput(
+                "`data`, `batch`, `axis`, `arch` and `allow_pickle` need two files; one alone "
+                "replays its golden samples"
+            )
         return Compared(_replay(first, max_error, device, trust))
 
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
@@ -195,7 +194,7 @@ def _recorded(
 ) -> tuple[str, list[Mapping[str, np.ndarray]], float] | None:
     """Return the first golden samples next to these: the name of their file, inputs and bound."""
     for each in artefacts:
-        found = golden.find_samples(each.path, each.manifest) if each.manifest else None
+        found = golden.find_samples(each.path, each.manifest)
         if found is not None:
             _, feeds = golden.open_samples(found, each.path, engine.inputs, engine.outputs)
             return each.name, [feeds], found.max_error
@@ -203,7 +202,7 @@ def _recorded(
 
 
 def _replay(artefact: Artefact, max_error: float | None, device: str, trust: bool) -> Parity:
-    found = golden.find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
+    found = golden.find_samples(artefact.path, artefact.manifest)
     if found is None:
         raise NotFound(
             f"{artefact}: has no golden samples next to it",

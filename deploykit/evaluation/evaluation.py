@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Drop, Evaluation, Interval, Parity, ParityRow
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
+from deploykit.evaluation.accuracy import Metric, same_answers
 from deploykit.evaluation.feeds import Feeds, comparison_feeds, single_rows
 from deploykit.evaluation.parity import BOXES, compare_engines
 from deploykit.evaluation.statistics import pooled_share
@@ -82,15 +82,15 @@ def evaluate(
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
-    scores = [Scores(metric, samples.where) for _ in range(2)] if metric is not None else []
+    scores: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     answers: list[np.ndarray] = []  # of each batch, as `same_answers` counts them
 
     def add(number: int, left: Arrays, right: Arrays) -> None:
         """Count the answers to batch `number`, and score them where there are labels."""
         rows = slice(number * size, min((number + 1) * size, used))
-        if labels is not None:
-            for score, outputs in zip(scores, (left, right), strict=True):
-                score.add(outputs, labels[rows])
+        if metric is not None and labels is not None:
+            for found, outputs in zip(scores, (left, right), strict=True):
+                found.append(metric.rate(outputs, labels[rows], samples.where))
         equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
         if equal is not None:
             answers.append(equal)
@@ -101,8 +101,10 @@ def evaluate(
         check_finite(samples)
     elif answers:
         agreement = pooled_share(*np.concatenate(answers).T)
-    if labels is not None and not _broken(parity):
-        drop, bound = drop_of(*scores), MAX_DROP if max_drop is None else max_drop
+    if metric is not None and labels is not None and not _broken(parity):
+        before, after = map(np.concatenate, scores)
+        drop = metric.drop(before, after, labels)
+        bound = MAX_DROP if max_drop is None else max_drop
         passed, reason = _drop_verdict(drop, bound)
         return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
     return _without_labels(parity, agreement, used, max_drop, shares)

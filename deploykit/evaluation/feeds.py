@@ -230,7 +230,7 @@ def _other_sizes(
     given: Sizes,
     runs: Callable[[Sizes, int, Sequence[str]], bool],
 ) -> list[dict[str, int]]:
-    """Return the first other sizes of the free axes, `every`, that run within the time limit."""
+    """Return the first size of all free axes, `every`, that runs within the time limit."""
     end, batch = time.thread_time() + _SEARCH_S, batch_axes(inputs)
     # one free axis that is not the first, in an input without the batch: a state [2,?,128]
     named = [[axis for axis in spec.shape if isinstance(axis, str)] for spec in inputs]
@@ -239,17 +239,11 @@ def _other_sizes(
     for rows, tied in product((2, 1), [[], sorted(states)] if states else [[]]):
         free, axes = [axis for axis in every if axis not in tied], (*batch, *tied)
         base = [{**each, **{a: each[batch[0]] for a in tied if batch}} for each in wanted]
-        lengths = [{axis: sizes[axis] for axis in free} for sizes in wanted]
+        lengths = [{axis: base[-1][axis] for axis in free}]
         lengths += [dict.fromkeys(free, size) for size in _LONGER if free]
-        if len(free) in (2, 3):
-            several = product(_LONGER[:: 2 * len(free) - 1], repeat=len(free))
-            lengths += [dict(zip(free, each, strict=True)) for each in several]
         for sizes in lengths:
-            if time.thread_time() > end:
-                break
-            if runs({**base[-1], **sizes}, rows, axes):
-                used = base if rows > 1 else base[:1]
-                found = [{**each, **sizes, **given} for each in used]
+            if time.thread_time() < end and runs({**base[-1], **sizes}, rows, axes):
+                found = [{**each, **sizes, **given} for each in base[: None if rows > 1 else 1]]
                 longer = {axis: 2 * size for axis, size in sizes.items()}
                 if free and runs({**base[-1], **longer}, rows, axes):
                     found.append({**found[-1], **longer})

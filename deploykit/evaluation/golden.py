@@ -56,7 +56,7 @@ def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> G
 
 def carry(source: Artefact, to: Path) -> GoldenSamples | None:
     """Copy the samples of `source` next to `to`; None where it has none."""
-    found = find_samples(source.path, source.manifest) if source.manifest else None
+    found = find_samples(source.path, source.manifest)
     if found is None:
         return None
     shutil.copyfile(source.path.with_name(found.file), samples_path(to))
@@ -118,9 +118,9 @@ def open_samples(
     return RecordedEngine(inputs, outputs, (feeds, values), golden.reference), feeds
 
 
-def find_samples(artefact: Path, manifest: Manifest) -> GoldenSamples | None:
+def find_samples(artefact: Path, manifest: Manifest | None) -> GoldenSamples | None:
     """Return the samples that a manifest names, checked against the hash in it."""
-    found = manifest.evidence.golden
+    found = manifest.evidence.golden if manifest else None
     if found is None:
         return None
     if "/" in found.file or not 0 <= found.max_error < float("inf"):
@@ -154,10 +154,8 @@ def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:
     manifest = artefact.manifest
     if manifest is None:
         return
-    proof, examples = manifest.evidence.batching, None
-    if proof is None:
-        samples = find_samples(artefact.path, manifest)
-        examples = _row_inputs(engines[0], artefact.path, samples)
+    proof, path = manifest.evidence.batching, artefact.path
+    examples = None if proof else _row_inputs(engines[0], path, find_samples(path, manifest))
     for engine in engines:
         engine.batching, engine.examples = proof, examples
 

@@ -49,7 +49,7 @@ def compare_engines(
         raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
     _check_same("input", a.inputs, b.inputs, names)
     _check_same("output", a.outputs, b.outputs, names)
-    tallies: dict[tuple[str, int], _Tally] = {}
+    tallies: dict[tuple[str, int], Tally] = {}
     for number, feeds in enumerate(feeds_list):
         batch = _batch(a.inputs, feeds)
         values = a(feeds), b(feeds)
@@ -64,7 +64,7 @@ def compare_engines(
             if (name, batch) not in tallies:
                 images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
                 mask = x[name].dtype.kind in "iu" and x[name].shape in images
-                tallies[name, batch] = _Tally(x[name], mask=mask)
+                tallies[name, batch] = Tally(x[name], mask=mask)
             tally = tallies[name, batch]
             tally.add(x[name], y[name], axis)
             if name in boxes:
@@ -80,16 +80,6 @@ def compare_engines(
         if not (random and tally.places_match and tally.undefined and output in answered)
     )
     return Parity(names[0], names[1], rows, max_error)
-
-
-def exact_noun(array: np.ndarray) -> str:
-    """Return the plural noun for the values of an output that must be equal."""
-    return "strings" if array.dtype.hasobject else "integers or booleans"
-
-
-def relative(error: float, scale: float) -> float:
-    """Return `error` as a share of `scale`; 0 where nothing differs, whatever the scale."""
-    return error / scale if error else 0.0
 
 
 def add_float32_errors(
@@ -109,7 +99,7 @@ def add_float32_errors(
         for name, array in values.items():
             if array.dtype.kind in "biuO" or array.shape != others[name].shape:
                 continue
-            tally = _Tally(array)
+            tally = Tally(array)
             tally.add(others[name].astype(np.float64), array.astype(np.float64))
             if name in boxes:
                 tally.match(boxes[name])
@@ -182,7 +172,7 @@ def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
     return 1
 
 
-class _Tally:
+class Tally:
     """Adds up the differences of one output at one batch size, call by call.
 
     `mask`: the output is the class of each pixel; where scores are equal, either is right.
@@ -190,7 +180,7 @@ class _Tally:
 
     def __init__(self, like: np.ndarray, *, mask: bool = False) -> None:
         self.exact, self.mask = like.dtype.kind in "biuO", mask
-        self.noun = exact_noun(like)
+        self.noun = "strings" if like.dtype.hasobject else "integers or booleans"
         self.values = self.compared = self.differing = self.undefined = 0
         self.rows = self.agreeing = 0
         self.lost = 0  # boxes of one of the two alone
@@ -256,12 +246,10 @@ class _Tally:
             self.shared, self.either = self.shared + shared, self.either + sum(each) - shared
 
     def row(self, output: str, batch: int) -> ParityRow:
-        problem = self._problem()
+        problem = self.problem
         shown = self.rows and (self.scale or self.boxes)
         agreement = self.agreeing / self.rows if shown else None
-        error = relative(self.max_abs, self.scale or self.other_scale)
-        if self.mask:
-            error = self.differing / max(1, self.values)
+        error = self.error
         if self.boxes and agreement is not None:
             error = max(error, 1 - agreement)
         share = self.signal / self.noise if self.noise else math.inf
@@ -296,7 +284,16 @@ class _Tally:
     def not_finite(self) -> bool:
         return bool(self.undefined) or not self.places_match
 
-    def _problem(self) -> str:
+    @property
+    def error(self) -> float:
+        """The largest difference as a share of the scale; 0 where nothing differs."""
+        if self.mask:
+            return self.differing / max(1, self.values)
+        return self.max_abs / (self.scale or self.other_scale) if self.max_abs else 0.0
+
+    @property
+    def problem(self) -> str:
+        """The reason why no bound can be met; "" where there is none."""
         if not self.places_match:
             return "NaN or infinity in one of the two and not in the other"
         if self.differing and not self.mask:

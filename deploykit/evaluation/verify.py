@@ -100,21 +100,15 @@ def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
 
 def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
     """Yield the ONNX files next to `path` that it was made from, then the sources of these."""
-    hashes, wanted = _hashes_next_to(path), list(manifest.made_from)
+    hashes, wanted = {}, list(manifest.made_from)
+    for file in sorted(path.parent.glob("*.onnx")) if wanted else ():
+        with suppress(DeploykitError):  # it cannot be read
+            hashes[sha256(file)] = file
     while wanted:
         if (found := hashes.pop(wanted.pop(0), None)) is not None:
             yield found
             before = Artefact(found).manifest
             wanted += before.made_from if before else ()
-
-
-def _hashes_next_to(path: Path) -> dict[str, Path]:
-    """Return the .onnx files in the folder of `path` that can be read, by their hash."""
-    found = {}
-    for file in sorted(path.parent.glob("*.onnx")):
-        with suppress(DeploykitError):
-            found[sha256(file)] = file
-    return found
 
 
 def prove_engine(
@@ -178,8 +172,8 @@ def check_proven(
     moved = bool(proven) and place not in proven
     if evidence.verified and not moved:
         return manifest
-    made_from = manifest.made_from[-1:]  # the graph is next to it, or nowhere
-    graph = _hashes_next_to(path).get(made_from[0]) if made_from else None
+    built_from = replace(manifest, made_from=manifest.made_from[-1:])  # the graph itself
+    graph = next(find_sources(path, built_from), None)
     parity, why = prove_engine(engine, path, manifest, graph, path.name)
     if parity is None:
         if not trust:

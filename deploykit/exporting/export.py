@@ -115,8 +115,11 @@ def export(
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels, placing = load_preprocess(preprocess)
-    from deploykit.exporting.capture import example_sizes  # MissingExtra without torch
-    from deploykit.exporting.onnx import DEFAULT_OPSET, export_module
+    from deploykit.exporting.onnx import (  # MissingExtra without torch
+        DEFAULT_OPSET,
+        example_sizes,
+        export_module,
+    )
 
     if opset is None:
         opset = (target and target.opset) or DEFAULT_OPSET

@@ -26,7 +26,7 @@ from deploykit.core.task import (
 )
 from deploykit.core.tensors import concrete
 from deploykit.engines.tasks.engine import TaskSteps
-from deploykit.engines.torch.files import module_errors, with_torchvision
+from deploykit.engines.torch.files import module_errors
 from deploykit.engines.torch.folder import PROCESSOR, load_processor, without_messages
 from deploykit.engines.torch.loaded import FromBytes, Loaded
 from deploykit.engines.torch.presets import INPUT, Preset
@@ -50,7 +50,7 @@ def check_pixels(preset: Preset) -> tuple[str, ...]:
     why = "it keeps an image's ratio, the graph has one size"
     if preset.image.resize != LETTERBOX:
         try:
-            made = with_torchvision(lambda: list(map(preset.transform, _photos())))  # type: ignore[arg-type]
+            made = list(map(preset.transform, _photos()))
             off = _levels_off(made, preset.image, preset.preprocess)
         except Exception as exc:  # noqa: BLE001 - a library of any version
             why = first_line(exc)
@@ -155,7 +155,7 @@ def check_answers(
         if folder is None:
             raise BadInput("a live module has no folder")
         with without_messages():
-            off = with_torchvision(lambda: compare(task, loaded, model, folder))
+            off = compare(task, loaded, model, folder)
     except Exception as exc:  # noqa: BLE001 - a library of any version, or none
         return (f"not compared with {library}: {first_line(exc)}",)
     if off > _ROUNDING:

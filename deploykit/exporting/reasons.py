@@ -101,17 +101,6 @@ class NotExported(BadInput):
         self.captured, self.by_data, self.operator = captured, by_data, operator
 
 
-class TooSmall(NotExported):
-    """The model takes axis `axis` from size `least` on, and was exported at a smaller one."""
-
-    def __init__(self, spec: TensorSpec, at: int, least: int) -> None:
-        self.axis, self.least = str(spec.shape[at]), least
-        super().__init__(
-            f"the model takes axis {self.axis} (axis {at} of input '{spec.name}') from {least} on",
-            fixed=True,
-        )
-
-
 def explain(
     exc: BaseException, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
 ) -> NotExported:
@@ -151,7 +140,12 @@ def explain(
                 if sizes.get(str(axis)) == int(match[1]) and match[2] == match[3]:
                     return baked(spec, at, int(match[2]), place)
                 if sizes.get(str(axis)) == int(match[1]) < int(match[2]):
-                    return TooSmall(spec, at, int(match[2]))
+                    return NotExported(
+                        f"the model takes axis {axis} (axis {at} of input '{spec.name}') from "
+                        f"{match[2]} on",
+                        hint="give an example that is longer along it",
+                        fixed=True,
+                    )
     if re.search("Constraints violated|Expected op to be '=='", reason):
         lines = [line.strip(" -") for line in str(chain[-1]).splitlines()[1:] if line.strip()]
         return NotExported(

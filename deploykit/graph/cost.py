@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
-from onnx import helper
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
@@ -52,20 +51,6 @@ def _product_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     return 2 * outputs * left[-2 if transposed else -1]
 
 
-def _einsum_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    """Count a multiply-add for each combination of all its indices."""
-    equation = helper.get_node_attr_value(node, "equation").decode().replace(" ", "")
-    if "." in equation:
-        return None
-    sizes: dict[str, int] = {}
-    for letters, name in zip(equation.split("->")[0].split(","), node.input, strict=False):
-        shape = known.shapes.get(name)
-        if shape is None or len(shape) != len(letters):
-            return None
-        sizes |= dict(zip(letters, shape, strict=True))
-    return 2 * math.prod(sizes.values())
-
-
 def _recurrent_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     """Count both matrices of every gate, direction and step; pointwise work is small."""
     x, w, r = (known.shapes.get(name) for name in node.input[:3])
@@ -87,7 +72,6 @@ GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
 _ROWS: tuple[tuple[str, int | Callable[..., int | None] | None, str], ...] = (
     (CONVOLUTION, _convolution_flops, "Conv ConvInteger ConvTranspose FusedConv QLinearConv"),
     (PRODUCT, _product_flops, "Gemm MatMul MatMulInteger QLinearMatMul QGemm FusedGemm"),
-    (PRODUCT, _einsum_flops, "Einsum"),
     (RECURRENT, _recurrent_flops, "LSTM DynamicQuantizeLSTM GRU RNN"),
     (
         FUNCTION,
@@ -433,14 +417,6 @@ class NodeTime(Record):
     @property
     def seconds(self) -> float:
         return self.launch_s + max(self.compute_s, self.memory_s)
-
-    @property
-    def limit(self) -> str:
-        """The largest part of its time: COMPUTE, MEMORY or LAUNCH."""
-        longest = max(self.compute_s, self.memory_s)
-        if self.launch_s >= longest:
-            return LAUNCH
-        return COMPUTE if self.compute_s >= self.memory_s else MEMORY
 
 
 def node_time(cost: NodeCost, ceilings: Ceilings) -> NodeTime:

@@ -17,7 +17,6 @@ import onnx
 import onnx.inliner
 from onnx import TensorProto, numpy_helper
 
-from deploykit.core import files
 from deploykit.core.errors import BadInput, Unsupported, first_line
 from deploykit.core.json_value import Record
 from deploykit.core.precision import FLOATS
@@ -159,15 +158,8 @@ class Graph:
     never changed: `Editor` makes a new Graph.
     """
 
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        path: Path = Path("model"),
-        hashes: Mapping[str, str] | None = None,
-    ) -> None:
-        self.model = model
-        self.path = path
-        self._hashes = hashes or {}  # hashes of files that were just written, by name
+    def __init__(self, model: onnx.ModelProto, path: Path = Path("model")) -> None:
+        self.model, self.path = model, path
 
     @classmethod
     def open(cls, path: Path) -> Graph:
@@ -202,14 +194,8 @@ class Graph:
         move the two together. `temporary`: only this process reads the file. Returns a handle of
         the written file. Raises BadInput if `out` is not writable.
         """
-        model, hashes = storage.write(
-            self.model, self.path.parent, out, limit_bytes, temporary=temporary
-        )
-        return Graph(model, out, hashes)
-
-    def sha256(self, file: Path) -> str:
-        """Return the SHA-256 of its file or weights file, without reading if `save` wrote it."""
-        return self._hashes.get(file.name) or files.sha256(file)
+        folder = self.path.parent
+        return Graph(storage.write(self.model, folder, out, limit_bytes, temporary=temporary), out)
 
     def array(self, name: str) -> np.ndarray:
         """Return the values of an initializer; read only."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.files import atomic_write, open_readable, sha256
+from deploykit.core.files import atomic_write, open_readable
 from deploykit.core.memory import memory_errors
 from deploykit.graph.parse import GRAPH, INITIALIZER, RAW_DATA, SMALL_BYTES
 from deploykit.graph.skeleton import copy_fields, stored_bytes
@@ -76,15 +76,15 @@ def tensor_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
 
 def write(
     model: onnx.ModelProto, folder: Path, out: Path, limit_bytes: int, *, temporary: bool = False
-) -> tuple[onnx.ModelProto, dict[str, str]]:
+) -> onnx.ModelProto:
     """Write `model`, whose data are in `folder`, to `out`; above the limit OUT.data holds weights.
 
-    The data file is in its place before the model. Returns the model as `parse` would read it, and
-    the SHA-256 of each file by its name; `temporary` omits the hashes and the fsync.
+    The data file is in its place before the model. Returns the model as `parse` would read it.
+    `temporary` omits the fsync.
     """
 
     @contextmanager
-    def writer(file: Path) -> Iterator[IO[bytes]]:
+    def writer(file: Path) -> Iterator[BinaryIO]:
         with atomic_write(file, durable=not temporary) as tmp, tmp.open("wb") as handle:
             yield handle
 
@@ -115,15 +115,14 @@ def write(
     if file != out.name:
         with writer(out) as handle:
             handle.write(written.SerializeToString(deterministic=True))
-    names = () if temporary else (file, out.name)
-    return written, {name: sha256(out.with_name(name)) for name in dict.fromkeys(names)}
+    return written
 
 
 def _write_inline(
     model: onnx.ModelProto,
     large: Mapping[str, onnx.TensorProto],
     folder: Path,
-    handle: IO[bytes],
+    handle: BinaryIO,
 ) -> dict[str, int]:
     """Write one protobuf message with the data of `large` in it; return where each begins."""
     head, body = onnx.ModelProto(), onnx.GraphProto()
@@ -151,7 +150,7 @@ def _write_inline(
 
 
 def _write_aligned(
-    large: Mapping[str, onnx.TensorProto], folder: Path, handle: IO[bytes]
+    large: Mapping[str, onnx.TensorProto], folder: Path, handle: BinaryIO
 ) -> Iterator[tuple[str, int]]:
     for name, tensor in large.items():
         handle.write(bytes(-handle.tell() % ALIGNMENT_BYTES))

@@ -76,22 +76,15 @@ def _check_nodes(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
 
 
 def for_checker(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Return `model`, or a copy with RUNTIME_OPERATORS in a domain that onnx does not check."""
-    own = RUNTIME_DOMAINS[0]
+    """Return a copy with RUNTIME_OPERATORS in a domain that onnx does not check."""
     version = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
-
-    def foreign(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-        found = [each for each in Parts(model, path).nodes if each.op_type in RUNTIME_OPERATORS]
-        return [each for each in found if not defs.has(each.op_type, version, each.domain)]
-
-    if not foreign(model):
-        return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    for node in foreign(copy):
-        node.domain = own
-    if own not in {each.domain for each in copy.opset_import}:
-        copy.opset_import.add(domain=own, version=1)
+    for node in Parts(copy, path).nodes:
+        known = node.op_type not in RUNTIME_OPERATORS or defs.has(node.op_type, version)
+        node.domain = node.domain if known else RUNTIME_DOMAINS[0]
+    if RUNTIME_DOMAINS[0] not in {each.domain for each in copy.opset_import}:
+        copy.opset_import.add(domain=RUNTIME_DOMAINS[0], version=1)
     return copy
 
 

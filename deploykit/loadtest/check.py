@@ -51,7 +51,9 @@ class AnswerCheck:
         max_error: float = 0.0,
     ) -> None:
         self.outputs, self.expected, self.max_error = frozenset(outputs), expected, max_error
-        # the beginning and the size in bytes of the last right answer, by request
+        # the beginning and the size in bytes of the last right answer over HTTP with its head
+        self.usual: tuple[bytes, int] = (b"", -1)
+        # and of the last right one without, by request
         self._right: dict[int, tuple[bytes, int]] = {}
 
     def problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:

@@ -105,7 +105,7 @@ class Http1(Wire):
             if len(data) < end:
                 return self._wait_for(data, end)
             body = data[at:end]
-        return self._complete(head, body, keep=head.keep and len(data) == end)
+        return self._complete(head, body, data, end)
 
     def end(self) -> int | None:
         data = bytes(self.buffer)
@@ -113,7 +113,7 @@ class Http1(Wire):
         head = _parse_head(data[:at]) if at >= 0 else None
         if head is None or head.length is not None or head.chunked:
             return None
-        return self._complete(head, data[at + 4 :], keep=False)
+        return self._complete(head, data[at + 4 :], data, -1)
 
     def _wait_for(self, data: bytes, needed: int) -> int | None:
         if needed > MOST_BYTES:
@@ -123,19 +123,26 @@ class Http1(Wire):
         self._needed = needed
         return None
 
-    def _complete(self, head: _Head, body: bytes, *, keep: bool) -> int:
+    def _complete(self, head: _Head, body: bytes, data: bytes, end: int) -> int:
+        """Return the answer's status; bytes of `data` after `end` belong to no request."""
         self.buffer.clear()
-        self.keep, self.body = keep, body
+        self.keep = head.keep and len(data) == end
+        self.body = body
         if head.status != 200:
             text = one_line(head.location.decode("utf-8", "replace"))
             text = f"redirects to {text}" if 300 <= head.status < 400 and text else error_text(body)
             self.error = f"{head.status}: {text}"
             return head.status
-        self.error = None
-        if self._check is not None:
-            read = partial(read_body, json_bytes=head.json_bytes)
-            self.error = self._check.problem(body, self._request, read)
-        return 200 if self.error is None else WRONG
+        check = self._check
+        if check is None:
+            return 200
+        read = partial(read_body, json_bytes=head.json_bytes)
+        self.error = check.problem(body, self._request, read)
+        if self.error is not None:
+            return WRONG
+        if self.keep and head.json_bytes is not None and not (head.chunked or check.expected):
+            check.usual = data[: end - len(body) + head.json_bytes], end
+        return 200
 
 
 @lru_cache(MOST_HEADS)

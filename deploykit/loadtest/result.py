@@ -16,9 +16,9 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.formatting import number
 from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import throughput
+from deploykit.loadtest.check import short_bound
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
 from deploykit.reporting.points import LoadResult
 
@@ -172,34 +172,31 @@ _CONDITION = re.compile(r"\s*([a-z0-9]+)\s*(>=|<=|>|<)\s*([0-9]*\.?[0-9]+)\s*([a
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of failure. `bound`: ms, requests per second, a count or a share."""
+    """One condition of failure, such as "p99>20ms"; `bound` is in `unit`."""
 
     text: str
     metric: str
     operator: str
     bound: float
-    is_share: bool = False
+    unit: str
 
     def failure(self, result: LoadResult) -> str | None:
         """Return why the run fails (the condition holds or is not known); None if it does not."""
         value = self._value(result)
         if value is None:
             return f"{self.text}: {self.metric} is not known"
+        value /= max(result.sent + result.unsent, 1) / 100 if self.unit == "%" else 1.0
+        value /= _MS.get(self.unit, 1.0)
         if not _OPERATORS[self.operator](value, self.bound):
             return None
-        if self.is_share:
-            return f"{self.text}: {value:.2%}"
-        if self.metric in _COUNTS:
-            return f"{self.text}: {value:,.0f}"
-        text = number(value) if math.isfinite(value) else "inf"
-        return f"{self.text}: {text}{' ms' if self.metric in _PERCENTILES else '/s'}"
+        return f"{self.text}: {short_bound(value)} {self.unit}".rstrip()
 
     def _value(self, result: LoadResult) -> float | None:
         """Return the value, None if unknown. Percentiles that no answer reached are infinite."""
+        if self.metric == "errors":
+            return float(result.failed + result.expired + result.unsent)
         if self.metric in _COUNTS:
-            errors = result.failed + result.expired + result.unsent
-            count = errors if self.metric == "errors" else int(getattr(result, self.metric))
-            return count / max(result.sent + result.unsent, 1) if self.is_share else float(count)
+            return float(getattr(result, self.metric))
         if self.metric in _RATES:
             rate = result.achieved_per_s if self.metric == "throughput" else result.goodput_per_s
             return rate.value if rate else None
@@ -221,15 +218,13 @@ def parse_conditions(text: str) -> tuple[Condition, ...]:
     conditions = []
     for part in text.split(","):
         match = _CONDITION.fullmatch(part)
-        if match is None or match[1] not in units:
-            raise BadInput(f"`fail_on`: '{part.strip()}' is not a condition", hint=hint)
-        metric, compare, number, unit = match.groups()
-        if unit not in units[metric]:
-            known = " or ".join(each or "no unit" for each in units[metric])
-            raise BadInput(f"`fail_on`: '{part.strip()}' needs {known}", hint=hint)
-        bound = float(number) * _MS.get(unit, 0.01 if unit == "%" else 1.0)
+        metric, compare, number, unit = match.groups() if match else ("", "", "", "")
+        if unit not in units.get(metric, ()):
+            known = " or ".join(each or "no unit" for each in units.get(metric, ()))
+            why = f"needs {known}" if known else "is not a condition"
+            raise BadInput(f"`fail_on`: '{part.strip()}' {why}", hint=hint)
         name = f"{metric}{compare}{number}{unit}"
-        conditions.append(Condition(name, metric, compare, bound, unit == "%"))
+        conditions.append(Condition(name, metric, compare, float(number), unit))
     return tuple(conditions)
 
 

@@ -77,3 +77,14 @@ class RunRecord:
             for name in ("starts_s", "ends_s", "statuses", "send_lags_s", "read_lags_s", "reads"):
                 getattr(whole, name).extend(getattr(each, name))
         return whole
+
+    def progress(self) -> str:
+        """Describe the number of answered requests and the percentiles of the last 1,000."""
+        lists = self.starts_s, self.ends_s, self.statuses
+        last = zip(*(each[-1000:] for each in lists), strict=True)
+        taken_s = sorted(end_s - start_s for start_s, end_s, status in last if status == 200)
+        text = f"{len(self.ends_s):,} requests"
+        if taken_s:
+            p50, p99 = (taken_s[int(len(taken_s) * share)] * 1e3 for share in (0.5, 0.99))
+            text += f", p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+        return text

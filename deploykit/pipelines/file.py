@@ -1,4 +1,4 @@
-"""Read a pipeline's file: Python with functions and model files.
+"""Read a pipeline's file, Python with functions and model files, or TOML.
 
 Every function and every model that the file itself defines is a stage, unless its name begins with
 an underscore. Reading a pipeline runs its code, as running any Python program does.
@@ -12,25 +12,31 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, did_you_mean, users_code
-from deploykit.core.files import StrPath, check_readable, load_py
+from deploykit.core.files import StrPath, check_readable, import_object, load_py, read_toml
 from deploykit.core.runtime import READS
 from deploykit.pipelines.stages import Definition, Function, Model
 
+SUFFIXES = (".py", ".toml")
 _IN_FLIGHT, _TIMEOUT = "IN_FLIGHT", "TIMEOUT_MS"
+_KEYS = ("before", "model", "after", "in_flight", "timeout_ms")
 _MOST = {_IN_FLIGHT: 1 << 20, _TIMEOUT: 86_400_000}
 
 
 def read_pipeline(path: Path) -> Definition:
     """Read a pipeline. Raises NotFound, or BadInput with the line to change."""
     check_readable(path)
-    if path.suffix != ".py":
-        hint = "MODEL = 'FILE.onnx', and a function for each step before and after it"
-        raise BadInput(f"{path}: a pipeline is a .py file", hint=hint)
+    if path.suffix not in SUFFIXES:
+        raise BadInput(f"{path}: a pipeline is a .py or a .toml file")
+    return _read_toml(path) if path.suffix == ".toml" else _read_python(path)
+
+
+def _read_python(path: Path) -> Definition:
     with users_code(f"{path}: not a Python program"):
         tree = ast.parse(path.read_bytes(), path.name)
     with users_code(f"{path}: running it failed"), redirect_stdout(sys.stderr):
@@ -117,6 +123,41 @@ def _limits(path: Path, name: str, given: Any, stages: Mapping[str, object]) -> 
                 f"{path.name}: {name}: '{stage}' must be from 1 to {_MOST[name]:,}, got {value!r}"
             )
     return dict(given)
+
+
+def _read_toml(path: Path) -> Definition:
+    """Read one model with an optional function before it and an optional one after it."""
+    table = read_toml(path)
+    for key in table:
+        if key not in _KEYS:
+            hint = did_you_mean(key, _KEYS, f"keys: {', '.join(_KEYS)}")
+            raise BadInput(f"{path}: unknown key '{key}'", hint=hint)
+    given = {key: table[key] for key in _KEYS[:3] if key in table}
+    if "model" not in given or not all(isinstance(each, str) for each in given.values()):
+        hint = "model = 'FILE.onnx', before = 'steps.py:NAME', after = 'steps.py:NAME'"
+        raise BadInput(f"{path}: a pipeline needs the file of a model", hint=hint)
+    before, after = (_imported(path, key, given.get(key)) for key in ("before", "after"))
+    model = Model("model", path.parent / given["model"], {"": before.name} if before else {})
+    after = after and replace(after, wired={next(iter(after.takes), ""): "model"})
+    stages = [each for each in (before, model, after) if each]
+    names = {each.name: each for each in stages}
+    if len(names) < len(stages):
+        raise BadInput(f"{path}: the functions need two names, and neither may be 'model'")
+    limits = [_limits(path, key.upper(), table.get(key, {}), names) for key in _KEYS[3:]]
+    return Definition(path, tuple(stages), *limits)
+
+
+def _imported(path: Path, key: str, reference: str | None) -> Function | None:
+    if reference is None:
+        return None
+    place = str(path.parent / reference) if ".py:" in reference else reference
+    try:
+        found = import_object(place)
+    except DeploykitError as exc:
+        raise type(exc)(f"{path}: {key}: {exc.message}", hint=exc.hint) from exc
+    if not inspect.isfunction(found):
+        raise BadInput(f"{path}: {key}: '{reference}' is not a function")
+    return _function(path, found.__name__, found)
 
 
 def files_of_models(definition: Definition) -> dict[str, Path]:

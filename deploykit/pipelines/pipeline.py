@@ -95,7 +95,7 @@ def pipeline(
     trust: bool = False,
     on_note: Callable[[str], None] = log.warning,
 ) -> OpenPipeline:
-    """Open a pipeline, a .py file, with its models; call it with a request's input.
+    """Open a pipeline, a .py or .toml file, with its models; call it with a request's input.
 
     Reading the file runs its code. `batch`: most rows of a model's call. Raises BadInput for an
     invalid pipeline, NotFound, and what `load` raises for its models.

@@ -11,7 +11,6 @@ from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, did_you_mean
 from deploykit.core.json_value import Record
-from deploykit.core.notebook import table_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.tensors import batch_axes, dynamic_sizes
 from deploykit.engines.data.samples import random_feeds
@@ -19,6 +18,7 @@ from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.feeds import random_inputs
 from deploykit.evaluation.golden import find_samples, open_samples
+from deploykit.graph import cost as kinds
 from deploykit.graph.cost import NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch
@@ -40,6 +40,11 @@ BATCHES = (1, 8, 32)
 MOST_SIZE = 1 << 31  # axes of this size exceed the index of any runtime
 _LEAST, _MOST = 1e-9, 1e15  # bounds of a latency and a rate
 _NAMED = 5  # nodes in a note
+# A matrix instruction takes 16 bytes of a row: NVIDIA, Deep Learning Performance Guide, "Tensor
+# Core requirements".
+_ALIGNED, _LEAST_SHARE = 16, 0.005
+_TENSOR_CORES = "Tensor Cores want multiples of 8 in fp16, and of 16 in int8"
+_DENSE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.STEM, kinds.PRODUCT)
 _FACTOR = 1.4  # largest error factor of CPU predictions (plan-accuracy.md)
 
 
@@ -84,20 +89,6 @@ class Planned(Record):
     targets: tuple[TargetPlan, ...]
     nodes: tuple[NodeCost, ...]
     notes: tuple[str, ...]
-
-    def _repr_html_(self) -> str:
-        keys = ("precision", "batch", "latency_ms", "throughput_per_s", "limit", "memory_bytes")
-        fastest = [
-            (target.profile, min(same, key=lambda each: each.latency_ms))
-            for target in self.targets
-            for batch in self.batches
-            if (same := [each for each in target.predictions if each.batch == batch])
-        ]
-        rows = [
-            {"profile": name, **{key: getattr(each, key) for key in (*keys, "fits")}}
-            for name, each in fastest
-        ]
-        return super()._repr_html_() + table_of("fastest precision at each batch", rows)
 
     def raise_if_none_meets(self) -> None:
         """Raise GateFailed where `slo_ms` was asked for and no target is predicted to meet it."""
@@ -350,3 +341,21 @@ def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
             "be faster or slower than fp32: `bench` of the built file tells"
         )
     yield from misplaced(found) if of_cpu else ()
+    if any(target.predictions and not target.checked for target in targets):
+        yield from _unaligned(found)
+
+
+def _unaligned(found: Inferred) -> list[str]:
+    """Name dense nodes whose sizes leave parts of a Tensor Core idle, those of most operations."""
+    nodes, hints = {node.name: node for node in found.known.nodes}, list[tuple[float, str]]()
+    for cost in found.compiled:
+        if cost.kind not in _DENSE or not cost.flops or cost.name not in nodes:
+            continue
+        weight = found.known.shapes.get((*nodes[cost.name].input, "", "")[1], ())
+        sizes = weight[-2:] if cost.kind == kinds.PRODUCT else weight[:2]
+        if wrong := [size for size in sizes if size % _ALIGNED]:
+            share = cost.flops / found.flops
+            what = f"{cost.name} ({cost.operator}, {share:.0%} of the operations) has a size of"
+            hints.append((share, f"hint: {what} {wrong[0]}: {_TENSOR_CORES}"))
+    largest = sorted(hint for hint in hints if hint[0] >= _LEAST_SHARE)[::-1]
+    return [text for _, text in largest[:_NAMED]]

@@ -140,22 +140,15 @@ def compare_reports(
     for report, name in zip(both, names, strict=True):
         _check_valid(report, name)
     differences, not_known = _differences(*(dict(_facts(report)) for report in both))
-    keys = _KEYS if all(point.shapes for report in both for point in report.points) else _KEYS[:-1]
-    if keys != _KEYS:
-        not_known.append("sizes of the inputs")
-    rows_a, rows_b = (_rows(report, name, keys) for report, name in zip(both, names, strict=True))
+    rows_a, rows_b = (_rows(report, name) for report, name in zip(both, names, strict=True))
     same = [(point, rows_b[key]) for key, point in rows_a.items() if key in rows_b]
     only_a, only_b = (
-        [point for key, point in rows.items() if key not in others]
+        tuple(_name(point) for key, point in rows.items() if key not in others)
         for rows, others in ((rows_a, rows_b), (rows_b, rows_a))
     )
-    alike = [
-        (x, y)
-        for x in only_a
-        for y in only_b
-        if (x.label, x.scenario, x.batch) == (y.label, y.scenario, y.batch)
-    ]
-    unlike = [*dict.fromkeys(_unlike(same, ("device", "runtime")) + _unlike(alike, keys))]
+    if not all(point.shapes for pair in same for point in pair):
+        not_known.append("sizes of the inputs")
+    unlike = [text for pair in same for text in _unlike(*pair)]
     differences += unlike[:_MOST]
     differences += [f"and {len(unlike) - _MOST} more such"] * (len(unlike) > _MOST)
     if differences:
@@ -169,9 +162,8 @@ def compare_reports(
     tests = sum(_figure_pair(name, *pair) is not None for pair in same for name in _FIGURES)
     setups = len({point.label for point, _ in same})
     rows = tuple(_compare_row(*pair, tests=tests, setups=setups) for pair in same)
-    names_a, names_b = (tuple(map(_name, points)) for points in (only_a, only_b))
-    notes = tuple(_notes(*both, names, rows, same))
-    return ReportComparison(*names, rows, names_a, names_b, tuple(not_known), notes, bound)
+    notes = tuple(_notes(*both, rows, same))
+    return ReportComparison(*names, rows, only_a, only_b, tuple(not_known), notes, bound)
 
 
 def ratio_of(
@@ -294,29 +286,26 @@ def _shown(value: Any) -> str:
     return str(value) or "none"
 
 
-def _rows(report: Report, name: str, keys: Sequence[str]) -> dict[tuple[Any, ...], Point]:
-    """Return the points by the values of `keys`, which must be unique."""
-    found: dict[tuple[Any, ...], Point] = {}
+def _rows(report: Report, name: str) -> dict[tuple[str, str, int], Point]:
+    """Return the points by label, scenario and batch, which must be unique."""
+    found: dict[tuple[str, str, int], Point] = {}
     for point in report.points:
-        values = {**vars(point), "shapes": tuple(sorted(point.shapes.items()))}
-        key = tuple(values[each] for each in keys)
+        key = (point.label, point.scenario, point.batch)
         if key in found:
             raise BadInput(f"{name}: the row {_name(point)} is there twice")
         found[key] = point
     return found
 
 
-def _unlike(pairs: Sequence[tuple[Point, Point]], names: Sequence[str]) -> list[str]:
-    """Return which of `names` differ between points; settings cover sessions and threads."""
-    found = []
-    for a, b in pairs:
-        for name in names:
-            one, other = (getattr(point, name, None) for point in (a, b))
-            covered = name in ("sessions", "threads") and a.settings and b.settings
-            if one != other and not covered:
-                what = {"shapes": "sizes of the inputs"}.get(name, name)
-                found.append(f"{what} of {_name(a)}: {_shown(one)} against {_shown(other)}")
-    return found
+def _unlike(a: Point, b: Point) -> Iterator[str]:
+    """Yield what differs between the points; settings cover sessions and threads."""
+    for name in ("device", "runtime", *_KEYS):
+        one, other = getattr(a, name), getattr(b, name)
+        covered = name in ("sessions", "threads") and a.settings and b.settings
+        unknown = name == "shapes" and not (one and other)
+        if one != other and not covered and not unknown:
+            what = {"shapes": "sizes of the inputs"}.get(name, name)
+            yield f"{what} of {_name(a)}: {_shown(one)} against {_shown(other)}"
 
 
 def _name(row: Point | RowInBoth) -> str:
@@ -327,22 +316,10 @@ def _name(row: Point | RowInBoth) -> str:
 def _notes(
     a: Report,
     b: Report,
-    names: tuple[str, str],
     rows: Sequence[RowInBoth],
     pairs: Sequence[tuple[Point, Point]],
 ) -> Iterator[str]:
-    if a == b:
-        yield f"{names[0]} and {names[1]} are the same run"
-    files = [{str(each.get("file")): each.get("sha256") for each in r.artefacts} for r in (a, b)]
-    changed = [name for name, sha in files[0].items() if files[1].get(name, sha) != sha]
-    if changed:
-        yield f"not the same file in both: {', '.join(changed)}"
-    one, other = a.provenance, b.provenance
-    for key, what in (("host", "host"), ("project", "commit"), ("deploykit", "deploykit's commit")):
-        if key in one and key in other and one[key] != other[key]:
-            yield f"{what}: {_shown(one[key])} against {_shown(other[key])}"
-    single = any(point.processes <= 1 for pair in pairs for point in pair)
-    if single:
+    if any(point.processes <= 1 for pair in pairs for point in pair):
         yield (
             f"timed in one process: {PROCESS_SPREAD * 100:g} % from process to process is assumed, "
             "not measured"

@@ -6,13 +6,15 @@ All figures come from the document of `report.json`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
-from deploykit.evaluation.formatting import MISSING, SPACE, number
-from deploykit.evaluation.html_tables import Json
+from deploykit.evaluation.formatting import MISSING, SPACE, Json, number
 from deploykit.evaluation.latency import percentile_ms
 from deploykit.reporting.charts import BOUND, Chart, Mark, Series
 from deploykit.reporting.tables import (
+    accuracy_of,
     at_smallest,
     by_label,
     load_label,
@@ -21,12 +23,18 @@ from deploykit.reporting.tables import (
     why_not,
 )
 
+_NAME = 24  # characters of a layer's name
 GPU_ROOFLINE = "gpu_roofline"
 _SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # slower calls
 _TICKS = (
     (2.0, "50 %"),
     (10.0, "90 %"),
     *((1e2 * 10**n, f"{100 - 10.0**-n:g} %") for n in range(5)),
+)
+_TRACES = (
+    ("clock_mhz", "clock", "MHz"),
+    ("power_w", "power", "W"),
+    ("temperature_c", "temperature", "°C"),
 )
 
 
@@ -68,6 +76,7 @@ def charts(document: Json) -> tuple[list[Chart], list[str]]:
     others = (
         (calls_chart, "The latency of calls by percentile is not drawn: no calls were kept."),
         (roofline, "The roofline is not drawn: the limits of the machine were not measured."),
+        (_accuracy, "Accuracy against latency is not drawn: one of the two was not measured."),
         (served_chart, "The latency of requests was not measured."),
         (partial(roofline, name=GPU_ROOFLINE), ""),
     )
@@ -75,6 +84,8 @@ def charts(document: Json) -> tuple[list[Chart], list[str]]:
         chart = make(document)
         drawn += [chart] if chart else []
         missing += [sentence] if sentence and not chart else []
+    layers = [each for each in document.get("layers") or () if each["sum_ms"]]
+    drawn += [_waterfall(document, each) for each in layers] + _traces(document)
     return drawn, missing
 
 
@@ -114,6 +125,7 @@ def _sweep(document: Json, points: Sequence[Json]) -> Chart:
     batches = sorted({int(point["batch"]) for point in points})
     wanted = ("throughput", scenario)
     found = [c for c in document["crossovers"] if (c["by"], c["scenario"]) == wanted]
+    overtakes = {(c["label"], c["batch"]) for c in found if c["batch"] != batches[0]}
     sentences = [
         f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
         for c in found
@@ -131,7 +143,13 @@ def _sweep(document: Json, points: Sequence[Json]) -> Chart:
         series=tuple(
             Series(
                 _name_in_charts(document, label, chosen),
-                tuple(_mark(float(p["batch"]), p["throughput_per_s"]) for p in chosen),
+                tuple(
+                    replace(
+                        _mark(float(p["batch"]), p["throughput_per_s"]),
+                        text="ahead from here" * ((label, p["batch"]) in overtakes),
+                    )
+                    for p in chosen
+                ),
                 look[label],
             )
             for label, chosen in by_label(points).items()
@@ -217,6 +235,70 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
         columns=("setup", "batch", "FLOP/byte", "GFLOP/s", "bound by", "of the limit"),
         rows=tuple(rows),
     )
+
+
+def _accuracy(document: Json) -> Chart | None:
+    """Draw the accuracy of each setup against its p50 latency at the smallest batch."""
+    look, series, metric = _looks(document), [], ""
+    points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
+    for label, (point, *_) in by_label(at_smallest(points)).items():
+        row = accuracy_of(document["accuracy"], label, str(point["precision"]))
+        p50 = point["latency"]["p50_ms"]
+        if row is not None and p50 is not None:
+            share = {key: part * 100 for key, part in row["value"].items()}
+            series.append(Series(label, (_mark(p50["value"], share),), look[label]))
+            metric = str(row["metric"])
+    if not series:
+        return None
+    return Chart(
+        title="Accuracy against latency",
+        finding="Up and to the left is better. Whiskers are 95 % intervals.",
+        x_label=f"p50 latency (ms) at the smallest batch, {points[0]['scenario']}",
+        y_label=f"{metric} (%)",
+        series=tuple(series),
+        zero=False,
+    )
+
+
+def _waterfall(document: Json, found: Json) -> Chart:
+    """Draw how the slowest layers of a LayerTimes add up to a call."""
+    first, ends_ms = found["layers"][0], accumulate(each["ms"] for each in found["layers"])
+    marks = tuple(
+        Mark(float(place), end_ms, text=layer["name"][:_NAME] if place <= 3 else "")
+        for place, (layer, end_ms) in enumerate(zip(found["layers"], ends_ms, strict=True), 1)
+    )
+    share, look = part_of(first["ms"], found["sum_ms"]), _looks(document).get(found["label"], 1)
+    return Chart(
+        title=f"Where the time goes, by layer: {found['label']}",
+        finding=f"{first['name']} ({first['op']}) takes {share} of the time of all layers. "
+        "The longer a line is flat, the fewer layers make the time; a table has all.",
+        x_label="layers, the slowest first",
+        y_label="their time in a call (ms)",
+        series=(Series(found["label"], marks, look, plain=True),),
+    )
+
+
+def _traces(document: Json) -> list[Chart]:
+    """Draw clock, power and temperature of the GPUs over the run, if recorded."""
+    drawn = []
+    for key, what, unit in _TRACES:
+        series, look = list[Series](), len(_looks(document))
+        for gpu in document["conditions"]:
+            values = (gpu.get("trace") or {}).get(key) or ()
+            last = max(len(values) - 1, 1)
+            marks = [Mark(100 * i / last, y) for i, y in enumerate(values) if y is not None]
+            series += [Series(gpu["name"], tuple(marks), look + len(series), plain=True)]
+        why = {each for gpu in document["conditions"] for each in gpu["throttled"] or ()}
+        chart = Chart(
+            title=f"GPU {what} over the run",
+            finding=f"THROTTLED ({', '.join(sorted(why))})." if why else "Not throttled.",
+            x_label="share of the run (%)",
+            y_label=f"{what} ({unit})",
+            series=tuple(series),
+            zero=False,
+        )
+        drawn += [chart] if any(one.marks for one in series) else []
+    return drawn
 
 
 def served_chart(document: Json) -> Chart | None:

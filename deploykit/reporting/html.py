@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import LOOK
-from deploykit.evaluation.formatting import Table
-from deploykit.evaluation.html_tables import html_table, safe
+from deploykit.evaluation.formatting import Table, html_table, safe
 from deploykit.reporting.charts import Chart, draw
 from deploykit.reporting.figures import charts
 from deploykit.reporting.tables import (

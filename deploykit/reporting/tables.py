@@ -5,27 +5,30 @@ A missing measurement is marked as such, never as 0 or an empty cell.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deploykit.evaluation.formatting import (
     MISSING,
     SPACE,
+    Json,
     Table,
     count,
     number,
+    or_infinite,
+    parity_table,
     percent,
     points,
     spread,
 )
-from deploykit.evaluation.html_tables import Json, or_infinite, parity_table
 
 NOT_MEASURED = "not measured"
+_PERCENTILES = ("p50_ms", "p90_ms", "p99_ms")
 Columns = Mapping[str, Callable[[Any], str]]  # name of a column -> function from a row to its cell
 _TEXT = (  # columns without figures, except the first
     *("setup", "precision", "metric", "load", "loop", "layer", "operator", "result", "detail"),
-    *("device", "runtime", "sessions, threads", "notes", "verdict", "value of"),
-    *("scenario", "settings", "note", "predicted from", "read from", "format", "SHA-256"),
+    *("device", "runtime", "sessions, threads", "notes", "verdict"),
 )
 
 
@@ -178,25 +181,39 @@ def details(document: Json) -> list[Table]:
         _points(document, [p for p in every if why_not(document, p)], "Rows without a verdict"),
         serving_table(document),
         *(layers_table(each) for each in document.get("layers") or () if each["sum_ms"]),
-        make_table(
-            "Artefacts",
-            document["artefacts"],
-            {
-                "file": lambda item: str(item.get("file") or MISSING),
-                "format": lambda item: str(item.get("format") or MISSING),
-                "precision": lambda item: str(item.get("precision") or MISSING),
-                "SHA-256": lambda item: str(item.get("sha256") or MISSING),
-                "size (MB)": lambda item: (
-                    MISSING if item.get("bytes") is None else number(item["bytes"] / 1e6)
-                ),
-            },
+        plain_table("Artefacts", document["artefacts"]),
+        plain_table("Steps", document["steps"]),
+        plain_table(
+            "Memory",
+            document.get("memory") or (),
+            "The most that a fresh process had resident, with Python and the libraries.",
         ),
-        make_table(
-            "Steps",
-            document["steps"],
-            {"step": lambda step: step["name"], "seconds": lambda step: number(step["seconds"])},
+        plain_table(
+            "Compute alone",
+            [
+                {key: point[key] for key in ("label", "batch")}
+                | {f"compute {key}": point["compute"][key] for key in _PERCENTILES}
+                | {"end to end p50_ms": point["latency"]["p50_ms"]}
+                for point in every
+                if point.get("compute")
+            ],
+            "Compute: further calls, less the copies to the GPU and back that the runtime timed.",
         ),
-        *_limits(document, every),
+        plain_table(
+            "Scenarios",
+            document.get("scenarios") or (),
+            "As MLPerf defines them, but shorter; percentiles by its rule of early stopping, 99 %.",
+        ),
+        plain_table(
+            "Predicted and measured",
+            document.get("predicted") or (),
+            "Predicted by a plan before the run. A plan for a GPU is of TensorRT.",
+        ),
+        plain_table(
+            "Energy",
+            document.get("energy") or (),
+            "Device energy, not that at the wall: no power supply, no fan.",
+        ),
     ]
     return [table for table in tables if table.rows]
 
@@ -243,70 +260,27 @@ def _decided_by(document: Json, parity: Json) -> str:
     return f"No bound applies to this error: {precision} rounds, and {by}."
 
 
-def _limits(document: Json, every: Sequence[Json]) -> Iterator[Table]:
-    setup: Columns = {
-        "setup": lambda row: str(row["label"]),
-        "batch": lambda row: count(int(row["batch"])),
-    }
-    yield make_table(
-        "Memory",
-        document.get("memory") or (),
-        {**setup, "peak memory (MB)": lambda row: number(row["peak_bytes"] / 1e6)},
-        "The most that a fresh process had resident, with Python and the libraries.",
-    )
-    yield make_table(
-        "Compute alone",
-        [point for point in every if point.get("compute")],
-        {
-            **setup,
-            "compute p50 (ms)": lambda point: spread(point["compute"]["p50_ms"]),
-            "compute p90 (ms)": lambda point: spread(point["compute"]["p90_ms"]),
-            "compute p99 (ms)": lambda point: spread(point["compute"]["p99_ms"]),
-            "end to end p50 (ms)": lambda point: spread(point["latency"]["p50_ms"]),
-        },
-        "Compute: further calls, less the copies to the GPU and back that the runtime timed.",
-    )
-    yield make_table(
-        "Scenarios",
-        document.get("scenarios") or (),
-        {
-            "scenario": lambda row: row["scenario"],
-            "setup": lambda row: row["label"],
-            "settings": lambda row: row["settings"] or row["device"],
-            "batch": lambda row: count(row["batch"]),
-            "queries": lambda row: count(row["queries"]),
-            "value": lambda row: MISSING if row["value"] is None else number(row["value"]),
-            "value of": lambda row: (
-                row["metric"] + (f", p99 ≤ {number(row['slo_ms'])} ms" if row["slo_ms"] else "")
-            ),
-            "note": lambda row: row["why"],
-        },
-        "As MLPerf defines them, but shorter; percentiles by its rule of early stopping, 99 %.",
-    )
-    yield make_table(
-        "Predicted and measured",
-        document.get("predicted") or (),
-        {
-            **setup,
-            "predicted (ms)": lambda row: number(float(row["predicted_ms"])),
-            "measured p50 (ms)": lambda row: number(float(row["measured_ms"])),
-            "error": lambda row: f"{100 * float(row['error']):+.0f}{SPACE}%".replace("-", "−"),
-            "predicted from": lambda row: str(row["basis"]),
-        },
-        "Predicted by a plan before the run. A plan for a GPU is of TensorRT.",
-    )
-    yield make_table(
-        "Energy",
-        document.get("energy") or (),
-        {
-            **setup,
-            "mJ per inference": lambda row: number(1e3 * float(row["joules"])),
-            "above idle (mJ)": lambda row: number(1e3 * float(row["above_idle"])),
-            "idle (W)": lambda row: number(float(row["idle_w"])),
-            "read from": lambda row: str(row["source"]),
-        },
-        "Device energy, not that at the wall: no power supply, no fan.",
-    )
+def plain_table(title: str, rows: Iterable[Json], note: str = "") -> Table:
+    """Return a table with a column for each key of `rows`, except those that hold nothing."""
+    rows = list(rows)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [_cell(name, row.get(name)) for row in rows] for name in names}
+    columns = {name: cells for name, cells in columns.items() if {*cells} != {MISSING}}
+    strings = [any(isinstance(row.get(name), str) for row in rows) for name in columns]
+    titles = tuple(re.sub("bytes$", "MB", name.replace("_", " ")) for name in columns)
+    text = tuple(at for at, is_text in enumerate(strings) if is_text)
+    return Table(title, titles, tuple(zip(*columns.values(), strict=True)), text, note)
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a string, a number or an interval as a cell; bytes in MB; "–" for what is none."""
+    if isinstance(value, Mapping) and "low" in value:
+        return spread(value)
+    if isinstance(value, (int, float)):
+        if name.endswith("bytes"):
+            return number(value / 1e6)
+        return count(value) if isinstance(value, int) else number(value)
+    return value if isinstance(value, str) and value else MISSING
 
 
 def gates(document: Json) -> Table:
@@ -319,28 +293,17 @@ def gates(document: Json) -> Table:
 
 
 def serving_table(document: Json) -> Table:
-    columns: dict[str, Callable[[Json], str]] = {
-        "load": load_label,
-        "loop": lambda result: str(result["mode"]),
-        "sent": lambda result: count(result["sent"]),
-        "ok": lambda result: count(result["ok"]),
-        "refused": lambda result: count(result["refused"]),
-        "expired": lambda result: count(result["expired"]),
-        "failed": lambda result: count(result["failed"]),
-        "ok/s": lambda result: spread(result["achieved_per_s"]),
-        "p50 (ms)": lambda result: spread((result["latency"] or {}).get("p50_ms")),
-        "p90 (ms)": lambda result: spread((result["latency"] or {}).get("p90_ms")),
-        "p99 (ms)": lambda result: spread((result["latency"] or {}).get("p99_ms")),
-        "max (ms)": lambda result: (
-            or_infinite(result["latency"]["max_ms"]) if result["latency"] else MISSING
-        ),
-        "generator lag p99 (ms)": lambda result: (
-            MISSING if result["lag_p99_ms"] is None else number(result["lag_p99_ms"])
-        ),
-        "notes": _load_notes,
-    }
+    rows = [
+        {"load": load_label(result), "loop": result["mode"]}
+        | {name: result[name] for name in ("sent", "ok", "refused", "expired", "failed")}
+        | {"ok/s": result["achieved_per_s"]}
+        | {name: (result["latency"] or {}).get(name) for name in _PERCENTILES}
+        | {"max_ms": or_infinite(result["latency"]["max_ms"]) if result["latency"] else None}
+        | {"generator lag p99_ms": result["lag_p99_ms"], "notes": _load_notes(result)}
+        for result in document["serving"]
+    ]
     note = "Latency is of successes: from the intended time in the open loop, from the sending in "
-    return make_table("Load tests", document["serving"], columns, note + "the closed one.")
+    return plain_table("Load tests", rows, note + "the closed one.")
 
 
 def _load_notes(result: Json) -> str:

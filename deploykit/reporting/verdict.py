@@ -9,14 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from deploykit.core.evidence import Interval
 from deploykit.evaluation.formatting import SPACE, count, number, points, spread
-from deploykit.evaluation.statistics import NO_DIFFERENCE, PRACTICALLY_EQUAL, difference
+from deploykit.evaluation.statistics import (
+    FASTER,
+    NO_DIFFERENCE,
+    PRACTICALLY_EQUAL,
+    SLOWER,
+    difference,
+)
 from deploykit.reporting.html import DISTURBED
 from deploykit.reporting.points import CpuSettings, LoadResult, Point, best, crossover
 from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of, load_label
 
 _MOST = 3  # most engines or reasons to name
+_PAYS = 1.1  # factor of throughput that makes larger batches worth it
 _FAR = 0.25  # share of the roofline; below it neither arithmetic nor memory is the limit
 
 
@@ -169,8 +177,11 @@ def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> 
     own_batches = [p for p in usable if p.scenario == candidate.scenario]
     conclusions = (
         _crossover(own_batches, candidate, reference),
+        _integer(report, own_batches, candidate),
+        _batching([point for point in own_batches if point.label == candidate.label]),
         _bound(report, candidate),
         _within_slo(report.slo_ms, own_batches, (candidate.label, reference.label)),
+        _energy(report, candidate, reference),
     )
     return sentences + list(filter(None, conclusions))
 
@@ -251,6 +262,41 @@ def _crossover(usable: Sequence[Point], candidate: Point, reference: Point) -> s
     return f"{candidate.label} is ahead of {rival} {', '.join(found)}."
 
 
+def _integer(report: Report, usable: Sequence[Point], candidate: Point) -> str:
+    """State whether INT8 beats float32 on the same device with as many threads."""
+    if candidate.precision not in ("int8", "uint8", "int4"):
+        return ""
+    found: list[tuple[int, Interval]] = []
+    for point in (each for each in usable if each.label == candidate.label):
+        plain = [
+            each for each in usable if each.precision == "fp32" and each.device == point.device
+        ]
+        plain = [each for each in plain if _is_comparable(each, point) and _is_alike(each, point)]
+        found += [(point.batch, report.speedup(point, best(plain)))] if plain else []
+    if not found:
+        return ""
+    ends = dict([min(found, key=lambda each: each[0]), max(found, key=lambda each: each[0])])
+    kinds = {difference(times) for times in ends.values()}
+    pays = "does not pay here" + " and costs time" * (kinds == {SLOWER})
+    if FASTER in kinds:
+        pays = "pays here" if kinds == {FASTER} else "pays at some batches only"
+    parts = ", ".join(f"{number(times.value)}× at batch {batch}" for batch, times in ends.items())
+    return f"{candidate.precision.upper()} {pays}: {parts}, against float32."
+
+
+def _batching(own: Sequence[Point]) -> str:
+    """State whether larger batches pay, by the nearer ends of the intervals."""
+    first, most = min(own, key=lambda point: point.batch), best(own)
+    least = first.throughput_per_s
+    if first.batch == max(point.batch for point in own) or not least.value:
+        return ""
+    if most is first or most.throughput_per_s.low / max(least.high, 1e-12) < _PAYS:
+        no = f"no batch has {_PAYS}× the throughput of batch {first.batch}"
+        return f"Batching does not pay: {no}."
+    times = number(most.throughput_per_s.value / least.value)
+    return f"Batching pays: batch {most.batch} has {times}× the throughput of batch {first.batch}."
+
+
 def _bound(report: Report, candidate: Point) -> str:
     """Name its limit by the share of a call that is not compute, else by the roofline."""
     compute, whole = candidate.compute, candidate.latency.p50_ms
@@ -289,3 +335,13 @@ def _within_slo(slo_ms: float | None, usable: Sequence[Point], labels: Sequence[
             why = f"{number(most.throughput_per_s.value)} inferences/s at batch {most.batch}"
         parts.append(f"{label} {why}")
     return f"Within {number(slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
+
+
+def _energy(report: Report, *points: Point) -> str:
+    """Name the energy of one inference of the points, if it was metered."""
+    found = {(each.label, each.batch): each for each in report.energy}
+    known = [each for point in points if (each := found.get((point.label, point.batch)))]
+    if not known or (known[0].label, known[0].batch) != (points[0].label, points[0].batch):
+        return ""
+    parts = "; ".join(f"{each.label} {number(1e3 * each.joules)}{SPACE}mJ" for each in known)
+    return f"Energy of one inference of the device alone: {parts} (from {known[0].source})."

@@ -246,7 +246,7 @@ class _Service:
             for name, model in repository.models.items():
                 model.watch(tracer.watch(name))
         if sources and self.settings.reload:
-            reloader = stack.enter_context(Reloader(repository, sources, announce=group.announce))
+            reloader = stack.enter_context(Reloader(repository, sources))
             repository.add_metrics(reloader.samples)
             for name, model in repository.models.items():
                 model.remark = partial(reloader.error, name)

@@ -37,7 +37,7 @@ from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import (
     UNIX,
     Acceptor,
-    Client,
+    Connection,
     Port,
     address_of,
     is_loopback,
@@ -221,7 +221,7 @@ class Server:
         return sum(port.unanswered for port in self._ports)
 
     @property
-    def _connections(self) -> list[Client]:
+    def _connections(self) -> list[Connection]:
         return [connection for port in self._ports for connection in port.connections]
 
     @property

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -24,18 +24,23 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.formatting import MISSING, Table, count, spread
-from deploykit.evaluation.html_tables import html_table
+from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread
 from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.checks import check_recipe, check_splits
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
-from deploykit.training.options import TrainingOptions, build_from_recipe, read_splits, settle
+from deploykit.training.options import (
+    TrainingOptions,
+    build_from_recipe,
+    check_recipe,
+    check_splits,
+    read_splits,
+    settle,
+)
 
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("float32", "bf16"),
@@ -164,7 +169,7 @@ def time_devices(
     """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
     splits = check_splits(recipe, splits)
-    rows, sources = list[DeviceRow](), list[Iterator[Times]]()
+    rows, sources = list[DeviceRow](), list[Generator[Times, None, None]]()
     kinds = [(device, kind) for device, precisions in PRECISIONS.items() for kind in precisions]
     for (device, kind), compiled, batch in itertools.product(
         kinds, (False, True)[: 1 + compile], batches
@@ -219,7 +224,9 @@ def _lacks(device: str, precision: str) -> str | None:
     return None
 
 
-def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Iterator[Times]:
+def _train(
+    recipe: Recipe, splits: Splits, options: TrainingOptions
+) -> Generator[Times, None, None]:
     """Train on the first samples again and again. Raises OutOfMemory, Unsupported."""
     settings = settle(recipe, options)
     few = replace(
@@ -242,7 +249,7 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Iterator
             times = [now_s()]
             inputs, labels, _ = next(loader)
             times.append(now_s())
-            run.stepper(inputs, labels)
+            run.step(inputs, labels)
             times.append(now_s())
         yield times[1] - times[0], times[2] - times[1]
 
@@ -330,10 +337,8 @@ def conclude(table: Any) -> list[str]:
     for each in table.crossovers:
         against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
         where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
-        measured = ", ".join(map(str, each["measured"]))
-        found.append(
-            f"GPU {each['precision']} is ahead of {against} {where} (measured: {measured})."
-        )
+        sizes = f"measured: {', '.join(map(str, each['measured']))}"
+        found.append(f"GPU {each['precision']} is ahead of {against} {where} ({sizes}).")
     return found
 
 
@@ -418,12 +423,15 @@ def _tables(table: DeviceTable) -> list[Table]:
 
 def _chart(table: DeviceTable) -> Chart:
     rows = [row for row in table.rows if row.samples_per_s is not None]
+    batches = sorted({row.batch for row in rows})
+    crossings = {each["batch"] for each in table.crossovers[:1]} - {*batches[:1]}
     series = dict[str, list[Mark]]()
     for row in rows:
         rate = row.samples_per_s or Interval(0.0, 0.0, 0.0)
-        mark = Mark(float(row.batch), rate.value, rate.low, rate.high)
+        crossed = row.device == "cuda" and row.batch in crossings
+        text = f"CPU wins below {row.batch}" * crossed
+        mark = Mark(float(row.batch), rate.value, rate.low, rate.high, text)
         series.setdefault(_setup(row)[0], []).append(mark)
-    batches = sorted({row.batch for row in rows})
     return Chart(
         title="Training speed against batch size",
         finding=next((each for each in table.verdict if "GPU" in each), ""),

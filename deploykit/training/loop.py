@@ -13,7 +13,7 @@ import math
 import platform
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.training.checks import check_outputs, check_recipe, check_splits
 from deploykit.training.data import make_batches, tensors
 from deploykit.training.distributed import Processes, parallel, whole_state
 from deploykit.training.options import (
@@ -41,6 +40,9 @@ from deploykit.training.options import (
     Trained,
     TrainingOptions,
     build_from_recipe,
+    check_outputs,
+    check_recipe,
+    check_splits,
     score_samples,
     settle,
 )
@@ -50,96 +52,18 @@ from deploykit.training.options import (
 class State:
     """The part of a run that a checkpoint keeps next to weights and random numbers.
 
-    `history`: one entry per epoch. `best`: score, epoch and weights. `skipped`: of the steps
-    `tried`, those whose float16 gradients overflowed, so that loss scaling left the weights as they
-    were.
+    `history`: one entry per epoch. `best`: score, epoch and weights. `waited_s`: of the `seconds`,
+    those in which steps waited for data. `skipped`: of the steps `tried`, those whose float16
+    gradients overflowed, so that loss scaling left the weights as they were.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     best: tuple[float, int, dict[str, Any]] | None = None
     seconds: float = 0.0
+    waited_s: float = 0.0
     tried: int = 0
     skipped: int = 0
-
-
-class Stepper:
-    """Updates the weights of `run`, a module on the device, with one batch per call.
-
-    `slowly`: the weights that learn at the share `unfreeze` of the rate.
-    """
-
-    def __init__(
-        self,
-        run: torch.nn.Module,
-        recipe: Recipe,
-        settings: Settings,
-        steps: int,
-        slowly: Iterable[torch.nn.Parameter] = (),
-    ) -> None:
-        self.state = State()
-        self.run, self.loss, self.clip_norm = run, recipe.loss, recipe.clip_norm
-        self.device, slower = settings.device, settings.options.unfreeze or 1.0
-        self.weights = [each for each in run.parameters() if each.requires_grad]
-        if not self.weights:
-            raise BadInput("the recipe's model has no weights to train")
-        slow = {id(each) for each in slowly}
-        groups = [
-            {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rate}
-            for part, rate in ((False, recipe.learning_rate), (True, recipe.learning_rate * slower))
-        ]
-        groups = [group for group in groups if group["params"]]
-        self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
-        kinds: Any = torch.optim.lr_scheduler
-        highest = [group["lr"] for group in groups]
-        self.schedule = {
-            "cosine": lambda: kinds.CosineAnnealingLR(self.optimiser, steps),
-            "linear": lambda: kinds.LinearLR(self.optimiser, 1.0, 0.0, steps),
-            # one step more: it is also asked for the rate after the last one
-            "one-cycle": lambda: kinds.OneCycleLR(self.optimiser, highest, steps + 1),
-            "constant": lambda: kinds.ConstantLR(self.optimiser, 1.0, 1),
-        }[recipe.schedule]()
-        self.amp_dtype = settings.amp_dtype
-        half = self.amp_dtype == torch.float16
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
-
-    def __call__(
-        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
-    ) -> torch.Tensor:
-        """Update the weights; return the batch's mean loss, not yet read from the device.
-
-        `weight`: that of the loss, where other processes average their gradients with these.
-        Raises OutOfMemory, Unsupported for a failed compilation, BadInput where the recipe fails.
-        """
-        self.optimiser.zero_grad(set_to_none=True)
-        where = f"{len(labels)} samples, {self.device}"
-        try:
-            with module_errors(f"the recipe's model or loss failed on {where}"):
-                enabled = self.amp_dtype is not None
-                with torch.autocast(self.device.type, self.amp_dtype, enabled=enabled):
-                    loss: torch.Tensor = self.loss(self.run(*inputs), labels)
-                scaled: Any = self.scaler.scale(loss * weight)
-                scaled.backward()
-        except BadInput as exc:
-            cause = exc.__cause__
-            if not type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise
-            raise Unsupported(
-                f"torch.compile failed: {type(cause).__name__}: {first_line(cause or exc)}",
-                hint="leave `compile` out",
-            ) from cause
-        if self.clip_norm is not None:
-            self.scaler.unscale_(self.optimiser)
-            torch.nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
-        self.state.tried += 1
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
-        if self.scaler.get_scale() < before:  # the gradients overflowed: no step was made
-            self.state.skipped += 1
-        else:
-            self.schedule.step()
-        return loss.detach()
 
 
 _SAMPLES = 256  # at once
@@ -473,11 +397,10 @@ class Run:
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
-        steps = settings.epochs * len(self.batches)
-        slowly = self.backbone.parameters() if self.backbone is not None else ()
-        self.stepper = Stepper(run, recipe, settings, steps, slowly)
-        self.state = self.stepper.state
+        self.state = State()
         self.notes, self.history = self.state.notes, self.state.history
+        self.run = run
+        self._make_optimiser()
         self.unsaved = dict[Path, str]()
         if settings.amp_dtype == torch.float16 and device.type == "cpu":
             self.notes.append("fp16 is much slower on a CPU than float32 or bf16")
@@ -509,6 +432,73 @@ class Run:
             "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
             "data": f"{splits.source}, {len(labels)} samples, checksum {checksum:08x}",
         }
+
+    def _make_optimiser(self) -> None:
+        """Let a backbone that trains, too, learn at the share `unfreeze` of the rate."""
+        recipe, steps = self.recipe, self.settings.epochs * len(self.batches)
+        self.weights = [each for each in self.run.parameters() if each.requires_grad]
+        if not self.weights:
+            raise BadInput("the recipe's model has no weights to train")
+        slow = (
+            {id(each) for each in self.backbone.parameters()} if self.backbone is not None else ()
+        )
+        rates = (recipe.learning_rate, recipe.learning_rate * (self.settings.options.unfreeze or 1))
+        groups = [
+            {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rates[part]}
+            for part in (False, True)
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
+        kinds: Any = torch.optim.lr_scheduler
+        highest = [group["lr"] for group in groups]
+        self.schedule = {
+            "cosine": lambda: kinds.CosineAnnealingLR(self.optimiser, steps),
+            "linear": lambda: kinds.LinearLR(self.optimiser, 1.0, 0.0, steps),
+            # one step more: it is also asked for the rate after the last one
+            "one-cycle": lambda: kinds.OneCycleLR(self.optimiser, highest, steps + 1),
+            "constant": lambda: kinds.ConstantLR(self.optimiser, 1.0, 1),
+        }[recipe.schedule]()
+        half = self.settings.amp_dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(self.settings.device.type, enabled=half)
+
+    def step(
+        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Update the weights; return the batch's mean loss, not yet read from the device.
+
+        `weight`: that of the loss, where other processes average their gradients with these.
+        Raises OutOfMemory, Unsupported for a failed compilation, BadInput where the recipe fails.
+        """
+        self.optimiser.zero_grad(set_to_none=True)
+        device, amp_dtype = self.settings.device, self.settings.amp_dtype
+        try:
+            with module_errors(
+                f"the recipe's model or loss failed on {len(labels)} samples, {device}"
+            ):
+                with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+                    loss: torch.Tensor = self.recipe.loss(self.run(*inputs), labels)
+                scaled: Any = self.scaler.scale(loss * weight)
+                scaled.backward()
+        except BadInput as exc:
+            cause = exc.__cause__
+            if not type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            raise Unsupported(
+                f"torch.compile failed: {type(cause).__name__}: {first_line(cause or exc)}",
+                hint="leave `compile` out",
+            ) from cause
+        if self.recipe.clip_norm is not None:
+            self.scaler.unscale_(self.optimiser)
+            torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip_norm)
+        self.state.tried += 1
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        if self.scaler.get_scale() < before:  # the gradients overflowed: no step was made
+            self.state.skipped += 1
+        else:
+            self.schedule.step()
+        return loss.detach()
 
     def _has_batch_norm(self) -> bool:
         """Return whether a layer that trains normalises by the statistics of its batch."""
@@ -551,16 +541,36 @@ class Run:
 
     def _train_epoch(self, on_progress: Progress) -> None:
         """Run one epoch. Raises Unsupported for a loss that is not finite."""
-        skipped = self.state.skipped
-        loss, seconds, waited_s = self._run_epoch(on_progress)
+        batches, epochs, epoch = self.batches, self.settings.epochs, len(self.history) + 1
+        samples, count, size = len(batches.labels), len(batches), self.group.size
+        waited_s, skipped, done = batches.waited.seconds, self.state.skipped, 0
+        self.module.train()
+        if self.backbone is not None:
+            self.backbone.eval()  # its statistics stay those of the weights it came with
+        total = torch.zeros((), device=self.settings.device)
+        started = reported = time.perf_counter()
+        for number, (inputs, labels, share) in enumerate(batches, 1):
+            whole = min(batches.batch_size, samples - done)
+            total += self.step(inputs, labels, share * size) * (share * whole)
+            done += whole
+            now = time.perf_counter()
+            if now - reported > _REPORT_S and number < count:
+                reported = now
+                text = f"epoch {epoch}/{epochs}, {number}/{count} steps"
+                text += f", {done / (now - started):,.0f} samples/s"
+                on_progress(text, (epoch - 1 + number / count) / epochs)
+        loss = sum(self.group.gather(float(total))) / samples
+        seconds = max(time.perf_counter() - started, 1e-9)
+        waited_s = batches.waited.seconds - waited_s
         if not math.isfinite(loss):
-            mixed = "compute in float32 (`amp` off), " if self.stepper.amp_dtype else ""
+            mixed = "compute in float32 (`amp` off), " if self.settings.amp_dtype else ""
             raise Unsupported(
-                f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}",
+                f"training diverged: the loss is {loss} in epoch {epoch}",
                 hint=f"{mixed}lower `learning_rate`, limit the gradients (the recipe's clip_norm), "
                 "or look for NaN in the labels and the loss",
             )
         self.state.seconds += seconds
+        self.state.waited_s += waited_s
         module, recipe, part = self.module, self.recipe, self.splits.calibration
         if self.frozen is not None:
             module, recipe, part = self.frozen.head, self.frozen.recipe, self.frozen.calibration
@@ -569,45 +579,17 @@ class Run:
             score = float(self.group.share(float(score_module(module, recipe, part).mean())))
         self.history.append(
             {
-                "epoch": len(self.history) + 1,
+                "epoch": epoch,
                 "loss": loss,
                 "score": score,
-                "learning_rate": self.stepper.schedule.get_last_lr()[0],
-                "samples_per_s": round(len(self.batches.labels) / max(seconds, 1e-9), 1),
-                "loader_share": round(waited_s / max(seconds, 1e-9), 4),
+                "learning_rate": self.schedule.get_last_lr()[0],
+                "samples_per_s": round(samples / seconds, 1),
+                "loader_share": round(waited_s / seconds, 4),
                 "skipped_steps": self.state.skipped - skipped,
             }
         )
-        text = f"epoch {len(self.history)}/{self.settings.epochs}, loss {loss:.4f}"
-        text += f", {self.history[-1]['samples_per_s']:,.0f} samples/s"
-        on_progress(text, len(self.history) / self.settings.epochs)
-
-    def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
-        """Return the mean loss of the epoch, its seconds, and those spent waiting for batches."""
-        count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
-        waited_s = self.batches.waited.seconds
-        self.module.train()
-        if self.backbone is not None:
-            self.backbone.eval()  # its statistics stay those of the weights it came with
-        total = torch.zeros((), device=self.settings.device)
-        started = reported = time.perf_counter()
-        samples = 0
-        size = self.group.size
-        for number, (inputs, labels, share) in enumerate(self.batches, 1):
-            whole = min(self.settings.batch_size, len(self.batches.labels) - samples)
-            total += self.stepper(inputs, labels, share * size) * (share * whole)
-            samples += whole
-            now = time.perf_counter()
-            if now - reported > _REPORT_S and number < count:
-                reported = now
-                on_progress(
-                    f"epoch {done + 1}/{epochs}, {number}/{count} steps, "
-                    f"{samples / (now - started):,.0f} samples/s",
-                    (done + number / count) / epochs,
-                )
-        loss = sum(self.group.gather(float(total))) / samples
-        seconds = time.perf_counter() - started
-        return loss, seconds, self.batches.waited.seconds - waited_s
+        text = f"epoch {epoch}/{epochs}, loss {loss:.4f}, {samples / seconds:,.0f} samples/s"
+        on_progress(text, epoch / epochs)
 
     def _stalled(self) -> bool:
         """Keep the best epoch's weights, and say whether `patience` has run out."""
@@ -636,17 +618,11 @@ class Run:
                 "float16 gradients overflowed"
             )
         self.notes += self.unsaved.values()
-        self.notes += self.batches.conclude(self.loader_share())
-
-    def loader_share(self) -> float:
-        """Return the share of the time of all epochs in which the steps waited for data."""
-        seconds = [1 / max(each["samples_per_s"], 1e-9) for each in self.history]
-        waited = (e["loader_share"] * s for e, s in zip(self.history, seconds, strict=True))
-        return float(sum(waited) / max(sum(seconds), 1e-9))
+        self.notes += self.batches.conclude(state.waited_s / max(state.seconds, 1e-9))
 
     def _parts(self) -> dict[str, Any]:
-        own = {"module": self.module, "optimiser": self.stepper.optimiser}
-        return {**own, "schedule": self.stepper.schedule, "scaler": self.stepper.scaler}
+        own = {"module": self.module, "optimiser": self.optimiser}
+        return {**own, "schedule": self.schedule, "scaler": self.scaler}
 
     def _save_state(self) -> dict[str, Any]:
         random = {"shuffle": self.batches.shuffle.get_state(), "torch": torch.get_rng_state()}
@@ -687,7 +663,7 @@ class Run:
             "train_seconds": round(state.seconds, 3),
             "samples_per_s": round(samples * epochs / max(state.seconds, 1e-9), 1),
             "skipped_steps": state.skipped,
-            "loader_share": round(self.loader_share(), 4),
+            "loader_share": round(state.waited_s / max(state.seconds, 1e-9), 4),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **{key: self.described[key] for key in images if self.described[key]},

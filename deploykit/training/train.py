@@ -81,20 +81,20 @@ def train(
         exc.hint = install_command("export,transfer")
         raise
     from deploykit.engines.torch import open as runtime
-    from deploykit.training import checks, distributed, loop
-    from deploykit.training.options import TrainingOptions, read_splits
+    from deploykit.training import distributed, loop
+    from deploykit.training import options as inputs
 
     initial = runtime.load_weights(start) if start else None
     if on_progress:
         on_progress("reading the data", 0.0)
-    options = {each.name: given[each.name] for each in fields(TrainingOptions)}
+    options = {each.name: given[each.name] for each in fields(inputs.TrainingOptions)}
     options |= {"checkpoint": state, "tensorboard": events}
     with distributed.join_processes(device) as group:
-        checks.check_recipe(chosen)
+        inputs.check_recipe(chosen)
         trained = loop.run_training(
             chosen,
-            read_splits(chosen, Path(data) if data else None),
-            TrainingOptions(**options),
+            inputs.read_splits(chosen, Path(data) if data else None),
+            inputs.TrainingOptions(**options),
             name=recipe,
             weights=initial,
             weights_from=start or Path("weights"),
@@ -102,8 +102,8 @@ def train(
             group=group,
         )
         chosen, splits = trained.recipe, trained.splits
-        shared = checks.shared_samples(splits)
-        score, classes = mean_score(trained.scores), checks.score_classes(splits, trained.scores)
+        shared = inputs.shared_samples(splits)
+        score, classes = mean_score(trained.scores), inputs.score_classes(splits, trained.scores)
         figures = trained.figures | {"test_classes": classes, "shared_samples": shared}
         record = TrainingRecord(recipe, chosen.metric_name, len(trained.scores), score, figures)
         manifest = Manifest(
@@ -148,5 +148,5 @@ def train(
         more = len(splits.skipped) - _NAMED
         listed = "; ".join(splits.skipped[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
         notes.append(f"files skipped, {len(splits.skipped)}: {listed}")
-    notes += [*trained.notes, *checks.explain_score(score.low, classes, shared)]
+    notes += [*trained.notes, *inputs.explain_score(score.low, classes, shared)]
     return Made(out, replace(manifest, sha256=sha256(out)), tuple(notes))

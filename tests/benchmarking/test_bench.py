@@ -184,7 +184,7 @@ def test_a_report_records_the_power_mode_and_the_heat_of_a_jetson(
 ) -> None:
     root = write_files(tmp_path / "root", ORIN_NANO)
     made, here = Devices.__init__, replace(this_machine(), l4t="36.4.3", gpus=())
-    monkeypatch.setattr(Devices, "__init__", lambda self: made(self, root))
+    monkeypatch.setattr(Devices, "__init__", lambda self, _: made(self, root))
     monkeypatch.setattr("deploykit.benchmarking.bench.this_machine", lambda: here)
     mode = {"var/lib/nvpmodel/status": "pmode:0000"}
     mode["etc/nvpmodel.conf"] = "< POWER_MODEL ID=0 NAME=15W >"
@@ -254,7 +254,7 @@ def test_a_gpu_has_compute_alone_a_roofline_and_a_plan_of_its_own(bench_gpu: Any
     document["energy"][0] |= {"idle_w": 3.0, "source": "RAPL"}
     tables = {each.title: each for each in details(document)}
     assert len(tables["Predicted and measured"].rows) == len(report.predicted)
-    assert tables["Energy"].rows == (("a", "1", "500", "250", "3.00", "RAPL"),)
+    assert tables["Energy"].rows == (("a", "1", "0.500", "0.250", "3.00", "RAPL"),)
 
 
 def test_a_gpu_that_computes_something_else_is_not_timed(

@@ -53,15 +53,17 @@ def layers(*kinds: str, **more: Any) -> str:
     return json.dumps({"Layers": items})
 
 
-def built(model: Path, folder: Path, shapes: Shapes | None = None, **gate: Any) -> Any:
-    """Build for a target that this machine is not."""
+def built(
+    model: Path, folder: Path, shapes: Shapes | None = None, dla: int | None = None, **gate: Any
+) -> Any:
+    """Build for a target that this machine is not. `dla`: what is asked for after the build."""
     stage, l4 = folder / "stage", load_profile("l4")
     stage.mkdir()
     request = QuantizeRequest(to="fp32", runtime="tensorrt", target=l4, **gate)
     source = Artefact.open(model)
     job = BuildJob(source, l4, request, shapes or Shapes(), stage / "m.trt", folder / "m.trt")
     plan = find_builder("tensorrt")(source, job.tmp, l4, job.shapes, None)
-    return prove_plan(plan, source, job)
+    return prove_plan(plan, source, replace(job, shapes=replace(job.shapes, dla=dla)))
 
 
 GEMM = LAYERS.replace("node_of_m + node_of_y", "gemm")
@@ -210,6 +212,13 @@ def test_data_of_other_sizes_than_the_engine_takes_are_refused_before_the_build(
     with pytest.raises(dk.BadInput, match="axis N of 'x' has 9, the engine is built for 16 to 16"):
         machine.build(data=machine.folder / "real.npz", shapes=Shapes(batch="16"))
     assert "config" not in does.seen
+
+
+def test_an_engine_with_no_layer_on_the_dla_is_not_kept(machine: Machine) -> None:
+    machine()
+    with pytest.raises(dk.Unsupported, match=r"m\.trt: none of its 1 layers runs on DLA core 0"):
+        built(machine.model, machine.folder, dla=0)
+    assert not (machine.folder / "m.trt").exists()
 
 
 def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine) -> None:
@@ -392,7 +401,7 @@ CHILD = """
 import sys
 from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt
 sys.modules["tensorrt"] = FakeTensorRt(
-    does=Behaviour(version="10.3.0", strong_error={error!r})
+    does=Behaviour(version="10.3.0", strong_error={error!r}, weak_error={error!r})
 )
 sys.modules["cuda"] = None
 from deploykit.core.subprocesses import main
@@ -434,7 +443,7 @@ WORKSPACE = CHILD.format(error="no tactics within workspace limit")
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        (WORKSPACE + AND_ENDS, Unsupported, "no kernel fits into the workspace"),
+        (WORKSPACE + AND_ENDS, Unsupported, "no tactics within workspace limit"),
         ("import os; os.kill(os.getpid(), 9)", OutOfMemory, "the system ended it"),
         ("import os; os.kill(os.getpid(), 11)", DeploykitError, "ended with code -11"),
     ],

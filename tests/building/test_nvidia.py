@@ -134,7 +134,7 @@ INTEGERS = {"s": np.float32(0.1), "z": np.int8(0), "w": np.ones((4, 4), np.int8)
         ),
         (
             parse(INT8, "[qmm] y = QLinearMatMul(x, s, z, w, s, z, s, z)", **INTEGERS),
-            ["QLinearMatMul 'qmm' is an integer operator of ONNX Runtime"],
+            ["QLinearMatMul 'qmm' is not supported"],
         ),
         (quantized(np.int32(0), STORED), ["'bias_dq': bias_dq: input has type Int32"]),
         (quantized(np.int8(3), PAIR), ["'q': Non-zero zero point"]),
@@ -168,7 +168,7 @@ def test_external_weights_are_read_and_missing_ones_are_named(tmp_path: Path) ->
 
 def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> None:
     found = checked(linear(), tmp_path, workspace_bytes=1024)
-    assert found.problems == ("no kernel fits into the workspace",)
+    assert "workspace limit" in found.problems[0]
     assert "Plugin" in checked(FOREIGN, tmp_path).problems[0]
     assert checked(linear(), tmp_path).accepted
 
@@ -182,4 +182,4 @@ def test_a_plan_of_rtx_is_never_kept_and_needs_the_lean_runtime_elsewhere(tmp_pa
         build(save(linear(), tmp_path / "m.onnx"), out, options())
     assert out.read_bytes() == b"previous"
     found = checked(linear(), tmp_path, version_compatible=True)
-    assert "lean runtime, which is not installed" in found.problems[0]
+    assert "libnvinfer_lean" in found.problems[0]

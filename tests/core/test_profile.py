@@ -362,11 +362,17 @@ def test_a_gpu_that_no_profile_names_gets_one_of_what_its_driver_reports(
 @pytest.mark.parametrize(
     ("gpus", "boards", "l4t", "name", "why"),
     [
-        ("NVIDIA H200", "", "", "h200", "the driver names the GPU NVIDIA H200"),
-        ("Orin (nvgpu)", "nvidia,p3767-0000", "36.4.3", "jetson-orin-nx-16gb", "p3767-0000"),
-        ("", "nvidia,p3768-0000+p3767-0004", "36.4.3", "jetson-orin-nano-4gb", "p3767-0004"),
-        ("NVIDIA Thor", "nvidia,p3834-0008 nvidia,tegra264", "38.2", "jetson-thor-t5000", "p3834"),
-        ("NVIDIA Thor", "nvidia,p4071-0000+p3834-0000", "38.4", "jetson-thor-t4000", "p3834-0000"),
+        ("NVIDIA H200", "", "", "h200", "this is a NVIDIA H200"),
+        ("Orin (nvgpu)", "nvidia,p3767-0000", "36.4.3", "jetson-orin-nx-16gb", "is a NVIDIA"),
+        ("", "nvidia,p3768-0000+p3767-0004", "36.4.3", "jetson-orin-nano-4gb", "is a NVIDIA"),
+        (
+            "NVIDIA Thor",
+            "nvidia,p3834-0008 nvidia,tegra264",
+            "38.2",
+            "jetson-thor-t5000",
+            "is a NVIDIA",
+        ),
+        ("NVIDIA Thor", "nvidia,p4071-0000+p3834-0000", "38.4", "jetson-thor-t4000", "is a NVIDIA"),
         ("NVIDIA Thor", "nvidia,p3834-0005", "38.4", None, "(nvidia,p3834-0005)"),
         ("NVIDIA Thor", "", "38.4.0", None, "the board is not known"),
         ("NVIDIA A10G", "", "", None, "no profile names NVIDIA A10G"),

@@ -3,10 +3,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -191,14 +190,6 @@ def test_no_url_in_a_message_holds_a_secret(url: str, shown: str) -> None:
     assert errors.without_secrets(url) == shown
 
 
-Color = Enum("Color", {"RED": "red"})
-
-
-class Size(NamedTuple):
-    width: int
-    height: int
-
-
 @dataclass(frozen=True)
 class Inner:
     value: float
@@ -216,14 +207,13 @@ class Plain:
 
 @dataclass(frozen=True)
 class Outer:
-    many: Any = (Path("a/b"), Inner(2.0), Plain(math.inf), Color["RED"], Size(3, 4), math.nan, None)
+    many: Any = (Path("a/b"), Inner(2.0), Plain(math.inf), math.nan, None)
     counts: Mapping[object, int] = field(default_factory=lambda: MappingProxyType({1: 1}))
     not_a_field: ClassVar[str] = "left out"
 
 
 def test_a_dataclass_becomes_its_fields_and_a_number_that_json_lacks_null() -> None:
-    inner, size = {"value": 2.0, "doubled": 4.0}, {"width": 3, "height": 4}
-    many = ["a/b", inner, {"number": None}, "red", size, None, None]
+    many = ["a/b", {"value": 2.0, "doubled": 4.0}, {"number": None}, None, None]
     assert json_value(Outer()) == {"many": many, "counts": {"1": 1}}
 
 

@@ -389,7 +389,7 @@ def test_an_inspector_or_an_allocator_that_is_refused_is_a_deploykit_error() -> 
     late.engine.close()
 
 
-def test_a_line_of_an_earlier_call_or_of_another_thread_is_no_reason(opened: Opened) -> None:
+def test_lines_of_earlier_calls_and_other_threads_are_not_the_reason(opened: Opened) -> None:
     """TensorRT ignores every logger but the first, and logs errors in calls that succeed."""
     nv = FakeTensorRt(FakeCuda(new_machine=False))
     assert logger(nv) is logger(nv)

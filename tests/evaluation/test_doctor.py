@@ -41,7 +41,7 @@ def text(health: Health) -> str:
 
 def test_a_jetson_is_named_by_its_board_and_nothing_is_wrong_with_it(tmp_path: Path) -> None:
     health = examined(tmp_path)
-    why = "the device tree names board p3767-0005"
+    why = "this is a NVIDIA Jetson Orin Nano 8 GB"
     assert (health.profile, health.why) == ("jetson-orin-nano-8gb", why)
     assert (health.machine.jetpack, health.machine.l4t) == ("6.2", "36.4.3")
     assert health.warnings == ()
@@ -153,5 +153,5 @@ def test_a_gpu_only_nvml_lists_is_known(tmp_path: Path, monkeypatch: pytest.Monk
     found = (GpuState("GPU-1", "NVIDIA H200", 0, "nvml", memory_total_bytes=143771 << 20),)
     monkeypatch.setattr("deploykit.evaluation.doctor.read_gpus", lambda _root: found)
     health = doctor(tmp_path)
-    assert (health.profile, health.why) == ("h200", "the driver names the GPU NVIDIA H200")
+    assert (health.profile, health.why) == ("h200", "this is a NVIDIA H200 SXM 141 GB, Hopper")
     assert "gpu        NVIDIA H200, 140 GiB, driver not known" in text(health)

@@ -21,8 +21,6 @@ from deploykit.engines.answers import class_axis
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.evaluation.accuracy import (
     Metric,
-    Scores,
-    drop_of,
     find_metric,
     log_likelihood,
     pair,
@@ -323,10 +321,8 @@ def test_what_has_no_score_is_refused(values: np.ndarray, labels: np.ndarray, me
 PERPLEXITY = find_metric("perplexity")
 
 
-def scored(metric: Metric, values: np.ndarray, labels: np.ndarray) -> Scores:
-    scores = Scores(metric, "data.npz")
-    scores.add({"y": values}, labels)
-    return scores
+def scored(metric: Metric, values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return metric.rate({"y": values}, labels, "data.npz")
 
 
 def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,16 +340,18 @@ def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.Mo
 
     for block in (10**6, 12):  # 12: two rows at once
         monkeypatch.setattr("deploykit.evaluation.accuracy._BLOCK_METRICS", block)
-        drop = drop_of(scored(PERPLEXITY, logits, labels), scored(PERPLEXITY, worse, labels))
+        scores = (scored(PERPLEXITY, each, labels) for each in (logits, worse))
+        drop = PERPLEXITY.drop(*scores, labels)
         assert drop.reference.value == pytest.approx(perplexity(logits))
         assert drop.candidate.value == pytest.approx(perplexity(worse))
         assert drop.drop.value == pytest.approx(perplexity(worse) / perplexity(logits) - 1)
         assert drop.drop.low < drop.drop.value < drop.drop.high
         assert (drop.unit, drop.n) == ("%", 8)
     for count, label, why in ((9, -100, "no sample has a label"), (1, 0, "needs 2 values")):
-        scores = scored(PERPLEXITY, logits[:count], np.full((count, 6), label))
+        alike = np.full((count, 6), label)
+        scores = scored(PERPLEXITY, logits[:count], alike)
         with pytest.raises(BadInput, match=why):
-            drop_of(scores, scores)
+            PERPLEXITY.drop(scores, scores, alike)
 
 
 def test_log_likelihood_of_one_label_per_sample_does_not_overflow_in_half_precision() -> None:
@@ -409,11 +407,12 @@ def test_a_users_metric_scores_in_its_own_unit_and_booleans_are_right_and_wrong(
     metric = find_metric(f"{users}:closeness")
     a = scored(metric, np.array([[0.1], [0.2], [0.3]]), np.zeros(3))
     b = scored(metric, np.array([[0.2], [0.2], [0.5]]), np.zeros(3))
-    np.testing.assert_allclose(a.values, [0.9, 0.8, 0.7])
-    assert drop_of(a, b).describe() == "drop 0.1, -0.825 to 0.945, n = 3"
-    scores = scored(find_metric(f"{users}:right"), np.eye(4), np.array([0, 1, 2, 0]))
-    np.testing.assert_array_equal(scores.values, [1, 1, 1, 0])
-    assert "proportions" in drop_of(scores, scores).method
+    np.testing.assert_allclose(a, [0.9, 0.8, 0.7])
+    assert metric.drop(a, b, np.zeros(3)).describe() == "drop 0.1, -0.825 to 0.945, n = 3"
+    metric, labels = find_metric(f"{users}:right"), np.array([0, 1, 2, 0])
+    scores = scored(metric, np.eye(4), labels)
+    np.testing.assert_array_equal(scores, [1, 1, 1, 0])
+    assert "proportions" in metric.drop(scores, scores, labels).method
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.task import CLASSIFY, SEGMENT, TEXT_CLASSIFY, TaskOutputs, TextInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.engines.tasks.images import place  # noqa: E402
-from deploykit.engines.torch.files import with_torchvision  # noqa: E402
 from deploykit.engines.torch.folder import load_folder  # noqa: E402
 from deploykit.engines.torch.loaded import load_live  # noqa: E402
 from deploykit.exporting.heads.head import own_module  # noqa: E402
@@ -48,7 +47,7 @@ LABELS = ("negative", "neutral", "positive")
 def of_transformers(name: str) -> Any:
     import transformers
 
-    return with_torchvision(lambda: getattr(transformers, name))
+    return getattr(transformers, name)
 
 
 @pytest.fixture(scope="module")

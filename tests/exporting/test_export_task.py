@@ -19,7 +19,6 @@ import deploykit as dk  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
 from deploykit.engines.tasks.engine import TaskEngine  # noqa: E402
 from deploykit.engines.torch import presets  # noqa: E402
-from deploykit.engines.torch.files import with_torchvision  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -145,7 +144,7 @@ def of_transformers(name: str, **settings: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    kind = with_torchvision(lambda: getattr(transformers, name))
+    kind = getattr(transformers, name)
     return kind(kind.config_class(**{**SMALL, **settings})).eval()
 
 

@@ -18,9 +18,6 @@ from deploykit.core.errors import BadInput
 from deploykit.engines.engine import load
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import (
-    COMPUTE,
-    LAUNCH,
-    MEMORY,
     Ceilings,
     Curve,
     NodeCost,
@@ -89,7 +86,6 @@ def test_resnet18_has_the_operations_that_torchvision_states() -> None:
         (IMAGE, "MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", 2 * 16 * 4),
         (IMAGE, "GlobalAveragePool(x)", 128),
         ("float[2,10] x", "Softmax(x)", 100),
-        ("float[3,4,5] a, float[3,5,6] b", 'Einsum <equation = "bij,bjk->bik"> (a, b)', 720),
         ("float[2,10] x", "Relu(x)", 20),
         ("float[2,10] a, float[10] b", "Add(a, b)", 20),
         ("float[2,10] x", "Transpose(x)", 0),
@@ -319,12 +315,9 @@ def test_a_curve_is_straight_in_logarithms_and_proportional_outside(
     assert CURVE.at(work) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(
-    ("node", "limit"),
-    [(cost(10**6, 10), COMPUTE), (cost(10, 10**6), MEMORY), (cost(10, 10), LAUNCH)],
-)
-def test_a_node_is_limited_by_what_takes_most_of_its_time(node: NodeCost, limit: str) -> None:
-    assert node_time(node, SIMPLE).limit == limit
+@pytest.mark.parametrize("node", [cost(10**6, 10), cost(10, 10**6)])
+def test_a_node_takes_the_longer_of_arithmetic_and_traffic(node: NodeCost) -> None:
+    assert node_time(node, SIMPLE).seconds == pytest.approx(1e-3 + 1e-6)
     assert node_time(node, SIMPLE).launch_s == 1e-6
     assert node_time(cost(100, 0), SIMPLE).launch_s == 0  # inside another kernel
 
@@ -350,7 +343,7 @@ def test_a_recurrent_node_takes_each_step_after_the_other_and_a_copy_follows_its
     node = cost(1000, 1, kind=kinds.RECURRENT, steps=100)
     assert node_time(node, measured).seconds == pytest.approx(100 * 1e-6)
     time = node_time(cost(0, 1000, kind=kinds.MOVEMENT), replace(measured, launch_s=1e-6))
-    assert (time.seconds, time.limit) == (pytest.approx(1e-5), MEMORY)
+    assert time.seconds == pytest.approx(1e-5)
 
 
 KIB = 1024  # each tensor: 256 float32

@@ -7,7 +7,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.core import files
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import load
@@ -36,7 +35,7 @@ def test_a_saved_graph_loads_back_equal_and_saving_again_gives_the_same_bytes(
 ) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        saved = Graph(mnist_like()).save(tmp_path / folder / "m.onnx", limit_bytes=limit_bytes)
+        Graph(mnist_like()).save(tmp_path / folder / "m.onnx", limit_bytes=limit_bytes)
     written = sorted((tmp_path / "b").iterdir())
     assert len(written) == (2 if limit_bytes == LIMIT else 1)
     for file in written:
@@ -46,11 +45,6 @@ def test_a_saved_graph_loads_back_equal_and_saving_again_gives_the_same_bytes(
         array = numpy_helper.to_array(ours)
         np.testing.assert_array_equal(array, numpy_helper.to_array(theirs), strict=True)
     assert loaded.graph.node == mnist_like().graph.node
-    known = [saved.sha256(file) for file in written]
-    assert known == [files.sha256(file) for file in written]
-    for file in written:
-        file.unlink()
-    assert [saved.sha256(file) for file in written] == known  # without reading them again
 
 
 def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path) -> None:
@@ -180,7 +174,7 @@ def change(code: str) -> onnx.ModelProto:
         ("model.opset_import[0].version = 999", ["opset 999"]),
         ("model.opset_import[0].version = -1", ["-1"]),
         ("model.ir_version = 99", ["ir_version 99"]),
-        ("del model.opset_import[:]", ["opset_import"]),
+        ("del model.opset_import[:]", ["No opset import"]),
         ("node.input[0] = 'phantom'", ["phantom"]),
         ("graph.initializer[0].dims[:] = [-4]", ["tensor 'W'"]),
         ("graph.initializer[0].dims[:] = [2**62, 8]", ["tensor 'W'"]),

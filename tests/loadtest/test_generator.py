@@ -222,7 +222,7 @@ def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
     assert result.rate_per_s == result.capacity_per_s / 2
     # 10 at a time, 10 ms each, and what had been answered before but was read then
     assert 0 < result.capacity_per_s <= 1000 + 32 / 2
-    assert any(text.startswith("capacity: ") and "requests" in text for text in seen)
+    assert any(text.startswith("capacity: ") and "p50 " in text for text in seen)
     broken = StandIn(lambda _server, _n: reply(500, {"error": "broken"}), pause_s=0.1)
     with (
         broken.running() as url,

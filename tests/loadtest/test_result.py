@@ -180,10 +180,10 @@ def test_goodput_is_of_answers_in_time() -> None:
     ("text", "fails"),
     [
         ("p99>20ms, errors>0", []),
-        ("p99>1ms", ["p99>1ms: 2.00 ms"]),
-        ("p50<1ms,max>1ms", ["max>1ms: 2.00 ms"]),
-        ("throughput<500/s,goodput<1", ["throughput<500/s: 100/s", "goodput<1: goodput is not"]),
-        ("errors>0.5%", ["errors>0.5%: 1.00%"]),
+        ("p99>1ms", ["p99>1ms: 2"]),
+        ("p50<1ms,max>1ms", ["max>1ms: 2"]),
+        ("throughput<500/s,goodput<1", ["throughput<500/s: 100 /s", "goodput<1: goodput is not"]),
+        ("errors>0.5%", ["errors>0.5%: 1 %"]),
         ("errors>1%,failed>=10,refused>0", ["failed>=10: 10"]),
     ],
 )
@@ -208,7 +208,7 @@ def unmet(found: LoadResult, text: str = "p99>1000s") -> str:
 
 def test_a_percentile_that_is_lost_or_unknown_fails() -> None:
     lost = result(OPEN, finished(dict.fromkeys(range(0, 1000, 50), 500)))
-    assert unmet(lost) == "p99>1000s: inf ms"
+    assert unmet(lost) == "p99>1000s: inf s"
     assert lost.latency is not None
     few: dict[str, Any] = {"needs": {"p99_ms": 368}, "p99_ms": None}
     unknown = replace(lost, latency=replace(lost.latency, **few))

@@ -109,16 +109,22 @@ def _helper(x): return x
         assert opened("a b") == ["a/3", "b/3"]
 
 
-def test_a_models_result_is_one_sample_for_an_array_without_the_batch_axis(tmp_path: Path) -> None:
+def test_a_model_alone_after_one_function_and_toml(tmp_path: Path) -> None:
     save(linear(), tmp_path / "linear.onnx")
-    text = """
-import numpy as np
-model = {"model": "linear.onnx", "x": "row"}
-def row(given: list) -> np.ndarray: return np.array(given, np.float32)
-"""
-    with dk.load(tmp_path / "linear.onnx", "cpu") as engine:
+    (tmp_path / "steps.py").write_text(
+        "import numpy as np\n"
+        "def row(given: list) -> np.ndarray: return np.array(given, np.float32)\n"
+        "def best(scores: np.ndarray, names: str = 'abc') -> str:\n"
+        "    return names[int(scores.argmax())]\n"
+    )
+    path, text = tmp_path / "abc.toml", "model = 'linear.onnx'\nbefore = 'steps.py:row'\n"
+    path.write_text(text)
+    with dk.pipeline(path) as opened, dk.load(tmp_path / "linear.onnx", "cpu") as engine:
         scores = engine({"x": np.ones((1, 4), np.float32)})["y"]
-    np.testing.assert_allclose(run(tmp_path, text, [1, 1, 1, 1]), scores[0], rtol=1e-6)
+        np.testing.assert_allclose(opened([1, 1, 1, 1]), scores[0], rtol=1e-6)
+    path.write_text(f"{text}after = 'steps.py:best'\n")
+    with dk.pipeline(path) as opened:
+        assert opened([1, 1, 1, 1]) == "abc"[int(scores.argmax())]
 
 
 @pytest.mark.parametrize(
@@ -342,6 +348,23 @@ def test_it_is_refused(tmp_path: Path, message: str, text: str) -> None:
     assert "\n" not in raised.value.message
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(dk.BadInput, match=r"steps\.toml: a pipeline is a \.py file"):
-        dk.pipeline(write_pipeline(tmp_path, name="steps.toml"))
+TOML = {
+    "no model": ("before = 'steps.py:crops'", "needs the file of a model"),
+    "an unknown key": ("model = 'mean.onnx'\nafterr = 'a:b'", "unknown key 'afterr'"),
+    "no such function": ("model = 'mean.onnx'\nafter = 'tiles.py:nothere'", "has no 'nothere'"),
+    "no function": ("model = 'mean.onnx'\nafter = 'tiles.py:colours'", "is not a function"),
+    "several inputs": ("model = 'two.onnx'\nbefore = 'tiles.py:crops'", "has 2 inputs"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), TOML.values(), ids=TOML)
+def test_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    write_pipeline(tmp_path)
+    save(two_inputs(), tmp_path / "two.onnx")
+    path = tmp_path / "steps.toml"
+    path.write_text(text)
+    with pytest.raises(dk.BadInput, match=message) as raised, dk.pipeline(path):
+        pass
+    assert "steps.toml" in raised.value.message
+    with pytest.raises(dk.BadInput, match=r"a pipeline is a \.py or a \.toml file"):
+        dk.pipeline(write_pipeline(tmp_path, name="steps.txt"))

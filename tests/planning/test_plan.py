@@ -392,6 +392,19 @@ def test_a_profile_without_peaks_is_no_target() -> None:
     )
 
 
+def test_sizes_that_leave_tensor_cores_idle_are_named_with_their_share(tmp_path: Path) -> None:
+    weights = {"a": np.ones((16, 12), np.float32), "b": np.ones((12, 8), np.float32)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["t"], name="odd"),
+        helper.make_node("MatMul", ["t", "b"], ["y"], name="odder"),
+    ]
+    path = save(make(nodes, {"x": ("N", 16)}, {"y": ("N", 8)}, weights), tmp_path / "m.onnx")
+    first, second = [n for n in dk.plan(path, profiles=["l4"]).notes if n.startswith("hint:")]
+    assert "odd (MatMul, 67% of the operations) has a size of 12: Tensor Cores want" in first
+    assert "odder (" in second
+    assert not any("hint:" in note for note in dk.plan(path, profiles=["cpu"]).notes)
+
+
 def test_a_probe_measures_every_kind_below_its_ceilings() -> None:
     measured = measure_cpu("a CPU", "2026-01-01", threads=1, budget_s=0.0)
     fp32 = {f"fp32 {kind}" for kind in kinds.KINDS if kind != kinds.OTHER}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.evidence import Interval
+from deploykit.engines.devices import Conditions
 from deploykit.evaluation.formatting import MISSING, count, number, points, spread
 from deploykit.evaluation.latency import CallHistogram
 from deploykit.reporting.charts import (
@@ -103,12 +104,13 @@ def test_every_line_is_named_and_no_label_covers_another() -> None:
 def test_figures_without_data_are_left_out_with_a_sentence(report: Report) -> None:
     assert draw(chart()) == draw(chart(Series("empty", ()))) == ""
     drawn, missing = charts(Report("t", "2026", "c").to_dict())
-    assert (drawn, len(missing)) == ([], 4)
+    assert (drawn, len(missing)) == ([], 5)
     assert all(sentence.endswith(".") for sentence in missing)
     drawn, missing = charts(report.to_dict())
     assert [figure.title for figure in drawn] == [
         "Latency against throughput",
         "Throughput against batch size",
+        "Accuracy against latency",
         "Latency of requests, by percentile",
     ]
     assert len(missing) == 2
@@ -144,13 +146,16 @@ def test_a_chart_draws_bounds_whiskers_and_its_scale_and_escapes_names() -> None
     assert "&lt;&amp;&gt;" in drawn
 
 
-def test_the_caption_says_where_a_setup_overtakes(report: Report) -> None:
+def test_the_crossover_is_marked_where_a_setup_overtakes(report: Report) -> None:
     document = report.to_dict()
     for found in document["crossovers"]:
         if found["by"] == "throughput":
             found["batch"] = 4 if found["label"] == "int8 CPU" else None
     sweep = charts(document)[0][1]
     assert "int8 CPU is ahead of fp32 CPU (baseline) from batch 4 on" in sweep.finding
+    labelled = [(one.label, mark.x) for one in sweep.series for mark in one.marks if mark.text]
+    assert labelled == [("int8 CPU", 4.0)]
+    assert "ahead from here" in draw(sweep)
     others = "fp32 CPU, 2 × 1; fp16 CPU"
     assert f"Not ahead of fp32 CPU (baseline) up to batch 64: {others}." in sweep.finding
 
@@ -190,7 +195,7 @@ def test_every_setup_has_a_look_of_its_own_and_the_same_in_every_chart(
         for series in figure.series:
             seen.setdefault(series.label, set()).add(series.look)
             assert f'class="s {signature(series.look)[0]}"' in page
-    assert len(drawn) == 5
+    assert len(drawn) == 6
     assert set(labels) <= seen.keys()  # in the roofline, too, next to its limit
     assert all(len(looks) == 1 for looks in seen.values()), seen
     assert seen[labels[0]] == {0}  # the baseline's, wherever it stands
@@ -223,6 +228,12 @@ def test_a_figure_has_three_significant_digits_and_a_count_all(text: str, expect
     assert text.replace("\u202f", " ") == expected
 
 
+TRACE: dict[str, tuple[float | None, ...]] = {
+    "clock_mhz": (1980.0, None, 1600.0),
+    "power_w": (300.0, 690.0, 700.0),
+    "temperature_c": (None, None, None),
+}
+GPU = Conditions("H200", "nvml", 3, None, 1600.0, 1980.0, 1980.0, 560.0, 700.0, None, (), TRACE)
 ROOF: dict[str, Any] = {
     "ceilings": {"gflops": 1000.0, "gbytes_per_s": 100.0},
     "points": [
@@ -256,9 +267,10 @@ def test_the_distribution_shows_each_setup_to_its_slowest_call(report: Report) -
 def test_a_setup_of_larger_batches_alone_is_in_no_figure_of_the_smallest(report: Report) -> None:
     few = tuple(p for p in with_calls(report).points if p.label != "int8 CPU" or p.batch > 1)
     document = replace(report, points=few).to_dict()
-    found = calls_chart(document)
-    assert found is not None
-    assert "int8 CPU" not in [one.label for one in found.series]
+    accuracy = next(one for one in charts(document)[0] if one.title.startswith("Accuracy"))
+    for found in (calls_chart(document), accuracy):
+        assert found is not None
+        assert "int8 CPU" not in [one.label for one in found.series]
     row = next(row for row in summary(document).rows if row[0] == "int8 CPU")
     assert row[3:5] == ("–", "–")
     assert "batch 64" in row[5]
@@ -297,6 +309,21 @@ def test_without_ceilings_or_points_there_is_no_roofline(report: Report, broken:
         assert verdict(replace(report, roofline=broken | {"points": [mark]}))
 
 
+def test_the_state_of_a_gpu_is_drawn_where_it_was_recorded(report: Report) -> None:
+    def traced(*conditions: Conditions) -> list[Chart]:
+        drawn, _ = charts(replace(report, conditions=conditions).to_dict())
+        return [each for each in drawn if "over the run" in each.title]
+
+    clock, power = traced(GPU)
+    assert (clock.title, power.title) == ("GPU clock over the run", "GPU power over the run")
+    assert [(mark.x, mark.y) for mark in clock.series[0].marks] == [(0, 1980), (100, 1600)]
+    assert clock.finding == "Not throttled."
+    hot, _ = traced(replace(GPU, throttled=("sw_thermal",)), replace(GPU, name="other"))
+    assert "THROTTLED (sw_thermal)" in hot.finding
+    assert [one.label for one in hot.series] == ["H200", "other"]
+    assert traced(replace(GPU, trace={})) == []
+
+
 def test_the_load_levels_show_the_wanted_time_and_no_answer_that_never_came(
     report: Report,
 ) -> None:
@@ -313,9 +340,10 @@ def test_the_load_levels_show_the_wanted_time_and_no_answer_that_never_came(
 
 
 def test_all_charts_of_a_full_report_have_no_text_over_another(report: Report) -> None:
-    document = with_calls(report).to_dict() | {"roofline": ROOF, "gpu_roofline": ROOF}
+    document = replace(with_calls(report), conditions=(GPU,), layers=(TIMES,)).to_dict()
+    document |= {"roofline": ROOF, "gpu_roofline": ROOF}
     drawn, missing = charts(document)
-    assert (len(drawn), missing) == (6, [])
+    assert (len(drawn), missing) == (10, [])
     for figure in drawn:
         assert overlaps(draw(figure)) == [], figure.title
 
@@ -364,3 +392,7 @@ def test_the_page_shows_the_layers(report: Report, tmp_path: Path) -> None:
     assert "<script>alert" not in page
     assert "add up to 97.5" in page
     assert "Time by layer: none" not in page
+    drawn, _ = charts(given.to_dict())
+    assert [mark.y for mark in drawn[-1].series[0].marks] == pytest.approx([2.6, 3.6, 3.8])
+    assert "by layer: int8 CPU" in drawn[-1].title
+    assert "layers" not in charts(report.to_dict())[0][-1].x_label

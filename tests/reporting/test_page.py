@@ -113,7 +113,7 @@ def test_parts_are_in_order_and_ids_are_unique(report: Report) -> None:
 def test_charts_have_a_finding_and_tables_name_their_rows_and_columns(report: Report) -> None:
     text = page_of(report)
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
-    assert len(figures) == 3
+    assert len(figures) == 4
     for figure in figures:
         assert re.search(r'<svg class="plot" role="img" aria-label="[^"]+">', figure)
         assert re.search(r"<figcaption>[^<]{20,}</figcaption>", figure)

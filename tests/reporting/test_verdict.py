@@ -20,7 +20,7 @@ from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import FASTER, SLOWER, difference
 from deploykit.reporting.figures import charts
 from deploykit.reporting.points import Point
-from deploykit.reporting.report import NotMeasured, Report, speedup
+from deploykit.reporting.report import NotMeasured, PointEnergy, Report, speedup
 from deploykit.reporting.tables import details, summary
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import bare_point, plain
@@ -45,6 +45,20 @@ def where(label: str = "", **changes: Any) -> Change:
     )
 
 
+def slow(*batches: int) -> Change:
+    """INT8 at these batches takes three times as long."""
+    return lambda report: replace(
+        report,
+        asked=("int8 CPU",),
+        points=tuple(
+            replace(p, round_rates=tuple(rate / 3 for rate in p.round_rates))
+            if p.label == "int8 CPU" and p.batch in batches
+            else p
+            for p in report.points
+        ),
+    )
+
+
 def roofline(gflops: float, intensity: float) -> Change:
     point = {"label": "int8 CPU", "batch": 64, "intensity": intensity, "gflops": gflops}
     found = {"ceilings": {"gflops": 1000.0, "gbytes_per_s": 100.0}, "points": [point]}
@@ -59,6 +73,10 @@ def mostly_copies(report: Report) -> Report:
     return replace(report, points=tuple(replace(p, compute=compute(p)) for p in report.points))
 
 
+def energy(label: str, joules: float) -> PointEnergy:
+    return PointEnergy(label, 64, joules, 1.0e-3, 5.0, "RAPL package-0")
+
+
 def served(**changes: Any) -> Change:
     return lambda report: replace(
         report, serving=(replace(report.serving[2], **changes),), points=()
@@ -71,6 +89,7 @@ def new(**changes: Any) -> Change:
 
 LOST = Latency(900, Interval(1, 1, 1), None, None, 5.0, {"p90_ms": 36}, 100)
 GAPS = (NotMeasured("A", "slow"), NotMeasured("B", "slow"))
+METERED = "alone: int8 CPU 1.20 mJ; fp32 CPU (baseline) 2.50 mJ (from RAPL package-0)."
 
 
 @pytest.mark.parametrize(
@@ -85,12 +104,24 @@ GAPS = (NotMeasured("A", "slow"), NotMeasured("B", "slow"))
         (where(note="did not settle"), "n = 540); did not settle."),
         (new(quick=True), "Timings are short"),
         (new(serving=(), points=()), "No engine was timed."),
+        (new(), "INT8 pays here: 1.54× at batch 1, 1.84× at batch 64, against"),
+        (slow(1), "INT8 pays at some batches only: 0.5"),
+        (slow(1, 2, 4, 8, 16, 32, 64), "INT8 does not pay here and costs time: 0.5"),
+        (
+            new(asked=("int8 CPU",)),
+            "has 1.66× the throughput of batch 1.",
+        ),
+        (
+            where(throughput_per_s=Interval(100.0, 99.0, 101.0)),
+            "Batching does not pay: no batch has 1.1× the throughput of batch",
+        ),
         (roofline(75.0, 1.0), "64 is memory-bound: it reaches 75 % of what the memory"),
         (roofline(900.0, 100.0), "64 is compute-bound: it reaches 90 % of what the comp"),
         (roofline(10.0, 1.0), "is bound by neither compute nor memory, but by launches"),
         (mostly_copies, "is bound by copies and launches: 75 % of a call"),
         (new(slo_ms=0.01), "int8 CPU none; fp32 CPU (baseline) none"),
         (new(slo_ms=3.0), "3.00 ms at p99: int8 CPU 11 800 inferences/s at batch 16; fp32 CPU"),
+        (new(energy=(energy("int8 CPU", 1.2e-3), energy(BASE, 2.5e-3))), METERED),
         (
             served(generator_limited=True, limits=("it slept", "it hung")),
             "no verdict: the load generator was the limit, not the server (it slept; it hung).",
@@ -115,6 +146,10 @@ def test_the_verdict_says_what_was_measured(report: Report, change: Change, expe
 
 def test_what_was_not_measured_is_not_concluded(report: Report) -> None:
     assert "Within" not in words(report)
+    assert "Energy" not in words(replace(report, energy=(energy(BASE, 2.5e-3),)))
+    assert "Batching" not in words(
+        replace(report, points=tuple(p for p in report.points if p.batch == 1))
+    )
     assert "quick" not in words(replace(report, quick=False))
     first = sentences(replace(report, baseline=""))[0]
     assert "no baseline was measured" in first
@@ -266,6 +301,7 @@ def test_a_marked_row_is_apart_in_tables_and_charts(report: Report) -> None:
 def test_a_wrong_engine_is_in_no_conclusion_and_no_chart(report: Report) -> None:
     wrong = replace(report, wrong=("int8 CPU",), asked=("int8 CPU",))
     assert "int8 CPU is" not in words(wrong)
+    assert "INT8 pays" not in words(wrong)
     assert summary(wrong.to_dict()).rows[3][-1] == "wrong outputs"
     drawn, missing = charts(wrong.to_dict())
     assert not any("int8 CPU" in str(figure) for figure in drawn)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from deploykit.engines.torch.files import with_torchvision
+import deploykit.engines.torch.files  # noqa: F401 - declares torchvision's operators
 
 
 def save_tiny_bert(folder: Path, kind: str = "BertForSequenceClassification", **more: Any) -> Path:
@@ -22,6 +21,6 @@ def save_tiny_bert(folder: Path, kind: str = "BertForSequenceClassification", **
         max_position_embeddings=64,
         **more,
     )
-    model = with_torchvision(partial(getattr, transformers, kind))(config)
+    model = getattr(transformers, kind)(config)
     model.save_pretrained(folder)
     return folder

@@ -12,7 +12,6 @@ import torch
 
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.torch.files import with_torchvision
 from deploykit.training.options import Trained
 
 
@@ -68,9 +67,7 @@ def torchvision_weights(name: str, where: Path) -> Path:
     """A file with random weights of torchvision's network `name`, such as "resnet18"."""
     torch.manual_seed(0)
     try:
-        module = with_torchvision(
-            lambda: getattr(import_module("torchvision.models"), name)(weights=None)
-        )
+        module = getattr(import_module("torchvision.models"), name)(weights=None)
     except ImportError:
         pytest.skip("torchvision is not installed")
     path = where / f"{name}.pt"

@@ -17,7 +17,6 @@ import torch
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.torch.files import with_torchvision
 from deploykit.training import data as loader
 from deploykit.training.data import DRAWS, Augment, Augmentation, Batches
 from deploykit.training.distributed import Processes
@@ -85,7 +84,7 @@ def test_a_flip_mirrors_left_to_right(images: np.ndarray) -> None:
 @pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed")
 @pytest.mark.parametrize("degrees", [-30.0, 7.0, 90.0, 180.0])
 def test_it_turns_and_colours_as_torchvision_does(degrees: float) -> None:
-    functional = with_torchvision(lambda: import_module("torchvision.transforms.v2.functional"))
+    functional = import_module("torchvision.transforms.v2.functional")
     whole = torch.from_numpy(BYTES)
     NCHW = whole.permute(0, 3, 1, 2)
     turned = Augment(rotation_degrees=180)(whole, draws(40, u0=(1 - degrees / 180) / 2))

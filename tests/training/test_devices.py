@@ -145,7 +145,7 @@ def test_the_page_is_whole_and_its_headline_compares_like_with_like() -> None:
     )
     page = devices_html(table)
     assert page.index("<svg") < page.index("Summary")
-    for text in ("GPU: NVIDIA H200", "not measured: this GPU is too small"):
+    for text in ("CPU wins below 32", "GPU: NVIDIA H200", "not measured: this GPU is too small"):
         assert text in page
     markdown = devices_markdown(table)
     assert markdown.startswith("# Training cats-dogs on each device\n\nIn float32 at batch 150")

@@ -237,7 +237,7 @@ def test_every_file_is_read_or_counted(photos: Path, tmp_path: Path) -> None:
         path.write_bytes(b"x")
     splits = class_splits(tmp_path, RULES["middle"])
     assert sum(len(part.labels) for part in parts_of(splits)) == 51
-    assert [each.partition(":")[0] for each in splits.skipped] == list(map(str, others))
+    assert [each.partition(":")[0] for each in splits.skipped] == sorted(map(str, others))
 
 
 def test_images_that_do_not_fit_into_memory_are_read_into_a_file(
@@ -284,7 +284,7 @@ def test_folders_named_after_splits_are_the_splits(tmp_path: Path, val: str) -> 
         path.write_text("")
     splits = class_splits(folder, SMALL)
     assert splits.classes == ("cat", "dog")
-    assert splits.skipped == tuple(f"{each}: is in no class folder" for each in loose)
+    assert splits.skipped == tuple(sorted(f"{each}: is in no class folder" for each in loose))
     for number, part in enumerate(parts_of(splits)):
         places = part.inputs["image"][:, 0, 0, 0].tolist()  # in the layout, of a sample's folder
         found = set(zip(places, part.labels.tolist(), strict=True))
@@ -327,7 +327,7 @@ def test_a_layout_that_would_have_to_be_guessed_is_refused(
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_class_of_too_few_images_is_refused(tmp_path: Path, count: int) -> None:
     folder = write(tmp_path / "p", {"cat": 5, "dog": count})
-    with pytest.raises(BadInput, match=f"dog: holds {count} images"):
+    with pytest.raises(BadInput, match="no image of 'dog' that can be read is left to train"):
         class_splits(folder, SMALL)
     (tmp_path / "file").write_bytes(b"x")
     for name, reason in (("nowhere", "no such folder"), ("file", "is a file, not a folder")):

@@ -22,9 +22,8 @@ from deploykit.core.recipe import Split
 from deploykit.engines.torch.open import load_module
 from deploykit.training import loop
 from deploykit.training import train as verb
-from deploykit.training.checks import SCHEDULES
 from deploykit.training.loop import KEY, VERSION, run_training, score_module, use_tf32
-from deploykit.training.options import Trained, TrainingOptions, choose_device
+from deploykit.training.options import SCHEDULES, Trained, TrainingOptions, choose_device
 from tests.support.campaign import only_in_a_campaign
 from tests.support.training import LINE, SPLITS, losses
 

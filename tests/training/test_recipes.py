@@ -19,7 +19,7 @@ from deploykit.core.recipe import Recipe, Split, Splits, list_recipes, load_reci
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.torch.open import load_module
 from deploykit.evaluation.statistics import proportion
-from deploykit.training import checks
+from deploykit.training import options as inputs
 from deploykit.training.loop import run_training
 from deploykit.training.options import TrainingOptions
 from tests.support.campaign import only_in_a_campaign
@@ -162,8 +162,8 @@ def test_char_lstm_reaches_less_than_half_of_the_unigrams_perplexity(char_lstm: 
 
 
 def test_the_text_is_split_padded_and_decoded(char_lstm: Recipe) -> None:
-    splits = checks.check_splits(char_lstm, char_lstm.data(None))
-    assert checks.shared_samples(splits) == {}
+    splits = inputs.check_splits(char_lstm, char_lstm.data(None))
+    assert inputs.shared_samples(splits) == {}
     ids, labels = splits.train.inputs["ids"], splits.train.labels
     assert ids.shape == (*labels.shape[:1], 96)
     assert ((ids == 0) == (labels == -100)).all()  # padding, and nothing else

@@ -33,7 +33,6 @@ from deploykit.building.tensorrt.module import (
     module,
     parser_reasons,
     reason_of,
-    refuses_strong_typing,
     start,
     version,
 )
@@ -176,6 +175,8 @@ def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
 # TensorRT's timing cache keeps its measurements of kernels between builds. Two builds that start
 # from one cache choose the same kernels, unless one meets a kernel that was not timed before.
 
+SUFFIX = ".cache"
+
 
 def cache_path(tensorrt: str, here: Machine) -> Path | None:
     """Return the cache file of this TensorRT, GPU and driver; None where there is no GPU."""
@@ -186,7 +187,7 @@ def cache_path(tensorrt: str, here: Machine) -> Path | None:
         return None
     parts = (tensorrt, name, driver, here.power_mode or "")
     file = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts if part)
-    return cache_folder() / "timing" / f"{file}.cache"
+    return cache_folder() / "timing" / f"{file}{SUFFIX}"
 
 
 def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[str, bool]:
@@ -223,80 +224,50 @@ def keep_cache(config: trt.IBuilderConfig, path: Path) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-# TensorRT's phases nest, and each has a number of steps; the share reported never falls.
+def monitor(nv: Any, on_progress: Progress) -> Any:
+    """An IProgressMonitor that calls `on_progress`; keep it alive until the build has ended.
 
-
-@dataclass
-class _Phase:
-    parent: str | None
-    steps: int
-    done: int = 0
-
-
-class BuildProgress:
-    """The open phases of one build; `failure`: a callback's exception.
-
-    TensorRT prints and drops an exception in a callback, so `raise_failure` raises it once the
-    build has ended.
+    TensorRT's phases nest, and each has a number of steps; the share reported never falls. TensorRT
+    calls it from several threads, and prints and drops an exception: one stops the build.
     """
-
-    def __init__(self, on_progress: Progress) -> None:
-        self.on_progress = on_progress
-        self.failure: BaseException | None = None
-        self.share = 0.0
-        self._phases: dict[str, _Phase] = {}
-        self._lock = threading.RLock()  # TensorRT calls its monitor from several threads
-
-    def start(self, name: str, parent: str | None, steps: int) -> None:
-        with self._lock:
-            self._phases[name] = _Phase(parent, max(1, steps))
-            self.report(name)
-
-    def step(self, name: str, number: int) -> bool:
-        """Step `number`, from 0, of phase `name` is done; False stops TensorRT."""
-        with self._lock:
-            if name in self._phases:
-                self._phases[name].done = number + 1
-                self.report(name)
-        return self.failure is None
-
-    def finish(self, name: str) -> None:
-        with self._lock:
-            self._phases.pop(name, None)
-
-    def report(self, phase: str) -> None:
-        """Call `on_progress` with the share of all open phases."""
-        with self._lock:
-            self.share = min(1.0, max(self.share, self._share(None)))
-            if self.failure is None:
-                try:
-                    self.on_progress(phase, self.share)
-                except BaseException as exc:  # noqa: BLE001 - raised after the build, which drops it
-                    self.failure = exc
-
-    def raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def _share(self, parent: str | None) -> float:
-        """Share of the newest phase below `parent`; its current step counts in part."""
-        for name, phase in reversed(self._phases.items()):
-            if phase.parent == parent:
-                inner = self._share(name) if phase.done < phase.steps else 0.0
-                return min(1.0, (phase.done + inner) / phase.steps)
-        return 0.0
-
-
-def monitor(nv: Any, progress: BuildProgress) -> Any:
-    """An IProgressMonitor that updates `progress`; keep it alive until the build has ended."""
     base: Any = nv.IProgressMonitor
+    lock = threading.RLock()
 
     class Monitor(base):  # type: ignore[misc]
-        phase_start, step_complete = progress.start, progress.step
-        phase_finish = progress.finish
-
         def __init__(self) -> None:
             base.__init__(self)
+            self.share, self.stopped = 0.0, False
+            self.phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps, steps done
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            with lock:
+                self.phases[name] = parent, max(1, steps), 0
+                self.report(name)
+
+        def step_complete(self, name: str, number: int) -> bool:
+            with lock:
+                if name in self.phases:
+                    self.phases[name] = (*self.phases[name][:2], number + 1)
+                    self.report(name)
+            return not self.stopped
+
+        def phase_finish(self, name: str) -> None:
+            with lock:
+                self.phases.pop(name, None)
+
+        def report(self, phase: str) -> None:
+            self.share = min(1.0, max(self.share, self.share_of(None)))
+            try:
+                on_progress(phase, self.share)
+            except BaseException:  # noqa: BLE001 - the process that asked has ended, or interrupts
+                self.stopped = True
+
+        def share_of(self, parent: str | None) -> float:
+            """Share of the newest phase below `parent`; its current step counts in part."""
+            for name, (above, steps, done) in reversed(self.phases.items()):
+                if above == parent:
+                    return (done + (self.share_of(name) if done < steps else 0.0)) / steps
+            return 0.0
 
     return Monitor()
 
@@ -363,9 +334,8 @@ def build(
     here = with_gpu(this_machine(), options.shapes.device)
     nv = module()
     check_target(nv, options)
-    progress = BuildProgress(on_progress)
     try:
-        made = _build_plan(nv, model, options, progress, here, checking=False)
+        made = _build_plan(nv, model, options, on_progress, here, checking=False)
     except Refused as exc:
         raise error_of(str(model), exc.reasons) from exc
     if flavour_of(made.plan) == "rtx":
@@ -390,7 +360,7 @@ def check(model: Path, options: Options, on_progress: Progress = no_progress) ->
     nv, here = module(rtx=True), with_gpu(this_machine(), options.shapes.device)
     started, made, refused = time.perf_counter(), None, tuple[Reason, ...]()
     try:
-        made = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
+        made = _build_plan(nv, model, options, on_progress, here, checking=True)
     except Refused as exc:
         refused = exc.reasons
         if any(reason.damaged for reason in refused):
@@ -415,17 +385,16 @@ def flavour_of(plan: bytes) -> str:
 
 
 def _build_plan(
-    nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
+    nv: Any, model: Path, options: Options, on_progress: Progress, here: Machine, checking: bool
 ) -> _Attempt:
-    """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
+    """Build strongly typed; else weakly typed, where this TensorRT's strong typing has gaps."""
     if options.debug:  # this process is a child, whose log nobody has set up
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     for location in external_files(model):
         check_data_file(model, location, str(model))
     check_options(options)
-    progress.report("parsing")
-    progress.raise_failure()
-    attempt = partial(_Attempt, nv, start(nv), model, options, progress, here, checking)
+    on_progress("parsing", 0.0)
+    attempt = partial(_Attempt, nv, start(nv), model, options, on_progress, here, checking)
     load_plugins(nv, map(Path, options.shapes.plugins))
     if options.shapes.dla is not None and version(nv) < (11,):  # its precision is a flag
         return attempt().run(strong=False)
@@ -433,7 +402,7 @@ def _build_plan(
         return attempt().run(strong=True)
     except Refused as exc:
         first, last = _WEAK_ALLOWED
-        if not first <= version(nv) <= last or not refuses_strong_typing(exc.errors):
+        if not first <= version(nv) <= last or exc.reasons[0].damaged:
             raise
         with contextlib.suppress(Refused):
             weak = attempt().run(strong=False)
@@ -455,7 +424,7 @@ class _Attempt:
     builder: trt.Builder
     model: Path
     options: Options
-    progress: BuildProgress
+    on_progress: Progress
     here: Machine
     checking: bool
     plan: bytes = b""
@@ -469,8 +438,7 @@ class _Attempt:
             try:
                 self._run(strong, lines)
             except FAILURES as exc:
-                self.progress.raise_failure()
-                raise Refused((reason_of(exc, lines),), lines.errors) from exc
+                raise Refused((reason_of(exc, lines),)) from exc
         return self
 
     def _run(self, strong: bool, lines: LogLines) -> None:
@@ -480,7 +448,7 @@ class _Attempt:
         parser: trt.OnnxParser = given(nv.OnnxParser(network, logger(nv)))  # it owns the weights
         with _with_own_axes(self.model) as model:
             if not parser.parse_from_file(str(model)):
-                raise Refused(parser_reasons(parser, lines), lines.errors)
+                raise Refused(parser_reasons(parser, lines))
         self.layers = int(network.num_layers)
         pin_linear(nv, network)
         check_inputs(network, self.model)
@@ -499,13 +467,14 @@ class _Attempt:
         cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
         if cache:
             self.timings["timing_cache_read_sha256"], refused = use_cache(nv, config, cache)
-            if refused and named:
-                raise BadInput(f"{cache}: is no timing cache of this TensorRT and GPU")
+            if refused and cache.suffix != SUFFIX:  # it is replaced after the build
+                raise BadInput(f"{cache}: is not a timing cache, whose name ends with {SUFFIX}")
+            if refused:  # damaged, or from another TensorRT or GPU
+                self.notes.append(f"{cache}: TensorRT refused the timing cache; it starts anew")
         add_profile(self.builder, config, inputs, sizes)
-        watch = monitor(nv, self.progress)  # the config does not keep it alive
+        watch = monitor(nv, self.on_progress)  # the config does not keep it alive
         config.progress_monitor = watch
         self.plan = bytes(memoryview(given(self.builder.build_serialized_network(network, config))))
-        self.progress.raise_failure()
         self.notes += build_warnings(lines.warnings)
         if cache and not self.checking:
             try:

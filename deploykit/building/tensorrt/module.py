@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 NO_DRIVER = "cudaError 35"  # follows every other error of a machine without a driver
 NO_REASON = "TensorRT gave no reason in its log"
-_QUANTIZE = "quantize it with: deploykit quantize MODEL --to int8 --calib DATA"
-_QOPERATORS = re.compile(r"QLinear|QGemm|QAttention|MatMulInteger|ConvInteger")
 
 
 @dataclass(frozen=True)
@@ -39,41 +37,31 @@ class Reason:
     damaged: bool = False
 
 
-# pattern in the parser's message -> hint, and whether the file is damaged; the first match wins
-_PARSER = {
-    "Failed to parse the ONNX model": (None, True),
-    "Failed to import initializer": ("keep model and data together", True),
+# pattern in an operator's name, the parser's message or the builder's log -> hint
+_HINTS = {
     "must have same input types|must be of same type": (
-        "write the precision into the file: deploykit quantize MODEL --to fp16",
-        True,
+        "write the precision into the file: deploykit quantize MODEL --to fp16"
     ),
-    "type Int32 but must|Non-zero zero point|unsupported input type of UINT8": (_QUANTIZE, False),
-    "Plugin not found|plugin creator|plugin registry": ("it needs a plugin", False),
-}
-# pattern in the builder's log -> refusal
-_BUILDER = {
-    "Could not infer output types for dequantize": Reason(
-        "this TensorRT refuses INT8 pairs with float16 scales on this GPU (10.16.2 on Orin)",
-        "quantize again without `other_nodes` fp16, or build with another TensorRT",
+    "QLinear|QGemm|QAttention|MatMulInteger|ConvInteger|type Int32 but must|Non-zero zero point"
+    "|unsupported input type of UINT8": (
+        "TensorRT takes symmetric Q/DQ pairs: deploykit quantize MODEL --to int8 --calib DATA"
     ),
-    "workspace limit|insufficient workspace|increase the .*workspace": Reason(
-        "no kernel fits into the workspace", "a larger `workspace_bytes` in the profile"
+    "Could not infer output types for dequantize": (  # 10.16.2 on Orin, with float16 scales
+        "quantize again without `other_nodes` fp16, or build with another TensorRT"
     ),
-    "libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch": Reason(
+    "workspace limit|insufficient workspace|increase the .*workspace": (
+        "a larger `workspace_bytes` in the profile"
+    ),
+    "libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch": (
         "a version compatible plan needs TensorRT's lean runtime, which is not installed"
     ),
-    "out of memory|OutOfMemory|Requested amount of GPU memory": Reason(
-        "the GPU ran out of memory while building",
-        "stop other programs that use the GPU, or choose a smaller batch",
-    ),
-    "Compute capability is invalid|compute capability is not supported|not support SM": Reason(
-        "this TensorRT does not build for this GPU's compute capability"
+    "out of memory|OutOfMemory|Requested amount of GPU memory": (
+        "stop other programs that use the GPU, or choose a smaller batch"
     ),
 }
-_CAN_FAIL = re.compile(
-    "strongly[ _-]?typed|any supported formats consistent with"
-    "|Could not find any implementation for node",
-    re.IGNORECASE,
+_DAMAGED = re.compile(
+    "Failed to parse the ONNX model|Failed to import initializer|must have same input types"
+    "|must be of same type"
 )
 _WARNINGS = 5  # number that a note repeats
 
@@ -87,31 +75,26 @@ def parser_refusal(error: trt.ParserError) -> Reason:
     # `Assertion failed: (the condition in C++): the reason`, or `the condition && "the reason"`
     why = re.sub(r'^.*(\): |&& "(?=.*"$))', "", first_sentence("\n".join(own))).rstrip('".')
     text = f"{node}: {why}" if node else why
-    for pattern, (hint, damaged) in _PARSER.items():
-        if re.search(pattern, message):
-            return Reason(text, hint, damaged)
-    if _QOPERATORS.match(operator):
-        return Reason(
-            f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
-        )
     if str(error.code()).endswith("UNSUPPORTED_NODE") and node:
         reason = "" if why in ("", "false", NO_REASON) else f": {why}"
-        return Reason(f"operator {node} is not supported by TensorRT{reason}")
-    return Reason(text)
+        text = f"operator {node} is not supported by TensorRT{reason}"
+    return Reason(text, _hint(f"{operator} {message}"), bool(_DAMAGED.search(message)))
 
 
 def build_refusal(errors: Sequence[str]) -> Reason:
     """Explain why a build produced no plan, from the error lines of its log, oldest first."""
     lines = [line for line in errors if NO_DRIVER not in line]
-    for line in lines:
-        for pattern, refusal in _BUILDER.items():
-            if re.search(pattern, line, re.IGNORECASE):
-                return refusal
     if lines:
-        return Reason(first_sentence(lines[0]))
+        cause = next(filter(_hint, lines), lines[0])
+        return Reason(first_sentence(cause), _hint(cause))
     if errors:
         return Reason("no NVIDIA driver on this machine", "see: deploykit doctor")
     return Reason(NO_REASON)
+
+
+def _hint(text: str) -> str | None:
+    found = (hint for pattern, hint in _HINTS.items() if re.search(pattern, text, re.IGNORECASE))
+    return next(found, None)
 
 
 def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
@@ -120,14 +103,6 @@ def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
     text = "; ".join(refusal.text for refusal in refusals)
     kind = BadInput if first.damaged else Unsupported
     return kind(f"{where}: {text}", hint=first.hint)
-
-
-def refuses_strong_typing(errors: Sequence[str]) -> bool:
-    """Return whether the log blames strong typing, or finds no kernel for the types that it fixes.
-
-    TensorRT 10.0 to 10.11 cannot build some strongly typed networks that build without the flag.
-    """
-    return any(_CAN_FAIL.search(line) for line in errors)
 
 
 def build_warnings(lines: Sequence[str]) -> list[str]:
@@ -189,11 +164,11 @@ FAILURES = (RuntimeError, TypeError, ValueError)  # a null pointer, a failed cal
 
 
 class Refused(Exception):  # noqa: N818 - a result of a check, not an error
-    """TensorRT's reasons against a file or a build, and the error lines of its log."""
+    """TensorRT's reasons against a file or a build."""
 
-    def __init__(self, reasons: tuple[Reason, ...], errors: Sequence[str] = ()) -> None:
+    def __init__(self, reasons: tuple[Reason, ...]) -> None:
         super().__init__(reasons[0].text)
-        self.reasons, self.errors = reasons, errors
+        self.reasons = reasons
 
 
 def given(value: _T | None) -> _T:

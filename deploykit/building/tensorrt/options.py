@@ -131,8 +131,7 @@ def _check_fixed(inputs: Sequence[TensorSpec], batch: AxisRange) -> None:
         )
 
 
-# hardware compatibility level -> the oldest compute capability that it covers
-HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": "0.0"}
+HARDWARE = ("ampere-plus", "same-compute-capability")
 
 
 @dataclass(frozen=True)
@@ -176,16 +175,6 @@ def check_options(options: Options) -> None:
     for library in map(Path, options.shapes.plugins):
         if not library.is_file():
             raise NotFound(f"{library}: no such plugin library")
-    oldest = version_numbers(HARDWARE.get(hardware or "", ""))
-    if (
-        profile.compute_capability is not None
-        and version_numbers(profile.compute_capability) < oldest
-    ):
-        raise Unsupported(
-            f"`hardware_compatible` {hardware}: profile {profile.name} has compute capability "
-            f"{profile.compute_capability}, {HARDWARE[str(hardware)]} or later is needed",
-            hint="use `hardware_compatible` same-compute-capability",
-        )
     if profile.boards and hardware == "ampere-plus":
         raise Unsupported(
             f"`hardware_compatible` {hardware}: profile {profile.name} is a Jetson, where TensorRT "

@@ -6,7 +6,6 @@ DIR/train/cat, DIR/val/cat, DIR/test/cat. Other layouts are refused.
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
 import os
@@ -68,48 +67,50 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
     reader = PlacedImages(image)
     skipped = [f"{path}: is in no class folder" for path in loose]
     missing = [split for split in _SHARES if split not in files]
-    rows: dict[str, list[int]] = {split: [] for split in (*files, *missing)}
-    count = sum(len(paths) for kinds in files.values() for paths in kinds.values())
-    pixels = large_array(f"{folder}: the images", (count, *reader.shape), np.uint8)
-    labels: list[int] = []
+    chosen: dict[str, list[tuple[Path, int]]] = {split: [] for split in (*files, *missing)}
     for split, kinds in files.items():
-        uses = (split, *(missing if split == _TRAIN else ()))
-        for label, (kind, paths) in enumerate(kinds.items()):
-            before, problem = len(labels), "PNG, JPEG and WebP are read"
-            for image_HWC in _decode(reader, paths):
-                if isinstance(image_HWC, BadInput):
-                    skipped.append(problem := image_HWC.message)
-                else:
-                    pixels[len(labels)] = image_HWC
-                    labels.append(label)
-            read = len(labels) - before
-            if read < len(uses):
-                raise BadInput(
-                    f"{kind}: holds {read} images that can be read, {len(uses)} or more are "
-                    f"needed: {', '.join(f'to {each}' for each in uses)}",
-                    hint=problem,
-                )
-            left = before + np.random.RandomState(0).permutation(read)
-            for use in uses[1:]:
-                end = max(1, round(_SHARES[use] * read))
-                rows[use] += left[:end].tolist()
+        for label, paths in enumerate(kinds.values()):
+            left = np.random.RandomState(0).permutation(len(paths)).tolist()
+            for use in missing if split == _TRAIN else ():
+                end = max(1, round(_SHARES[use] * len(paths)))
+                chosen[use] += [(paths[n], label) for n in left[:end]]
                 left = left[end:]
-            rows[split] += sorted(left.tolist())
-    _reorder(pixels, [row for part in rows.values() for row in part])
-    ends, parts = list(itertools.accumulate(map(len, rows.values()))), {}
-    for (use, part), end in zip(rows.items(), ends, strict=True):
-        own = pixels[end - len(part) : end]
-        parts[use] = Split({reader.tensor: own}, np.array([labels[row] for row in part], np.int64))
+            chosen[split] += [(paths[n], label) for n in sorted(left)]
+    parts = {}
+    for use, images in chosen.items():
+        pixels, labels = _read(f"{folder}: the images to {use}", reader, images, skipped)
+        if absent := [name for label, name in enumerate(names) if label not in labels]:
+            raise BadInput(
+                f"{folder}: no image of '{absent[0]}' that can be read is left to {use}",
+                hint=skipped[-1] if skipped else f"each class needs {len(chosen)} or more",
+            )
+        parts[use] = Split({reader.tensor: pixels}, np.array(labels, np.int64))
     return Splits(
         train=parts[_TRAIN],
         calibration=parts[_CALIBRATION],
         test=parts[_TEST],
         source=f"images in {folder}",
         classes=names,
-        skipped=tuple(skipped),
+        skipped=tuple(sorted(skipped)),
         build_with={} if classes else {"classes": len(names)},
         image=image,
     )
+
+
+def _read(
+    what: str, reader: PlacedImages, images: Sequence[tuple[Path, int]], skipped: list[str]
+) -> tuple[np.ndarray, list[int]]:
+    """Return the pixels and labels of images that can be read; the others go to `skipped`."""
+    pixels, labels = large_array(what, (len(images), *reader.shape), np.uint8), list[int]()
+    for (_, label), found in zip(
+        images, _decode(reader, [path for path, _ in images]), strict=True
+    ):
+        if isinstance(found, BadInput):
+            skipped.append(found.message)
+        else:
+            pixels[len(labels)] = found
+            labels.append(label)
+    return pixels[: len(labels)], labels
 
 
 def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
@@ -168,17 +169,6 @@ def _decode(reader: PlacedImages, paths: Sequence[Path]) -> Iterator[np.ndarray 
             yield from pool.map(decode, paths[start : start + _AT_ONCE])
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _reorder(pixels: np.ndarray, order: Sequence[int]) -> None:
-    """Let row i be what row order[i] was; in place, as a copy would take the memory twice."""
-    moved = set[int]()
-    for start in range(len(order)):
-        first, place = pixels[start].copy(), start
-        while place not in moved:
-            moved.add(place)
-            pixels[place] = first if order[place] == start else pixels[order[place]]
-            place = order[place]
 
 
 def large_array(what: str, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:

@@ -27,7 +27,7 @@ from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import atomic_write
 from deploykit.core.machine import usable_cores
-from deploykit.core.memory import check_fits, check_memory
+from deploykit.core.memory import check_fits
 from deploykit.core.task import Task
 from deploykit.core.tensors import (
     BATCH,
@@ -61,8 +61,8 @@ IMAGES, ARRAYS = (".png", ".jpg", ".jpeg", ".webp"), (".npz", ".npy")
 class DataSource:
     """Data that fit a model and are not read yet.
 
-    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `headers`: those of
-    the arrays, joined over all files; `parts`: those of each file. `images` decodes the files if
+    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `parts`: the
+    headers of the arrays in each file; of images together. `images` decodes the files if
     they are images, and `classes` are the labels of images in class folders. `count`: samples.
     `unused`: other arrays.
     """
@@ -71,7 +71,6 @@ class DataSource:
     files: tuple[Path, ...]
     names: Mapping[str, str]
     axes: Mapping[str, int | None]
-    headers: Mapping[str, Header]
     parts: tuple[Mapping[str, Header], ...]
     images: Images | None
     classes: np.ndarray | None
@@ -81,7 +80,7 @@ class DataSource:
     @property
     def labelled(self) -> bool:
         """Whether it has an array of labels, which is not an input of that name."""
-        return LABELS in self.headers and LABELS not in self.names.values()
+        return LABELS in self.parts[0] and LABELS not in self.names.values()
 
     def read_part(self, number: int, name: str) -> np.ndarray:
         """Read the array `name` of one file."""
@@ -106,7 +105,6 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
     if is_folder(path):
         files, classes, of_images = _files_of(path, task.labels if task else ())
     images: Images | None = None
-    parts = []
     if of_images:  # the decoders import Pillow, which arrays do not need
         if task is not None and task.image is not None:
             from deploykit.engines.tasks.images import PlacedImages
@@ -117,15 +115,18 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
 
             images = Images(files[0], inputs, str(path))
         shape = (len(files), *images.shape)
-        headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
+        parts = [{"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}]
     else:
         parts = [read_headers(file) for file in files]
-        headers = parts[0]
-    names, unused, axes = _choose(path, inputs, headers)
-    if parts and is_folder(path):
-        own = {names[name]: axis for name, axis in axes.items()}
-        headers = _join_headers(files, parts, own)
-    counts = {headers[names[n]].shape[axis] for n, axis in axes.items() if axis is not None} or {1}
+    names, unused, axes = _choose(path, inputs, parts[0])
+    placed = {names[name]: axis for name, axis in axes.items()}
+    if is_folder(path) and images is None:
+        _check_joins(files, parts, placed)
+    counts = {
+        sum(part[name].shape[axis] for part in parts)
+        for name, axis in placed.items()
+        if axis is not None
+    } or {1}
     if len(counts) != 1 or 0 in counts:
         raise BadInput(
             f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0",
@@ -134,10 +135,11 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
         )
     (count,) = counts
     numbers = np.array(classes, np.int64) if classes else None
-    facts = (names, axes, headers, tuple(parts), images, numbers, count, unused)
+    facts = (names, axes, tuple(parts), images, numbers, count, unused)
     found = DataSource(str(path), tuple(files), *facts)
-    if found.labelled and headers[LABELS].shape[:1] != (count,):
-        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
+    labels = [part[LABELS].shape for part in parts] if found.labelled else []
+    if labels and sum(shape[0] if shape else 0 for shape in labels) != count:
+        raise BadInput(f"{path}: {count} samples but labels of shape {labels[0]}")
     return found
 
 
@@ -288,10 +290,10 @@ def list_class(folder: Path, hint: str) -> list[Path]:
 is_folder = os.path.isdir  # False for a path that cannot be looked at: opening it reports the error
 
 
-def _join_headers(
+def _check_joins(
     files: Sequence[Path], parts: Sequence[Mapping[str, Header]], axes: Mapping[str, int | None]
-) -> dict[str, Header]:
-    """Return the headers of the arrays in several files, joined along the axis of samples.
+) -> None:
+    """Raise BadInput unless the arrays in several files join along the axis of samples.
 
     `axes`: by array name; 0 for others, such as labels.
     """
@@ -309,13 +311,6 @@ def _join_headers(
                 hint="files of one folder are joined: names, dtypes and all axes but that of the "
                 "samples must be equal",
             )
-    joined = dict(parts[0])
-    for name, header in parts[0].items():
-        if (axis := axes.get(name, 0)) is not None:
-            shape = list(header.shape)
-            shape[axis] = sum(part[name].shape[axis] for part in parts)
-            joined[name] = replace(header, shape=tuple(shape))
-    return joined
 
 
 @dataclass(frozen=True)
@@ -397,7 +392,8 @@ def read_samples(path: Path, inputs: Specs, *, task: Task | None = None) -> Samp
     its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
-    check_memory(source.where, sum(each.nbytes for each in source.headers.values()))
+    nbytes = sum(each.nbytes for part in source.parts for each in part.values())
+    check_fits(f"{source.where}: its samples", nbytes)
     (whole,) = read_batches(source, source.count)
     return Samples(whole, source.read_labels(), source.where, source.unused, source.axes)
 
@@ -419,7 +415,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     if is_npy(path):
         raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     headers = read_headers(path)
-    check_memory(str(path), sum(each.nbytes for each in headers.values()))
+    check_fits(f"{path}: its arrays", sum(each.nbytes for each in headers.values()))
     return {name: _native(array) for name, array in read_arrays(path, headers).items()}
 
 
@@ -591,7 +587,7 @@ class _Rows:
             (f, part[name]) for f, part in zip(source.files, source.parts, strict=True)
         )
         self._stack = stack
-        header, self._axis = source.headers[name], axis
+        header, self._axis = source.parts[0][name], axis
         self._shape, self._dtype = (*header.shape[:axis], *header.shape[axis + 1 :]), header.dtype
         self._row_bytes = math.prod(self._shape) * header.dtype.itemsize
         self._file, self._handle = self._open_next()
@@ -617,7 +613,7 @@ class _Rows:
         file, header = self._left.popleft()
         with damage(file):
             if not header.in_rows or self._axis:  # any row needs the whole array
-                check_memory(str(file), 2 * header.nbytes)
+                check_fits(f"{file}: its array", 2 * header.nbytes)
                 array = read_arrays(file, {"": header})[""]
                 return file, io.BytesIO(np.moveaxis(array, self._axis, 0).tobytes())
             handle = open_array(file, header, self._stack)

@@ -62,14 +62,9 @@ class Arena:
         self._shrink = ort.RunOptions()
         self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
-    def options(self, feeds: Arrays, repeated: bool = False) -> Any:
-        """Return the options of a run with these inputs; None for the defaults.
-
-        `repeated`: the shapes equal those of the previous run.
-        """
+    def options(self, feeds: Arrays) -> Any:
+        """Return the options of a run with these inputs; None for the defaults."""
         now_s = self._clock_s()
-        if repeated and now_s < self._until_s:
-            return None
         size = sum([array.nbytes for array in feeds.values()])
         if size <= self._largest_bytes and now_s < self._until_s:
             return None
@@ -177,14 +172,6 @@ _PREFIX = re.compile(
     r"\[ONNXRuntimeError\] : \d+ : \w+ : "
     r"(Load model from .*? failed: ?)?(This is an invalid model\. )?(Error: )?"
 )
-_CURES = {
-    "attn_mask": (
-        "ONNX Runtime needs masks of [.., queries, keys]: put an Expand before the Attention"
-    ),
-    "two nodes with same node name": (
-        "a node may have no name: with the `onnx` package set each `node.name` to '' and save"
-    ),
-}
 
 
 def reason(exc: Exception) -> str:
@@ -328,12 +315,12 @@ class OnnxRuntimeEngine(Engine):
         if self.session is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
         self._guard.check_process()
-        repeated = self._check(feeds)
+        self._check(feeds)
         try:
             if self._binding is not None:
                 with self._guard:
                     return self._binding(feeds)
-            options = self._arena.options(feeds, repeated)
+            options = self._arena.options(feeds)
             given = feeds if type(feeds) is dict else dict(feeds)
             found = self.session.run(self._names, given, options)
             return dict(zip(self._names, found, strict=True))
@@ -495,9 +482,8 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     except (*_OF_CUDA, ort_state.InvalidGraph, ValueError) as exc:
         refused = isinstance(exc, _REFUSALS)
         error = BadInput if refused or "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
-        hint = next((cure for words, cure in _CURES.items() if words in str(exc)), None)
         verb = "refused it" if refused else "failed"
-        raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}", hint=hint) from exc
+        raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}") from exc
 
 
 def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:

@@ -85,8 +85,8 @@ def copies_folder() -> Iterator[Path | None]:
             shutil.rmtree(left, ignore_errors=True)
     folder = None
     with contextlib.suppress(OSError):
-        number = os.getpid()
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{number}-{_started(number)}-"))
+        own = os.getpid()
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{own}-{_started(own)}-"))
     try:
         yield folder
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.artefact import ArtefactLike
+from deploykit.core.artefact import ArtefactLike, torch_kind
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
@@ -37,11 +37,15 @@ def open_engine(
 ) -> TorchEngine:
     """Open a deploykit checkpoint, or a file that `load_module` opens with `arch` and `inputs`.
 
-    Raises BadInput for a file without enough information.
+    A program of torch.export states its inputs itself. Raises BadInput for a file without enough
+    information.
     """
     path = Path(source)
+    whole = inputs and path.is_file() and torch_kind(path) == "torch.export"
     try:
-        loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
+        loaded = load_module(
+            path, arch=arch, inputs=() if whole else inputs, allow_pickle=allow_pickle
+        )
     except (RunsCode, Undescribed) as exc:
         if arch is None and not inputs:
             known = getattr(exc, "arch", "")

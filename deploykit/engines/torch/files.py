@@ -11,13 +11,12 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deploykit.core import errors
 from deploykit.core.artefact import sniff, torch_kind, wrong_format
@@ -29,7 +28,6 @@ from deploykit.engines.torch.advice import advise
 torch = require("torch")
 
 
-_T = TypeVar("_T")
 _ABSENT = re.compile(
     r"operator (\w+)::(\w+) does not exist"  # its library is missing or does not load
     r"|Unknown builtin op: (\w+)::(\w+)"  # TorchScript's message
@@ -46,20 +44,25 @@ _TORCHVISION_OPERATORS = (
 )
 
 
-def with_torchvision(run: Callable[[], _T]) -> _T:
-    """Return `run()`; if it lacks torchvision's operators, declare them and run it again.
+def _declare_torchvision() -> Any:
+    """Declare torchvision's operators if its library, built for another torch, does not load.
 
-    A torchvision built for another torch (its usual wheel next to a CPU build of torch) fails to
-    import at its first operator, though most of its networks use none of them.
+    Such a torchvision (its usual wheel next to a CPU build of torch) cannot be imported without
+    them, though most of its networks use none. Keep the result: torch drops them with it.
     """
+    spec = find_spec("torchvision")
     try:
-        return run()
-    except Exception as exc:  # unrelated errors are raised again
-        found = absent(exc)
-        if found is None or not found.startswith("torchvision::"):
-            raise
-        _provide_torchvision()
-        return run()
+        for path in Path(str(spec.origin)).parent.glob("_C*.so") if spec is not None else ():
+            torch.ops.load_library(str(path))
+    except OSError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in _TORCHVISION_OPERATORS:
+            library.define(schema)
+        return library
+    return None
+
+
+_torchvision = _declare_torchvision()
 
 
 def absent(exc: BaseException) -> str | None:
@@ -80,22 +83,6 @@ def lacks(where: object, operator: str) -> BadInput:
         f"or was built for another torch than {torch.__version__}",
         hint=f"install {library} from the same place as torch: both for CPUs, or both for CUDA",
     )
-
-
-@cache
-def _provide_torchvision() -> Any:
-    """Import torchvision's operators; declare them if it was built for another torch."""
-    try:
-        return import_module("torchvision")
-    except ImportError:
-        return None
-    except RuntimeError as exc:
-        if absent(exc) is None:
-            raise
-    library = torch.library.Library("torchvision", "DEF")  # keep it: torch drops them with it
-    for schema in _TORCHVISION_OPERATORS:
-        library.define(schema)
-    return library
 
 
 # Training scripts store the weights under these keys, next to epoch and so on; the first counts.
@@ -171,9 +158,9 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
         )
     with module_errors(f"{path}: cannot be loaded as {form}"), quiet("torch"):
         if form == "torch.export":
-            value = with_torchvision(lambda: _load_program(path))
+            value = _load_program(path)
         else:
-            value = with_torchvision(lambda: torch.jit.load(str(path), map_location="cpu"))
+            value = torch.jit.load(str(path), map_location="cpu")
     return Content(form, value, ran_pickle=True)
 
 
@@ -290,8 +277,7 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
         ) from refusal
     try:
         with quiet("torch"):
-            load = partial(torch.load, path, map_location="cpu", weights_only=False, mmap=mmap)
-            return with_torchvision(load), True
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap), True
     except (ImportError, AttributeError) as exc:  # a pickle only names its classes
         raise BadInput(
             f"{path}: cannot be unpickled: {_reason(exc)}",

@@ -16,7 +16,7 @@ from deploykit.core.extras import require
 from deploykit.core.files import check_readable, read_json
 from deploykit.core.tensors import TensorSpec, make_spec
 from deploykit.engines.data.examples import Example
-from deploykit.engines.torch.files import module_errors, quiet, with_torchvision
+from deploykit.engines.torch.files import module_errors, quiet
 from deploykit.engines.torch.loaded import Loaded, describe_module, undescribed
 from deploykit.engines.torch.outputs import parameter_names
 from deploykit.engines.torch.weights import list_names
@@ -65,7 +65,7 @@ def load_folder(
     transformers = require("transformers")
     name = str(names[0]) if isinstance(names, list) and names else ""
     with module_errors(folder):
-        found = with_torchvision(lambda: getattr(transformers, name, None))
+        found = getattr(transformers, name, None)
     if not hasattr(found, "from_pretrained"):
         if not name:
             raise undescribed(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)
@@ -96,15 +96,13 @@ def without_messages() -> Iterator[None]:
 
 def _load(folder: Path, found: Any) -> Any:
     with module_errors(f"{folder}: transformers cannot load it"), without_messages():
-        module, report = with_torchvision(
-            lambda: found.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
+        module, report = found.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
         )
     wrong = {
         key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
@@ -164,7 +162,7 @@ def load_processor(folder: Path, kind: str) -> Any:
     """Load the processor of images or sound in `folder`. Raises BadInput, MissingExtra."""
     with module_errors(folder / PROCESSOR), without_messages():
         library = getattr(require("transformers"), kind)
-        return with_torchvision(lambda: library.from_pretrained(folder, local_files_only=True))
+        return library.from_pretrained(folder, local_files_only=True)
 
 
 def read_settings(folder: Path | None, name: str) -> dict[str, Any]:

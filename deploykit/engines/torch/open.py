@@ -26,7 +26,6 @@ from deploykit.engines.torch.files import (
     is_state_dict,
     module_errors,
     read,
-    with_torchvision,
 )
 from deploykit.engines.torch.folder import load_folder
 from deploykit.engines.torch.loaded import Loaded, before, by_position, describe_module, undescribed
@@ -44,7 +43,7 @@ def _from_program(path: Path, content: Content) -> Loaded:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
-    axes: dict[Any, str] = {}  # the name of each size that is no number
+    axes: dict[Any, str] = {}  # the name of each size that is an expression
     for name in names:
         for at, size in enumerate(values[name].shape):
             axis = BATCH if at == 0 and BATCH not in axes.values() else f"{name}_{at}"
@@ -260,7 +259,7 @@ def _from_checkpoint(
         module, _ = build_module(arch or "", sizes)
     else:
         with users_code(f"{path}: the recipe's build failed with the sizes {sizes}"):
-            module = with_torchvision(recipe.sized_for(sizes).build)
+            module = recipe.sized_for(sizes).build()
     preprocess = recipe.preprocess if recipe else None
     notes = copy_weights(path, module, _weights_of(path, content))
     if "preprocess" in document:

@@ -30,7 +30,6 @@ from deploykit.core.task import (
     Preprocess,
 )
 from deploykit.core.tensors import TensorSpec, make_spec
-from deploykit.engines.torch.files import with_torchvision
 
 torch = require("torch")
 
@@ -106,12 +105,12 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     """
     package, _, name = arch.partition(":")
     if package == "timm" and name:
-        timm = with_torchvision(lambda: require("timm"))
+        timm = require("timm")
         return _sized(lambda **given: timm.create_model(name, **given), weights)
     found = torchvision_name(arch)
     if found is None:
         return None
-    return with_torchvision(lambda: _build_torchvision(found, weights))
+    return _build_torchvision(found, weights)
 
 
 class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
@@ -170,11 +169,11 @@ def preset_of(module: Any, arch: str | None = None, file: Path | None = None) ->
     if type(module).__module__.startswith("ultralytics."):
         return _of_ultralytics(module)
     name = torchvision_name(arch) if arch is not None and arch.isprintable() else None
-    return with_torchvision(lambda: _of_torchvision(module, name, file)) if name else None
+    return _of_torchvision(module, name, file) if name else None
 
 
 def _torchvision() -> Any:
-    return with_torchvision(lambda: require("torchvision.models"))
+    return require("torchvision.models")
 
 
 # torchvision

@@ -9,14 +9,13 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import import_object
-from deploykit.engines.torch.files import dtype_of, module_errors, with_torchvision
+from deploykit.engines.torch.files import dtype_of, module_errors
 from deploykit.engines.torch.presets import build_named, common_prefix, recognise
 
 torch = require("torch")
@@ -38,11 +37,11 @@ def build_module(
     given: dict[str, Any] = {}
     with module_errors(f"`arch` {arch}"):
         named = build_named(arch, weights or {})
-    found: Any = named if named is not None else with_torchvision(lambda: import_object(arch))
+    found: Any = named if named is not None else import_object(arch)
     if not isinstance(found, torch.nn.Module):
         given = _arguments(arch, found, arguments or {})
         with module_errors(f"`arch` {arch}"):
-            found = with_torchvision(partial(found, **given))
+            found = found(**given)
     if not isinstance(found, torch.nn.Module):
         raise BadInput(f"`arch` {arch}: returned a {type(found).__name__}, not a torch.nn.Module")
     note = "built with the file's hyper_parameters: "

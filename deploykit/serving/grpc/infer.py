@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from deploykit.core.errors import DeploykitError, quote
-from deploykit.core.json_value import ONE_JSON
+from deploykit.core.errors import quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
-from deploykit.serving.models.inference import Inference, ModelRoute
+from deploykit.serving.models.inference import Inference, Items, ModelRoute, TaskCall
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Binary, Request, Result, Signature, collect_results, fill
-from deploykit.serving.oip.tensors import array_bytes
+from deploykit.serving.oip.request import Request, Result, collect_results
 from deploykit.serving.options import VERSION
-from deploykit.serving.shared_memory import Region
 from deploykit.serving.transport.call import About
 
 log = logging.getLogger(__name__)
@@ -29,7 +24,7 @@ log = logging.getLogger(__name__)
 LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread above this size
 _LONG_BYTES = 128 << 10  # above this size, together with other long ones
 _LARGE_ITEMS_BYTES = 256 << 10  # images or sentences above this size are split on another thread
-Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
+Message = tuple[messages.Split, bytes, int]  # the arguments of `messages.decode`
 
 
 def _timeout_us(request: Request, client: Replying) -> int | None:
@@ -47,9 +42,7 @@ class GrpcTaskCall(TaskCall):
     client: Replying
 
     def items(self, source: Message) -> Items:
-        head, data, at, spans = source
-        planned = messages.plan_request(head, spans, self.signature)
-        request = fill(planned, data, at, self.route.memory)
+        request = messages.decode(*source, self.signature, self.route.memory)
         return self.items_of(request._replace(timeout_us=_timeout_us(request, self.client)))
 
     def reply(self, answers: Sequence[bytes]) -> None:
@@ -69,11 +62,9 @@ def infer_pipeline(
     """
 
     def decode() -> Request:
-        head, data, at, spans = source
-        signature = pipeline.signature if messages.sends_bytes(head) else pipeline.tensors
-        with ONE_JSON if len(head) > _LARGE_ITEMS_BYTES else contextlib.nullcontext():
-            planned = messages.plan_request(head, spans, signature)
-        return fill(planned, data, at, pipeline.memory)
+        sends_bytes = messages.sends_bytes(source[0].head)
+        signature = pipeline.signature if sends_bytes else pipeline.tensors
+        return messages.decode(*source, signature, pipeline.memory)
 
     def reply(request: Request, found: list[Result]) -> None:
         client.reply(messages.encode(pipeline.name, VERSION, request.id, found))
@@ -86,7 +77,6 @@ class InferMethods:
 
     def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
-        self._offload = offload
         self.routes = {
             name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
@@ -116,8 +106,9 @@ class InferMethods:
         client: Replying = call if slot is None else slot
         trace = call.head.trace
         try:
-            head, spans, name, version = messages.split_request(data, at)
-            source = (head, data, at, spans)
+            split = messages.split_request(data, at)
+            head, _, name, version = split
+            source = (split, data, at)
             if name in self._repository.pipelines and version in ("", VERSION):
                 pipeline = self._repository.pipelines[name]
                 infer_pipeline(pipeline, client, source, trace)
@@ -130,11 +121,10 @@ class InferMethods:
                 return
             inference = GrpcInference(route, client, source, trace)
             slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes
-            if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
-                inference.lane = Lane.SMALL
-                if not slow or len(data) > _LONG_BYTES:
-                    inference.lane = Lane.LARGE
-                del head, data, source
+            if slow or (route.memory is not None and messages.names_regions(head)):
+                large = not slow or len(data) > _LONG_BYTES
+                inference.lane = Lane.LARGE if large else Lane.SMALL
+                del split, head, data, source
                 inference.start_offloaded()
                 return
         except Exception as exc:  # noqa: BLE001 - every error is a reply
@@ -143,40 +133,18 @@ class InferMethods:
         inference.start()
 
 
-def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature) -> bool:
-    """Return whether a request, whose head is small, refers to much shared memory."""
-    try:
-        parts = messages.plan_request(head, spans, model).parts
-    except DeploykitError:
-        return False  # decoding finds it again and reports it to the client
-    return sum(part.size for part in parts if isinstance(part.data, Region)) > LARGE_BYTES
-
-
 class GrpcInference(Inference):
     """One inference message. Its source is the message with the result of `split_request`."""
 
-    __slots__ = ("_plan",)
+    __slots__ = ()
 
     client: Replying
 
-    def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
-        head, data, at, spans = source
-        route = self.route
-        plan = messages.plan_request(head, spans, route.model.signature)
-        self._plan = plan
-        request = fill(plan, data, at, route.memory)
+    def decode(self, source: Message) -> Request:
+        request = messages.decode(*source, self.route.model.signature, self.route.memory)
         if self.client.left_us is None:
             return request
         return request._replace(timeout_us=_timeout_us(request, self.client))
-
-    def decode_large(self) -> Request:
-        request = super().decode_large()
-        copied = (
-            array_bytes(request.feeds[part.name])
-            for part in self._plan.parts
-            if not isinstance(part.data, Binary) or not part.slot.item_bytes
-        )
-        return request._replace(copied_bytes=sum(copied))
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > _LONG_BYTES

@@ -28,9 +28,8 @@ from deploykit.serving.transport.call import (
     reply_error,
 )
 from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
-from deploykit.serving.transport.listener import Port, extend, unread_bytes
+from deploykit.serving.transport.listener import Connection, Port, extend
 from deploykit.serving.transport.security import HEALTH, AccessControl
-from deploykit.serving.transport.turns import BUSY_BYTES
 
 READ_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20  # the most bytes of a body received at once: their new memory takes 1 ms
@@ -93,7 +92,7 @@ class Exchange(Call):
         if listener.records:
             asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
             listener.record(self, asked, str(status), connection.transport, failed=status >= 400)
-        if listener.draining and not connection.has_more:
+        if listener.draining and not connection.kept:
             self.keep_alive = False
         end = b"\r\n"
         if head.old or not self.keep_alive:
@@ -102,6 +101,7 @@ class Exchange(Call):
         if head.method == "HEAD":
             parts = ()
         lines: list[Bytes] = [_status_lines(status), headers, head.cors, size, end]
+        connection.sent_bytes += length
         if large:
             connection.write_large([b"".join(lines), *parts])
             self.release()
@@ -173,158 +173,78 @@ class Listener(Port):
         return True
 
 
-class HttpConnection(asyncio.BufferedProtocol):
+class HttpConnection(Connection):
     """One client. `_state` says what is being read, into `_body` for `_exchange`."""
 
     def __init__(self, listener: Listener) -> None:
+        super().__init__(listener, listener.limits.stall_s)
         self.listener = listener
         self._limits = listener.limits
         self._state = NEW
         self._spare = False  # above the limit of connections: only health checks are answered
         self._since_s = listener.now_s  # when it began to wait for the client
-        self._by_s = 0.0  # when more of the body must have come, or of the replies been read
+        self._by_s = 0.0  # when more of the body must have come
         self._body: SizedBody | ChunkedBody | None = None
         self._exchange = Exchange(self, _UNREAD)  # the request that is read or answered
-        self._paused = False  # nothing is received
-        self._queued = False  # what was received waits for a turn of the event loop
-        self._kept = b""  # bytes received and not processed; counted in the memory budget
-        self._unsent_bytes = 0  # bytes of replies that were not sent; counted there too
-        self._unread: int | None = None  # bytes of replies, while there are too many to go on
 
     @property
     def unanswered(self) -> int:
-        return int(self._queued or self._state is ANSWERING)
-
-    @property
-    def has_more(self) -> bool:
-        """Return whether the client has sent more than the request that is being answered."""
-        return bool(self._kept)
+        return int(self.queued or self.answering)
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self._state > HEAD or self._queued or self._unsent_bytes
+        busy = self._state > HEAD or self.queued or self.unsent_bytes
         return None if busy else self._since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self._tls = transport.get_extra_info("sslcontext") is not None
-        self.listener.connections.add(self)
+        super().connection_made(transport)
         self._spare = self.listener.has_spare_place(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self._state = CLOSED
         self._discard()
-        self.listener.memory.release(self._unsent_bytes)
-        self._unsent_bytes = 0
-        self.listener.connections.discard(self)
         self._exchange.abandon()
         del self._exchange  # a reference cycle: only the garbage collector would free it
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        listener, into = self.listener, self.listener.view
         if self._state is SIZED:
-            into = cast("SizedBody", self._body).left[:PIECE_BYTES]
-        if listener.turns.late() if self._tls else listener.turns.busy:  # this turn is used up
-            return into[: BUSY_BYTES[self._tls]]
-        return into
+            return self.part_of(cast("SizedBody", self._body).left[:PIECE_BYTES])
+        return self.part_of(self.listener.view)
 
     def buffer_updated(self, nbytes: int) -> None:
-        listener, state = self.listener, self._state
-        turns = listener.turns
-        if state is SIZED:
+        if self._state is SIZED:
             self._receive(cast("SizedBody", self._body), nbytes)
-        elif state > ANSWERING:  # received data are dropped
-            if turns.late():
-                self._wait(self._resume)
-        else:
-            data = bytes(listener.view[:nbytes])
-            if self._kept:
-                data = self._take_kept() + data
-            if turns.busy or self._paused or state is ANSWERING:
-                self._keep(data)
-                self._pause()
-                self._go_on(urgent=_is_health_check(data))
-            else:
-                self._read(data)
+        elif self._state <= ANSWERING:  # else received data are dropped
+            self.data_received(bytes(self.listener.view[:nbytes]))
+
+    def is_urgent(self, data: bytes) -> bool:
+        """Return whether received data are just a cheap health check."""
+        return data.startswith(_HEALTH) and data.find(END) == len(data) - _END_BYTES
 
     def refuse_spare(self) -> None:
         self._refuse(503, f"there are {self._limits.connections} connections already")
 
-    def pause_writing(self) -> None:
-        self._unread = unread_bytes(self.transport)
-        self._by_s = self.listener.now_s + self._limits.stall_s
-        self._pause()
-        self.count_unsent()
-
     def resume_writing(self) -> None:
-        self._unread = None
         self._by_s = self.listener.now_s + self._limits.stall_s  # of a body that waited
-        self.count_unsent()
-        self._go_on()
-
-    # -- waiting: for the client to read replies, or for this connection's turn ----------------
-
-    def _pause(self) -> None:
-        self._paused = True
-        self.transport.pause_reading()
-
-    def _resume(self) -> None:
-        if not self.transport.is_closing():
-            self._paused = False
-            self.transport.resume_reading()
-
-    def _wait(self, work: Callable[[], None]) -> None:
-        """Read no more until `work` is called in one of the next turns of the event loop."""
-        self._pause()
-        self.listener.turns.wait(work)
-
-    def _go_on(self, *, urgent: bool = False) -> None:
-        """Process what was received in one of the next turns, or receive more."""
-        if self._unread is not None or self._queued or self._state > CHUNKED:
-            return
-        if self._kept or self._state is SIZED:
-            self._queued = True
-            self._pause()
-            self.listener.turns.wait(self._read_kept, urgent=urgent)
-        else:
-            self._resume()
-
-    def _read_kept(self) -> None:
-        self._queued = False
-        if self._state > CHUNKED or self._unread is not None:
-            return
-        if not isinstance(self._body, SizedBody):
-            self._read(self._take_kept())
-        elif not self._body.left:
-            self._take_whole()
-        waits = self._queued or (self._kept and self._state is ANSWERING)
-        if self._unread is None and not waits:
-            self._resume()
-
-    def _keep(self, data: bytes) -> None:
-        self._kept = data
-        self.listener.memory.add(len(data), 0)
-
-    def _take_kept(self) -> bytes:
-        data, self._kept = self._kept, b""
-        self.listener.memory.release(len(data))
-        return data
-
-    def count_unsent(self) -> None:
-        """Count in the memory budget what was written and not sent."""
-        size = self.transport.get_write_buffer_size()
-        self.listener.memory.add(size - self._unsent_bytes, 0)
-        self._unsent_bytes = size
+        super().resume_writing()
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _read(self, data: bytes) -> None:
+    def process(self, data: bytes) -> None:
         """Process the next request, or a part of it; what follows waits for another turn."""
-        if self._state is CHUNKED:
-            self._read_chunks(cast("ChunkedBody", self._body), data, 0)
-            return
+        body = self._body
+        if body is None and self._state <= HEAD:
+            self._read(data)
+        elif isinstance(body, ChunkedBody):
+            self._read_chunks(body, data, 0)
+        elif body is not None and self.whole:
+            self._body = None
+            self._complete(body.body)
+
+    def _read(self, data: bytes) -> None:
         stop = data.find(END) + _END_BYTES
         head = self.listener.find_head(data[:stop])
         if head is None:
@@ -338,16 +258,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         if len(plain) < len(data):  # empty lines, as after a body
             self._read(plain)
             return
-        begun_s = listener.turns.clock_s()
         raw = data[:stop]
         head = read_head(raw, self._limits, listener.access, listener.max_body_bytes)
-        listener.turns.spend(begun_s)
         if head is not None:
             if head.refusal is None:
                 listener.keep(raw, head)
             self._begin(head, data, stop)
         elif data:
-            self._keep(data)
+            self.keep(data)
             if self._state is not HEAD:
                 self._enter(HEAD)
 
@@ -383,15 +301,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Count `size` bytes of a body of known length, which are in place already."""
         if not self._reserve(size):
             return
-        body.left, turns = body.left[size:], self.listener.turns
-        if not body.left and not turns.busy:
-            self._take_whole()
-        elif not body.left or turns.late():
-            self._go_on()
-
-    def _take_whole(self) -> None:
-        body, self._body = cast("SizedBody", self._body).body, None
-        self._complete(body)
+        body.left = body.left[size:]
+        if not body.left:
+            self.whole = True
+            self.data_received(b"")
+        elif self.listener.turns.late():
+            self.pause()
+            self.listener.turns.wait(self.go_on)
 
     def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> None:
         try:
@@ -404,11 +320,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.listener.turns.late()
         if chunks.done:
             self._body = None
-            self._complete(chunks.body, data[end:])
+            self._complete(bytes(chunks.body), data[end:])
         elif end < len(data):
-            self._keep(data[end:])
+            self.keep(data[end:])
             if end > at:
-                self._go_on()
+                self.go_on()
 
     def _reserve(self, size: int) -> bool:
         """Count bytes of the body that is being read."""
@@ -420,21 +336,19 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _complete(self, body: Bytes, rest: bytes = b"") -> None:
         """Have the request answered. `rest`: what was received after it."""
-        exchange, turns = self._exchange, self.listener.turns
+        exchange = self._exchange
         exchange.body = body
         del body  # the route frees its memory
-        self._state = ANSWERING
+        self._state, self.answering, self.whole = ANSWERING, True, False
         if rest:
-            self._keep(rest)
-        begun_s = turns.clock_s()
+            self.keep(rest)
         self.listener.handle(exchange)
-        turns.spend(begun_s)
 
     # -- replies ---------------------------------------------------------------------------------
 
     def write_large(self, parts: Sequence[Bytes]) -> None:
         """Write a reply in parts, which are not copied."""
-        if self._tls:  # the TLS transport forwards each write whole and does not count it
+        if self.tls:  # the TLS transport forwards each write whole and does not count it
             for part in parts:
                 for at in range(0, len(part), READ_BYTES):
                     self.transport.write(memoryview(part)[at : at + READ_BYTES])
@@ -444,13 +358,14 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def end_exchange(self, exchange: Exchange) -> None:
         """Go on after the reply to a request."""
+        self.answering = False
         if not exchange.keep_alive:
             self._finish()
         elif self._state is ANSWERING:
             self._state = IDLE
             self._since_s = self.listener.now_s
-            if self._kept or self._paused:
-                self._go_on()
+            if self.kept or self.paused:
+                self.go_on()
 
     def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
         """Reply with an error, and read no more."""
@@ -475,7 +390,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _discard(self) -> None:
         """Free the data of an incomplete request."""
         body, self._body = self._body, None
-        self._take_kept()
+        self.take_kept()
         if isinstance(body, SizedBody):
             body.left.release()
             self.listener.turns.run(body.body.release)  # 4 ms for 36 MB
@@ -486,17 +401,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._by_s = self._since_s + self._limits.stall_s
 
     def check(self, now_s: float) -> None:
-        """Close the connection if it is past a limit."""
         waited_s, state = now_s - self._since_s, self._state
-        self.count_unsent()
-        if self._unread is not None:
-            size = unread_bytes(self.transport)
-            self._by_s = extend(self._by_s, self._unread - size, now_s, self._limits.stall_s)
-            self._unread = size
-            if now_s > self._by_s:
-                self.transport.abort()
-        elif self._queued or state is ANSWERING:
-            pass  # the client waits for the server
+        if not self.reads(now_s):
+            self.transport.abort()
+        elif self.queued or self.stalled or state is ANSWERING:
+            pass  # the client waits for the server, or has to read first
         elif state in (SIZED, CHUNKED):
             if now_s > self._by_s:
                 self._refuse(408, "the request's body stalled, or came too slowly")
@@ -510,12 +419,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._refuse(408, "the request's headers took too long")
 
     def close(self) -> None:
-        """Close once all written data is sent."""
         self._enter(LAST)
         self._discard()
         self.transport.close()
-
-
-def _is_health_check(data: bytes) -> bool:
-    """Return whether received data are just a cheap health check."""
-    return data.startswith(_HEALTH) and data.find(END) == len(data) - _END_BYTES

@@ -153,7 +153,7 @@ class SizedBody:
     client only claims costs nothing. The binary part is aligned for numbers.
     """
 
-    def __init__(self, length: int, json_bytes: bytes | None, received: memoryview) -> None:
+    def __init__(self, length: int, json_bytes: bytes | None, received: bytes) -> None:
         """Allocate the memory and copy the `received` part. Raises MemoryError."""
         digits = (json_bytes or b"")[-4:]  # 16 divides 10,000
         pad = -int(digits) % 16 if digits.isdigit() else 0
@@ -172,16 +172,12 @@ class ChunkedBody:
     def __init__(self, limits: HttpLimits, max_body_bytes: int) -> None:
         self._limits = limits
         self._max_body_bytes = max_body_bytes
-        self._pieces: list[bytes] = []
+        self.body = bytearray()
         self._left = 0  # bytes of this chunk still to come
         self._in_chunk = False  # its end is still to come
         self._body_bytes = self._chunks = self._trailer_bytes = self._lines = 0
         self._last = False  # only trailers follow
         self.done = False
-
-    @property
-    def body(self) -> bytes:
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
     def feed(self, data: bytes, at: int) -> int:
         """Consume bytes from `at` on, at most _LINES whole lines; return the index after them."""
@@ -189,7 +185,7 @@ class ChunkedBody:
         while at < len(data) and not self.done and self._lines < last:
             if self._left:
                 piece = data[at : at + self._left]
-                self._pieces.append(piece)
+                self.body += piece
                 self._left -= len(piece)
                 at += len(piece)
                 continue

@@ -12,14 +12,13 @@ from functools import partial
 from typing import cast
 
 from deploykit.core.errors import BadInput, TooLarge
-from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import HttpTaskCall, PipelineRoute, from_base64
-from deploykit.serving.models.inference import Inference, ModelRoute
+from deploykit.serving.models.inference import Inference, Items, ModelRoute
 from deploykit.serving.models.offload import Lane
 from deploykit.serving.models.pipelines import over_budget
-from deploykit.serving.models.task_call import Items
 from deploykit.serving.oip import json
+from deploykit.serving.oip.json import LARGE_BYTES
 from deploykit.serving.oip.request import Request, Result
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
@@ -27,7 +26,6 @@ from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
 _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
 
 
@@ -89,9 +87,10 @@ class HttpInference(Inference):
                 if limit < route.max_body_bytes:  # it waits with the large requests
                     self._source, self.lane = source, Lane.LARGE
                 raise
-        with ONE_JSON if len(body) > LARGE_BYTES else contextlib.nullcontext():
-            request = json.decode(body, json_bytes, route.model.signature, route.memory)
-        return request._replace(copied_bytes=sum(map(array_bytes, request.feeds.values())))
+        request = json.decode(body, json_bytes, route.model.signature, route.memory)
+        if encoding is None:
+            return request
+        return request._replace(copied_bytes=max(request.copied_bytes, len(body)))
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES
@@ -171,8 +170,7 @@ class PipelineInferRoute(PipelineRoute):
             plain = compression.decompress(body, call.head.encoding, self._max_body_bytes)
             sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
             signature = pipeline.signature if sends_bytes else pipeline.tensors
-            with ONE_JSON if len(plain) > LARGE_BYTES else contextlib.nullcontext():
-                request = json.decode(plain, json_bytes, signature, pipeline.memory)
+            request = json.decode(plain, json_bytes, signature, pipeline.memory)
             if sends_bytes and pipeline.takes == "image":
                 (image,) = request.feeds.values()
                 plain_image = image.copy()

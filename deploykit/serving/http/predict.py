@@ -12,20 +12,18 @@ import binascii
 import re
 import string
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, did_you_mean, quote
-from deploykit.core.json_value import ONE_JSON, check_json_size
+from deploykit.core.json_value import check_json_size
 from deploykit.core.task import CLASSIFY, DETECT, SEGMENT, TEXT_CLASSIFY
 from deploykit.core.tensors import Bytes
 from deploykit.engines.tasks.engine import PNG, RLE, Item
-from deploykit.serving.models.inference import ModelRoute
+from deploykit.serving.models.inference import MOST_ITEMS, Items, ModelRoute, TaskCall, too_many
 from deploykit.serving.models.pipelines import NOT_JSON, Sent, ServedPipeline
-from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, reply_with
@@ -206,8 +204,7 @@ class HttpTaskCall(TaskCall):
 def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
     data = bytes(compression.to_utf8(body, content_type))
     check_json_size(data, _hint(text))
-    with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one runs on the loop
-        document = parse_document(data)
+    document = parse_document(data)
     kind = "text" if text else "image"
     if type(document) is dict:
         known = _TEXT if text else _IMAGE
@@ -329,8 +326,7 @@ class PipelineRoute:
             check_json_size(data, NOT_JSON)
         if not text_in_json:
             return Sent(data)
-        with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():
-            value = parse_document(data)
+        value = parse_document(data)
         found = value.get(name) if isinstance(value, dict) else value
         if not isinstance(found, str):
             raise BadInput(f"'{name}' must be a JSON string, or an object with it")

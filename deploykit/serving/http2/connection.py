@@ -18,18 +18,18 @@ from enum import IntEnum
 from typing import Any, cast
 
 from hpack import HPACKError
+from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
+from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Port, extend, unread_bytes
-from deploykit.serving.transport.turns import BUSY_BYTES
+from deploykit.serving.transport.listener import Connection, Port
 
 log = logging.getLogger(__name__)
 
 # RFC 9113: frame types, flags and error codes
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
-PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
+PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
 FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 6, 7, 8
@@ -51,7 +51,6 @@ _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
 _UNCHECKED_BYTES = 4096  # of frames, each with _FRAME_COST more, that are read between two looks
 _FRAME_COST = 256  # at the clock: HPACK can encode a header in a single byte
 _MOST_SETTINGS = 64  # settings in one frame
-_RETIRING = b"retiring"  # the content of a PING
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
 
 
@@ -74,13 +73,7 @@ def _number(value: int) -> bytes:
 
 def literal(name: bytes, value: bytes) -> bytes:
     """Encode an HPACK literal that the client's table does not store; `name` is below 127 bytes."""
-    length, size = bytearray([min(len(value), 127)]), len(value) - 127  # a 7-bit prefix
-    while size >= 128:
-        length.append(size % 128 + 128)
-        size //= 128
-    if size >= 0:
-        length.append(size)
-    return b"\x00" + bytes([len(name)]) + name + length + value
+    return b"\x00" + bytes([len(name)]) + name + bytes(encode_integer(len(value), 7)) + value
 
 
 class Stream:
@@ -225,7 +218,7 @@ class Http2Port(Port):
     def retire(self) -> None:
         super().retire()
         for connection in cast("set[Http2Connection]", self.connections):
-            connection.retire()
+            connection.retire(self.now_s)
 
     def flush_soon(self, connection: Http2Connection) -> None:
         """Flush the connection once the running callbacks of this turn of the loop have written."""
@@ -255,19 +248,17 @@ class Phase(IntEnum):
 AWAIT_PREFACE, AWAIT_SETTINGS, OPEN, IN_HEADERS, CLOSED = Phase
 
 
-class Http2Connection(asyncio.BufferedProtocol):
+class Http2Connection(Connection):
     """One client's connection: its streams, its windows and its unsent output."""
 
     def __init__(self, shared: Http2Port) -> None:
+        super().__init__(shared, shared.limits.stall_s)
         self.shared = shared
         self.phase = AWAIT_PREFACE
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
         # some later than others, so that not all clients connect again at once
         self._retire_at_s = shared.now_s + shared.limits.max_age_s * random.uniform(0.9, 1.1)  # noqa: S311
-        self.queued = False  # its frames wait for a turn of the loop
-        self._retiring = False  # the client has been asked to open no more streams
-        self._retired = False  # the client knows
-        self._left = b""  # an incomplete frame, and frames that wait for the next turn of the loop
+        self._close_at_s = math.inf  # then the client knows that it should open no more streams
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
         self._block: list[bytes] = []  # an incomplete header block
         self._block_of = (0, 0)  # its flags and its stream
@@ -285,11 +276,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._will_push = False
         self._writes: list[bytes] = []
         self._write_bytes = 0
-        self._sent_bytes = 0  # bytes of DATA since the last check
-        self._buffered = 0  # bytes that the transport has not sent; counted in the memory budget
-        self._unread = 0  # bytes that the client had not received then
-        self._read_by_s: float | None = None  # when the client must have read more
-        self._stalled = False  # the transport takes no more
 
     @property
     def unanswered(self) -> int:
@@ -297,17 +283,15 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self.streams or self._buffered or self.phase is CLOSED
+        busy = self.streams or self.unsent_bytes or self.phase is CLOSED
         return None if busy else self.since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self._tls = transport.get_extra_info("sslcontext") is not None
+        super().connection_made(transport)
         self.transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
         shared, limits = self.shared, self.shared.limits
-        shared.connections.add(self)
         values = ((3, limits.streams), (4, STREAM_WINDOW), (6, limits.header_bytes))
         settings = b"".join(struct.pack(">HI", *pair) for pair in values)
         self.write(frame(SETTINGS, 0, 0, settings))
@@ -315,52 +299,27 @@ class Http2Connection(asyncio.BufferedProtocol):
         if not shared.has_place():
             self.end(ENHANCE_YOUR_CALM, f"there are {limits.connections} connections already")
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self.phase = CLOSED
-        self.shared.connections.discard(self)
-        self.shared.memory.release(self._buffered)
-        self._buffered = 0
         self.shared.turns.run(self._finish_all)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        shared, tls = self.shared, self._tls
-        if shared.turns.late() if tls else shared.turns.busy:  # this turn is used up
-            return shared.view[: BUSY_BYTES[tls]]
-        return shared.view
+        return self.part_of(self.shared.view)
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self.shared.view[:nbytes]))
-
-    def pause_writing(self) -> None:
-        self._stalled = True
-        self.transport.pause_reading()
+        if self.phase is not CLOSED:
+            self.data_received(bytes(self.shared.view[:nbytes]))
 
     def resume_writing(self) -> None:
-        self._stalled = False
-        if self.queued:
-            self.shared.turns.wait(self._continue_reading)
-        else:
-            self.transport.resume_reading()
+        super().resume_writing()
         self._push_soon()
 
     # -- frames in -------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
-        if self.phase is CLOSED:
-            return
-        if self._left:
-            data = self._left + data
-        if self.queued:
-            self._left = data
-            return
-        turns = self.shared.turns
-        if turns.busy:
-            self._left = data
-            self._wait_for_turn()
-            return
-        begun_s = turns.clock_s()
+    def process(self, data: bytes) -> None:
         try:
-            self._left = data[self._frames(data) :]
+            rest = data[self._frames(data) :]
         except ConnectionFault as exc:
             self.end(exc.code, str(exc))
         except HPACKError:
@@ -368,25 +327,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         except Exception:  # any bug: this connection ends with a reason, the server does not
             log.exception("an HTTP/2 connection failed")
             self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
-        turns.spend(begun_s)
-
-    def _wait_for_turn(self) -> None:
-        """Process the received frames in later turns of the loop, and read no more until then."""
-        self.queued = True
-        self.transport.pause_reading()
-        self.shared.turns.wait(self._continue_reading)
-
-    def _continue_reading(self) -> None:
-        """Continue in this connection's turn, unless its client does not read."""
-        if self.queued and self._can_read:
-            self.queued = False
-            self.data_received(b"")
-            if not self.queued and self._can_read:
-                self.transport.resume_reading()
-
-    @property
-    def _can_read(self) -> bool:
-        return not self._stalled and self.phase is not CLOSED
+        else:
+            if rest:
+                self.keep(rest)
+                if self.shared.turns.busy:  # they may be whole frames
+                    self.go_on()
 
     def _frames(self, data: bytes) -> int:
         """Process the complete frames that this turn allows; return the index after them."""
@@ -409,7 +354,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             if end > size:
                 break
             if unchecked > _UNCHECKED_BYTES and turns.late():
-                self._wait_for_turn()
                 break
             unchecked = 0 if unchecked > _UNCHECKED_BYTES else unchecked + length + _FRAME_COST
             if self.phase is not OPEN:
@@ -506,28 +450,24 @@ class Http2Connection(asyncio.BufferedProtocol):
         shared, streams = self.shared, self.streams
         limits = shared.limits
         full = len(streams) >= limits.streams or shared.open_streams >= limits.all_streams
-        if full or self._retired:
+        if full or shared.now_s > self._close_at_s:
             self._refuse(number, REFUSED_STREAM)
             return
         shared.open_streams += 1
         stream = streams[number] = shared.open(self, number, head)
         if shared.draining:  # only now: a client without an open call may never make one here
-            self.retire()
+            self.retire(shared.now_s)
         stream.begin(flags & END_STREAM != 0)
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
         """Process headers on a stream opened before: they can only be its last frame."""
-        pairs = self._heads.decode(block)
+        self._heads.decode(block)
         stream = self._find(number)
         if stream is None:
             self.count_frame()
             return
         if not flags & END_STREAM:
             raise ConnectionFault(PROTOCOL_ERROR, "trailers must end the stream")
-        try:
-            check_fields(pairs)
-        except MalformedHeaders as exc:
-            raise ConnectionFault(PROTOCOL_ERROR, str(exc)) from exc
         stream.receive(b"", True)
 
     def _other(self, kind: int, flags: int, number: int, payload: bytes) -> None:
@@ -535,8 +475,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         size = _SIZES.get(kind, len(payload))
         if len(payload) != size:
             raise ConnectionFault(FRAME_SIZE_ERROR, f"a frame of type {kind} has {size} bytes")
-        if kind in (SETTINGS, PING, GOAWAY) and number:
-            raise ConnectionFault(PROTOCOL_ERROR, f"a frame of type {kind} belongs on stream 0")
         if kind == WINDOW_UPDATE:
             self._window_update(number, int.from_bytes(payload, "big") & LARGEST_WINDOW)
         elif kind == RST_STREAM:
@@ -547,25 +485,11 @@ class Http2Connection(asyncio.BufferedProtocol):
                 stream.finish()
         elif kind == SETTINGS:
             self._settings(flags, payload)
-        elif kind == PING:
-            self._ping(flags, payload)
-        elif kind == PUSH_PROMISE:
-            raise ConnectionFault(PROTOCOL_ERROR, "a client does not push")
-        elif kind == PRIORITY and not number:
-            raise ConnectionFault(PROTOCOL_ERROR, "PRIORITY on stream 0")
-        elif kind == GOAWAY and len(payload) < 8:
-            raise ConnectionFault(FRAME_SIZE_ERROR, "GOAWAY needs 8 bytes")
-
-    def _ping(self, flags: int, payload: bytes) -> None:
-        if not flags & ACK:
+        elif kind == PING and not flags & ACK:
             self.write(frame(PING, ACK, 0, payload))
-        elif self._retiring and payload == _RETIRING:
-            self._retired = True
-            if not self.streams:
-                self.close()
 
     def _settings(self, flags: int, payload: bytes) -> None:
-        if len(payload) % 6 or (flags & ACK and payload):
+        if len(payload) % 6:
             raise ConnectionFault(FRAME_SIZE_ERROR, "malformed SETTINGS")
         if len(payload) > 6 * _MOST_SETTINGS:
             raise ConnectionFault(ENHANCE_YOUR_CALM, f"more than {_MOST_SETTINGS} settings")
@@ -576,8 +500,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.count_frame(_SETTINGS_COST)
         first_window = self.first_window
         for name, value in struct.iter_unpack(">HI", payload):
-            if name == 2 and value > 1:
-                raise ConnectionFault(PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
             if name == 4:
                 first_window = _checked_window(value)
             elif name == 5:
@@ -595,8 +517,6 @@ class Http2Connection(asyncio.BufferedProtocol):
         if number:
             self._find(number)
         stream = self.streams.get(number)
-        if (stream is not None or not number) and not more:
-            raise ConnectionFault(PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
         if not number:
             self.send_window = _checked_window(self.send_window + more)
             self._push_soon()
@@ -622,14 +542,14 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def sendable(self, stream: Stream) -> int:
         """Return how many bytes of DATA may be sent on this stream now."""
-        free = 0 if self._stalled else min(self.send_window, stream.send_window)
-        if free <= 0 and self._read_by_s is None:
-            self._read_by_s = self.shared.now_s + self.shared.limits.stall_s
+        free = 0 if self.stalled else min(self.send_window, stream.send_window)
+        if free <= 0 and self.read_by_s is None:
+            self.read_by_s = self.shared.now_s + self.shared.limits.stall_s
         return free
 
     def take_window(self, stream: Stream, size: int) -> bool:
         """Count `size` bytes of DATA as sent, if this stream may send them in one frame."""
-        free = not self._stalled and size <= self.frame_bytes
+        free = not self.stalled and size <= self.frame_bytes
         if not free or size > self.send_window or size > stream.send_window:
             return False
         self.count_sent(stream, size)
@@ -638,7 +558,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def count_sent(self, stream: Stream, size: int) -> None:
         self.send_window -= size
         stream.send_window -= size
-        self._sent_bytes += size
+        self.sent_bytes += size
         self.empty_frames -= 2  # the client may acknowledge it with window updates
 
     def answers_read(self, size: int) -> None:
@@ -684,8 +604,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.shared.open_streams -= 1
         if not self.streams:
             self.since_s = self.shared.now_s
-            if self._retired:
-                self.close()
 
     def _refuse(self, number: int, code: int) -> None:
         """Reset a stream that has not begun."""
@@ -693,52 +611,33 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.write(frame(RST_STREAM, 0, number, _number(code)))
 
     def check(self, now_s: float) -> None:
-        """Close the connection if it is past a limit, and let each stream check its own."""
         limits, waited_s = self.shared.limits, now_s - self.since_s
         allowed = max(1, round(limits.empty_frames * self.shared.tick_s))
         self.empty_frames = max(0, self.empty_frames - allowed)
         for stream in list(self.streams.values()):
             stream.check(now_s)
-        late = not self._reads(now_s)
+        late = not self.reads(now_s, waits=any(each.unsent for each in self.streams.values()))
         if self.phase is CLOSED:
             late = late or waited_s > limits.linger_s
         elif self.phase is not OPEN:
             late = late or waited_s > limits.header_s
         if late:
             self.transport.abort()
-        elif not self.streams and waited_s > limits.idle_s:
+        elif not self.streams and (waited_s > limits.idle_s or now_s > self._close_at_s):
             self.close()
         elif now_s > self._retire_at_s:
-            self.retire()
+            self.retire(now_s)
 
-    def _reads(self, now_s: float) -> bool:
-        """Return whether the client reads fast enough: any of its answers, in any order."""
-        size, stall_s = self.transport.get_write_buffer_size(), self.shared.limits.stall_s
-        self.shared.memory.release(self._buffered - size)
-        sent_bytes, self._sent_bytes, self._buffered = self._sent_bytes, 0, size
-        if not size and not any(stream.unsent for stream in self.streams.values()):
-            self._read_by_s = None
-            return True
-        unread = unread_bytes(self.transport)
-        read_bytes, self._unread = sent_bytes + self._unread - unread, unread
-        by_s = now_s + stall_s
-        if self._read_by_s is not None:
-            by_s = extend(self._read_by_s, read_bytes, now_s, stall_s)
-        self._read_by_s = by_s
-        return now_s <= by_s
-
-    def retire(self) -> None:
+    def retire(self, now_s: float) -> None:
         """Ask the client to open no more streams here; close once those it has opened have ended.
 
-        It may open some before it reads this: it knows once it has answered the PING.
+        It may open some until it has read this.
         """
-        if self.phase is not CLOSED and not self._retiring:
-            self._retiring = True
+        if self.phase is not CLOSED and self._close_at_s == math.inf:
+            self._close_at_s = now_s + self.shared.limits.linger_s
             self.write(frame(GOAWAY, 0, 0, _number(LARGEST_STREAM) + _number(NO_ERROR)))
-            self.write(frame(PING, 0, 0, _RETIRING))
 
     def close(self) -> None:
-        """Accept no more streams; close once all written data is sent."""
         self.end(NO_ERROR, "")
 
     def end(self, code: int, text: str) -> None:

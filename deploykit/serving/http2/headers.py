@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 from hpack import Decoder, HPACKDecodingError
-from hpack.table import HeaderTable
 
 _CACHED = 64
 _TABLE_SIZES = 2  # table sizes that a header block may begin with (RFC 7541, section 4.2)
@@ -20,20 +19,6 @@ _HOP_BY_HOP = b"connection proxy-connection keep-alive transfer-encoding upgrade
 
 H = TypeVar("H")
 Pairs = list[tuple[bytes, bytes]]
-
-
-class _Table(HeaderTable):
-    """HPACK's dynamic table, which counts its changes: they change what equal blocks mean."""
-
-    changes = 0
-
-    def add(self, name: bytes, value: bytes) -> None:
-        self.changes += 1
-        super().add(name, value)
-
-    def _shrink(self) -> None:
-        self.changes += 1
-        super()._shrink()
 
 
 class _Decoder(Decoder):
@@ -58,7 +43,6 @@ class HeaderReader(Generic[H]):
     def __init__(self, parse: Callable[[Pairs], H], max_bytes: int) -> None:
         self._parse = parse
         self._decoder = _Decoder(max_bytes)
-        self._table = self._decoder.header_table = _Table()
         self._known: dict[bytes, H] = {}
 
     def read(self, block: bytes) -> H:
@@ -66,22 +50,26 @@ class HeaderReader(Generic[H]):
         head = self._known.get(block)
         if head is not None:
             return head
-        changes = self._table.changes
-        pairs = self.decode(block)
+        pairs, changed = self.decode(block)
         check_request(pairs)
         head = self._parse(pairs)
-        if self._table.changes == changes and len(self._known) < _CACHED:
+        if not changed and len(self._known) < _CACHED:
             self._known[block] = head
         return head
 
-    def decode(self, block: bytes) -> Pairs:
-        """Decode a block without other checks. Raises HPACKError."""
-        changes = self._table.changes
+    def decode(self, block: bytes) -> tuple[Pairs, bool]:
+        """Decode a block without other checks. Raises HPACKError.
+
+        Also returns whether it changed HPACK's table, and so what equal blocks mean.
+        """
+        entries = self._decoder.header_table.dynamic_entries
+        newest, count = (entries[0] if entries else None), len(entries)
         self._decoder.sizes = 0
         pairs = cast("Pairs", self._decoder.decode(block, raw=True))
-        if self._table.changes != changes:
+        changed = len(entries) != count or (count > 0 and entries[0] is not newest)
+        if changed:
             self._known.clear()
-        return pairs
+        return pairs, changed
 
 
 def check_request(pairs: Pairs) -> None:

@@ -75,14 +75,12 @@ class WarmUp:
         if free:
             self._try_once()
             return {}
-        times: dict[int, int] = {}
-        for lengths in self._lengths:
-            times = {rows: self._time(rows, lengths, again_us) for rows in self._required}
-        spent_us = 0
-        for rows in self._between:
-            spent_us += 2 * max([us for size, us in times.items() if size < rows])
-            if spent_us > BETWEEN_US:
-                break
+        times, spent_us = dict[int, int](), 0
+        for rows in (*self._required, *self._between):
+            if rows in self._between:
+                spent_us += 2 * max([us for size, us in times.items() if size < rows])
+                if spent_us > BETWEEN_US:
+                    break
             for lengths in self._lengths:
                 times[rows] = self._time(rows, lengths, again_us)
         if self._engine.trim():

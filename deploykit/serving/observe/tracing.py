@@ -80,9 +80,9 @@ class Tracer(Closing):
         }
         self.clock_us = clock_us
         self._queue: deque[_Timing] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._dropped = 0
-        self._closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="trace", daemon=True)
         self._thread.start()
 
@@ -101,14 +101,12 @@ class Tracer(Closing):
 
     def close(self) -> None:
         """Send the queued spans, for some seconds at most."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._closing.set()
         self._thread.join(CLOSE_S)
         self._exporter.shutdown()
 
     def add(self, requests: Sequence[_Timing]) -> None:
-        with self._changed:
+        with self._lock:
             free = QUEUE_REQUESTS - len(self._queue)
             self._queue.extend(requests[:free])
             self._dropped += max(0, len(requests) - free)
@@ -116,25 +114,19 @@ class Tracer(Closing):
     # -- the thread ----------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                if not self._queue:
-                    self._changed.wait_for(lambda: self._closing, PAUSE_S)
-                count = min(EXPORT_REQUESTS, len(self._queue))
-                requests = [self._queue.popleft() for _ in range(count)]
-                if not requests and self._closing:
-                    return
-            if requests:
-                since_1970_us = time.time_ns() // 1000 - self.clock_us()
-                try:
-                    spans = [span for each in requests for span in self._spans(each, since_1970_us)]
-                    sent = self._exporter.export(spans).name == "SUCCESS"
-                except Exception as exc:  # noqa: BLE001 - a failing collector must not stop the server
-                    log.warning("traces were not sent: %s: %s", type(exc).__name__, first_line(exc))
-                    sent = False
-                if not sent:
-                    with self._changed:
-                        self._dropped += len(requests)
+        while not self._closing.wait(0 if self._queue else PAUSE_S) or self._queue:
+            count = min(EXPORT_REQUESTS, len(self._queue))
+            requests = [self._queue.popleft() for _ in range(count)]
+            since_1970_us = time.time_ns() // 1000 - self.clock_us()
+            try:
+                spans = [span for each in requests for span in self._spans(each, since_1970_us)]
+                sent = not spans or self._exporter.export(spans).name == "SUCCESS"
+            except Exception as exc:  # noqa: BLE001 - a failing collector must not stop the server
+                log.warning("traces were not sent: %s: %s", type(exc).__name__, first_line(exc))
+                sent = False
+            if not sent:
+                with self._lock:
+                    self._dropped += len(requests)
 
     def _spans(self, request: _Timing, since_1970_us: int) -> Iterator[Any]:
         """Yield the spans of a request, the root first.

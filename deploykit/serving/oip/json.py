@@ -5,6 +5,7 @@ Pure functions; `request.py` checks what a request means. Errors name the field.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import orjson
 
 from deploykit.core.errors import BadInput, quote
-from deploykit.core.json_value import check_json_size
+from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import (
     Binary,
@@ -34,6 +35,7 @@ from deploykit.serving.oip.request import (
 from deploykit.serving.oip.tensors import number_bytes, to_bytes, to_json
 from deploykit.serving.shared_memory import SharedMemory
 
+LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
 MAX_NESTING = 100
 _PART = 1 << 16  # values converted at once, which takes about 2 ms
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
@@ -44,15 +46,17 @@ def header_length(text: bytes | None) -> int | None:
     """Parse Inference-Header-Content-Length; return None without it. Raises BadInput."""
     if text is None:
         return None
-    if not text.isdigit() or len(text) > 18:
-        raise BadInput(f"Inference-Header-Content-Length is {quote(text)}, not a number of bytes")
-    return int(text)
+    size = int(text) if text.isdigit() and len(text) <= 18 else 0
+    if not size:
+        reason = f"is {quote(text)}, not the number of bytes of the JSON part"
+        raise BadInput(f"Inference-Header-Content-Length {reason}")
+    return size
 
 
 def decode(
     body: Bytes, json_bytes: int | None, model: Signature, memory: SharedMemory | None = None
 ) -> Request:
-    """Decode a request. `json_bytes`: size of the JSON part, None for all of `body`, 0 for none.
+    """Decode a request. `json_bytes`: size of the JSON part, None for all of `body`.
 
     `memory`: shared memory that the request may use, None if disabled. Raises BadInput for a
     request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
@@ -60,8 +64,6 @@ def decode(
     size = len(body)
     if json_bytes is None:
         json_bytes = size
-    elif json_bytes == 0:
-        return _raw(body, model)
     elif json_bytes > size:
         raise BadInput(f"Inference-Header-Content-Length is {json_bytes}, the body is {size} bytes")
     head = bytes(body[:json_bytes])
@@ -95,7 +97,7 @@ def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
             sources = "'data', 'binary_data_size' and 'shared_memory_region'"
             raise BadInput(f"{where} needs exactly one of {sources}")
         if size is not None:
-            data = Binary(None, at, size)
+            data = Binary(at, size)
             at += size if type(size) is int else 0
         elif data is None:
             data = item["data"]
@@ -122,9 +124,13 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def parse_document(text: bytes) -> Any:
-    """Parse a JSON value strictly: UTF-8, no NaN, no trailing data, nested at most 100 deep."""
+    """Parse a JSON value strictly: UTF-8, no NaN, no trailing data, nested at most 100 deep.
+
+    Large ones are parsed one at a time, on another thread than the event loop's.
+    """
     try:
-        document = orjson.loads(text)
+        with ONE_JSON if len(text) > LARGE_BYTES else contextlib.nullcontext():
+            document = orjson.loads(text)
     except orjson.JSONDecodeError as exc:
         raise BadInput(f"the request is not valid JSON: {quote(exc.msg)}") from exc
     if type(document) in (list, dict) and text.count(b"[") + text.count(b"{") > MAX_NESTING:
@@ -140,36 +146,6 @@ def _check_nesting(document: object) -> None:
         if not level:
             return
     raise BadInput(f"the request's JSON is nested more than {MAX_NESTING} deep")
-
-
-def _raw(body: Bytes, model: Signature) -> Request:
-    """Decode a request of raw tensor bytes only: batch 1, all outputs binary.
-
-    One variable axis is inferred from the number of bytes; BYTES have one element.
-    """
-    why = "a raw binary request (Inference-Header-Content-Length: 0)"
-    if len(model.inputs) != 1:
-        raise BadInput(f"{why} needs a model with one input, this one has {len(model.inputs)}")
-    if not body:
-        raise BadInput(f"{why} has no bytes")
-    slot = next(iter(model.inputs.values()))
-    strings = not slot.item_bytes
-    axes = [1 if strings and isinstance(axis, str) else axis for axis in slot.spec.shape]
-    if model.max_batch:
-        axes[0] = 1
-    free = [place for place, axis in enumerate(axes) if isinstance(axis, str)]
-    if len(free) > 1:
-        raise BadInput(f"{why} needs an input with one variable axis at most, it is {slot.spec}")
-    sizes = [axis for axis in axes if isinstance(axis, int)]
-    fixed_bytes = math.prod(sizes) * slot.item_bytes
-    for place in free:
-        axes[place] = len(body) // fixed_bytes if fixed_bytes else 0
-    if strings:
-        if math.prod(sizes) != 1:
-            raise BadInput(f"{why} holds one string, the input is {slot.spec}")
-        body = len(body).to_bytes(4, "little") + body
-    tensor = InputData(slot.spec.name, slot.datatype, axes, Binary(body, 0, len(body)))
-    return fill(plan([tensor], None, {"binary_data_output": True}, None, model))
 
 
 def encode(

@@ -7,31 +7,36 @@ the checks, so that gRPC and HTTP reject the same requests with the same message
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from deploykit.core.errors import BadInput, TooLarge, quote
-from deploykit.core.json_value import MOST_JSON_VALUES
+from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.engines.oip.protobuf import CONTENTS, MESSAGES, DecodeError
 from deploykit.serving.oip.request import (
     Binary,
     InputData,
     Plan,
+    Request,
     Result,
     Signature,
     check_parameters,
+    fill,
     find_region,
     plan,
 )
 from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.shared_memory import SharedMemory
 
 _RAW_INPUT = 7  # its field number in ModelInferRequest
 _BYTES_INPUT = b"\x12\x05BYTES"  # the datatype of an input: field 2, with its length
 _RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # keys of fields 6 and 2, with length
 _CACHED_BYTES = 2048
 _CACHED_SPANS = 16
+_LARGE_BYTES = 256 << 10  # larger values are read one request at a time, as large JSON
 _MAX_FIELDS = 1024  # inputs, outputs, parameters and raw contents of a request are one field each
 _MAX_NESTED = 1 << 18  # fields in inputs and outputs; a string in bytes_contents is one
 _MAX_HEAD_BYTES = 16 << 20  # bytes of a request without its raw contents
@@ -165,6 +170,11 @@ def sends_bytes(head: bytes) -> bool:
     return _BYTES_INPUT in head
 
 
+def names_regions(head: bytes) -> bool:
+    """Return whether a request may use shared memory; it is not parsed."""
+    return b"shared_memory_region" in head
+
+
 def _count_fields(data: bytes) -> None:
     """Raise BadInput for more fields than protobuf may parse: each costs time and memory."""
     left = _MAX_NESTED
@@ -187,9 +197,17 @@ def _too_many(most: int) -> BadInput:
     return BadInput(f"the message has more than {most} fields", hint=_INSTEAD)
 
 
-def plan_request(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
-    """Return the plan for `request.fill`. Raises the errors of `request.plan`."""
-    return (_plan_cached if len(head) <= _CACHED_BYTES else _plan)(head, spans, model)
+def decode(
+    split: Split, data: bytes, at: int, model: Signature, memory: SharedMemory | None = None
+) -> Request:
+    """Decode the request `data[at:]`, which `split_request` has split.
+
+    `memory`: shared memory that it may use, None if disabled. Raises the errors of `request.plan`.
+    """
+    read = _plan_cached if len(split.head) <= _CACHED_BYTES else _plan
+    with ONE_JSON if len(split.head) > _LARGE_BYTES else contextlib.nullcontext():
+        planned = read(split.head, split.spans, model)
+    return fill(planned, data, at, memory)
 
 
 def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
@@ -198,7 +216,7 @@ def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
     message = parse("ModelInferRequest", head)
     if len(message.inputs) > len(model.inputs) + _EXTRA_INPUTS:
         raise BadInput(f"{len(message.inputs)} inputs, the model has {len(model.inputs)}")
-    raw = [Binary(None, at, size) for at, size in spans]
+    raw = [Binary(at, size) for at, size in spans]
     unused = iter(raw)
     inputs = [_input_data(item, unused, bool(raw)) for item in message.inputs]
     if not inputs:

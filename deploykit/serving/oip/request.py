@@ -32,6 +32,7 @@ from deploykit.serving.shared_memory import Region, SharedMemory
 
 _MAX_ID_BYTES = 1024
 MAX_CLASSES = 10_000
+_COUNTED_BYTES = 64 << 10  # copied inputs below this size are not counted in the memory budget
 _NAME_BYTES = 256  # the longest name of a shared-memory region
 
 
@@ -57,9 +58,8 @@ def signature(
 
 @final
 class Binary(NamedTuple):
-    """The location of `size` bytes in `body`, from `at` on. None: the body passed to `fill`."""
+    """The location of `size` bytes in the body passed to `fill`, from `at` on."""
 
-    body: Bytes | None
     at: int
     size: object
 
@@ -95,7 +95,7 @@ class Request(NamedTuple):
     id: str | None = None
     timeout_us: int | None = None  # how long the request may wait; None: the server's default
     priority: int = 0  # 1 is the highest; 0: the server's default
-    copied_bytes: int = 0  # bytes of its inputs that are not in the received message
+    copied_bytes: int = 0  # about the bytes of its inputs that are not in the received message
 
 
 class Part(NamedTuple):
@@ -135,10 +135,12 @@ def plan(
     if name is not None and (type(name) is not str or len(name.encode()) > _MAX_ID_BYTES):
         raise BadInput(f"'id' must be a string of at most {_MAX_ID_BYTES} bytes")
     requested_outputs = _outputs(outputs, parameters, model, binary)
-    parts = _inputs(inputs, model)
+    parts, copied_bytes = _inputs(inputs, model)
+    if copied_bytes < _COUNTED_BYTES:
+        copied_bytes = 0
     key = tuple((part.name, part.slot.datatype, part.shape[1:]) for part in parts)
-    used = [part.data.byte_size for part in parts if isinstance(part.data, Region)]
-    regions = bool(used) or any(item.region for item in requested_outputs)
+    used = [isinstance(part.data, Region) for part in parts]
+    regions = any(used) or any(item.region for item in requested_outputs)
     timeout_us = _integer(parameters, "timeout", "microseconds") or None
     priority = _integer(parameters, "priority")
     sizes: dict[str, int] = {}
@@ -147,14 +149,12 @@ def plan(
             if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
                 raise BadInput(f"axis {axis} is {sizes[axis]} and {size} in the same request")
     rows = parts[0].shape[0] if model.max_batch else 1
-    fields = (rows, key, requested_outputs, name, timeout_us, priority, sum(used))
+    fields = (rows, key, requested_outputs, name, timeout_us, priority, copied_bytes)
     return Plan(parts, fields, regions)
 
 
-def fill(
-    plan: Plan, body: Bytes = b"", start: int = 0, memory: SharedMemory | None = None
-) -> Request:
-    """Read the tensors; those without their own body are in `body` from `start` on.
+def fill(plan: Plan, body: Bytes, start: int = 0, memory: SharedMemory | None = None) -> Request:
+    """Read the tensors, which are in `body` from `start` on.
 
     The caller has checked that `body` is long enough. Raises BadInput.
     """
@@ -164,9 +164,7 @@ def fill(
     feeds = {}
     for name, slot, shape, count, size, data in parts:
         if type(data) is Binary:
-            own, at, _ = data
-            source, at = (body, start + at) if own is None else (own, at)
-            feeds[name] = from_bytes(source, at, size, count, shape, slot)
+            feeds[name] = from_bytes(body, start + data.at, size, count, shape, slot)
         elif not isinstance(data, Region):
             feeds[name] = data
         elif memory is not None:
@@ -258,8 +256,8 @@ def _outputs(
     return tuple(chosen.values())
 
 
-def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[Part, ...]:
-    """Return the inputs in model order."""
+def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[tuple[Part, ...], int]:
+    """Return the inputs in model order, and the bytes of those that are not read in place."""
     got: dict[str, Part] = {}
     budget = model.max_bytes
     for item in inputs:
@@ -275,7 +273,7 @@ def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[Part, ...]:
     if len(got) < len(model.inputs):
         missing = next(name for name in model.inputs if name not in got)
         raise BadInput(f"missing input '{missing}'", hint=f"it is {model.inputs[missing].spec}")
-    return tuple(got[name] for name in model.inputs)
+    return tuple(got[name] for name in model.inputs), model.max_bytes - budget
 
 
 def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[Part, int]:

@@ -24,11 +24,11 @@ from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 from deploykit.core.errors import BadInput, first_line, os_reason, quote
 from deploykit.serving.transport.call import EXHAUSTED, About, MemoryBudget
-from deploykit.serving.transport.turns import Turns
+from deploykit.serving.transport.turns import BUSY_BYTES, Turns
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("deploykit.access")
@@ -40,7 +40,7 @@ LEAST_BYTES_S = 4 << 10  # on average, of a client that sends a request or reads
 PAUSE_S = 0.2  # pause after running out of file descriptors
 _IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
-_CLOSED_AT_ONCE = 32  # finding so many of them takes a millisecond
+_CLOSED_AT_ONCE = 256  # in a tick, to make room
 _BURST = 200  # connections accepted per turn of the event loop: about 20 ms
 _HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond of it
 
@@ -62,17 +62,147 @@ def unread_bytes(transport: asyncio.Transport) -> int:
     return size
 
 
-class Client(Protocol):
-    """A connection as its port uses it."""
+class Connection(asyncio.BufferedProtocol, ABC):
+    """One client of a port: what it sends waits for its turn, and it has to read its answers."""
 
     transport: asyncio.Transport
 
+    def __init__(self, port: Port, stall_s: float) -> None:
+        self._port = port
+        self._stall_s = stall_s
+        self.kept = b""  # bytes received and not processed; counted in the memory budget
+        self.whole = False  # all of a body was received elsewhere, and is not processed
+        self.answering = False  # the next bytes wait for a reply
+        self.queued = False  # what was received waits for a turn of the event loop
+        self.paused = False  # nothing is received
+        self.stalled = False  # the transport takes no more
+        self.sent_bytes = 0  # written since the last check
+        self.unsent_bytes = 0  # that the transport has not sent; counted in the memory budget
+        self._unread = 0  # bytes that the client had not received at the last check
+        self.read_by_s: float | None = None  # when the client must have read more
+
     @property
+    @abstractmethod
     def idle_since_s(self) -> float | None: ...  # None while it has a request
+
     @property
+    @abstractmethod
     def unanswered(self) -> int: ...  # complete requests whose replies have not been written
-    def check(self, now_s: float) -> None: ...  # closes it if it is past a limit
-    def close(self) -> None: ...
+
+    @abstractmethod
+    def process(self, data: bytes) -> None:
+        """Process received bytes; `keep` those of an incomplete message."""
+
+    @abstractmethod
+    def check(self, now_s: float) -> None:
+        """Close the connection if it is past a limit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Accept no more requests; close once all written data is sent."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.tls = transport.get_extra_info("sslcontext") is not None
+        self._port.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        self._port.connections.discard(self)
+        self._port.memory.release(self.unsent_bytes)
+        self.unsent_bytes = 0
+        self.take_kept()
+
+    def part_of(self, buffer: memoryview) -> memoryview:
+        """Return the part of a buffer that may be received into now."""
+        turns = self._port.turns
+        if turns.late() if self.tls else turns.busy:  # this turn is used up
+            return buffer[: BUSY_BYTES[self.tls]]
+        return buffer
+
+    def data_received(self, data: bytes) -> None:
+        """Process received bytes, now or in one of the next turns."""
+        if self.kept:
+            data = self.take_kept() + data
+        if self._port.turns.busy or self.paused or self.answering:
+            self.keep(data)
+            self.pause()
+            self.go_on(urgent=self.is_urgent(data))
+        else:
+            self._process(data)
+
+    def is_urgent(self, data: bytes) -> bool:  # noqa: ARG002 - for a subclass
+        """Return whether these bytes are processed before those of other connections."""
+        return False
+
+    def go_on(self, *, urgent: bool = False) -> None:
+        """Process what was received in one of the next turns, or receive more."""
+        if self.queued or self.stalled or self.answering:
+            return
+        if self.kept or self.whole:
+            self.queued = True
+            self.pause()
+            self._port.turns.wait(self._take_turn, urgent=urgent)
+        else:
+            self.resume()
+
+    def _take_turn(self) -> None:
+        self.queued = False
+        self._process(self.take_kept())
+        if not (self.queued or self.stalled or (self.kept and self.answering)):
+            self.resume()
+
+    def _process(self, data: bytes) -> None:
+        turns = self._port.turns
+        begun_s = turns.clock_s()
+        self.process(data)
+        turns.spend(begun_s)
+
+    def keep(self, data: bytes) -> None:
+        self.kept = data
+        self._port.memory.add(len(data), 0)
+
+    def take_kept(self) -> bytes:
+        data, self.kept = self.kept, b""
+        self._port.memory.release(len(data))
+        return data
+
+    def pause(self) -> None:
+        self.paused = True
+        self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self.transport.is_closing():
+            self.paused = False
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        self.stalled = True
+        self.pause()
+        self.count_unsent()
+
+    def resume_writing(self) -> None:
+        self.stalled = False
+        self.go_on()
+
+    def count_unsent(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._port.memory.add(size - self.unsent_bytes, 0)
+        self.unsent_bytes = size
+
+    def reads(self, now_s: float, *, waits: bool = False) -> bool:
+        """Return whether the client reads fast enough; `waits`: more answers wait for it."""
+        self.count_unsent()
+        sent_bytes, self.sent_bytes = self.sent_bytes, 0
+        if not (self.unsent_bytes or waits):
+            self.read_by_s = None
+            return True
+        unread = unread_bytes(self.transport)
+        size, self._unread = sent_bytes + self._unread - unread, unread
+        by_s = now_s + self._stall_s
+        if self.read_by_s is not None:
+            by_s = min(by_s, self.read_by_s + max(0, size) / LEAST_BYTES_S)
+        self.read_by_s = by_s
+        return now_s <= by_s
 
 
 class Port(ABC):
@@ -93,13 +223,13 @@ class Port(ABC):
         # takes a request that failed before a model had it: its line, status, begin and trace
         self.trace_failure: Callable[[str, str, float, str | None], None] | None = None
         self.turns = Turns(clock_s)
-        self.connections: set[Client] = set()
+        self.connections: set[Connection] = set()
         self.draining = False
         self.now_s = clock_s()
         self.tick_s = 0.0  # time between the last two ticks
-        self._unchecked: list[Client] = []
+        self._unchecked: list[Connection] = []
         self._closing = 0  # connections that are being closed to make room
-        self._searched_s = math.nan  # when none was idle: no new search before the next tick
+        self._searched_s = math.nan  # when: it takes a millisecond
 
     @abstractmethod
     def connect(self) -> asyncio.BaseProtocol:
@@ -137,6 +267,7 @@ class Port(ABC):
         """Update the time and check all connections, unless a check is still running."""
         if not self._unchecked:
             self.tick_s, self.now_s = now_s - self.now_s, now_s
+            self._closing = 0
             self._unchecked = list(self.connections)
             self.turns.run(self._check_all)
 
@@ -150,17 +281,10 @@ class Port(ABC):
 
     def has_place(self) -> bool:
         """Return whether the newest connection may stay; idle ones may be closed to make room."""
-        if len(self.connections) <= self.places:
-            self._closing = 0
-        elif self._closing:  # they close in the next turn of the event loop
-            self._closing -= 1
-        elif self._searched_s == self.now_s:
-            return False
-        else:
+        if len(self.connections) > self.places + self._closing and self._searched_s != self.now_s:
+            self._searched_s = self.now_s
             self._closing = self.close_idle(_IDLE_S)
-            self._searched_s = math.nan if self._closing else self.now_s
-            return self._closing > 0
-        return True
+        return len(self.connections) <= self.places + self._closing
 
     def close_idle(self, least_s: float = _EXHAUSTED_IDLE_S) -> int:
         """Close connections idle for longest, for at least `least_s`; return how many."""
@@ -378,7 +502,7 @@ class Acceptor:
         except (OSError, asyncio.TimeoutError) as exc:  # ssl.SSLError is an OSError
             client.close()
             if self.tls:
-                log.info("a connection was closed in its TLS handshake: %s", _reason(exc))
+                log.info("a connection was closed in its TLS handshake: %s", reason_of(exc))
 
     def _end_handshake(self, client: socket.socket, task: asyncio.Task[None]) -> None:
         self._handshakes.discard(task)
@@ -399,7 +523,8 @@ class Acceptor:
             await asyncio.sleep(0)
 
 
-def _reason(exc: Exception) -> str:
+def reason_of(exc: Exception) -> str:
+    """Return why a handshake or the reading of a certificate failed."""
     if isinstance(exc, ssl.SSLError) and exc.reason:
         return exc.reason.replace("_", " ").lower()
     if isinstance(exc, asyncio.TimeoutError):

@@ -18,10 +18,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from deploykit.core.artefact import file_stamp
-from deploykit.core.errors import BadInput, first_line, os_reason, quote
+from deploykit.core.errors import BadInput, quote
 from deploykit.core.files import StrPath
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Refusal
+from deploykit.serving.transport.listener import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -175,32 +176,27 @@ class Watched:
 
 def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
     """Return a context for TLS 1.2 or newer; None without a certificate. BadInput names a file."""
-    if options.tls_cert is None or options.tls_key is None:
-        return None
     cert, key, authority = options.tls_cert, options.tls_key, options.tls_client_ca
-    files = {"`tls_cert`": cert, "`tls_key`": key, "`tls_client_ca`": authority}
-    for parameter, path in files.items():
-        try:
-            data = Path(path).read_bytes() if path is not None else b""
-        except OSError as exc:
-            raise BadInput(f"{parameter} {path}: {os_reason(exc)}") from exc
-        if path is not None and b"-----BEGIN " not in data:
-            raise BadInput(f"{parameter} {path}: not a PEM file", hint="it begins with -----BEGIN")
-        if path is key and b"ENCRYPTED" in data:
-            hint = "openssl pkey -in KEY -out PLAIN writes it without its password"
-            raise BadInput(f"{parameter} {path}: the key is encrypted", hint=hint)
+    if cert is None or key is None:
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
+    files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority}
+    named = ""
     try:
-        parameters = f"`tls_cert` {cert}, `tls_key` {key}"
+        for parameter, path in files.items():
+            named = f"`{parameter}` {path}"
+            if path is not None and b"ENCRYPTED" in Path(path).read_bytes():
+                hint = "openssl pkey -in KEY -out PLAIN writes it without its password"
+                raise BadInput(f"{named}: the key is encrypted", hint=hint)
+        named = f"`tls_cert` {cert}, `tls_key` {key}"
         context.load_cert_chain(cert, key)
         if authority is not None:
-            parameters = f"`tls_client_ca` {authority}"
+            named = f"`tls_client_ca` {authority}"
             context.load_verify_locations(authority)
             context.verify_mode = ssl.CERT_REQUIRED
-    except ssl.SSLError as exc:
-        if exc.reason == "KEY_VALUES_MISMATCH":
-            raise BadInput(f"`tls_key` {key} does not belong to `tls_cert` {cert}") from exc
-        raise BadInput(f"{parameters}: {exc.reason or first_line(exc)}") from exc
+    except OSError as exc:  # which ssl.SSLError is
+        hint = "PEM files are needed, and the key of the certificate"
+        raise BadInput(f"{named}: {reason_of(exc)}", hint=hint) from exc
     return context

@@ -13,14 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from deploykit.core.files import LOOK
 from deploykit.core.tensors import concrete
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
+from deploykit.serving.oip.tensors import BINARY_ONLY, Slot
 
 HTML = "text/html; charset=utf-8"
 _TYPES: Mapping[str, str] = {
@@ -45,7 +44,7 @@ def openapi(root_path: str) -> bytes:
 
 
 _GUIDE = Path(__file__).with_name("guide.html")
-_MOST_VALUES = 16  # values of a request that are written as literals
+_MOST_VALUES = 64  # values of a request that are written out for curl
 _SAMPLES = {"image": "photo.jpg", "text": "a sentence", "json": '{"key": 1}', "bytes": "file.bin"}
 _FILES = ("image", "bytes")
 
@@ -83,14 +82,6 @@ def _of_model(model: ServedModel, address: Address) -> str:
     if not model.max_batch:
         batch = f"not batched: {model.not_batched}"
     summary = f"{model.engines[0].runtime} on {model.device}, {batch}"
-    facts, since, more = model.in_use.file, model.in_use.parameters, ""
-    if facts is not None:
-        nodes = ", ".join(f"{count} {kind}" for kind, count in facts["precision"].items())
-        more = (
-            f'<p class="quiet">{escape(facts["name"])}{escape(f" · {nodes} nodes" * bool(nodes))} '
-            f'· SHA-256 <code class="hash">{facts["sha256"]}</code> · loaded {since["loaded"]}, '
-            f"generation {since['generation']}</p>"
-        )
     programs, takes = dict[str, str](), model.task.parameters.get("takes")
     if model.task.ready:
         summary += f"; task: {model.task.parameters['task']}"
@@ -103,41 +94,37 @@ def _of_model(model: ServedModel, address: Address) -> str:
     for slot in inputs:
         row = {str(slot.spec.shape[0]): 1} if model.max_batch else {}
         shapes.append((slot, list(concrete(slot.spec, {**sizes, **row}))))
-    if not any(slot.datatype in BINARY_ONLY for slot in outputs):
+    binary = any(slot.datatype in BINARY_ONLY for slot in (*inputs, *outputs))
+    if not binary and sum(math.prod(shape) for _, shape in shapes) <= _MOST_VALUES:
         programs["curl"] = _curl(model.name, shapes, address)
-    arrays = {slot.spec.name: _array(slot, shape) for slot, shape in shapes}
-    types = {slot.spec.name: slot.datatype for slot in inputs}
-    programs |= _triton(model.name, arrays, types, model.signature.outputs, address)
+    named = model.signature.outputs
+    programs["tritonclient"] = _tritonclient(model.name, shapes, named, address)
     tensors = [
         (kind, slot.spec.name, slot.datatype, ", ".join(map(str, slot.spec.shape)))
         for kind, slots in (("input", inputs), ("output", outputs))
         for slot in slots
     ]
-    return _section(model.name, summary, more, tensors, programs)
+    return _section(model.name, summary, tensors, programs)
 
 
 def _of_pipeline(pipeline: ServedPipeline, address: Address) -> str:
-    about, item = pipeline.metadata()["parameters"], _SAMPLES[pipeline.takes]
+    about = pipeline.metadata()["parameters"]
     tensors = [
         ("input", pipeline.input, about["takes"], "1"),
         ("output", pipeline.output, about["gives"], "1"),
     ]
-    value = f"open({item!r}, 'rb').read()" if pipeline.takes in _FILES else repr(item)
-    arrays, types = {pipeline.input: f"np.array([{value}], object)"}, {pipeline.input: "BYTES"}
     programs = _of_items(pipeline.name, pipeline.takes, pipeline.input, address)
-    programs |= _triton(pipeline.name, arrays, types, [pipeline.output], address, only_grpc=True)
     summary = f"pipeline: {about['stages'].replace(', ', ' → ')}"
-    return _section(pipeline.name, summary, "", tensors, programs)
+    return _section(pipeline.name, summary, tensors, programs)
 
 
 def _section(
     name: str,
     summary: str,
-    more: str,
     tensors: Iterable[tuple[str, str, str, str]],
     programs: Mapping[str, str],
 ) -> str:
-    """Return one section. `more`: HTML. `tensors`: kind, name, type, shape."""
+    """Return one section. `tensors`: kind, name, type, shape."""
     rows = "".join(
         f'<tr><td>{kind}</td><th scope="row">{escape(each)}</th><td>{escape(datatype)}</td>'
         f"<td>[{escape(shape)}]</td></tr>"
@@ -151,7 +138,7 @@ def _section(
     return (
         f'<section id="{name}" aria-label="{name}"><h2>{name}</h2>'
         f'<p class="quiet">{escape(summary)}</p>'
-        f'{more}<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
+        '<div class="wide"><table><thead><tr><th scope="col">Tensor</th>'
         '<th scope="col">Name</th><th scope="col">Type</th><th scope="col">Shape</th></tr></thead>'
         f'<tbody>{rows}</tbody></table></div><div class="examples">{blocks}</div></section>'
     )
@@ -172,28 +159,15 @@ def _of_items(name: str, takes: str, field: str, address: Address) -> dict[str, 
 
 
 def _curl(name: str, shapes: list[tuple[Slot, list[int]]], address: Address) -> str:
-    """Return a program that sends a few values as JSON, or else zeros after a JSON header."""
     call = f"curl {address.url}/v2/models/{name}/infer{address.curl_header} \\\n  "
-    sizes = [math.prod(shape) for _, shape in shapes]
-    as_json = sum(sizes) <= _MOST_VALUES and not any(s.datatype in BINARY_ONLY for s, _ in shapes)
-    inputs, zeros = [], 0
-    for (slot, shape), size in zip(shapes, sizes, strict=True):
+    inputs = []
+    for slot, shape in shapes:
         value = {"BYTES": "text", "BOOL": True}.get(slot.datatype, 1)
-        data: dict[str, Any] = {"data": [value] * size}
-        if not as_json:
-            count = size * (slot.item_bytes or LENGTH_BYTES)
-            zeros, data = zeros + count, {"parameters": {"binary_data_size": count}}
-        tensor = {"name": slot.spec.name, "datatype": slot.datatype, "shape": shape, **data}
+        data = [value] * math.prod(shape)
+        tensor = {"name": slot.spec.name, "datatype": slot.datatype, "shape": shape, "data": data}
         inputs.append(f"    {json.dumps(tensor)}")
     body = shlex.quote('{\n  "inputs": [\n' + ",\n".join(inputs) + "\n  ]\n}")
-    if as_json:
-        return f"{call}-d {body}\n"
-    return (
-        f"header={body}\n"
-        "# zeros; send the values of your tensors, little-endian, in place of `head`\n"
-        f'{{ printf %s "$header"; head -c {zeros} /dev/zero; }} |\n'
-        f'{call}-H "Inference-Header-Content-Length: ${{#header}}" \\\n  --data-binary @-\n'
-    )
+    return f"{call}-d {body}\n"
 
 
 def _array(slot: Slot, shape: list[int]) -> str:
@@ -203,30 +177,21 @@ def _array(slot: Slot, shape: list[int]) -> str:
     return f"np.ones({shape}, {kind or 'np.' + slot.dtype.name})"
 
 
-def _triton(
-    name: str,
-    arrays: Mapping[str, str],
-    types: Mapping[str, str],
-    outputs: Iterable[str],
-    address: Address,
-    *,
-    only_grpc: bool = False,
-) -> dict[str, str]:
-    """Return programs that use tritonclient. `arrays`: an expression for each input."""
+def _tritonclient(
+    name: str, shapes: list[tuple[Slot, list[int]]], outputs: Iterable[str], address: Address
+) -> str:
+    arrays = {slot.spec.name: _array(slot, shape) for slot, shape in shapes}
+    types = {slot.spec.name: slot.datatype for slot, _ in shapes}
     host = address.host
-    grpc = f"{host if host.endswith(']') else host.rpartition(':')[0] or host}:{address.grpc_port}"
-    ways = {} if only_grpc else {"http": (host + address.root_path, "HTTP", "Authorization")}
-    if address.grpc_port is not None:
-        ways["grpc"] = grpc, "gRPC", "authorization"
+    host = host if host.endswith("]") else host.rpartition(":")[0] or host  # without the port
+    grpc = f"# over gRPC: tritonclient.grpc and {host}:{address.grpc_port}\n"
     values = "".join(f"    {each!r}: {array},\n" for each, array in arrays.items())
     shown = "".join(f"print({each!r}, answer.as_numpy({each!r}))\n" for each in outputs)
     imports = "import os\n" * address.token + "import ml_dtypes\n" * ("BF16" in types.values())
     secure = ", ssl=True" if address.scheme == "https" else ""
-    found = {}
-    for kind, (place, title, key) in ways.items():
-        token = f", headers={{'{key}': 'Bearer ' + os.environ['TOKEN']}}" if address.token else ""
-        found[f"tritonclient ({title})"] = f"""{imports}import numpy as np
-import tritonclient.{kind} as client
+    headers = ", headers={'authorization': 'Bearer ' + os.environ['TOKEN']}" * address.token
+    return f"""{imports}import numpy as np
+import tritonclient.http as client
 
 arrays = {{
 {values}}}
@@ -235,7 +200,7 @@ inputs = []
 for name, array in arrays.items():
     inputs.append(client.InferInput(name, list(array.shape), types[name]))
     inputs[-1].set_data_from_numpy(array)
-with client.InferenceServerClient("{place}"{secure}) as server:
-    answer = server.infer("{name}", inputs{token})
+{grpc * (address.grpc_port is not None)}\
+with client.InferenceServerClient("{address.host}{address.root_path}"{secure}) as server:
+    answer = server.infer("{name}", inputs{headers})
 {shown}"""
-    return found

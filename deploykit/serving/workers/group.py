@@ -26,7 +26,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from deploykit.core.errors import DeploykitError, first_line
-from deploykit.serving.models import reload
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import raise_error
 from deploykit.serving.models.repository import ModelRepository
@@ -92,10 +91,6 @@ class ServerGroup:
     def report_state(self, not_ready: str | None) -> None:
         """Report why this process alone is not ready; called often."""
 
-    def announce(self, model: str, level: int, message: str) -> None:
-        """Log once what every process finds out independently. Any thread may call it."""
-        reload.announce(model, level, message)
-
     def may_close(self) -> bool:
         """Return whether a server that has answered all requests may refuse connections now."""
         return True
@@ -145,7 +140,6 @@ class Member(ServerGroup):
         self._asked: dict[int, Then] = {}
         self._numbers = itertools.count()
         self._may_open = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
         self._lost = False
@@ -167,7 +161,6 @@ class Member(ServerGroup):
         """Report to the parent that the models are ready; wait for the state of the others."""
         self._hooks = hooks
         await self._link.connect(self._end)
-        self._loop = asyncio.get_running_loop()
         if self.runs_engines:
             self._link.send("engines", self.engines)
         self._link.send("ready")
@@ -183,13 +176,6 @@ class Member(ServerGroup):
         if not_ready != self._not_ready:
             self._not_ready = not_ready
             self._link.send("state", not_ready)
-
-    def announce(self, model: str, level: int, message: str) -> None:
-        if self._loop is None:  # the server still opens its models
-            super().announce(model, level, message)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._link.send, "announce", model, level, message)
 
     def collect(self, what: str, then: Then) -> None:
         if self._lost:

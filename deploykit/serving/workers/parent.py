@@ -83,7 +83,6 @@ class Hub:
         self._ended: merge.Report | None = None  # counters of workers that have ended
         self.regions: dict[str, tuple[str, tuple[Any, ...]]] = {}  # for a new worker to repeat
         self._asks: list[tuple[Forked, int, str]] = []
-        self._announced: dict[str, str] = {}  # the last message about each model
         self._collecting = False
         self._numbers = itertools.count()
 
@@ -106,10 +105,6 @@ class Hub:
                 if not self._collecting:
                     self._collecting = True
                     self._run(self._collect())
-            case "announce", model, level, text:
-                if self._announced.get(model) != text:  # no other worker has reported it
-                    self._announced[model] = text
-                    log.log(level, "%s", text)
             case "change", number, what, arguments:
                 self._run(self._change(worker, number, what, arguments))
 
@@ -365,13 +360,15 @@ class Parent:
         common = number, self._count, theirs, http, grpc, written
         inherited = [theirs, http, *([grpc] if grpc else [])]
         keep = [written, *(each.fileno() for each in inherited)]
-        member = Member(*common)
         if number == ENGINE:
             keep.append(self._listener.fileno())
-            member = EngineMember(*common, listener=self._listener, memories=self._memories)
-        elif self._shared:
-            address = self._listener.getsockname()
-            engine = EngineLink(number, self._memories[number - 1], address)
+            listener, memories = self._listener, self._memories
+            member: Member = EngineMember(*common, listener=listener, memories=memories)
+        else:
+            engine = None
+            if self._shared:
+                address = self._listener.getsockname()
+                engine = EngineLink(number, self._memories[number - 1], address)
             member = Member(*common, self._engines, engine)
         parent = os.getpid()
         try:

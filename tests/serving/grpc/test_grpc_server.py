@@ -232,7 +232,7 @@ def test_an_old_connection_is_asked_to_leave_and_its_calls_are_answered() -> Non
         client.start(3, infer_bytes(value=2))  # it was on its way
         busy.engine.gate.set()
         assert [first_value(client.answer(stream)) for stream in (1, 3)] == [3, 5]
-        client.send(6, 1, 0, b"retiring")  # the answer to the PING: it has read the GOAWAY
+        server.see(lambda: link.check(server.grpc.now_s + 4010))  # it has read the GOAWAY
         assert client.closed()
 
 

@@ -249,14 +249,20 @@ def test_a_request_that_cannot_meet_the_slo_is_refused() -> None:
         engine.gate.set()
 
 
+def test_once_the_shutdown_begins_only_admitted_requests_are_accepted() -> None:
+    with holding({"m": FakeEngine()}) as repository:
+        model = repository.find("m")
+        repository.drain()
+        with pytest.raises(Overloaded, match="shutting down"):
+            model.submit(ask(), ignore)
+        model.submit(ask(), ignore, admitted=True)
+
+
 class Plain(Inference):
     """Its source is the request; it sends no reply."""
 
     def decode(self, source: Request) -> Request:
         return source
-
-    def decoded_bytes(self) -> int:
-        return 0
 
     def encode(self) -> tuple[object, ...]:
         return ()

@@ -255,6 +255,21 @@ def test_many_images_of_one_client_do_not_fill_the_queue_of_the_engine(tmp_path:
         assert {each.result(WAIT_S).status for each in greedy} == {200}
 
 
+def test_an_image_that_waited_for_others_past_its_time_limit_is_not_decoded(tmp_path: Path) -> None:
+    engine = open_proven(write_task_model(tmp_path, "classify"), threads=1)[0]
+    with running({"m": engine}, timeout_ms=50) as server, ThreadPoolExecutor(1) as pool:
+        gate = server.server.repository.find("m").items
+        gate._free = 0
+        sent = pool.submit(send, server, LIGHT, ONE)
+        until(lambda: gate._queue.waiting == 1)
+        late_s = time.monotonic() + 0.05
+        until(lambda: time.monotonic() > late_s)
+        server.server._loop.call_soon_threadsafe(gate._leave, lambda _: None)
+        reply = sent.result(WAIT_S)
+    assert reply.status == 504
+    assert "1 of 1 images waited for others past the time limit" in reply.json["error"]
+
+
 def test_an_image_is_bounded_by_its_pixels_times_its_scans(tmp_path: Path) -> None:
     engine: Any = open_proven(write_task_model(tmp_path, "classify"), threads=1)[0]
     steps = TaskSteps(engine.source.manifest.task, engine.inputs, engine.outputs, tmp_path)

@@ -292,10 +292,15 @@ def test_a_changed_manifest_reloads_only_a_model_that_was_refused(
     assert len(serving.loaded) == 1
 
 
-def test_replaced_external_weights_are_reloaded(tmp_path: Path) -> None:
-    with serving_with(tmp_path / "m.onnx", external=True) as serving:
+@pytest.mark.parametrize("external", [True, False])
+def test_replaced_external_weights_are_reloaded(tmp_path: Path, external: bool) -> None:
+    with serving_with(tmp_path / "m.onnx", external=external) as serving:
         other = tmp_path / "other"
         other.mkdir()
+        if not external:  # the first version has its weights inside
+            replace(model(other / "m.onnx", 3.0, external=True), tmp_path / "m.onnx")
+            replace(other / "w.bin", tmp_path / "w.bin")
+            serving.poll_twice()
         model(other / "m.onnx", 5.0, external=True)
         replace(other / "w.bin", tmp_path / "w.bin")
         serving.poll_twice()

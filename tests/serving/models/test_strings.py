@@ -43,7 +43,7 @@ def test_the_strings_of_an_input_are_bounded() -> None:
     specs = [TensorSpec("x", "string", ("N", "W"))]
     model = signature(specs, specs, 32, 1 << 30)
     most, more = (
-        InputData("x", "BYTES", [1, count], Binary(None, 0, 4 * count))
+        InputData("x", "BYTES", [1, count], Binary(0, 4 * count))
         for count in (MOST_STRINGS, MOST_STRINGS + 1)
     )
     assert plan([most], None, {}, None, model).parts[0].elements == MOST_STRINGS

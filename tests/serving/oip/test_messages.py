@@ -18,7 +18,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.oip.protobuf import DESCRIPTORS, FILES, MESSAGES
 from deploykit.serving.oip import messages as infer
-from deploykit.serving.oip.request import Request, RequestedOutput, Result, fill, signature
+from deploykit.serving.oip.request import Request, RequestedOutput, Result, signature
 from deploykit.serving.shared_memory import Region
 from tests.support.campaign import rounds
 from tests.support.serving.grpc_cases import serving
@@ -51,8 +51,7 @@ def raw(**fields: Any) -> Any:
 
 
 def decode(data: bytes, at: int = 0) -> Request:
-    head, spans, *_ = infer.split_request(data, at)
-    return fill(infer.plan_request(head, spans, TWO), data, at)
+    return infer.decode(infer.split_request(data, at), data, at, TWO)
 
 
 def test_raw_contents_are_read_in_place() -> None:

@@ -213,6 +213,20 @@ def test_a_request_that_waits_for_its_turn_is_not_timed_out(idle: Server, first:
     assert not wire.out
 
 
+def test_nothing_is_answered_while_the_client_does_not_read(idle: Server) -> None:
+    """TLS hands over what it has decrypted although reading is paused."""
+    turns, wire = idle._listener.turns, Wire()
+    connection, turns._scheduled = HttpConnection(idle._listener), True
+    connection.connection_made(wire)
+    connection.pause_writing()
+    feed(connection, LIVE)
+    assert not wire.out
+    assert not turns.waiting
+    connection.resume_writing()
+    turns.waiting.popleft()()
+    assert wire.out.startswith(b"HTTP/1.1 200")
+
+
 # -- Whatever calls do at one moment, all of them together stop the event loop for one turn onl
 
 
@@ -346,7 +360,7 @@ def test_little_is_received_in_a_busy_turn(idle: Server, protocol: str, tls: boo
     first, second = wire.links if protocol == "gRPC" else [HttpConnection(idle._listener)] * 2
 
     def both() -> None:
-        first._tls = second._tls = tls
+        first.tls = second.tls = tls
         sizes.append(len(first.get_buffer(-1)))
         now.s += 2 * TURN_S
         wire.now_s += 2 * TURN_S

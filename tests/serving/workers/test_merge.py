@@ -26,7 +26,7 @@ def report(*sizes: int) -> merge.Report:
     (model,) = with_one.models.values()
     for rows in sizes:
         pending = Pending({}, rows, (), lambda _: None, 0, 1, 1, 0, None, 0)
-        model.metrics.record_run(BatchRun([pending], 0, 0, 0, 10 * rows, 0, 0, 0, 0))
+        model.metrics.record_run(BatchRun([pending], 0, 0, 0, 10 * rows, 0, 0))
         model.metrics.record_answer(pending, 1, 100)
     found = {
         "samples": with_one.samples(),

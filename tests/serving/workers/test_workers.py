@@ -496,7 +496,7 @@ def test_a_program_whose_server_has_ended_can_be_ended_a_second_later(
 
 
 @pytest.mark.parametrize("count", ["1", "2", "shared:2"])
-def test_a_wrong_file_is_reported_once_and_the_next_right_one_is_in_use_everywhere(
+def test_a_wrong_file_is_reported_and_the_next_right_one_is_in_use_everywhere(
     tmp_path: Path, count: str
 ) -> None:
     path = model(tmp_path / "m.onnx", 1.0)
@@ -522,7 +522,7 @@ def test_a_wrong_file_is_reported_once_and_the_next_right_one_is_in_use_everywhe
         server.popen.terminate()
         assert server.wait() == 0
     for stage in ("was rejected, the previous engine stays in use", "was replaced and is in use"):
-        assert logged(server, stage) == 1
+        assert logged(server, stage) == (2 if count == "2" else 1)  # once for each process
 
 
 def test_front_ends_of_another_model_are_replaced_when_its_engines_are(tmp_path: Path) -> None:

@@ -128,7 +128,6 @@ class Behaviour:
     layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
     strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
     cache_refused: str = ""  # by "create", which gives an empty one, or by "set"
-    cache_driver: bool = True  # False: it is refused for want of a driver
     driver: bool = True
     during_build: Callable[[], None] = lambda: None
     seen: dict[str, Any] = field(default_factory=dict)
@@ -525,8 +524,6 @@ class _Config:
     def create_timing_cache(self, content: bytes) -> _Cache:
         self.does.seen.setdefault("caches", []).append(content)
         if content and self.does.cache_refused == "create":
-            if not self.does.cache_driver:
-                self.log.log(Severity.ERROR, "In f (cudaError 35: CUDA driver version)")
             self.log.log(Severity.WARNING, "Failed to deserialize timing cache.")
             return _Cache(b"")
         return _Cache(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,10 +12,19 @@ from deploykit.serving.transport.call import Call, Head, MemoryBudget
 from tests.support.serving.running import Raw, Running, request
 
 
+def in_binary(data: bytes, shape: list[int], datatype: str = "FP32") -> tuple[bytes, str]:
+    """A body with one input in binary, and the size of its JSON part."""
+    item = {"name": "x", "datatype": datatype, "shape": shape}
+    inputs = [{**item, "parameters": {"binary_data_size": len(data)}}]
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    return head + data, str(len(head))
+
+
 def raw_infer(values: np.ndarray, **headers: str) -> bytes:
-    """A raw request: its body is the tensor alone."""
-    headers = {"Inference-Header-Content-Length": "0", **headers}
-    return request("POST", "/v2/models/m/infer", values.tobytes(), **headers)
+    """A request with one row in binary, whatever its headers say of it."""
+    body, size = in_binary(values.tobytes(), [1, values.size])
+    headers = {"Inference-Header-Content-Length": size, **headers}
+    return request("POST", "/v2/models/m/infer", body, **headers)
 
 
 def held_bytes(server: Running) -> int:
