@@ -206,11 +206,11 @@ def least_noise(noise: Mapping[str, np.ndarray]) -> str:
     """
     first = next(iter(noise))
     for method in sorted(noise, key=lambda each: float(noise[each].mean())):
+        if not _gains(noise[first], noise[method]):
+            break
         less = noise[first] - noise[method]
-        if _gains(noise[first], noise[method]) and (
-            not math.isfinite(less.mean())
-            or less.mean() > less.std() / math.sqrt(max(len(less) - 1, 1))
-        ):
+        rows = max(len(less) - 1, 1)
+        if not math.isfinite(less.mean()) or less.mean() > less.std() / math.sqrt(rows):
             return method
     return first
 
