@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,13 +12,12 @@ from typing import Any
 from deploykit.benchmarking import bench
 from deploykit.benchmarking.columns import BASELINE
 from deploykit.building import build
-from deploykit.core.errors import GateFailed, Unsupported
+from deploykit.core.errors import GateFailed
 from deploykit.core.evidence import Gate
 from deploykit.core.extras import installed, missing, require
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import json_value
 from deploykit.core.notebook import Shown
-from deploykit.core.subprocesses import module_command
 from deploykit.evaluation import compare, predict
 from deploykit.evaluation.artefacts import Made, Progress, no_progress
 from deploykit.evaluation.doctor import NEEDS
@@ -36,11 +31,12 @@ from deploykit.reporting.points import best as fastest
 from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of
 from deploykit.reporting.verdict import verdict
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.serve import start_server
 from deploykit.training import train
 
 RECIPE = "mnist-cnn"
 MAX_DROP = 0.02  # 540 test samples prove no less: one answer moves the bound 0.6 pp
-READY_S = 60.0
 _STEPS = 9
 
 
@@ -182,31 +178,12 @@ def _worst(made: Made) -> str:
 
 @contextlib.contextmanager
 def _server(engine: Path) -> Iterator[str]:
-    """Run `deploykit serve` and yield its URL. Raises Unsupported if it does not start."""
-    command = module_command("deploykit", "serve", "--engine", f"{RECIPE}={engine}")
-    command += ["--http-port", "0", "--grpc-port", "0", "--device", "cpu"]
-    with tempfile.TemporaryFile() as log:  # not a pipe, which would fill up unread
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        limit = threading.Timer(READY_S, process.kill)
-        limit.start()
-        try:
-            ready = process.stdout.readline() if process.stdout else ""
-            limit.cancel()
-            if not ready:
-                log.seek(0)
-                why = log.read().decode(errors="replace").strip()
-                raise Unsupported(f"the server did not start: {why or f'not within {READY_S:g} s'}")
-            yield f"http://{json.loads(ready)['http']}"
-            process.terminate()
-            code = process.wait(timeout=30.0)
-            if code != 0:
-                raise GateFailed(f"the server ended with exit code {code} on SIGTERM, not 0")
-        finally:
-            limit.cancel()
-            process.kill()
-            process.communicate()
+    """Serve from another process, as `deploykit serve` does, and yield the URL."""
+    server = start_server(ServeOptions({RECIPE: engine}, device="cpu"), apart=True)
+    with server:
+        yield server.url
+    if unanswered := server.wait():
+        raise GateFailed(f"the server ended with {unanswered} accepted requests unanswered")
 
 
 def _fastest(report: Report, files: Mapping[str, Path]) -> Path:

@@ -90,12 +90,17 @@ def serve(options: ServeOptions) -> RunningServer:
 
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
+    return start_server(options)
+
+
+def start_server(options: ServeOptions, *, apart: bool = False) -> RunningServer:
+    """Serve as `serve` does. `apart`: a single worker is a process of its own, too."""
     check_installed(*PACKAGES)
     processes.parse_workers(options.workers)
 
     def run(on_start: OnStart, stop: socket) -> int:
         service, chosen = _prepare(options)
-        if not chosen.several:
+        if not (apart or chosen.several):
             return service.run(on_start)
         return processes.run_workers_apart(
             chosen, service.run, service.settings, service.names, on_start, stop

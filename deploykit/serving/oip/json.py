@@ -46,17 +46,15 @@ def header_length(text: bytes | None) -> int | None:
     """Parse Inference-Header-Content-Length; return None without it. Raises BadInput."""
     if text is None:
         return None
-    size = int(text) if text.isdigit() and len(text) <= 18 else 0
-    if not size:
-        reason = f"is {quote(text)}, not the number of bytes of the JSON part"
-        raise BadInput(f"Inference-Header-Content-Length {reason}")
-    return size
+    if not text.isdigit() or len(text) > 18:
+        raise BadInput(f"Inference-Header-Content-Length is {quote(text)}, not a number of bytes")
+    return int(text)
 
 
 def decode(
     body: Bytes, json_bytes: int | None, model: Signature, memory: SharedMemory | None = None
 ) -> Request:
-    """Decode a request. `json_bytes`: size of the JSON part, None for all of `body`.
+    """Decode a request. `json_bytes`: size of the JSON part, None for all of `body`, 0 for none.
 
     `memory`: shared memory that the request may use, None if disabled. Raises BadInput for a
     request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
@@ -64,6 +62,8 @@ def decode(
     size = len(body)
     if json_bytes is None:
         json_bytes = size
+    elif json_bytes == 0:
+        return _raw(body, model)
     elif json_bytes > size:
         raise BadInput(f"Inference-Header-Content-Length is {json_bytes}, the body is {size} bytes")
     head = bytes(body[:json_bytes])
@@ -146,6 +146,36 @@ def _check_nesting(document: object) -> None:
         if not level:
             return
     raise BadInput(f"the request's JSON is nested more than {MAX_NESTING} deep")
+
+
+def _raw(body: Bytes, model: Signature) -> Request:
+    """Decode a request of raw tensor bytes only: batch 1, all outputs binary.
+
+    One variable axis is inferred from the number of bytes; BYTES have one element.
+    """
+    why = "a raw binary request (Inference-Header-Content-Length: 0)"
+    if len(model.inputs) != 1:
+        raise BadInput(f"{why} needs a model with one input, this one has {len(model.inputs)}")
+    if not body:
+        raise BadInput(f"{why} has no bytes")
+    slot = next(iter(model.inputs.values()))
+    strings = not slot.item_bytes
+    axes = [1 if strings and isinstance(axis, str) else axis for axis in slot.spec.shape]
+    if model.max_batch:
+        axes[0] = 1
+    free = [place for place, axis in enumerate(axes) if isinstance(axis, str)]
+    if len(free) > 1:
+        raise BadInput(f"{why} needs an input with one variable axis at most, it is {slot.spec}")
+    sizes = [axis for axis in axes if isinstance(axis, int)]
+    fixed_bytes = math.prod(sizes) * slot.item_bytes
+    for place in free:
+        axes[place] = len(body) // fixed_bytes if fixed_bytes else 0
+    if strings:
+        if math.prod(sizes) != 1:
+            raise BadInput(f"{why} holds one string, the input is {slot.spec}")
+        body = len(body).to_bytes(4, "little") + body
+    tensor = InputData(slot.spec.name, slot.datatype, axes, Binary(0, len(body)))
+    return fill(plan([tensor], None, {}, None, model, binary=True), body)
 
 
 def encode(

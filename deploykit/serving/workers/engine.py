@@ -7,6 +7,7 @@ batches form across them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -112,7 +113,10 @@ class FrontEnd(Link):
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
         pid, _, _ = _CREDENTIALS.unpack(credentials)
-        if f"\nPPid:\t{os.getppid()}\n" not in Path(f"/proc/{pid}/status").read_text():
+        about = ""
+        with contextlib.suppress(OSError):  # it has ended
+            about = Path(f"/proc/{pid}/status").read_text()
+        if f"\nPPid:\t{os.getppid()}\n" not in about:
             transport.abort()  # type: ignore[attr-defined]
 
     def _take(self, messages: Sequence[Message]) -> None:

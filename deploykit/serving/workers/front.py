@@ -125,6 +125,7 @@ class EngineLink:
             try:
                 with contextlib.ExitStack() as stack:
                     end = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    end.setblocking(False)  # other programs may have filled the queue
                     end.connect(self._address)
                     await link.connect(end)
                     stack.pop_all()

@@ -253,7 +253,12 @@ class Parent:
             self._listener.listen(count)
             size = 2 * (options.max_body_bytes + SHARE_BYTES)
             flags = mmap.MAP_SHARED | _NORESERVE
-            self._memories = [mmap.mmap(-1, size, flags=flags) for _ in range(count)]
+            try:
+                self._memories = [mmap.mmap(-1, size, flags=flags) for _ in range(count)]
+            except OSError as exc:
+                why = f"`workers` {count}: {size} bytes for each cannot be shared: {os_reason(exc)}"
+                hint = "fewer `workers`, or a smaller `max_body_bytes`"
+                raise Unsupported(why, hint=hint) from exc
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
         self._failure: BaseException | None = None

@@ -86,7 +86,7 @@ TARGETS = [  # RFC 9112, 3.2.2, and RFC 3986, 6.2.2.2
 ]
 BLANKS = [  # at the end of a header's value, which do not count
     ("Origin: http://localhost", 200),
-    (f"Inference-Header-Content-Length: {len(ROW)}", 200),
+    ("Inference-Header-Content-Length: 0", 200),
     ("Origin: http://evil.example", 403),
 ]
 
@@ -276,7 +276,7 @@ ATTACKS: dict[str, tuple[Message, int | tuple[int, ...]]] = {
     "a setting of another server": (request("POST", "/v2/models/m/trace/setting", b"{}"), 501),
     **{
         f"a JSON part of {value[:11]!r} bytes": (json_size(value), 400)
-        for value in ("99999999999", "-1", "abc", "", "1e3", "+5", "\xb2", "9" * 30, "0")
+        for value in ("99999999999", "-1", "abc", "", "1e3", "+5", "\xb2", "9" * 30, "9999999")
     },
     "a JSON part beyond a compressed body": (
         encoded(PACKED, "gzip", Inference_Header_Content_Length="9999999"),

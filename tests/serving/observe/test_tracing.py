@@ -13,7 +13,7 @@ import pytest
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.observe import tracing
-from deploykit.serving.observe.tracing import QUEUE_REQUESTS, Tracer
+from deploykit.serving.observe.tracing import EXPORT_REQUESTS, QUEUE_REQUESTS, Tracer
 from tests.support.serving.running import WAIT_S, infer_json, running
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed")
@@ -21,7 +21,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
 )
 
-Eventually = Callable[[Callable[[], bool]], None]
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
 
@@ -209,20 +208,15 @@ def test_an_endpoint_that_is_not_http_is_rejected(endpoint: str) -> None:
 
 
 def test_spans_that_a_full_queue_or_the_collector_rejects_are_counted_as_dropped(
-    collector: Collector, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collector.status = 400
-    monkeypatch.setattr(tracing, "PAUSE_S", 3600.0)  # the thread that sends is late
-    with Tracer(collector.url) as tracer:
-        tracer.watch("m").record_run(run(*[pending() for _ in range(QUEUE_REQUESTS + 5)]))
-        assert tracer.samples()[0].value == 5
-        tracer._queue.clear()
-    monkeypatch.setattr(tracing, "PAUSE_S", 0.01)
+    monkeypatch.setattr(tracing, "PAUSE_S", 3600.0)  # nothing is sent before the end
+    monkeypatch.setattr(tracing, "CLOSE_S", 60.0)
     with Tracer(collector.url) as tracer:
         watcher = tracer.watch("m")
-        watcher.record_run(run(pending(), pending()))
-        eventually(lambda: tracer.samples()[0].value == 2)
-        collector.status = 200
-        collector.spans.clear()
-        watcher.record_run(run(pending()))
-        eventually(lambda: len(collector.spans) == 8)
+        watcher.record_run(run(*[pending() for _ in range(QUEUE_REQUESTS + 5)]))
+        assert tracer.samples()[0].value == 5
+        tracer._queue.clear()
+        watcher.record_run(run(*[pending() for _ in range(EXPORT_REQUESTS + 2)]))  # two messages
+    assert tracer.samples()[0].value == 5 + EXPORT_REQUESTS + 2

@@ -128,6 +128,43 @@ def test_parameters_are_decoded_and_unknown_fields_ignored(
     assert (request.rows, request.timeout_us, request.priority) == (1, timeout_us, priority)
 
 
+# -- Raw requests: the whole body is one tensor
+
+
+SIZES: list[tuple[tuple[int | str, ...], int, tuple[int, ...]]] = [
+    (("N", "T", 2), 8, (1, 6, 2)),
+    (("N", 4), 0, (3, 4)),
+    (("T",), 0, (12,)),
+    ((12,), 0, (12,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axes", "max_batch", "shape"),
+    [
+        *((dtype, ("N", 4), 8, (1, 4)) for dtype in DTYPES if dtype != "string"),
+        *(("float32", *sizes) for sizes in SIZES),  # the variable axis follows from the size
+    ],
+)
+def test_a_raw_request_has_one_row_and_a_binary_answer(
+    dtype: str, axes: tuple[int | str, ...], max_batch: int, shape: tuple[int, ...]
+) -> None:
+    array, signature = values(dtype, *shape), model(dtype, *axes, max_batch=max_batch)
+    request = oip.decode(wire(dtype, array), 0, signature)
+    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
+    assert request.rows == 1
+    parts, header = oip.encode("m", "1", request, {"y": array}, signature)
+    assert parts[1] == wire(dtype, array)
+    assert header == len(parts[0])
+    assert "id" not in json.loads(parts[0])
+
+
+def test_a_raw_string_is_the_whole_body() -> None:
+    for axes, max_batch in ((("N", 1), 8), (("N",), 8), ((1,), 0), (("T",), 0)):
+        request = oip.decode("é\0b".encode(), 0, model("string", *axes, max_batch=max_batch))
+        assert request.feeds["x"].ravel().tolist() == ["é\0b"]
+
+
 # -- Tensors in shared memory, referenced by JSON requests
 
 
@@ -369,6 +406,15 @@ VALUES: list[tuple[str, object, str]] = [
     ("int32", True, "holds True"),
     ("string", 1, "is BYTES, 'data' holds 1"),
 ]
+RAW: list[tuple[Signature, int, str]] = [
+    (two_inputs(), 16, "one input, this one has 2"),
+    (model(), 0, "has no bytes"),
+    *((model(), size, f"is 16 bytes, got {size}") for size in (15, 17, 32)),
+    (model("float32", "H", "W", max_batch=0), 16, "one variable axis at most"),
+    (model("float32", "N", "T", 2), 12, "is 8 bytes, got 12"),
+    (model("float32", "T", 0, max_batch=0), 4, "is 0 bytes, got 4"),
+    (model("string", "N", 2), 4, "holds one string, the input is x:string"),
+]
 STRINGS: list[tuple[bytes, str]] = [
     (packed(b"ab") + struct.pack("<I", 3) + b"cd", "element 1 claims 3 bytes, 2 remain"),
     (packed(b"ab") + b"\xff\xff\xff\xff" + b"cd", "claims 4294967295 bytes, 2 remain"),
@@ -442,6 +488,7 @@ REFUSED: list[tuple[Sent, Signature, str]] = [
         )
         for dtype, value, message in VALUES
     ),
+    *(((b"a" * size, 0), signature, message) for signature, size, message in RAW),
     *(
         (followed([1, 2], len(payload), payload, "BYTES"), SIGNATURE, message)
         for payload, message in STRINGS

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from mmap import mmap
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import uvloop
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.core.evidence import RowIndependence
@@ -125,6 +128,7 @@ class Linked:
         self.models = [EngineProcessModel(each) for each in self.repository.models.values()]
         self.memories = [mmap(-1, size), mmap(-1, size)]
         self.fronts: set[FrontEnd] = set()
+        self.welcomed: list[int] = []  # a 1 for each front end that said which one it is
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind("")
         self.links = [
@@ -139,12 +143,11 @@ class Linked:
         ]
 
     async def connect(self) -> None:
-        accept = partial(FrontEnd, self.models, self.memories, self.fronts, lambda: self.described)
+        describe = lambda: self.welcomed.append(1) or self.described  # noqa: E731
+        accept = partial(FrontEnd, self.models, self.memories, self.fronts, describe)
         self.server = await self.loop.create_unix_server(accept, sock=self.listener)
-        self.connecting = []
-        for link in self.links:
-            self.connecting.append(asyncio.ensure_future(link.stay_connected(lambda: None)))
-            await link.ran.wait()
+        self.connecting = [asyncio.ensure_future(e.stay_connected(print)) for e in self.links]
+        await asyncio.gather(*(link.ran.wait() for link in self.links))
 
     def ask(
         self, front: int, x: list[float], word: str = "ab", *, model: str = "a", **more: Any
@@ -363,16 +366,9 @@ async def test_a_request_for_another_model_disconnects_its_front_end_alone(found
 
 
 def test_messages_arrive_whole_in_pieces_of_any_length() -> None:
-    class Wire:
-        data = b""
-        is_closing = staticmethod(lambda: False)
-
-        def write(self, data: bytes) -> None:
-            self.data += data
-
     async def run() -> None:
-        found: list[Message] = []
-        rng, wire = random.Random(1), Wire()
+        found, data = list[Message](), bytearray()
+        rng, wire = random.Random(1), SimpleNamespace(is_closing=bool, write=data.extend)
         sender, receiver = Link(print, print), Link(found.extend, print)
         sender.connection_made(cast("Any", wire))
         sent = [(n, rng.randbytes(rng.choice([0, 8, 500]))) for n in range(300)]
@@ -381,16 +377,17 @@ def test_messages_arrive_whole_in_pieces_of_any_length() -> None:
             if rng.random() < 0.5:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
-        while wire.data:
+        while data:
             length = rng.randint(1, 700)
-            receiver.data_received(wire.data[:length])
-            wire.data = wire.data[length:]
+            receiver.data_received(bytes(data[:length]))
+            del data[:length]
         assert found == sent
 
     asyncio.run(run())
 
 
-def test_the_engines_read_nothing_from_another_program() -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "has ended"])
+def test_the_engines_read_nothing_from_another_program(waits: bool) -> None:
     """It would be unpickled: every user of the machine can find the address."""
     code = """
 import contextlib, pickle, socket, sys
@@ -399,16 +396,20 @@ end.connect(eval(sys.argv[1]))
 data = pickle.dumps([("front", 1)])
 with contextlib.suppress(OSError):
     end.sendall(len(data).to_bytes(4, "little") + data)
-    sys.exit(len(end.recv(1)))
+    sys.exit(len(end.recv(1)) if sys.argv[2] == "True" else 0)
 """
 
     async def run() -> None:
         found = Linked(ServeOptions(), SIZE)
         await found.connect()
-        address = repr(found.listener.getsockname())
-        other = await asyncio.create_subprocess_exec(sys.executable, "-c", code, address)
-        assert await asyncio.wait_for(other.wait(), LIMIT_S) == 0
-        assert len(found.fronts) == 2
+        command = [sys.executable, "-c", code, repr(found.listener.getsockname()), str(waits)]
+        other = subprocess.Popen(command)
+        if not waits:
+            assert other.wait(LIMIT_S) == 0  # before this loop accepts its connection
+        assert await asyncio.to_thread(other.wait, LIMIT_S) == 0
+        await asyncio.sleep(0.1)
+        assert len(found.welcomed) == 2
         await found.close()
+        await asyncio.sleep(0.1)  # uvloop closes its handles in later turns
 
-    asyncio.run(run())
+    uvloop.run(run())  # as the engines do

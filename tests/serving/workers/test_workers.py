@@ -78,10 +78,9 @@ def workers(server: Process) -> list[int]:
 
 def sockets(pid: int) -> set[str]:
     found = set()
-    with suppress(FileNotFoundError):
-        for each in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                found.add(str(each.readlink()))
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.add(str(each.readlink()))
     return {each for each in found if each.startswith("socket:")}
 
 
@@ -601,6 +600,7 @@ def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         opens = "m.onnx: cannot be opened once more"
+        endless = ("--workers", "shared:200", "--max-body-bytes", str(1 << 40))
         rows: list[tuple[tuple[str, ...], dict[str, Any], int, str]] = [
             (("--workers", "0"), {}, 2, "--workers 0: must be a number from 1 to 256, shared:N"),
             ((*TWO, "--http-port", str(port)), {}, 2, f"--http-port {port}: already in use on 127"),
@@ -608,6 +608,7 @@ def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
             (TWO, {"env": {"FAULT_OPENS": "0"}}, 2, opens),
             (TWO, {"env": {"FAULT_OPENS": "1"}}, 2, opens),
             (("--workers", "30"), {"before": files}, 3, "--workers 30: a process cannot be start"),
+            (endless, {}, 3, "--workers 200: 2199157473280 bytes for each cannot be shared"),
         ]
         for options, how, code, words in rows:
             for each in tmp_path.glob("opened.*"):
