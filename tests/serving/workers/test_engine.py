@@ -393,16 +393,15 @@ def test_the_engines_read_nothing_of_another_user(monkeypatch: pytest.MonkeyPatc
         found = Linked(ServeOptions(), SIZE)
         await found.connect()
         monkeypatch.setattr("os.geteuid", lambda: -1)
-        reader, writer = await asyncio.open_unix_connection(found.listener.getsockname())
         data = pickle.dumps([("front", 1)])
-        writer.write(len(data).to_bytes(4, "little") + data)
-        try:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.settimeout(LIMIT_S)
+            other.connect(found.listener.getsockname())
+            other.sendall(len(data).to_bytes(4, "little") + data)
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
-            assert len(found.welcomed) == 2
-        finally:
-            writer.close()
-            await found.close()
-            await asyncio.sleep(0.1)  # uvloop closes its handles in later turns
+                assert await asyncio.to_thread(other.recv, 1) == b""
+        assert len(found.welcomed) == 2
+        await found.close()
+        await asyncio.sleep(0.1)  # uvloop closes its handles in later turns
 
     uvloop.run(run())  # as the engines do
