@@ -7,14 +7,14 @@ The same document gives the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import LOOK
 from deploykit.evaluation.formatting import Table, html_table, safe
 from deploykit.reporting.charts import Chart, draw
-from deploykit.reporting.figures import charts
+from deploykit.reporting.figures import charts, served_chart
 from deploykit.reporting.tables import (
     details,
     machine,
@@ -133,12 +133,25 @@ def printable(value: Any) -> Any:
 
 
 def report_html(document: Mapping[str, Any]) -> str:
-    """Return the verdict and the short table of a report for a notebook."""
+    """Return the verdict, the short table and the charts of a report for a notebook."""
     sentences = document["verdict"][: 1 + CONCLUSIONS]
     verdict = "".join(f"<p>{safe(sentence)}</p>" for sentence in sentences)
-    return f"<h3>{safe(document['title'])}</h3>{verdict}{html_table(summary(document))}"
+    shown = f"<h3>{safe(document['title'])}</h3>{verdict}{html_table(summary(document))}"
+    return shown + _frame(charts(document)[0])
 
 
 def load_html(result: Mapping[str, Any]) -> str:
-    """Return the row of a load test for a notebook."""
-    return html_table(serving_table({"serving": [result]}))
+    """Return the row of a load test, and its latency by percentile, for a notebook."""
+    document = {"serving": [result]}
+    chart = served_chart(document)
+    return html_table(serving_table(document)) + _frame([chart] if chart else [])
+
+
+def _frame(drawn: Sequence[Chart]) -> str:
+    if not drawn:
+        return ""
+    page = safe(html_page("Charts", "".join(map(figure_html, drawn))))
+    return (
+        f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
+        f'style="width: 100%; height: 560px; border: 0"></iframe>'
+    )

@@ -318,10 +318,18 @@ def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> N
         assert f'<a href="{server.url}">' in server._repr_html_()
 
 
-def test_reports_and_loads_show_their_tables_in_a_notebook(report: Report) -> None:
+def frame(html: str) -> str:
+    return unescape(html.split('srcdoc="')[1].split('"')[0])
+
+
+def test_reports_and_loads_show_their_tables_and_their_charts_in_a_frame(report: Report) -> None:
     html = report._repr_html_()
     assert report.verdict[0] in unescape(html)
-    assert "<table>" in html
+    assert html.index("<table>") < html.index("<iframe")
+    assert (html.count("<iframe"), 'sandbox=""' in html) == (1, True)
+    assert frame(html).count("<figure>") == 4
     html = report.serving[0]._repr_html_()
-    assert "32 connections" in html
-    assert "<table>" in replace(report.serving[0], latency=None, ok=0)._repr_html_()
+    assert "32 connections" in html.split("<iframe")[0]
+    assert frame(html).count("<figure>") == 1
+    html = replace(report.serving[0], latency=None, ok=0)._repr_html_()
+    assert ("<table>" in html, "<iframe" in html) == (True, False)  # no chart without an answer
