@@ -187,6 +187,7 @@ def test_the_folder_holds_the_report_and_the_articles_claims(
         with pytest.raises(SystemExit, match="0"):
             main()
     document = json.loads((folder / "report.json").read_text())
+    assert [each["claim"][:2] for each in document["articles"]] == ["28", "12", "20"]
     assert len(document["rows"]) == 18
     assert {row["batch"] for row in document["rows"]} == {18, 150, 200}
     for row in document["rows"]:
