@@ -207,7 +207,7 @@ def test_an_operator_that_others_define_in_float32_stays_in_it(tmp_path: Path) -
     dk.load(made.path).close()
 
 
-def test_single_random_rows_are_judged_together(tmp_path: Path) -> None:
+def test_single_random_rows_count_together(tmp_path: Path) -> None:
     """With these weights the outputs of one such row are near 0, and its SQNR is 10 dB."""
     weights = np.random.default_rng(0).standard_normal((512, 4)).astype(np.float32)
     head = "(float[N,512] x) => (float[N,4] y)"

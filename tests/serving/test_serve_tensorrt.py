@@ -112,7 +112,7 @@ def test_a_rebuilt_engine_is_served_and_the_old_one_gives_its_memory_back(machin
     with dk.serve({"m": machine.engine}, grpc_port=None) as server:
         machine.build("1,2,8")
         now = sha256(machine.engine).encode()
-        until(lambda: now in read(f"{server.url}/docs"))
+        until(lambda: now in read(f"{server.url}/v2/models/m"))
         assert computes(server, 3.0, 4.0)
         until(lambda: machine.cuda.library_bytes == WEIGHTS)
 
@@ -153,6 +153,6 @@ def test_an_engine_that_cannot_be_used_leaves_the_old_one_in_use(
         replace(machine)
         until(lambda: why in caplog.text)
         assert computes(server, 3.0, 4.0)
-        assert before in read(f"{server.url}/docs")
+        assert before in read(f"{server.url}/v2/models/m")
         assert machine.cuda.library_bytes == WEIGHTS
         machine.cuda.total_bytes = total

@@ -347,7 +347,6 @@ PLACES: dict[str, Callable[[Running], str]] = {
         message_from("ModelConfigResponse", {"config": server.server.repository.find("m").config()})
     ),
     "status": lambda server: str(server.ask("GET", "/status").json["models"][0]),
-    "docs": lambda server: server.ask("GET", "/docs").body.decode(),
     "metrics": lambda server: server.ask("GET", "/metrics").body.decode(),
 }
 

@@ -1,4 +1,4 @@
-"""Python imports this file at its start where its folder is on the path: see `register_torchvision`."""
+"""Python imports this file at its start where its folder is on the path: torchvision then imports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from importlib.machinery import ModuleSpec
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Register torchvision's operators when it is first imported; finds nothing itself."""
+    """Declare torchvision's operators when it is first looked up; finds nothing itself."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from tests.support.zoo.models import register_torchvision
-
-            register_torchvision()
+            import deploykit.engines.torch.files  # noqa: F401 - declares them
         return None
 
 
