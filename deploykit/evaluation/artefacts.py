@@ -107,7 +107,7 @@ def destination(
 def stage(out: Path) -> Iterator[Path]:
     """Yield a path in a temporary folder next to `out`, on its disk: keeping it is a rename.
 
-    An error names a file without the folder, which is gone by then.
+    An error names a file without the folder, which is gone by then; for a full disk it names `out`.
     """
     with temporary_folder(out) as folder:
         try:
@@ -115,6 +115,7 @@ def stage(out: Path) -> Iterator[Path]:
         except DeploykitError as exc:
 
             def shown(text: str) -> str:  # others there are steps on the way to it
+                text = text.replace(f"{folder}/{out.name}: no space", f"{out}: no space")
                 text = text.replace(f"{folder}/{out.name}", out.name)
                 return re.sub(re.escape(f"{folder}/") + r"[^\s:]*", out.name, text)
 
