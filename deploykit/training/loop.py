@@ -54,7 +54,8 @@ class State:
 
     `history`: one entry per epoch. `best`: score, epoch and weights. `waited_s`: of the `seconds`,
     those in which steps waited for data. `skipped`: of the steps `tried`, those whose float16
-    gradients overflowed, so that loss scaling left the weights as they were.
+    gradients overflowed, so that loss scaling left the weights as they were. `amp`: whether
+    precision is mixed.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -64,6 +65,7 @@ class State:
     waited_s: float = 0.0
     tried: int = 0
     skipped: int = 0
+    amp: bool = False
 
 
 _SAMPLES = 256  # at once
@@ -397,7 +399,7 @@ class Run:
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
-        self.state = State()
+        self.state = State(amp=settings.amp_dtype is not None)
         self.notes, self.history = self.state.notes, self.state.history
         self.run = run
         self._make_optimiser()
@@ -458,7 +460,10 @@ class Run:
             "one-cycle": lambda: kinds.OneCycleLR(self.optimiser, highest, steps + 1),
             "constant": lambda: kinds.ConstantLR(self.optimiser, 1.0, 1),
         }[recipe.schedule]()
-        half = self.settings.amp_dtype == torch.float16
+        self._make_scaler()
+
+    def _make_scaler(self) -> None:
+        half = self.state.amp and self.settings.amp_dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.settings.device.type, enabled=half)
 
     def step(
@@ -475,7 +480,7 @@ class Run:
             with module_errors(
                 f"the recipe's model or loss failed on {len(labels)} samples, {device}"
             ):
-                with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+                with torch.autocast(device.type, amp_dtype, enabled=self.state.amp):
                     loss: torch.Tensor = self.recipe.loss(self.run(*inputs), labels)
                 scaled: Any = self.scaler.scale(loss * weight)
                 scaled.backward()
@@ -540,32 +545,31 @@ class Run:
             _log.warning(self.unsaved[path])
 
     def _train_epoch(self, on_progress: Progress) -> None:
-        """Run one epoch. Raises Unsupported for a loss that is not finite."""
-        batches, epochs, epoch = self.batches, self.settings.epochs, len(self.history) + 1
-        samples, count, size = len(batches.labels), len(batches), self.group.size
-        waited_s, skipped, done = batches.waited.seconds, self.state.skipped, 0
-        self.module.train()
-        if self.backbone is not None:
-            self.backbone.eval()  # its statistics stay those of the weights it came with
-        total = torch.zeros((), device=self.settings.device)
-        started = reported = time.perf_counter()
-        for number, (inputs, labels, share) in enumerate(batches, 1):
-            whole = min(batches.batch_size, samples - done)
-            total += self.step(inputs, labels, share * size) * (share * whole)
-            done += whole
-            now = time.perf_counter()
-            if now - reported > _REPORT_S and number < count:
-                reported = now
-                text = f"epoch {epoch}/{epochs}, {number}/{count} steps"
-                text += f", {done / (now - started):,.0f} samples/s"
-                on_progress(text, (epoch - 1 + number / count) / epochs)
-        loss = sum(self.group.gather(float(total))) / samples
+        """Run one epoch, again in float32 if mixed precision gave a loss that is not finite.
+
+        Raises Unsupported if the loss is not finite in float32 either, or with FSDP.
+        """
+        samples, epochs = len(self.batches.labels), self.settings.epochs
+        epoch, skipped, both = len(self.history) + 1, self.state.skipped, ""
+        again = self.state.amp and not self.settings.options.fsdp
+        start = copy.deepcopy(self._save_state()) if again else None
+        started, waited_s = time.perf_counter(), self.batches.waited.seconds
+        loss = self._run_epoch(on_progress)
+        if start is not None and not math.isfinite(loss):
+            start["state"]["amp"], both = False, ", in mixed precision and in float32"
+            self._restore(start)
+            self.notes.append(
+                f"{self.settings.precision} gave a loss of {loss} in epoch {epoch}; from its start "
+                "on the run is in float32"
+            )
+            _log.warning(self.notes[-1])
+            loss = self._run_epoch(on_progress)
         seconds = max(time.perf_counter() - started, 1e-9)
-        waited_s = batches.waited.seconds - waited_s
+        waited_s = self.batches.waited.seconds - waited_s
         if not math.isfinite(loss):
-            mixed = "compute in float32 (`amp` off), " if self.settings.amp_dtype else ""
+            mixed = "compute in float32 (`amp` off), " if self.state.amp else ""
             raise Unsupported(
-                f"training diverged: the loss is {loss} in epoch {epoch}",
+                f"training diverged: the loss is {loss} in epoch {epoch}{both}",
                 hint=f"{mixed}lower `learning_rate`, limit the gradients (the recipe's clip_norm), "
                 "or look for NaN in the labels and the loss",
             )
@@ -590,6 +594,27 @@ class Run:
         )
         text = f"epoch {epoch}/{epochs}, loss {loss:.4f}, {samples / seconds:,.0f} samples/s"
         on_progress(text, epoch / epochs)
+
+    def _run_epoch(self, on_progress: Progress) -> float:
+        """Return the mean loss of the epoch."""
+        batches, epochs, epoch = self.batches, self.settings.epochs, len(self.history) + 1
+        samples, count, size, done = len(batches.labels), len(batches), self.group.size, 0
+        self.module.train()
+        if self.backbone is not None:
+            self.backbone.eval()  # its statistics stay those of the weights it came with
+        total = torch.zeros((), device=self.settings.device)
+        started = reported = time.perf_counter()
+        for number, (inputs, labels, share) in enumerate(batches, 1):
+            whole = min(batches.batch_size, samples - done)
+            total += self.step(inputs, labels, share * size) * (share * whole)
+            done += whole
+            now = time.perf_counter()
+            if now - reported > _REPORT_S and number < count:
+                reported = now
+                text = f"epoch {epoch}/{epochs}, {number}/{count} steps"
+                text += f", {done / (now - started):,.0f} samples/s"
+                on_progress(text, (epoch - 1 + number / count) / epochs)
+        return float(sum(self.group.gather(float(total))) / samples)
 
     def _stalled(self) -> bool:
         """Keep the best epoch's weights, and say whether `patience` has run out."""
@@ -634,6 +659,7 @@ class Run:
     def _restore(self, saved: dict[str, Any]) -> None:
         vars(self.state).update(saved["state"])
         self.history, self.notes = self.state.history, self.state.notes
+        self._make_scaler()  # mixed precision may have been given up
         for name, each in self._parts().items():
             each.load_state_dict(saved["parts"][name])
         random = saved["random"][self.group.rank]
@@ -655,7 +681,7 @@ class Run:
             "processes": self.group.size,
             "fsdp": settings.options.fsdp,
             "threads": torch.get_num_threads(),
-            "amp": settings.amp_dtype is not None,
+            "amp": state.amp,
             "tf32": settings.tf32,
             "compile": settings.options.compile,
             "channels_last": settings.channels_last,
