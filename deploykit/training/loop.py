@@ -34,7 +34,7 @@ from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.training.data import make_batches, tensors
-from deploykit.training.distributed import Processes, parallel, whole_state
+from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
     Settings,
     Trained,
@@ -328,7 +328,7 @@ def run_training(
     if run.frozen is not None and recipe.backbone is not None:
         run.frozen.fold(module.get_submodule(recipe.backbone[1]))
     scores = score_module(module, recipe, splits.test)
-    figures = run.figures()
+    figures = run.figures() | run.measure_scaling()
     if recipe.report is not None:
         with users_code("the recipe's report failed"):
             report = json_value(dict(recipe.report(module, splits)))
@@ -474,6 +474,24 @@ class Run:
         `weight`: that of the loss, where other processes average their gradients with these.
         Raises OutOfMemory, Unsupported for a failed compilation, BadInput where the recipe fails.
         """
+        loss = self.gradients(inputs, labels, weight)
+        if self.recipe.clip_norm is not None:
+            self.scaler.unscale_(self.optimiser)
+            torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip_norm)
+        self.state.tried += 1
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        if self.scaler.get_scale() < before:  # the gradients overflowed: no step was made
+            self.state.skipped += 1
+        else:
+            self.schedule.step()
+        return loss
+
+    def gradients(
+        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Compute the gradients, leave the weights, and return the mean loss. Raises as `step`."""
         self.optimiser.zero_grad(set_to_none=True)
         device, amp_dtype = self.settings.device, self.settings.amp_dtype
         try:
@@ -492,17 +510,6 @@ class Run:
                 f"torch.compile failed: {type(cause).__name__}: {first_line(cause or exc)}",
                 hint="leave `compile` out",
             ) from cause
-        if self.recipe.clip_norm is not None:
-            self.scaler.unscale_(self.optimiser)
-            torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip_norm)
-        self.state.tried += 1
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
-        if self.scaler.get_scale() < before:  # the gradients overflowed: no step was made
-            self.state.skipped += 1
-        else:
-            self.schedule.step()
         return loss.detach()
 
     def _has_batch_norm(self) -> bool:
@@ -668,6 +675,23 @@ class Run:
         if "cuda" in random and self.settings.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.settings.device)
 
+    def measure_scaling(self) -> dict[str, Any]:
+        """Return what the other processes cost; measured after the weights were copied."""
+        if self.group.size == 1:
+            return {}
+        if self.settings.options.fsdp:
+            return {"processes": self.group.size, "fsdp": True}
+        inputs, labels, _ = next(iter(self.batches))
+        found = measure_scaling(
+            self.run, lambda: self.gradients(inputs, labels), self.group, self.settings.device
+        )
+        self.notes.append(
+            f"{self.group.size} processes: scaling efficiency "
+            f"{found['scaling_efficiency']:.1%}, communication {found['communication_share']:.1%} "
+            "of a step"
+        )
+        return found
+
     def figures(self) -> dict[str, Any]:
         """Return how it was trained, and each epoch, for the manifest."""
         settings, state, epochs = self.settings, self.state, len(self.history)
@@ -678,8 +702,6 @@ class Run:
             "epochs": epochs,
             **{key: self.described[key] for key in (*shared, "augment")},
             "device": str(settings.device),
-            "processes": self.group.size,
-            "fsdp": settings.options.fsdp,
             "threads": torch.get_num_threads(),
             "amp": state.amp,
             "tf32": settings.tf32,

@@ -104,7 +104,13 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path, options: dict[str,
     assert len(one["losses"]) == options["epochs"]
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert two["weights"] == pytest.approx(one["weights"], abs=1e-4)
-    assert (two["figures"]["processes"], two["figures"]["fsdp"]) == (2, "fsdp" in options)
+    figures = two["figures"]
+    assert figures["processes"] == 2
+    if "fsdp" not in options:
+        shares = (figures["scaling_efficiency"], figures["communication_share"])
+        assert all(0 <= each <= 1 for each in shares)
+        note = "2 processes: scaling efficiency {:.1%}, communication {:.1%} of a step"
+        assert note.format(*shares) in two["notes"]
 
 
 @only_in_a_campaign
