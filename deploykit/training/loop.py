@@ -33,7 +33,7 @@ from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.training.data import make_batches, tensors
+from deploykit.training.data import choose_batches, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
     Settings,
@@ -395,7 +395,7 @@ class Run:
         if self.backbone is not None and options.unfreeze is None:
             self.frozen = freeze(module, recipe, train, splits.calibration, device)
             run, train = self.frozen.head, self.frozen.train
-        self.batches = make_batches(recipe, train, settings, group)
+        self.batches = choose_batches(recipe, train, settings, group)
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
@@ -415,7 +415,6 @@ class Run:
         for array in (labels, *splits.train.inputs.values()):
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             checksum = zlib.crc32(flat.data, checksum)
-        own = self.batches.augmentation
         self.described = {  # all that a run has in common with the one whose state it goes on from
             "recipe": name,
             "epochs": settings.epochs,
@@ -428,7 +427,7 @@ class Run:
             "learning_rate": recipe.learning_rate,
             "unfreeze": options.unfreeze,
             "processes": group.size,
-            "augment": own.describe() if own else None,
+            "augment": self.batches.figures()["augment"],
             "classes": list(splits.classes),
             "image": splits.image.to_dict() if splits.image else None,
             "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
@@ -530,6 +529,8 @@ class Run:
             if state is not None:
                 self._restore(state)
                 self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
+        if self.batches.note:
+            on_progress(self.batches.note, 0.0)
         while len(self.history) < self.settings.epochs and not self._stalled():
             self._train_epoch(on_progress)
             state = self._save_state() if options.checkpoint is not None else {}
@@ -700,7 +701,7 @@ class Run:
         images = ("classes", "image", "preprocess")
         return {
             "epochs": epochs,
-            **{key: self.described[key] for key in (*shared, "augment")},
+            **{key: self.described[key] for key in shared},
             "device": str(settings.device),
             "threads": torch.get_num_threads(),
             "amp": state.amp,
@@ -712,6 +713,7 @@ class Run:
             "samples_per_s": round(samples * epochs / max(state.seconds, 1e-9), 1),
             "skipped_steps": state.skipped,
             "loader_share": round(state.waited_s / max(state.seconds, 1e-9), 4),
+            **self.batches.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **{key: self.described[key] for key in images if self.described[key]},
