@@ -31,6 +31,7 @@ from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
+from deploykit.training.data import free_cores, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import (
@@ -47,6 +48,7 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("float32", "tf32", "bf16", "fp16"),
 }
 _NAMES = {"cpu": "CPU", "cuda": "GPU"}
+AUGMENTED = "augmented batches"  # in place of a precision
 NO_GPU = "no NVIDIA GPU on this machine"
 _FEWEST, _STEPS = 3, 20  # steps of a row at least, and as many as _LIMIT_S allows
 _LEAST_S, _LIMIT_S = 1.0, 10.0  # of a row's timed steps: a few milliseconds tell nothing
@@ -72,7 +74,8 @@ ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they me
 class DeviceRow(Record):
     """The cost of training on a device; `absent`: why it was not measured.
 
-    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
+    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. A row on
+    augmentation has no steps; its `threads` are those that make batches.
     """
 
     device: str
@@ -105,6 +108,7 @@ class DeviceTable(Record):
     crossovers: tuple[Mapping[str, Any], ...]
     verdict: tuple[str, ...] = ()
     augment: bool = False
+    augmentation: tuple[DeviceRow, ...] = ()
     articles: tuple[Mapping[str, str], ...] = ()
     devices: int = 1
 
@@ -125,8 +129,8 @@ def compare_devices(
 
     Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
     one of three; an eighth and four times as much, at most all samples, are the others. `augment`:
-    change the images, as `train` does. `compile`: use torch.compile. Nothing is trained to the end,
-    and no accuracy is measured. Raises BadInput.
+    change the images, as `train` does; augmentation on each processor is timed anyway. `compile`:
+    use torch.compile. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
@@ -150,6 +154,7 @@ def compare_devices(
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if augment is None else augment,
+        augmentation=tuple(time_augmentation(chosen, splits, batches, progress)),
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
@@ -159,7 +164,8 @@ def compare_devices(
     return table
 
 
-Times = tuple[float, float]  # seconds of making a batch and of the step on it
+Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
+Source = Generator[Times, None, None]
 
 
 def time_devices(
@@ -174,7 +180,7 @@ def time_devices(
     """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
     splits = check_splits(recipe, splits)
-    rows, sources = list[DeviceRow](), list[Generator[Times, None, None]]()
+    rows, sources = list[DeviceRow](), list[Source]()
     kinds = [(device, kind) for device, precisions in PRECISIONS.items() for kind in precisions]
     for (device, kind), compiled, batch in itertools.product(
         kinds, (False, True)[: 1 + compile], batches
@@ -192,25 +198,57 @@ def time_devices(
         threads = None if absent else torch.get_num_threads()
         rows.append(DeviceRow(device, name, batch, threads, absent=absent))
         sources.append(_train(recipe, splits, options))
+    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
+
+
+def time_augmentation(
+    recipe: Recipe, splits: Splits, batches: Sequence[int], on_progress: Progress = no_progress
+) -> list[DeviceRow]:
+    """Return a row per batch size and processor that may augment; none without augmentation.
+
+    The time runs from the images in memory until the augmented batch is where the steps run.
+    """
+    if recipe.augment is None or recipe.backbone is not None:
+        return []
+    rows, sources = list[DeviceRow](), list[Source]()
+    trains_on = "cuda" if torch.cuda.is_available() else "cpu"
+    for batch, device in itertools.product(batches, PRECISIONS):
+        absent, cores = _lacks(device, AUGMENTED), max(1, free_cores(torch.device(trains_on)))
+        threads = None if absent else cores if device == "cpu" else 0
+        rows.append(DeviceRow(device, AUGMENTED, batch, threads, absent=absent))
+        options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
+        sources.append(_augment(recipe, splits.train, options, device))
+    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
+
+
+def _time_rows(
+    rows: list[DeviceRow],
+    sources: Sequence[Source],
+    samples: int,
+    epochs: int,
+    on_progress: Progress,
+) -> list[DeviceRow]:
     # the CPU's rows take turns, as the machine may be busy; a GPU's are alone, for its memory
     places = [at for at, row in enumerate(rows) if row.absent is None]
     on_cpu, done = [at for at in places if rows[at].device == "cpu"], 0
     for group in (on_cpu, *([at] for at in places if at not in on_cpu)):
-        left = {at: list[Times]() for at in group}
+        left, spent_s = {at: list[Times]() for at in group}, dict.fromkeys(group, 0.0)
         while left:
             for at in tuple(left):
                 row = rows[at]
                 share = done / len(places)
                 on_progress(f"{row.device} {row.precision}, batch {row.batch}", share)
+                started = time.perf_counter()
                 try:
                     left[at].append(next(sources[at]))
                 except (OutOfMemory, Unsupported) as exc:
                     rows[at] = replace(row, threads=None, absent=exc.message)
                 else:
                     times = left[at][1:]  # the first warms up
-                    if not _enough(times):
+                    spent_s[at] += (time.perf_counter() - started) * bool(times)
+                    if not _enough(len(times), spent_s[at]):
                         continue
-                    rows[at] = _measured(row, times, len(splits.train.labels), recipe.epochs)
+                    rows[at] = _measured(row, times, samples, epochs)
                 sources[at].close()  # frees the model
                 del left[at]
                 done += 1
@@ -229,9 +267,7 @@ def _lacks(device: str, precision: str) -> str | None:
     return None
 
 
-def _train(
-    recipe: Recipe, splits: Splits, options: TrainingOptions
-) -> Generator[Times, None, None]:
+def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Source:
     """Train on the first samples again and again. Raises OutOfMemory, Unsupported."""
     settings = settle(recipe, options)
     few = replace(
@@ -259,24 +295,31 @@ def _train(
         yield times[1] - times[0], times[2] - times[1]
 
 
+def _augment(recipe: Recipe, train: Split, options: TrainingOptions, device: str) -> Source:
+    settings, where = settle(recipe, options), torch.device(device)
+    batches = make_batches(recipe, train, settings, Processes(), where)
+    while True:
+        yield (time_batches(batches) / 1e3,)
+
+
 def _first(split: Split, count: int) -> Split:
     return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
 
 
-def _enough(times: Sequence[Times]) -> bool:
-    limit_s = _LEAST_S if len(times) >= _STEPS else _LIMIT_S
-    return len(times) >= _FEWEST and sum(map(sum, times)) >= limit_s
+def _enough(steps: int, seconds: float) -> bool:
+    return steps >= _FEWEST and seconds >= (_LEAST_S if steps >= _STEPS else _LIMIT_S)
 
 
 def _measured(row: DeviceRow, times: Sequence[Times], samples: int, epochs: int) -> DeviceRow:
-    count = len(times)
-    rate = throughput([row.batch] * count, [sum(each) for each in times])
-    loader, step = (throughput([1] * count, each) for each in zip(*times, strict=True))
+    count, batch = len(times), min(row.batch, samples)
+    rate = throughput([batch] * count, [sum(each) for each in times])
+    parts = [_time_of(1e3, throughput([1] * count, each)) for each in zip(*times, strict=True)]
     return replace(
         row,
+        batch=batch,
         samples_per_s=rate,
-        loader_ms=_time_of(1e3, loader),
-        step_ms=_time_of(1e3, step),
+        loader_ms=parts[0],
+        step_ms=parts[1] if len(parts) > 1 else None,
         run_s=_time_of(samples * epochs, rate),
         steps=count,
         load_1_min=round(os.getloadavg()[0], 2),
@@ -341,10 +384,24 @@ def conclude(table: Any) -> list[str]:
     found = [first.rstrip()]
     for each in table.crossovers:
         against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
-        where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
-        sizes = f"measured: {', '.join(map(str, each['measured']))}"
-        found.append(f"GPU {each['precision']} is ahead of {against} {where} ({sizes}).")
-    return found
+        found.append(f"GPU {each['precision']} is ahead of {against} {_from_batch(each)}.")
+    return found + conclude_augmentation(table)
+
+
+def conclude_augmentation(table: Any) -> list[str]:
+    """Say where augmentation takes less time; say nothing where nothing was augmented."""
+    for each in find_crossovers(table.augmentation):
+        return [f"The GPU augments batches in less time than the CPU {_from_batch(each)}."]
+    for row in table.augmentation:
+        if row.batch == table.batch and row.loader_ms is not None:
+            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
+            return [f"{first}. {_no_gpu(table.augmentation)}"]
+    return []
+
+
+def _from_batch(crossover: Mapping[str, Any]) -> str:
+    batch, measured = crossover["batch"], ", ".join(map(str, crossover["measured"]))
+    return f"{f'from batch {batch} on' if batch else 'at no batch size'} (measured: {measured})"
 
 
 def _no_gpu(rows: Sequence[DeviceRow]) -> str:
@@ -357,8 +414,8 @@ def _no_gpu(rows: Sequence[DeviceRow]) -> str:
 _METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
 CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
 intervals over the steps of one process; that of a ratio holds for any two values within. Where a \
-backbone is frozen, the head's steps are timed, on features in memory. Nothing was trained to the \
-end."""
+backbone is frozen, the head's steps are timed, on features in memory; augmentation is timed from \
+the images in memory until the batch is where the steps run. Nothing was trained to the end."""
 
 
 def devices_html(table: DeviceTable) -> str:
@@ -393,7 +450,7 @@ def devices_markdown(table: DeviceTable) -> str:
 
 def device_rows(table: DeviceTable) -> Table:
     """Return each row, with its rate over the CPU's in the same precision and batch."""
-    own = {(row.device, row.precision, row.batch): row for row in table.rows}
+    own = {(row.device, row.precision, row.batch): row for row in table.rows + table.augmentation}
     rows = [
         (
             *_setup(row),

@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
-from typing import Any
+from itertools import islice, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, did_you_mean, users_code
+from deploykit.core.errors import BadInput, OutOfMemory, did_you_mean, users_code
 from deploykit.core.extras import require
 from deploykit.core.json_value import Record
+from deploykit.core.machine import natural_number, usable_cores
 from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.training.distributed import Processes
 from deploykit.training.options import Settings
+
+Part = TypeVar("Part")
+Made = TypeVar("Made")
+
+
+def prefetch(make: Callable[[Part], Made], parts: Sequence[Part], workers: int) -> Iterator[Made]:
+    """Yield `make` of each part in order; `workers` threads, a core each, make as many ahead."""
+    workers = min(workers, len(parts))
+    if workers < 1:
+        yield from map(make, parts)
+        return
+    threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)  # affects this thread, and MKL in all threads
+        started.wait()
+
+    pool = ThreadPoolExecutor(workers, "batches", begin)
+    try:
+        pending: deque[Future[Made]] = deque(pool.submit(make, each) for each in parts[:workers])
+        started.wait()
+        torch.set_num_threads(threads)
+        for number in range(len(parts)):
+            made = pending.popleft().result()
+            if number + workers < len(parts):
+                pending.append(pool.submit(make, parts[number + workers]))
+            yield made
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class WaitClock:
@@ -214,10 +248,11 @@ def read_augment(recipe: Recipe) -> Change | None:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """`change(images, uniform)` changes the input number `place`, on the device that trains."""
+    """`change(images, uniform)` changes the input number `place`, on the processor `device`."""
 
     change: Change
     place: int
+    device: torch.device
 
     def describe(self) -> str:
         """Return what it does, the same in each process."""
@@ -227,7 +262,7 @@ class Augmentation:
 
     def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Raises OutOfMemory, BadInput where the recipe's function fails."""
-        where = f"{images.device}: the augmentation of {len(images)} images"
+        where = f"{self.device}: the augmentation of {len(images)} images"
         with users_code("the recipe's augment failed"), memory_errors(where):
             found = self.change(images, uniform)
         kinds = [
@@ -239,7 +274,7 @@ class Augmentation:
         return found
 
 
-def make_augmentation(recipe: Recipe, split: Split) -> Augmentation:
+def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Augmentation:
     """Augment the only input with four axes. Raises BadInput where there is none."""
     change = read_augment(recipe)
     if change is None:
@@ -261,9 +296,10 @@ def make_augmentation(recipe: Recipe, split: Split) -> Augmentation:
                 f"{high:.4g}",
                 hint="leave brightness, contrast and saturation out, or scale the data",
             )
-    return Augmentation(change, places[0])
+    return Augmentation(change, places[0], device)
 
 
+CPU = torch.device("cpu")
 LIMITING = 0.1  # the share of the time from which on the loader is called the limit
 # inputs in the recipe's order, labels, and the share of the whole batch's samples that they are
 Batch = tuple[list[torch.Tensor], torch.Tensor, float]
@@ -274,8 +310,8 @@ class Batches:
 
     Each of the processes of `group` gets its part of every batch; one that would get none computes
     on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
-    of a sample are the same whichever process has it. Data that take more than half of a GPU's free
-    memory stay in the CPU's, and each batch is copied.
+    of a sample are the same whoever makes its batch. `workers`: threads that make the next ones.
+    `note`: where augmentation runs, and why; `times_ms`: of a batch, on each processor timed.
     """
 
     def __init__(
@@ -286,15 +322,18 @@ class Batches:
         seed: int,
         group: Processes | None = None,
         augmentation: Augmentation | None = None,
+        workers: int = 0,
     ) -> None:
-        self.group, place = group or Processes(), device
-        if device.type == "cuda":
+        self.group = group or Processes()
+        there = augmentation.device if augmentation else device
+        if there.type == "cuda" and augmentation is None:  # half of what is free, or they stay out
             needed = split.labels.nbytes + sum(each.nbytes for each in split.inputs.values())
-            if needed > torch.cuda.mem_get_info(device)[0] / 2:
-                place = torch.device("cpu")
-        self.inputs, self.labels = tensors(split, place)
+            if needed > torch.cuda.mem_get_info(there)[0] / 2:
+                there = CPU
+        self.inputs, self.labels = tensors(split, there)
+        self.note, self.times_ms = "", dict[str, float]()
         self.device, self.batch_size = device, min(batch_size, len(split.labels))
-        self.augmentation = augmentation
+        self.augmentation, self.workers = augmentation, workers
         self.shuffle = torch.Generator().manual_seed(seed)
         self.waited = WaitClock(device)
 
@@ -302,13 +341,21 @@ class Batches:
     def copied(self) -> bool:
         return self.labels.device.type == "cpu" and self.device.type != "cpu"
 
+    def figures(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"workers": self.workers, "augment": None}
+        if (own := self.augmentation) is not None:
+            found |= {"augment": own.describe(), "augment_on": own.device.type}
+        return found | {f"augment_{on}_ms": round(ms, 4) for on, ms in self.times_ms.items()}
+
     def conclude(self, share: float) -> list[str]:
         """Say what a run waited for: it spent `share` of the time waiting for its batches."""
-        copied = "the data take more than half of the GPU's memory: each batch is copied"
+        if self.copied and self.augmentation is None:
+            self.note = "the data take more than half of the GPU's memory: each batch is copied"
         waited = f"the steps waited for data in {share:.1%} of the time"
         if share >= LIMITING:
-            waited = f"the data loader was the limit: {share:.0%} of the time"
-        return [copied, waited] if self.copied else [waited]
+            cure = "; more cores would make batches ahead" if self.workers else ""
+            waited = f"the data loader was the limit: {share:.0%} of the time{cure}"
+        return [each for each in (self.note, waited) if each]
 
     def __len__(self) -> int:
         return -(-len(self.labels) // self.batch_size)
@@ -319,27 +366,30 @@ class Batches:
         draws = None
         if self.augmentation is not None:
             draws = torch.rand((samples, DRAWS), generator=self.shuffle)
-        for rows in torch.split(order, self.batch_size):
+        parts = torch.split(order, self.batch_size)
+        batches = prefetch(lambda rows: self._make(rows, order[:1], draws), parts, self.workers)
+        for _ in parts:
             with self.waited:
-                batch = self._make(rows, order[:1], draws)
-            yield batch
+                inputs, labels, share = next(batches)
+                if self.copied:
+                    inputs = [each.to(self.device, non_blocking=True) for each in inputs]
+                    labels = labels.to(self.device, non_blocking=True)
+            yield inputs, labels, share
 
     def _make(self, rows: torch.Tensor, first: torch.Tensor, draws: torch.Tensor | None) -> Batch:
-        """Make this process's part of a batch, on the device."""
+        """Make this process's part of a batch, on the device that holds the data."""
         whole = len(rows)
         if self.group.size > 1:
             rows = rows.tensor_split(self.group.size)[self.group.rank]
         share = len(rows) / whole
         rows = rows if len(rows) else first
         there = rows.to(self.labels.device)
-        *inputs, labels = (each[there] for each in (*self.inputs, self.labels))
-        if self.copied:
-            *inputs, labels = (
-                each.pin_memory().to(self.device, non_blocking=True) for each in (*inputs, labels)
-            )
+        inputs, labels = [each[there] for each in self.inputs], self.labels[there]
         if self.augmentation is not None and draws is not None:
             place = self.augmentation.place
             inputs[place] = self.augmentation(inputs[place], draws[rows])
+        if self.copied:
+            inputs, labels = [each.pin_memory() for each in inputs], labels.pin_memory()
         return inputs, labels, share
 
 
@@ -353,11 +403,66 @@ def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], tor
     return inputs, labels
 
 
-def make_batches(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Batches:
-    """Make the batches of a run. Raises BadInput, OutOfMemory."""
-    augmentation = make_augmentation(recipe, train) if settings.augment else None
+def make_batches(
+    recipe: Recipe,
+    train: Split,
+    settings: Settings,
+    group: Processes,
+    augment_on: torch.device | None = None,
+) -> Batches:
+    """Make the batches of a run; where the CPU augments, each free core makes some ahead."""
+    augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
+    workers = max(1, free_cores(settings.device)) if augment_on == CPU else 0
     seed = settings.options.seed
-    return Batches(train, settings.device, settings.batch_size, seed, group, augmentation)
+    return Batches(train, settings.device, settings.batch_size, seed, group, augmentation, workers)
+
+
+def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Batches:
+    """Make the batches of a run, augmented on the faster processor. Raises BadInput."""
+    if not settings.augment:
+        return make_batches(recipe, train, settings, group)
+    on_cpu = make_batches(recipe, train, settings, group, CPU)
+    on_cpu.note = "augmentation runs on the CPU, as the training does"
+    if settings.device.type == "cpu":
+        return on_cpu
+    return faster(on_cpu, lambda: make_batches(recipe, train, settings, group, settings.device))
+
+
+def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
+    """Return the one that makes batches in less time. Not yet run on a GPU."""
+    times_ms = on_cpu.times_ms = {"cpu": time_batches(on_cpu)}
+    try:
+        on_gpu = make_on_gpu()
+        times_ms["gpu"] = time_batches(on_gpu)
+    except OutOfMemory as exc:
+        on_cpu.note = f"augmentation runs on the CPU: {exc.message}"
+        return on_cpu
+    where, other = sorted(times_ms, key=times_ms.__getitem__)
+    found = on_gpu if where == "gpu" else on_cpu
+    found.times_ms, against = times_ms, f"{times_ms[other]:.3g} ms on the {other.upper()}"
+    where_ms = f"{where.upper()}: {times_ms[where]:.3g} ms per batch"
+    found.note = f"augmentation runs on the {where_ms} against {against}"
+    return found
+
+
+def time_batches(batches: Batches) -> float:
+    """Return milliseconds per batch, after a warm-up; the order of later batches is as before."""
+    state, seconds = batches.shuffle.get_state(), 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        made = sum(1 for _ in islice(batches, 3 * max(1, batches.workers)))
+        if batches.device.type == "cuda":
+            torch.cuda.synchronize(batches.device)
+        seconds = (time.perf_counter() - started) / made
+    batches.shuffle.set_state(state)
+    return seconds * 1e3
+
+
+def free_cores(device: torch.device) -> int:
+    """Return the cores that steps leave free, of this process's share of the machine's."""
+    processes = natural_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
+    used = torch.get_num_threads() if device.type == "cpu" else 1
+    return max(0, usable_cores() // processes - used)
 
 
 def top1_per_sample(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:

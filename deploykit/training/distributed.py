@@ -12,7 +12,9 @@ import contextlib
 import datetime
 import gc
 import os
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,3 +137,38 @@ def whole_state(module: torch.nn.Module) -> dict[str, Any]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(get_model_state_dict(module, options=options))
+
+
+def measure_scaling(
+    run: Any, gradients: Callable[[], object], group: Processes, device: torch.device
+) -> dict[str, float]:
+    """Return what waiting for the others costs a step; `gradients` leaves the weights.
+
+    `scaling_efficiency`: the time of a step of one process alone, over that with all.
+    `communication_share`: the share of a step that goes away when gradients are not exchanged; both
+    for the slowest process.
+    """
+
+    def median() -> float:
+        times = []
+        for _ in range(6):
+            started = time.perf_counter()
+            gradients()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])  # the first warms up
+
+    with run.no_sync():
+        gradients()  # by all: the first pass without the others' gradients shares buffers
+        alone = median() if group.first else 0.0
+        alone = group.share(alone)  # the others wait for it
+        apart = max(group.gather(median()))
+    together = max(group.gather(median()))
+    return {
+        "processes": group.size,
+        "scaling_efficiency": round(min(1.0, alone / together), 4),
+        "communication_share": round(max(0.0, 1.0 - apart / together), 4),
+        "step_alone_ms": round(alone * 1e3, 3),
+        "step_ms": round(together * 1e3, 3),
+    }

@@ -33,8 +33,8 @@ from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.training.data import make_batches, tensors
-from deploykit.training.distributed import Processes, parallel, whole_state
+from deploykit.training.data import choose_batches, tensors
+from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
     Settings,
     Trained,
@@ -54,7 +54,8 @@ class State:
 
     `history`: one entry per epoch. `best`: score, epoch and weights. `waited_s`: of the `seconds`,
     those in which steps waited for data. `skipped`: of the steps `tried`, those whose float16
-    gradients overflowed, so that loss scaling left the weights as they were.
+    gradients overflowed, so that loss scaling left the weights as they were. `amp`: whether
+    precision is mixed.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -64,6 +65,7 @@ class State:
     waited_s: float = 0.0
     tried: int = 0
     skipped: int = 0
+    amp: bool = False
 
 
 _SAMPLES = 256  # at once
@@ -326,7 +328,7 @@ def run_training(
     if run.frozen is not None and recipe.backbone is not None:
         run.frozen.fold(module.get_submodule(recipe.backbone[1]))
     scores = score_module(module, recipe, splits.test)
-    figures = run.figures()
+    figures = run.figures() | run.measure_scaling()
     if recipe.report is not None:
         with users_code("the recipe's report failed"):
             report = json_value(dict(recipe.report(module, splits)))
@@ -393,11 +395,11 @@ class Run:
         if self.backbone is not None and options.unfreeze is None:
             self.frozen = freeze(module, recipe, train, splits.calibration, device)
             run, train = self.frozen.head, self.frozen.train
-        self.batches = make_batches(recipe, train, settings, group)
+        self.batches = choose_batches(recipe, train, settings, group)
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
-        self.state = State()
+        self.state = State(amp=settings.amp_dtype is not None)
         self.notes, self.history = self.state.notes, self.state.history
         self.run = run
         self._make_optimiser()
@@ -413,7 +415,6 @@ class Run:
         for array in (labels, *splits.train.inputs.values()):
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             checksum = zlib.crc32(flat.data, checksum)
-        own = self.batches.augmentation
         self.described = {  # all that a run has in common with the one whose state it goes on from
             "recipe": name,
             "epochs": settings.epochs,
@@ -426,7 +427,7 @@ class Run:
             "learning_rate": recipe.learning_rate,
             "unfreeze": options.unfreeze,
             "processes": group.size,
-            "augment": own.describe() if own else None,
+            "augment": self.batches.figures()["augment"],
             "classes": list(splits.classes),
             "image": splits.image.to_dict() if splits.image else None,
             "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
@@ -458,7 +459,10 @@ class Run:
             "one-cycle": lambda: kinds.OneCycleLR(self.optimiser, highest, steps + 1),
             "constant": lambda: kinds.ConstantLR(self.optimiser, 1.0, 1),
         }[recipe.schedule]()
-        half = self.settings.amp_dtype == torch.float16
+        self._make_scaler()
+
+    def _make_scaler(self) -> None:
+        half = self.state.amp and self.settings.amp_dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.settings.device.type, enabled=half)
 
     def step(
@@ -469,24 +473,7 @@ class Run:
         `weight`: that of the loss, where other processes average their gradients with these.
         Raises OutOfMemory, Unsupported for a failed compilation, BadInput where the recipe fails.
         """
-        self.optimiser.zero_grad(set_to_none=True)
-        device, amp_dtype = self.settings.device, self.settings.amp_dtype
-        try:
-            with module_errors(
-                f"the recipe's model or loss failed on {len(labels)} samples, {device}"
-            ):
-                with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
-                    loss: torch.Tensor = self.recipe.loss(self.run(*inputs), labels)
-                scaled: Any = self.scaler.scale(loss * weight)
-                scaled.backward()
-        except BadInput as exc:
-            cause = exc.__cause__
-            if not type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise
-            raise Unsupported(
-                f"torch.compile failed: {type(cause).__name__}: {first_line(cause or exc)}",
-                hint="leave `compile` out",
-            ) from cause
+        loss = self.gradients(inputs, labels, weight)
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
             torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip_norm)
@@ -498,6 +485,30 @@ class Run:
             self.state.skipped += 1
         else:
             self.schedule.step()
+        return loss
+
+    def gradients(
+        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Compute the gradients, leave the weights, and return the mean loss. Raises as `step`."""
+        self.optimiser.zero_grad(set_to_none=True)
+        device, amp_dtype = self.settings.device, self.settings.amp_dtype
+        try:
+            with module_errors(
+                f"the recipe's model or loss failed on {len(labels)} samples, {device}"
+            ):
+                with torch.autocast(device.type, amp_dtype, enabled=self.state.amp):
+                    loss: torch.Tensor = self.recipe.loss(self.run(*inputs), labels)
+                scaled: Any = self.scaler.scale(loss * weight)
+                scaled.backward()
+        except BadInput as exc:
+            cause = exc.__cause__
+            if not type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            raise Unsupported(
+                f"torch.compile failed: {type(cause).__name__}: {first_line(cause or exc)}",
+                hint="leave `compile` out",
+            ) from cause
         return loss.detach()
 
     def _has_batch_norm(self) -> bool:
@@ -518,6 +529,8 @@ class Run:
             if state is not None:
                 self._restore(state)
                 self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
+        if self.batches.note:
+            on_progress(self.batches.note, 0.0)
         while len(self.history) < self.settings.epochs and not self._stalled():
             self._train_epoch(on_progress)
             state = self._save_state() if options.checkpoint is not None else {}
@@ -540,32 +553,31 @@ class Run:
             _log.warning(self.unsaved[path])
 
     def _train_epoch(self, on_progress: Progress) -> None:
-        """Run one epoch. Raises Unsupported for a loss that is not finite."""
-        batches, epochs, epoch = self.batches, self.settings.epochs, len(self.history) + 1
-        samples, count, size = len(batches.labels), len(batches), self.group.size
-        waited_s, skipped, done = batches.waited.seconds, self.state.skipped, 0
-        self.module.train()
-        if self.backbone is not None:
-            self.backbone.eval()  # its statistics stay those of the weights it came with
-        total = torch.zeros((), device=self.settings.device)
-        started = reported = time.perf_counter()
-        for number, (inputs, labels, share) in enumerate(batches, 1):
-            whole = min(batches.batch_size, samples - done)
-            total += self.step(inputs, labels, share * size) * (share * whole)
-            done += whole
-            now = time.perf_counter()
-            if now - reported > _REPORT_S and number < count:
-                reported = now
-                text = f"epoch {epoch}/{epochs}, {number}/{count} steps"
-                text += f", {done / (now - started):,.0f} samples/s"
-                on_progress(text, (epoch - 1 + number / count) / epochs)
-        loss = sum(self.group.gather(float(total))) / samples
+        """Run one epoch, again in float32 if mixed precision gave a loss that is not finite.
+
+        Raises Unsupported if the loss is not finite in float32 either, or with FSDP.
+        """
+        samples, epochs = len(self.batches.labels), self.settings.epochs
+        epoch, skipped, both = len(self.history) + 1, self.state.skipped, ""
+        again = self.state.amp and not self.settings.options.fsdp
+        start = copy.deepcopy(self._save_state()) if again else None
+        started, waited_s = time.perf_counter(), self.batches.waited.seconds
+        loss = self._run_epoch(on_progress)
+        if start is not None and not math.isfinite(loss):
+            start["state"]["amp"], both = False, ", in mixed precision and in float32"
+            self._restore(start)
+            self.notes.append(
+                f"{self.settings.precision} gave a loss of {loss} in epoch {epoch}; from its start "
+                "on the run is in float32"
+            )
+            _log.warning(self.notes[-1])
+            loss = self._run_epoch(on_progress)
         seconds = max(time.perf_counter() - started, 1e-9)
-        waited_s = batches.waited.seconds - waited_s
+        waited_s = self.batches.waited.seconds - waited_s
         if not math.isfinite(loss):
-            mixed = "compute in float32 (`amp` off), " if self.settings.amp_dtype else ""
+            mixed = "compute in float32 (`amp` off), " if self.state.amp else ""
             raise Unsupported(
-                f"training diverged: the loss is {loss} in epoch {epoch}",
+                f"training diverged: the loss is {loss} in epoch {epoch}{both}",
                 hint=f"{mixed}lower `learning_rate`, limit the gradients (the recipe's clip_norm), "
                 "or look for NaN in the labels and the loss",
             )
@@ -590,6 +602,27 @@ class Run:
         )
         text = f"epoch {epoch}/{epochs}, loss {loss:.4f}, {samples / seconds:,.0f} samples/s"
         on_progress(text, epoch / epochs)
+
+    def _run_epoch(self, on_progress: Progress) -> float:
+        """Return the mean loss of the epoch."""
+        batches, epochs, epoch = self.batches, self.settings.epochs, len(self.history) + 1
+        samples, count, size, done = len(batches.labels), len(batches), self.group.size, 0
+        self.module.train()
+        if self.backbone is not None:
+            self.backbone.eval()  # its statistics stay those of the weights it came with
+        total = torch.zeros((), device=self.settings.device)
+        started = reported = time.perf_counter()
+        for number, (inputs, labels, share) in enumerate(batches, 1):
+            whole = min(batches.batch_size, samples - done)
+            total += self.step(inputs, labels, share * size) * (share * whole)
+            done += whole
+            now = time.perf_counter()
+            if now - reported > _REPORT_S and number < count:
+                reported = now
+                text = f"epoch {epoch}/{epochs}, {number}/{count} steps"
+                text += f", {done / (now - started):,.0f} samples/s"
+                on_progress(text, (epoch - 1 + number / count) / epochs)
+        return float(sum(self.group.gather(float(total))) / samples)
 
     def _stalled(self) -> bool:
         """Keep the best epoch's weights, and say whether `patience` has run out."""
@@ -634,6 +667,7 @@ class Run:
     def _restore(self, saved: dict[str, Any]) -> None:
         vars(self.state).update(saved["state"])
         self.history, self.notes = self.state.history, self.state.notes
+        self._make_scaler()  # mixed precision may have been given up
         for name, each in self._parts().items():
             each.load_state_dict(saved["parts"][name])
         random = saved["random"][self.group.rank]
@@ -641,6 +675,23 @@ class Run:
         torch.set_rng_state(random["torch"])
         if "cuda" in random and self.settings.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.settings.device)
+
+    def measure_scaling(self) -> dict[str, Any]:
+        """Return what the other processes cost; measured after the weights were copied."""
+        if self.group.size == 1:
+            return {}
+        if self.settings.options.fsdp:
+            return {"processes": self.group.size, "fsdp": True}
+        inputs, labels, _ = next(iter(self.batches))
+        found = measure_scaling(
+            self.run, lambda: self.gradients(inputs, labels), self.group, self.settings.device
+        )
+        self.notes.append(
+            f"{self.group.size} processes: scaling efficiency "
+            f"{found['scaling_efficiency']:.1%}, communication {found['communication_share']:.1%} "
+            "of a step"
+        )
+        return found
 
     def figures(self) -> dict[str, Any]:
         """Return how it was trained, and each epoch, for the manifest."""
@@ -650,12 +701,10 @@ class Run:
         images = ("classes", "image", "preprocess")
         return {
             "epochs": epochs,
-            **{key: self.described[key] for key in (*shared, "augment")},
+            **{key: self.described[key] for key in shared},
             "device": str(settings.device),
-            "processes": self.group.size,
-            "fsdp": settings.options.fsdp,
             "threads": torch.get_num_threads(),
-            "amp": settings.amp_dtype is not None,
+            "amp": state.amp,
             "tf32": settings.tf32,
             "compile": settings.options.compile,
             "channels_last": settings.channels_last,
@@ -664,6 +713,7 @@ class Run:
             "samples_per_s": round(samples * epochs / max(state.seconds, 1e-9), 1),
             "skipped_steps": state.skipped,
             "loader_share": round(state.waited_s / max(state.seconds, 1e-9), 4),
+            **self.batches.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **{key: self.described[key] for key in images if self.described[key]},

@@ -57,8 +57,8 @@ def train(
         data: the recipe's data, where it does not bring its own.
         learning_rate: in place of the recipe's, which was found with the recipe's own data.
         amp: mixed precision, "off", "bf16" or "fp16"; by default on a GPU, in bf16 where it has it.
-        augment: change the images of each batch at random, as the recipe declares; None as the
-            recipe says.
+        augment: change the images of each batch at random, as the recipe declares, on the processor
+            that takes less time; None as the recipe says.
         weights: a file to start from.
         checkpoint: a file that gets the whole state after each epoch, and from which the same call
             goes on.

@@ -138,7 +138,7 @@ ON = TrainingOptions(device="cpu", epochs=2, augment=True)
 
 
 def batches(change: Any = EVERYTHING, *group: Any) -> Batches:
-    augmentation = Augmentation(change, 0)
+    augmentation = Augmentation(change, 0, CPU)
     return Batches(SPLITS.train, CPU, 7, 3, Processes(*group), augmentation)
 
 
@@ -148,12 +148,29 @@ def same(one: Trained, other: Trained) -> bool:
     return equal and losses(one) == losses(other)
 
 
+@pytest.mark.parametrize("workers", [3, 50])
+def test_the_number_of_threads_that_make_batches_changes_no_bit(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run_training(RECIPE, SPLITS, ON)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(loader, "free_cores", lambda _device: workers)
+    made = run_training(RECIPE, SPLITS, ON)
+    assert made.figures["workers"] == workers
+    assert same(alone, made)
+    assert torch.get_num_threads() == threads
+    assert losses(alone) != losses(run_training(RECIPE, SPLITS, replace(ON, augment=False)))
+
+
 def test_a_recipe_declares_its_augmentation_in_a_line_or_by_default() -> None:
     expected = run_training(RECIPE, SPLITS, ON)
     assert same(run_training(flat(BYTES, EVERYTHING.to_dict()), SPLITS, ON), expected)
     by_default = replace(RECIPE, augmented=True)
     assert same(run_training(by_default, SPLITS, replace(ON, augment=None)), expected)
-    assert expected.figures["augment"] == repr(EVERYTHING)
+    figures = expected.figures
+    assert (figures["augment"], figures["augment_on"]) == (repr(EVERYTHING), "cpu")
+    assert figures["workers"] >= 1
+    assert "augmentation runs on the CPU, as the training does" in expected.notes
     for recipe, augment in ((by_default, False), (RECIPE, None)):
         plain = run_training(recipe, SPLITS, replace(ON, augment=augment))
         assert plain.figures["augment"] is None
@@ -211,6 +228,7 @@ def test_a_run_says_how_long_it_waited_for_its_data(
         return torch.nn.functional.cross_entropy(y, labels)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(loader, "prefetch", lambda make, parts, _: map(make, parts))
     recipe = replace(flat(BYTES, change), loss=loss)
     trained = run_training(recipe, SPLITS, replace(ON, epochs=1))
     assert trained.figures["loader_share"] == round(augment_s / (augment_s + 15), 4)
@@ -262,6 +280,21 @@ def test_images_that_cannot_be_augmented_are_refused(
         run_training(recipe, bright(images), ON)
 
 
+def slow(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    torch.rand(300_000).sort()
+    return images
+
+
+def test_the_processor_that_takes_less_time_augments() -> None:
+    fast, heavy = batches(lambda images, _: images), batches(slow)
+    for on_cpu, on_gpu, name in ((fast, heavy, "CPU"), (heavy, fast, "GPU")):
+        chosen = loader.faster(on_cpu, lambda made=on_gpu: made)
+        assert chosen is fast
+        assert chosen.note.startswith(f"augmentation runs on the {name}: ")
+    assert "does not fit" in loader.faster(fast, lambda: batches(lacking)).note
+    assert torch.equal(next(iter(fast))[1], next(iter(batches()))[1])  # in the order as before
+
+
 class Event:
     """Stands in for a GPU's: each is recorded at the next of these times."""
 
@@ -295,3 +328,4 @@ def test_training_on_a_gpu_gets_the_same_batches() -> None:
     options = replace(ON, device="cuda", amp="off", tf32=False)
     trained = run_training(RECIPE, SPLITS, options)
     assert losses(trained) == pytest.approx(losses(run_training(RECIPE, SPLITS, ON)), rel=1e-3)
+    assert trained.figures["augment_on"] in ("cpu", "cuda")

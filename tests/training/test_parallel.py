@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Split
 from deploykit.training import data as batches
-from deploykit.training.data import Batches
+from deploykit.training.data import Augmentation, Batches
 from deploykit.training.distributed import Processes, join_processes, parallel
 from deploykit.training.loop import run_training
 from deploykit.training.options import TrainingOptions, choose_device
@@ -104,7 +104,13 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path, options: dict[str,
     assert len(one["losses"]) == options["epochs"]
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert two["weights"] == pytest.approx(one["weights"], abs=1e-4)
-    assert (two["figures"]["processes"], two["figures"]["fsdp"]) == (2, "fsdp" in options)
+    figures = two["figures"]
+    assert figures["processes"] == 2
+    if "fsdp" not in options:
+        shares = (figures["scaling_efficiency"], figures["communication_share"])
+        assert all(0 <= each <= 1 for each in shares)
+        note = "2 processes: scaling efficiency {:.1%}, communication {:.1%} of a step"
+        assert note.format(*shares) in two["notes"]
 
 
 @only_in_a_campaign
@@ -165,10 +171,9 @@ def test_data_on_the_gpu_are_not_copied_again(name: str, pinned: list[Any]) -> N
     assert (x.device, labels.device, share, pinned) == (META, META, 1.0, [])
 
 
-def test_batches_of_data_that_stay_in_memory_are_pinned_and_copied(pinned: list[Any]) -> None:
-    made = Batches(SPLIT, CPU, 4, 0)
-    made.device = META
-    (x, *_), labels, _ = next(iter(made))
+def test_batches_that_the_cpu_augments_are_pinned_and_copied(pinned: list[Any]) -> None:
+    augmentation = Augmentation(lambda images, _: images, 0, CPU)
+    (x, *_), labels, _ = next(iter(Batches(SPLIT, META, 4, 0, None, augmentation)))
     assert (x.device, labels.device, pinned) == (META, META, [CPU, CPU])
 
 
