@@ -1,12 +1,13 @@
 """Find what a target's runtime cannot run in a graph, before a long build fails.
 
 `deploykit build --check` asks TensorRT's parser, which decides. The checks here need no TensorRT:
-operators that no version of it has, and Q/DQ pairs that are placed for another runtime.
+operators that no version of it has, types without layers, and Q/DQ pairs that are placed for
+another runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import onnx
 
@@ -16,8 +17,9 @@ from deploykit.core.evidence import Problem
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES, Runtime
 from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name
 from deploykit.graph.skeleton import all_nodes
-from deploykit.graph.validate import RUNTIME_DOMAINS
+from deploykit.graph.validate import RUNTIME_DOMAINS, STANDARD_DOMAINS
 
 _STANDARD = ("", "ai.onnx")
 # Source: https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md
@@ -37,6 +39,8 @@ _NO_OPERATORS |= dict.fromkeys(
 NO_BFLOAT16 = frozenset(
     ("Celu", "GRU", "GlobalLpPool", "HardSwish", "LpNormalization", "LpPool", "Mish")
 ) | {"RandomNormalLike", "RandomUniformLike"}
+# No layer computes in these types; uint8 and the quantized types have rules of their own.
+_NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"))
 
 
 def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
@@ -44,7 +48,11 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
 
     Empty means that nothing is known against the model, not that a build is sure to succeed.
     """
-    refused = _refused(source) if profile.runtime == "tensorrt" else ()
+    refused = _refused(source, by_type=True)
+    if profile.runtime != "tensorrt":
+        why = "ONNX Runtime has no operators of the domain '{}' of its own"
+        others = ((n, n.domain) for n, _ in refused if n.domain not in STANDARD_DOMAINS)
+        refused = ((n, why.format(d)) for n, d in others if not d.startswith(RUNTIME_DOMAINS))
     return tuple(Problem(node.name, node.op_type, why) for node, why in refused)
 
 
@@ -92,12 +100,17 @@ def placed_for(source: Artefact, graph: Graph) -> Runtime | None:
     return RUNTIMES.get(record.runtime) if record and int8 else None
 
 
-def _refused(source: Graph) -> Iterator[tuple[onnx.NodeProto, str]]:
-    """Yield each node that TensorRT refuses, with the reason; also those in the own functions."""
+def _refused(source: Graph, by_type: bool = False) -> Iterator[tuple[onnx.NodeProto, str]]:
+    """Yield each node that TensorRT refuses, with the reason; also those in the own functions.
+
+    `by_type`: also nodes whose types it has no layers for, or computes in float32.
+    """
     functions, stored = source.model.functions, source.initializers
+    types = {name: dtype_name(kind) for name, kind in source.element_types.items()}
     own = {(function.domain, function.name) for function in functions}
-    inside = (node for function in functions for node in function.node)
-    for node in (*all_nodes(source.model.graph), *inside):
+    nodes = [(node, types) for node in all_nodes(source.model.graph)]
+    nodes += [(node, {}) for function in functions for node in function.node]
+    for node, kinds in nodes:
         if (node.domain, node.op_type) in own:
             continue
         why = _NO_OPERATORS.get(node.op_type, "")
@@ -106,13 +119,29 @@ def _refused(source: Graph) -> Iterator[tuple[onnx.NodeProto, str]]:
         elif node.domain not in _STANDARD:
             why = f"has the domain '{node.domain}': TensorRT needs a plugin for it"
         elif node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            values = stored.get(node.input[0])
-            zero = "".join(node.input[2:])
-            if values is not None and values.data_type == onnx.TensorProto.INT32:
+            low, zero = kinds.get(node.input[0]), "".join(node.input[2:])
+            if low == "int32":
                 why = "dequantizes int32: leave biases in float32"
-            elif values is not None and values.data_type == onnx.TensorProto.UINT8:
+            elif low == "uint8" and node.input[0] in stored:
                 why = "its weights are uint8: TensorRT takes int8, int4 and float8"
             elif zero in stored and source.array(zero).astype("float32").any():
                 why = "its zero point is not 0: TensorRT quantizes symmetrically"
+        why = why or (_type(node, kinds) if by_type else "")
         if why:
             yield node, why
+
+
+def _type(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
+    """Return why TensorRT has no layers for the node's types; empty if it has."""
+    written = {types.get(name, "") for name in node.output}
+    both = written | {types.get(name, "") for name in node.input}
+    for kind in sorted(both & _NO_LAYERS):
+        return f"TensorRT has no tensors of {kind}"
+    casts = ("Cast", "CastLike", "QuantizeLinear", "DequantizeLinear")
+    if "uint8" in both and node.op_type not in casts:
+        return "uint8 is for the model's inputs and outputs only: cast it first"
+    if "bfloat16" in both and node.op_type in NO_BFLOAT16:
+        return "TensorRT has it in float32 and float16, not in bfloat16"
+    if "float64" in written and node.op_type != "Constant":
+        return "computes in float64, which TensorRT turns into float32"
+    return ""

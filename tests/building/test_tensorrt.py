@@ -117,6 +117,7 @@ def test_tensorrt_for_rtx_checks_where_it_alone_is_installed(rig: Rig, error: st
 # what a target, a TensorRT or a file cannot give is refused before TensorRT builds
 
 DLA: dict[str, Any] = {"profile": "jetson-orin-nx-16gb", "dla": 1, "batch": ONE}
+NO_DLA = r"has no DLA: it exists up to 10\.7 .* and from 11\.4\.1"
 OLD: dict[str, Any] = {"version": "10.3.0", "dla_cores": 2}
 NANO = {"profile": "jetson-orin-nano-8gb"}
 SAME = {"hardware_compatible": "same-compute-capability"}
@@ -135,7 +136,12 @@ TO_10_16 = replace(load_profile("l4"), tensorrt_max="10.16")
         ({"dla": 0}, OLD, Unsupported, "profile l4 has no DLA"),
         ({"profile": "jetson-orin-nx-8gb", "dla": 1}, OLD, Unsupported, "has 1 DLA core, counted"),
         ({"profile": "jetson-agx-orin-64gb", "dla": -1}, OLD, Unsupported, "has 2 DLA cores"),
+        (DLA, {**OLD, "version": "10.8.0"}, Unsupported, NO_DLA),
+        (DLA, {**OLD, "version": "11.4.0.106"}, Unsupported, NO_DLA),
         (DLA, {**OLD, "dla_cores": 1}, Unsupported, "`dla` 1: TensorRT finds 1"),
+        ({**DLA, "batch": AxisRange(1, 8, 32)}, OLD, BadInput, "a DLA takes no dynamic sizes"),
+        ({**DLA, "axes": {"T": AxisRange(1, 2, 3)}}, OLD, BadInput, "takes no dynamic sizes"),
+        ({**DLA, "model": None}, OLD, Unsupported, "FP16 and INT8 only, the graph is fp32"),
         ({}, {"version": "8.6.2"}, Unsupported, r"TensorRT 8\.6\.2 is installed.*no types"),
         ({}, {"driver": False}, Unsupported, "cannot start: no NVIDIA driver"),
         ({"plugins": (Path("libno.so"),)}, {}, NotFound, r"libno\.so: no such plugin library"),

@@ -1,4 +1,4 @@
-"""What speaks against a graph before a build: by operator and by pair of quantization.
+"""What speaks against a graph before a build: by operator, by type, by pair of quantization.
 
 Each refusal here was also seen from the parser of TensorRT 11.4.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.profile import load_profile
@@ -38,6 +38,12 @@ def test_plain_models_have_no_findings(profile: str) -> None:
         assert unsupported(make(), target) == ()
 
 
+@pytest.mark.parametrize(("kind", "found"), [("bfloat16", 1), ("float16", 0)])
+def test_support_is_asked_by_operator_and_type(kind: str, found: int) -> None:
+    problems = unsupported(graph("r = Relu(x) y = HardSwish(r)", kind, kind), NEWEST)
+    assert [each.operator for each in problems] == ["HardSwish"] * found
+
+
 def test_every_bad_node_is_listed_those_in_bodies_too() -> None:
     branch = "() => (float[] u) { [inner] u = Unique(x) }"
     both = f"y = If <then_branch = t {branch}, else_branch = e {branch}> (c)"
@@ -51,14 +57,19 @@ def test_every_bad_node_is_listed_those_in_bodies_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("domain", "says"), [("com.microsoft", "com.microsoft"), ("mine", "'mine'")]
+    ("domain", "profile", "says"),
+    [
+        ("com.microsoft", "h100-sxm", "com.microsoft plugin"),
+        ("com.microsoft", "cpu", ""),
+        ("mine", "cpu", "'mine'"),
+    ],
 )
-def test_an_operator_of_another_domain_needs_a_plugin(domain: str, says: str) -> None:
-    model = graph(f"y = {domain}.FusedMatMul(x, x)")
-    (problem,) = unsupported(model, NEWEST)
-    assert says in problem.why
-    assert "plugin" in problem.why
-    assert unsupported(model, load_profile("cpu")) == ()
+def test_an_operator_of_another_domain_is_a_stranger(domain: str, profile: str, says: str) -> None:
+    target = load_profile(profile)
+    found = unsupported(graph(f"y = {domain}.FusedMatMul(x, x)"), target)
+    assert len(found) == bool(says)
+    assert all(word in problem.why for problem in found for word in says.split())
+    assert profile != "cpu" or unsupported(graph("y = Det(x)"), target) == ()
 
 
 @pytest.mark.parametrize("profile", ["h100-sxm", "cpu"])
@@ -72,6 +83,24 @@ def test_a_function_of_the_models_own_is_no_stranger_and_its_nodes_are_checked(
         model.functions.append(helper.make_function("mine", "Zap", ["a"], ["b"], inside, imports))
         found = [problem.node for problem in unsupported(model, load_profile(profile))]
         assert found == ["within"] * (operator == "Det" and profile != "cpu")
+
+
+def test_bytes_may_come_in_and_be_cast_but_nothing_else() -> None:
+    assert unsupported(graph("y = Cast <to = 1> (x)", "uint8"), NEWEST) == ()
+    (problem,) = unsupported(graph("t = Transpose(x) y = Cast <to = 1> (t)", "uint8"), NEWEST)
+    assert (problem.node, "cast it first" in problem.why) == ("t", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        *((kind, f"no tensors of {kind.lower()}") for kind in ("INT16", "UINT32", "STRING")),
+        ("DOUBLE", "float64"),
+    ],
+)
+def test_a_type_that_tensorrt_has_no_tensors_of_is_named(kind: str, says: str) -> None:
+    there = f"t = Cast <to = {getattr(TensorProto, kind)}> (x)"
+    assert says in unsupported(graph(f"{there} y = Cast <to = 1> (t)"), NEWEST)[0].why
 
 
 @pytest.mark.parametrize(("kind", "words"), [(np.int32, "biases"), (np.uint8, "uint8")])

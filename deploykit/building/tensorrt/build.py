@@ -39,6 +39,7 @@ from deploykit.building.tensorrt.module import (
 from deploykit.building.tensorrt.options import (
     Options,
     ShapeRange,
+    check_graph,
     check_options,
     check_target,
     ranges,
@@ -393,6 +394,7 @@ def _build_plan(
     for location in external_files(model):
         check_data_file(model, location, str(model))
     check_options(options)
+    check_graph(options, model)
     on_progress("parsing", 0.0)
     attempt = partial(_Attempt, nv, start(nv), model, options, on_progress, here, checking)
     load_plugins(nv, map(Path, options.shapes.plugins))

@@ -12,10 +12,12 @@ from deploykit.building.builder import Shapes
 from deploykit.building.tensorrt.module import version
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Layer
+from deploykit.core.precision import narrowest
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.tensorrt.compatibility import version_numbers
+from deploykit.graph.graph import Graph
 
 # All checks of size ranges are made here, as TensorRT reports its own late and only in its log.
 
@@ -186,13 +188,13 @@ def check_options(options: Options) -> None:
         raise Unsupported(
             f"`dla` {options.shapes.dla}: profile {profile.name} has "
             + (f"{cores} DLA core{'s'[: cores > 1]}, counted from 0" if cores else "no DLA"),
-            hint="leave out `dla` to run everything on the GPU",
+            hint=_ON_GPU,
         )
 
 
 def check_target(nv: Any, options: Options) -> None:
-    """Raise Unsupported when the profile's target does not run this TensorRT."""
-    profile = options.profile
+    """Raise Unsupported when the profile's target, or its DLA, does not run this TensorRT."""
+    profile, core = options.profile, options.shapes.dla
     low, high = profile.tensorrt_min, profile.tensorrt_max
     before = low is not None and version(nv) < version_numbers(low)
     if before or (high is not None and version(nv) > version_numbers(high)):
@@ -200,13 +202,41 @@ def check_target(nv: Any, options: Options) -> None:
             f"profile {profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
             f"the installed one is {nv.__version__}"
         )
+    if core is not None and (10, 8) <= version_numbers(nv.__version__) < (11, 4, 1):
+        raise Unsupported(
+            f"`dla` {core}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 (JetPack 6) "
+            "and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
+            hint=_ON_GPU,
+        )
+
+
+# Source of the checks for a Jetson's deep learning accelerator (DLA): NVIDIA's TensorRT
+# documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed Networks for DLA". Not yet run
+# on a DLA.
+_ON_GPU = "leave out `dla` to run everything on the GPU"
+
+
+def check_graph(options: Options, model: Path) -> None:
+    """Raise BadInput for sizes that vary and Unsupported for a precision that a DLA lacks."""
+    if options.shapes.dla is None:
+        return
+    for name, axis in {"batch": options.batch, **options.axes}.items():
+        if axis.minimum != axis.maximum:
+            raise BadInput(
+                f"`dla` {options.shapes.dla}: a DLA takes no dynamic sizes, and {name} is {axis}",
+                hint=f"build one size: {name} {axis.optimum}",
+            )
+    found = narrowest(Graph.open(model).precision)
+    if found not in ("fp16", "int8"):
+        raise Unsupported(
+            f"{model}: `dla` {options.shapes.dla}: a DLA computes in FP16 and INT8 only, the graph "
+            f"is {found}",
+            hint="`precision` fp16",
+        )
 
 
 def note_dla(layers: Sequence[Layer] | None, core: int | None, where: str) -> tuple[str, ...]:
-    """Return how many layers run on DLA core `core`. Raises Unsupported where none does.
-
-    TensorRT runs on the GPU what a DLA cannot, as float32 or dynamic sizes. Not yet run on a DLA.
-    """
+    """Return how many layers run on DLA core `core`. Raises Unsupported where none does."""
     if core is None:
         return ()
     if layers is None:
@@ -216,8 +246,7 @@ def note_dla(layers: Sequence[Layer] | None, core: int | None, where: str) -> tu
         raise Unsupported(
             f"{where}: none of its {len(layers)} layers runs on DLA core {core}: TensorRT put all "
             "of them on the GPU",
-            hint="a DLA takes FP16 and INT8 at fixed sizes, and exists up to TensorRT 10.7 and "
-            "from 11.4.1; leave out `dla` to run everything on the GPU",
+            hint=_ON_GPU,
         )
     return (f"{count} of {len(layers)} layers run on DLA core {core}, the others on the GPU",)
 
