@@ -115,7 +115,7 @@ class Loaded:
 class Undescribed(BadInput):
     """A file, folder or module does not say what the model or its inputs are.
 
-    `arch`: torchvision's model that has these weights; "" where that is not known.
+    `arch`: of the library's model that has these weights; "" where that is not known.
     """
 
     arch = ""
@@ -134,11 +134,10 @@ def undescribed(
     """
     known = recognise(weights, Path(str(where))) if weights else None
     if known is not None:
-        message = (
-            f"{where}: does not say what the model is; these are the weights of torchvision's "
-        )
-        error = Undescribed(message + known, hint=f"`arch` {known}")
-        error.arch = known
+        whose, name = known
+        message = f"{where}: does not say what the model is; these are the weights of {whose}"
+        error = Undescribed(message, hint=f"`arch` {name}")
+        error.arch = name
         return error
     builds = (
         "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "

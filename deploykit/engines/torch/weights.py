@@ -171,7 +171,7 @@ def _misfit(
     listed = (f"{why}{list_names(names, _SHOWN)}" for why, names in reasons.items() if names)
     return BadInput(
         f"{where}: weights do not fit the model: {'; '.join(listed)}",
-        hint=f"these are the weights of torchvision's {known}: `arch` {known}" if known else None,
+        hint=f"these are the weights of {known[0]}: `arch` {known[1]}" if known else None,
     )
 
 
