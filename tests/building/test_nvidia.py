@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,11 @@ import onnx
 import pytest
 
 from deploykit.building.build import check_build
+from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import build, check
 from deploykit.building.tensorrt.options import AxisRange
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.engines.tensorrt.log import LogErrors, logger
 from tests.support.builders.nvidia_cases import ask, checked, needs, options
 from tests.support.graphs.protos import to_half
 from tests.support.graphs.small import parse
@@ -171,6 +175,26 @@ def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> No
     assert "workspace limit" in found.problems[0]
     assert "Plugin" in checked(FOREIGN, tmp_path).problems[0]
     assert checked(linear(), tmp_path).accepted
+
+
+def test_a_refused_plan_has_its_own_reason_on_each_of_several_threads() -> None:
+    """The library logs a refusal on the thread that calls it."""
+    nv, together = module.module(), threading.Barrier(2)
+    runtime = nv.Runtime(logger(nv))
+
+    def reason(content: bytes) -> str:
+        together.wait(20)
+        with pytest.raises(Unsupported) as caught:
+            LogErrors(nv, Path("m.trt"), "cuda:0").call(
+                "load", runtime.deserialize_cuda_engine, content
+            )
+        return caught.value.message
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            damaged, empty = threads.map(reason, [b"ftrt" + bytes(100), b""])
+            assert "incompatible serialization" in damaged
+            assert "incompatible serialization" not in empty
 
 
 def test_a_plan_of_rtx_is_never_kept_and_needs_the_lean_runtime_elsewhere(tmp_path: Path) -> None:

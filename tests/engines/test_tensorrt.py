@@ -24,7 +24,7 @@ from deploykit.core.extras import installed
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost, cuda_error
-from deploykit.engines.tensorrt.log import logger
+from deploykit.engines.tensorrt.log import LogErrors, logger
 from tests.support.campaign import rounds
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, replaced, tensor
 from tests.support.runtimes.gpu_machine import Opened, X, Y, right
@@ -409,6 +409,22 @@ def test_lines_of_earlier_calls_and_other_threads_are_not_the_reason(opened: Ope
         opened.engine({"x": rows(2)})
 
 
+def test_threads_that_fail_at_once_have_each_its_own_reason() -> None:
+    nv, together = FakeTensorRt(FakeCuda(new_machine=False)), threading.Barrier(3)
+
+    def fails(number: int) -> None:
+        logger(nv).log(nv.ILogger.Severity.ERROR, f"reason {number}")
+        together.wait(20)
+
+    def reason(number: int) -> str:
+        with pytest.raises(Unsupported) as caught:
+            LogErrors(nv, Path("m.trt"), "cuda:0").call("call", fails, number)
+        return caught.value.message.rpartition(": ")[2]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(reason, range(3))) == ["reason 0", "reason 1", "reason 2"]
+
+
 def test_an_engine_built_for_a_dla_core_runs_on_it() -> None:
     with Opened(dla=1, notes=("loaded on trust",)) as found:
         assert found.engine.notes == ("loaded on trust",)
@@ -696,12 +712,24 @@ def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
 # the module that owns TensorRT
 
 
-def test_tensorrt_that_is_not_from_pip_names_no_cuda() -> None:
-    """As NVIDIA's Debian packages and images have it; the driver's newest says nothing of it."""
+@pytest.mark.parametrize(
+    ("content", "major"),
+    [(b"\0libcudart.so.12\0", "12"), (b"libcudart.so.13", "13"), (b"static", "")],
+)
+def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, major: str
+) -> None:
+    """As NVIDIA's Debian packages and images have it: no record of pip's is there."""
+    library = tmp_path / "libnvinfer.so.10.3.0"
+    library.write_bytes(content)
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f01 r-xp 0000 08:01 12   {library}\n7f02-7f03 rw-p 0 0:0 0 [heap]\n")
     with replaced("tensorrt", FakeTensorRt()):
         opening = importlib.import_module("deploykit.engines.tensorrt.open")
-        assert opening.tensorrt_cuda() == ""
-        assert "cuda" not in opening.here(FakeCuda()).facts()
+        monkeypatch.setattr(opening, "_MAPS", maps)
+        assert opening.tensorrt_cuda() == major
+        machine = opening.here(FakeCuda())
+    assert machine.facts().get("cuda", "") == major  # never that of the driver
 
 
 @pytest.mark.nvidia

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import require
+from deploykit.core.machine import file_text
 from deploykit.engines.tensorrt.compatibility import (
     Here,
     check_version,
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from deploykit.engines.cuda.driver import CudaDevice
 
 trt = require("tensorrt")
+_MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
+_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
 
 
 def open_engine(
@@ -69,13 +74,19 @@ def here(driver: CudaDevice) -> Here:
 
 @functools.cache
 def tensorrt_cuda() -> str:
-    """Return the CUDA major of TensorRT, which pip's packages have in their names.
+    """Return the CUDA major of TensorRT; empty if it is not known.
 
-    Empty for one of another origin, as of a .deb or of an image.
+    pip's packages have it in their names. A library of another origin, as of a .deb or of an image,
+    names the libcudart that it loads.
     """
-    found = []
+    found = set()
     for major in ("12", "13"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.version(f"tensorrt-cu{major}-bindings")
-            found.append(major)
-    return found[0] if len(found) == 1 else ""
+            found.add(major)
+    if not found:
+        for path in set(re.findall(r"(?m)/\S*/libnvinfer\.so\.[\d.]+$", file_text(_MAPS))):
+            with contextlib.suppress(OSError, ValueError), Path(path).open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                found |= {each.decode() for each in _CUDART.findall(content)}
+    return found.pop() if len(found) == 1 else ""
