@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -578,6 +579,7 @@ def test_a_client_that_reads_a_byte_at_a_time_is_disconnected(eventually: Eventu
             while connections(server):
                 client.send(8, 0, 1, b"\0\0\0\1")
                 client.settle()
+                time.sleep(0.002)  # below 500 bytes a second; 4,096 are enough
         eventually(lambda: connections(server) == 0)
         assert held(server) == 0
 
