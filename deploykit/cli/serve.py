@@ -38,7 +38,7 @@ Batching:
 --max-batch N           Largest number of samples per call; 1 never joins requests
 --assume-batched        Join requests without a trial that answers stay the same
 --max-delay-us MICROSECONDS  How long to wait for more requests
---slo-ms MS             Adapt batch and delay to keep p99 below this
+--slo-ms MS             Adapt batch and queue, and cut the delay, to keep p99 below this
 --buckets AXIS=16,32,64[:INPUT=VALUE]  Pad a dynamic axis to these sizes, to share batches, and an
                         input with VALUE instead of 0; may be repeated
 Limits:

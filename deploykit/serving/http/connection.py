@@ -42,7 +42,7 @@ _END_BYTES = len(END)
 
 
 class State(IntEnum):
-    """What a connection does, which decides on received bytes."""
+    """A connection is in one state, which decides what received bytes are."""
 
     NEW = 0  # waits for the first request
     IDLE = 1  # waits for another request

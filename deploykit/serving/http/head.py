@@ -46,7 +46,7 @@ class HttpLimits:
 
 
 class _Fields:
-    """What llhttp finds in a head, complete or not."""
+    """A parser's callbacks collect here what llhttp finds in a head, complete or not."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.parser = httptools.HttpRequestParser(self)

@@ -1,7 +1,7 @@
 """Watch engine files and replace an engine when its file changes.
 
 A new file is loaded and run on a separate thread, which is abandoned after a time limit. If it
-cannot be loaded or contains another model, the old engine keeps serving; `announce` and `error`
+cannot be loaded or contains another model, the old engine keeps serving; the log and `error`
 report why. The next attempt follows the file's next change.
 """
 
@@ -38,11 +38,6 @@ TIMES = 10
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
-Announce = Callable[[str, int, str], None]  # model, level of the log, message
-
-
-def announce(_model: str, level: int, message: str) -> None:
-    log.log(level, "%s", message)
 
 
 class Source:
@@ -84,7 +79,6 @@ class Reloader(Closing):
         repository: ModelRepository,
         sources: Mapping[str, Source],
         *,
-        announce: Announce = announce,
         poll_s: float = POLL_S,
         limit_s: float = LIMIT_S,
     ) -> None:
@@ -92,7 +86,6 @@ class Reloader(Closing):
         self.poll_s = poll_s
         self.limit_s = limit_s
         self._sources = sources
-        self._announce = announce
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._watch, args=each, name="reload", daemon=True)
@@ -154,7 +147,7 @@ class Reloader(Closing):
             if file := engines[0].source:
                 text += f", SHA-256 {file.sha256}"
             source.reloads += 1
-            self._announce(name, logging.INFO, f"model '{name}': {text}")
+            log.info("model '%s': %s", name, text)
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
             problem = text.removeprefix(f"model '{name}': ")
@@ -162,7 +155,7 @@ class Reloader(Closing):
             problem = f"{type(exc).__name__}: {first_line(exc)}"
         if problem is not None and problem != source.problem:
             text = "the new file was rejected, the previous engine stays in use"
-            self._announce(name, logging.ERROR, f"model '{name}': {text}: {problem}")
+            log.error("model '%s': %s: %s", name, text, problem)
         source.settled, source.problem = source.seen, problem
 
     def _load(self, name: str, source: Source) -> Sequence[Engine] | None:

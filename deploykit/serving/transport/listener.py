@@ -197,7 +197,7 @@ class Connection(asyncio.BufferedProtocol, ABC):
         size, self._unread = sent_bytes + self._unread - unread, unread
         by_s = now_s + self._stall_s
         if self.read_by_s is not None:
-            by_s = min(by_s, self.read_by_s + max(0, size) / LEAST_BYTES_S)
+            by_s = extend(self.read_by_s, size, now_s, self._stall_s)
         self.read_by_s = by_s
         return now_s <= by_s
 
