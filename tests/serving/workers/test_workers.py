@@ -627,7 +627,10 @@ def files(pid: int) -> set[int]:
 def leave_files(pid: int, count: int | None) -> None:
     """Let the process open so many files more; None: as many as it may."""
     hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
-    soft = hard if count is None else min(set(range(1000)) - files(pid)) + count
+    soft = hard
+    for _ in range(50 * (count is not None)):  # it may have one open for a moment
+        soft = min(soft, min(set(range(1000)) - files(pid)) + (count or 0))
+        time.sleep(0.01)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
