@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PART_BYTES = 58 << 20  # a transfer of 64 MiB holds the checkout, too
+PART_BYTES = 50 << 20  # a transfer of 64 MiB holds the checkout, too
 _TARGET = ["--python-version", "3.12", "--only-binary=:all:", "--no-compile"]
 _TARGET += [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)]
 _TARGET += ["--platform=manylinux2014_x86_64"]
