@@ -19,8 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Split
@@ -217,6 +215,9 @@ class Layers(torch.nn.Module):
 def test_fsdp_shards_the_blocks_inside_of_lists_and_wrappers_on_the_cpu_next_to_a_gpu(
     wrap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
