@@ -420,13 +420,17 @@ class NodeTime(Record):
 
 
 def node_time(cost: NodeCost, ceilings: Ceilings) -> NodeTime:
-    """Predict a node's time. A node inside another's kernel moves no bytes of its own."""
+    """Predict a node's time. A node inside another's kernel moves no bytes of its own.
+
+    Without curves, each step of a recurrent node takes a launch, as it waits for the one before.
+    PyTorch ran 2 bidirectional layers of 128 steps in 0.70 ms on an H200: 0.28 ms are predicted.
+    """
     flops, traffic = cost.flops or 0, cost.traffic_bytes
     launch_s = ceilings.launch_s if traffic else 0.0
     curve = ceilings.curve(cost)
     if curve is None:
         compute_s = flops / ceilings.peak(cost.precision)
-        return NodeTime(compute_s, traffic / ceilings.bytes_per_s, launch_s)
+        return NodeTime(compute_s, traffic / ceilings.bytes_per_s, cost.steps * launch_s)
     if not traffic:
         return NodeTime(0.0, 0.0, 0.0)
     weights_s = cost.weight_bytes / ceilings.bytes_per_s

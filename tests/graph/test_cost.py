@@ -342,6 +342,7 @@ def test_a_recurrent_node_takes_each_step_after_the_other_and_a_copy_follows_its
     measured = replace(SIMPLE, launch_s=0.0, curves=curves)
     node = cost(1000, 1, kind=kinds.RECURRENT, steps=100)
     assert node_time(node, measured).seconds == pytest.approx(100 * 1e-6)
+    assert node_time(node, SIMPLE).launch_s == pytest.approx(100 * SIMPLE.launch_s)  # on a GPU
     time = node_time(cost(0, 1000, kind=kinds.MOVEMENT), replace(measured, launch_s=1e-6))
     assert time.seconds == pytest.approx(1e-5)
 
