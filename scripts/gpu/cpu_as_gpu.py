@@ -74,9 +74,10 @@ class OnGpu:
 
 
 def bound(engine: Any) -> Any:
-    from deploykit.engines.onnxruntime.engine import Binding, ort
+    from deploykit.engines.onnxruntime.engine import BatchSizes, Binding, ort
 
-    return Binding(ort, engine.session, engine.inputs, engine.outputs, ("cpu", 0))
+    binding = Binding(ort, engine.session, engine.inputs, engine.outputs, ("cpu", 0))
+    return BatchSizes(binding, lambda: binding)
 
 
 def main() -> None:
