@@ -533,6 +533,7 @@ def _session(
         chosen = {"device_id": str(number), "cudnn_conv_algo_search": "HEURISTIC"}
         providers.insert(0, ("CUDAExecutionProvider", chosen))
         preload(ort)
+        ort.set_default_logger_severity(3)  # 1.31 warns that CUDA's provider is no plugin
     exact = True
     while True:
         half = FLOAT16 in facts.element_types
