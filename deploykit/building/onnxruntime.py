@@ -20,7 +20,7 @@ from deploykit.engines.onnxruntime.engine import (
     read_weights,
     session_options,
 )
-from deploykit.graph.facts import onnx_files
+from deploykit.graph.parse import onnx_files
 
 ort = require("onnxruntime")
 _MOST_BYTES = (1 << 31) - 1  # limit of a protobuf message

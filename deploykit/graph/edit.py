@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from deploykit.core.errors import BadInput
 from deploykit.graph import storage
 from deploykit.graph.graph import Graph, opset
-from deploykit.graph.skeleton import all_nodes, read_names, unused_name
+from deploykit.graph.storage import all_nodes, read_names, unused_name
 
 
 class Editor:

@@ -55,8 +55,8 @@ from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import load_plugins
 from deploykit.engines.tensorrt.log import LogLines, logger
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.graph.facts import external_files, onnx_files, read_facts
 from deploykit.graph.graph import Graph
+from deploykit.graph.parse import external_files, onnx_files, read_facts
 
 if TYPE_CHECKING:
     import tensorrt as trt
