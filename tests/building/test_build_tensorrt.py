@@ -21,10 +21,10 @@ import pytest
 from onnx import helper
 
 import deploykit as dk
+from deploykit.building import prove as build_tensorrt
 from deploykit.building.build import check_build
 from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
-from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.prove import build_engine, prove_plan
+from deploykit.building.prove import build_engine, prove_plan
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.files import sha256

@@ -183,8 +183,7 @@ def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
 
 def plan_options(folder: Path, case: Case) -> Any:
     """Batches of 1 to `LARGEST_BATCH`, or the one that the case has."""
-    from deploykit.building.builder import Shapes
-    from deploykit.building.tensorrt.options import AxisRange, Options
+    from deploykit.building.builder import AxisRange, Options, Shapes
     from deploykit.core.profile import choose_profile
 
     dynamic = any("T" in spec.shape for spec in case.input_specs)
@@ -201,7 +200,7 @@ def plan_of(name: str) -> tuple[bytes, Mapping[str, str]]:
 
     Once for all processes that share the folder DEPLOYKIT_GPU_PLANS.
     """
-    from deploykit.building.tensorrt import build as builder
+    from deploykit.building import tensorrt as builder
 
     case = next(each for each in CASES if each.name == name)
     with tempfile.TemporaryDirectory() as own:

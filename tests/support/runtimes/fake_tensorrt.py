@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.building.builder import BuildResult, Shapes
-from deploykit.building.tensorrt.build import build
-from deploykit.building.tensorrt.options import AxisRange, Options
+from deploykit.building.builder import AxisRange, BuildResult, Options, Shapes
+from deploykit.building.tensorrt import build
 from deploykit.core.profile import Profile, load_profile
 from tests.support.onnx_zoo import linear, save
 

@@ -10,9 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploykit.building.builder import BuildJob, BuildResult, Shapes
-from deploykit.building.tensorrt import build as plans
-from deploykit.building.tensorrt.options import Options, note_dla, parse_axis, parse_batch
+from deploykit.building import tensorrt as plans
+from deploykit.building.builder import (
+    BuildJob,
+    BuildResult,
+    Options,
+    Shapes,
+    note_dla,
+    parse_axis,
+    parse_batch,
+)
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
