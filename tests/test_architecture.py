@@ -37,7 +37,7 @@ OWNERS = {
     "timm": {"engines/torch/presets.py"},
     "safetensors": {"engines/torch/files.py"},
     "PIL": {"engines/data/images.py"},
-    "tokenizers": {"engines/tasks/texts.py"},
+    "tokenizers": {"engines/data/texts.py"},
     "onnx": {
         *("graph/", "quantization/", "exporting/", "planning/probe.py"),
         *("evaluation/divergence.py", "evaluation/simulate.py"),

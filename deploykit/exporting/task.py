@@ -399,7 +399,7 @@ def _describe_text(
     Raises BadInput for a file that is no tokenizer or not the model's, MissingExtra without the
     package that opens it.
     """
-    from deploykit.engines.tasks.texts import Tokens
+    from deploykit.engines.data.texts import Tokens
     from deploykit.engines.torch.folder import read_settings
 
     tokenizer = read_json(path)

@@ -28,7 +28,7 @@ needs("PIL")
 from PIL import Image, ImageOps  # noqa: E402
 from PIL.PngImagePlugin import PngInfo  # noqa: E402
 
-from deploykit.engines.tasks.images import check_image_input, read_image  # noqa: E402
+from deploykit.engines.data.images import check_image_input, read_image  # noqa: E402
 from tests.support.runtimes.pictures import encoded, image_input, noise, photo  # noqa: E402
 
 COLOUR = (parse_spec("image:uint8[N,4,6,3]"),)

@@ -24,7 +24,7 @@ from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.data import folders
 from deploykit.engines.data.folders import class_splits
 from deploykit.engines.data.samples import read_samples
-from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.tasks import TaskSteps
 from deploykit.engines.torch.open import load_module
 from tests.support.installed import needs
 from tests.support.runtimes.pictures import encoded, noise

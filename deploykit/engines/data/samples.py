@@ -107,7 +107,7 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
     images: Images | None = None
     if of_images:  # the decoders import Pillow, which arrays do not need
         if task is not None and task.image is not None:
-            from deploykit.engines.tasks.images import PlacedImages
+            from deploykit.engines.data.images import PlacedImages
 
             images = PlacedImages(task.image)
         else:
