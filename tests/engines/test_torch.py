@@ -22,8 +22,14 @@ from deploykit.engines.torch import engine as layers  # noqa: E402
 from deploykit.engines.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.engines.torch.files import module_errors  # noqa: E402
 from deploykit.engines.torch.loaded import Loaded, describe_module, load_live  # noqa: E402
-from deploykit.engines.torch.open import load_module, load_weights, look, save_checkpoint  # noqa: E402
-from deploykit.engines.torch.weights import build_module, copy_weights  # noqa: E402
+from deploykit.engines.torch.open import (  # noqa: E402  # noqa: E402
+    build_module,
+    copy_weights,
+    load_module,
+    load_weights,
+    look,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.torch
 

@@ -16,10 +16,9 @@ from deploykit.core.extras import require
 from deploykit.core.files import check_readable, read_json
 from deploykit.core.tensors import TensorSpec, make_spec
 from deploykit.engines.data.examples import Example
-from deploykit.engines.torch.files import module_errors, quiet
+from deploykit.engines.torch.files import list_names, module_errors, quiet
 from deploykit.engines.torch.loaded import Loaded, describe_module, undescribed
 from deploykit.engines.torch.outputs import parameter_names
-from deploykit.engines.torch.weights import list_names
 
 torch = require("torch")
 
