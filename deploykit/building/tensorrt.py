@@ -39,6 +39,7 @@ from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import ALL
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import check_version, load_plugins, version_numbers
+from deploykit.engines.tensorrt.engine import here as facts_of
 from deploykit.engines.tensorrt.log import LogLines, logger
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph
@@ -309,7 +310,6 @@ def build(
     facts: dict[str, str] = {}
     try:
         from deploykit.engines.cuda.driver import CudaDevice
-        from deploykit.engines.tensorrt.open import here as facts_of
 
         driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU

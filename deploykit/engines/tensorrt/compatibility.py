@@ -134,20 +134,20 @@ def place_of(built: Mapping[str, str]) -> str:
 class PlanFile:
     """The bytes of a plan that may be loaded; `notes` are warnings, one sentence each."""
 
+    path: Path
     content: bytes
+    manifest: Manifest | None
     notes: tuple[str, ...]
-    host_code: bool  # a version compatible plan contains its own runtime
+    host_code: bool = False  # a version compatible plan contains its own runtime
     dla: int | None = None  # the DLA core that some of its layers run on
 
 
-def open_plan(
-    source: ArtefactLike, here: Here, trust: bool = False
-) -> tuple[PlanFile, Manifest | None]:
-    """Return the plan, as `check_plan` does, and its manifest. An Artefact is not hashed again."""
+def open_plan(source: ArtefactLike, here: Here, trust: bool = False) -> PlanFile:
+    """Return the plan, as `check_plan` does. An Artefact is not hashed again."""
     artefact = Artefact.open(source)
     if artefact.format != "tensorrt":
         raise wrong_format(artefact, artefact.format, "a TensorRT engine")
-    return check_plan(artefact.path, artefact.manifest, here, trust), artefact.manifest
+    return check_plan(artefact.path, artefact.manifest, here, trust)
 
 
 def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> PlanFile:
@@ -164,7 +164,7 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
     name = manifest_path(path).name
     if manifest is None and trust:
         note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
-        return PlanFile(content, (note,), host_code=False)
+        return PlanFile(path, content, None, (note,))
     if manifest is None:
         raise BadInput(
             f"{path}: has no manifest ({name}), so its origin and target are unknown",
@@ -198,7 +198,7 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
         )
     core, notes = manifest.built_on.get("dla", ""), tuple(_notes(path, manifest, here))
     dla = int(core) if re.fullmatch("[0-9]", core) else None
-    return PlanFile(content, notes, manifest.version_compatible, dla)
+    return PlanFile(path, content, manifest, notes, manifest.version_compatible, dla)
 
 
 def differences(

@@ -1,4 +1,4 @@
-"""Run a TensorRT plan as an `Engine`, with its execution contexts.
+"""Open a `.trt` plan as an `Engine`, after a check against its manifest and this machine.
 
 Supports TensorRT 10.3 to 11.4. TensorRT returns None or False and gives the reason only in its log,
 so errors are made from the log's lines.
@@ -9,20 +9,36 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import mmap
+import platform
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.extras import require
+from deploykit.core.machine import file_text
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
-from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
+from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
-from deploykit.engines.tensorrt.compatibility import PlanFile
+from deploykit.engines.tensorrt.compatibility import (
+    Here,
+    PlanFile,
+    check_version,
+    load_plugins,
+    open_plan,
+    place_of,
+    recorded_plugins,
+)
 from deploykit.engines.tensorrt.log import LogErrors, logger
 
 if TYPE_CHECKING:
@@ -116,14 +132,13 @@ class TensorRtEngine(Engine):
         self,
         nv: Any,
         driver: CudaDevice,
-        path: Path,
         plan: PlanFile,
-        manifest: Manifest | None,
         *,
         slots: int = 2,
         graphs: Sequence[int] = (),
     ) -> None:
-        self.path, self.device, self._nv, self._driver = path, driver.device, nv, driver
+        self.path = path = plan.path
+        self.device, self._nv, self._driver = driver.device, nv, driver
         self._guard = CallGuard(path.name)
         self.runtime = f"tensorrt {nv.__version__}"
         driver.use()
@@ -142,7 +157,7 @@ class TensorRtEngine(Engine):
         )
         self._engine: trt.ICudaEngine | None = engine
         ask = self._log_errors.call
-        self.inputs, self.outputs = ask("tensors", specs, engine, path, manifest)
+        self.inputs, self.outputs = ask("tensors", specs, engine, path, plan.manifest)
         self.ranges: Ranges = ask("optimisation profile", size_ranges, engine, path, self.inputs)
         batched = [spec.name for spec in self.inputs if spec.batched]
         self.max_batch = min((self.ranges[name][2][0] for name in batched), default=None)
@@ -160,15 +175,9 @@ class TensorRtEngine(Engine):
 
     def _open_pipeline(self, slots: int, graphs: Sequence[int]) -> Pipeline:
         scratch_bytes, most = int(self._opened().device_memory_size_v2), self.max_batch
-        pipeline = Pipeline(
-            self._driver,
-            self._context,
-            self.inputs,
-            self.outputs,
-            slots=slots,
-            graphs=sorted({size if most is None else min(size, most) for size in graphs}),
-            scratch_bytes=scratch_bytes,
-        )
+        model = Model(self._driver, self._context, self.inputs, self.outputs, scratch_bytes)
+        sizes = {size if most is None else min(size, most) for size in graphs}
+        pipeline = Pipeline(model, slots=slots, graphs=sorted(sizes))
         try:
             with self._sizes_of_memory():
                 pipeline.reserve(self._optimum())
@@ -249,15 +258,7 @@ class TensorRtEngine(Engine):
             context.handle.profiler = profiler
             return context
 
-        pipeline = Pipeline(
-            self._driver,
-            profiled,
-            self.inputs,
-            self.outputs,
-            slots=1,
-            scratch_bytes=self._pipeline.scratch_bytes,
-        )
-        with pipeline:
+        with Pipeline(replace(self._pipeline.model, make=profiled), slots=1) as pipeline:
             pipeline(feeds)
             times.clear()
             pipeline(feeds)
@@ -421,3 +422,66 @@ def _output_allocator(nv: Any) -> Any:
             self.address = self.size = 0
 
     return OutputAllocator
+
+
+_MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
+_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
+
+
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,  # noqa: ARG001 - a GPU engine uses no CPU threads
+    trust: bool = False,
+    *,
+    slots: int = 2,
+    graphs: Sequence[int] = (),
+) -> TensorRtEngine:
+    """Open a plan on "cuda:N" ("auto" and "cuda": the first GPU).
+
+    `trust`: also open a plan without a manifest, or with code from elsewhere. `slots`, `graphs`:
+    see `Pipeline`. Raises BadInput for a plan that is damaged, not described or not trusted,
+    Unsupported for a plan of another machine, or without a GPU.
+    """
+    path = Path(source)
+    if device == "cpu":
+        raise Unsupported(
+            f"{path}: a TensorRT engine runs on a GPU only",
+            hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
+        )
+    nv = require("tensorrt")
+    check_version(str(nv.__version__))
+    from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT's check
+
+    driver = CudaDevice(int(device.partition(":")[2] or 0))
+    machine = here(driver)
+    plan = open_plan(source, machine, trust)
+    load_plugins(nv, recorded_plugins(path, plan.manifest.plugins if plan.manifest else {}))
+    engine = TensorRtEngine(nv, driver, plan, slots=slots, graphs=graphs)
+    engine.place = place_of(machine.facts())
+    return engine
+
+
+def here(driver: CudaDevice) -> Here:
+    version, major = str(require("tensorrt").__version__), tensorrt_cuda()
+    return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
+
+
+@functools.cache
+def tensorrt_cuda() -> str:
+    """Return the CUDA major of TensorRT; empty if it is not known.
+
+    pip's packages have it in their names. A library of another origin, as of a .deb or of an image,
+    names the libcudart that it loads.
+    """
+    found = set()
+    for major in ("12", "13"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(f"tensorrt-cu{major}-bindings")
+            found.add(major)
+    if not found:
+        for path in set(re.findall(r"(?m)/\S*/libnvinfer\.so\.[\d.]+$", file_text(_MAPS))):
+            with contextlib.suppress(OSError, ValueError), Path(path).open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                found |= {each.decode() for each in _CUDART.findall(content)}
+    return found.pop() if len(found) == 1 else ""

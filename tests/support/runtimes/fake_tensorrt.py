@@ -44,7 +44,6 @@ WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np
 
 # a module -> our files with `require` of it at their top, and what is inside it
 HOLDERS = {
-    "tensorrt": ("deploykit.engines.tensorrt.open",),
     "cuda": ("deploykit.engines.cuda.driver", "cuda.bindings", "cuda.bindings.driver"),
 }
 

@@ -120,8 +120,8 @@ class Opened:
         self.nv = fake.FakeTensorRt(self.cuda, computes=computes)
         self.nv.fail = fail or {}
         content = fake.plan_bytes(tensors, profiles, scratch=scratch, **memory or {})
-        plan = PlanFile(content, notes, host_code=False, dla=dla)
-        self.engine = TensorRtEngine(self.nv, self.cuda, Path("m.trt"), plan, manifest, **options)
+        plan = PlanFile(Path("m.trt"), content, manifest, notes, dla=dla)
+        self.engine = TensorRtEngine(self.nv, self.cuda, plan, **options)
 
     def __enter__(self) -> Opened:
         return self
