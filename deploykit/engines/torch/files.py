@@ -124,14 +124,14 @@ class Content:
     """The content of a file.
 
     `source` is "checkpoint" (`value`: its dict), "state_dict", "safetensors" or "Lightning"
-    (tensors by name), "torch.export" (an ExportedProgram), "TorchScript" or "pickle" (a module).
-    `notes`: what was selected from the file or changed, one sentence each. `arguments`: the
-    hyper_parameters that Lightning saved.
+    (tensors by name), "torch.export" (an ExportedProgram), or, of a module, "TorchScript",
+    "pickle", "Hugging Face" or "module". `notes`: what was selected from the file or changed, one
+    sentence each. `arguments`: the hyper_parameters that Lightning saved.
     """
 
     source: str
     value: Any
-    ran_pickle: bool
+    ran_pickle: bool = False
     notes: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
             raise BadInput(f"{path}: is a damaged .safetensors file: {first_line(exc)}") from exc
         if not tensors:
             raise BadInput(f"{path}: holds no tensors")
-        return Content(kind, tensors, ran_pickle=False)
+        return Content(kind, tensors)
     if kind != "torch":
         raise wrong_format(path, kind, "a PyTorch file")
     form = torch_kind(path)

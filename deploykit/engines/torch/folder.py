@@ -16,7 +16,7 @@ from deploykit.core.extras import require
 from deploykit.core.files import check_readable, read_json
 from deploykit.core.tensors import TensorSpec, make_spec
 from deploykit.engines.data.examples import Example
-from deploykit.engines.torch.files import list_names, module_errors, quiet
+from deploykit.engines.torch.files import Content, list_names, module_errors, quiet
 from deploykit.engines.torch.loaded import Loaded, describe_module, undescribed
 from deploykit.engines.torch.outputs import parameter_names
 
@@ -75,7 +75,8 @@ def load_folder(
     module = _load(folder, found)
     specs = tuple(inputs) or _inputs(folder, module)
     with module_errors(folder):
-        loaded = describe_module(folder, module, specs, "Hugging Face", example=example)
+        content = Content("Hugging Face", module)
+        loaded = describe_module(folder, content, specs, example=example)
     return replace(loaded, model_class=f"transformers.{name}")
 
 

@@ -30,7 +30,7 @@ from deploykit.core.task import (
 )
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
 from deploykit.engines.data.examples import Example
-from deploykit.engines.torch.files import dtype_of, module_errors, quiet
+from deploykit.engines.torch.files import Content, dtype_of, module_errors, quiet
 from deploykit.engines.torch.outputs import (
     adapt,
     binding,
@@ -163,16 +163,14 @@ def undescribed(
 
 def describe_module(
     where: object,
-    module: Any,
+    content: Content,
     inputs: Sequence[TensorSpec],
-    source: str,
     *,
-    ran_pickle: bool = False,
-    notes: Sequence[str] = (),
     example: Example | None = None,
     preset: Preset | None = None,
 ) -> Loaded:
-    """Find the outputs of a module, by running it. `inputs`: else those of `preset`."""
+    """Find the outputs of `content`, a module, by running it. `inputs`: else those of `preset`."""
+    module = content.value
     inputs = tuple(inputs) or (preset.inputs if preset else ())
     if not inputs:
         raise undescribed(where, inputs=True)
@@ -204,9 +202,9 @@ def describe_module(
         adapter,
         inputs,
         found.outputs,
-        source,
-        ran_pickle=ran_pickle,
-        notes=(*notes, *cached, *more, *sizes),
+        content.source,
+        ran_pickle=content.ran_pickle,
+        notes=(*content.notes, *cached, *more, *sizes),
         limits=found.limits,
         preset=preset,
         sizes=found.sizes,
@@ -250,7 +248,8 @@ def load_live(module: Any, inputs: Sequence[TensorSpec], example: Example | None
     with module_errors(name):
         copied = _copy(_unwrap(module))
         preset = preset_of(copied)
-        return describe_module(name, copied, inputs, "module", example=example, preset=preset)
+        content = Content("module", copied)
+        return describe_module(name, content, inputs, example=example, preset=preset)
 
 
 def hash_weights(module: Any) -> str:

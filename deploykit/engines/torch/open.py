@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,30 +94,28 @@ _WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
 def save_checkpoint(
     out: Path,
     module: Any,
-    recipe: str,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
+    name: str,
+    recipe: Recipe,
     splits: Splits | None = None,
     *,
-    preprocess: Preprocess | None = None,
     on_written: Callable[[Path], object] = lambda _: None,
 ) -> None:
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
     `splits`: the training data, of which the checkpoint keeps the arguments of the recipe's
-    `build`, the names of the classes, and the conversion of an image to the input; `preprocess`
-    normalised its pixels. `on_written` gets the temporary file before it replaces `out`.
+    `build`, the names of the classes, and the conversion of an image to the input. `on_written` gets the
+    temporary file before it replaces `out`.
     """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
-        "recipe": recipe,
-        "inputs": [str(spec) for spec in inputs],
-        "outputs": [str(spec) for spec in outputs],
+        "recipe": name,
+        "inputs": [str(spec) for spec in recipe.inputs],
+        "outputs": [str(spec) for spec in recipe.outputs],
         "sizes": dict(splits.build_with) if splits else {},
         "classes": list(splits.classes) if splits else [],
         "image": json_value(splits.image) if splits else None,
         "state_dict": module.state_dict(),
-        **({"preprocess": json_value(preprocess)} if splits else {}),
+        **({"preprocess": json_value(recipe.preprocess)} if splits else {}),
     }
     save_whole(document, out, on_written)
 
@@ -167,16 +166,10 @@ def load_module(
         raise undescribed(path, arch=True, inputs=not inputs, weights=content.value)
     module, built_with = build_module(arch, content.arguments, content.value)
     copied = copy_weights(path, module, content.value, content.source)
+    content = replace(content, value=module, notes=(*content.notes, *built_with, *copied))
     with module_errors(path):
-        return describe_module(
-            path,
-            module,
-            inputs,
-            content.source,
-            notes=(*content.notes, *built_with, *copied),
-            example=example,
-            preset=preset_of(module, arch, path),
-        )
+        preset = preset_of(module, arch, path)
+        return describe_module(path, content, inputs, example=example, preset=preset)
 
 
 def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
@@ -211,16 +204,8 @@ def _from_whole_model(
                 raise BadInput(f"{path}: states its own inputs", hint=hint)
             return _from_program(path, content)
         module, notes = in_float32(content.value.cpu())
-        return describe_module(
-            path,
-            module,
-            inputs,
-            content.source,
-            ran_pickle=content.ran_pickle,
-            notes=(*content.notes, *notes),
-            example=example,
-            preset=preset_of(module),
-        )
+        content = replace(content, value=module, notes=(*content.notes, *notes))
+        return describe_module(path, content, inputs, example=example, preset=preset_of(module))
 
 
 def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,8 @@ def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
     build = import_object(arch)
     assert callable(build)
     path = source.with_suffix(".pt")
-    save_checkpoint(path, build(), case.name, case.input_specs, case.output_specs)
+    specs: Any = SimpleNamespace(inputs=case.input_specs, outputs=case.output_specs)
+    save_checkpoint(path, build(), case.name, specs)
     return TorchEngine(load_module(path, arch=arch), path.name, device, None)
 
 
