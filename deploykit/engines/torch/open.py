@@ -103,8 +103,8 @@ def save_checkpoint(
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
     `splits`: the training data, of which the checkpoint keeps the arguments of the recipe's
-    `build`, the names of the classes, and the conversion of an image to the input. `on_written` gets the
-    temporary file before it replaces `out`.
+    `build`, the names of the classes, and the conversion of an image to the input. `on_written`
+    gets the temporary file before it replaces `out`.
     """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
