@@ -38,8 +38,12 @@ from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import ALL
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.tensorrt.compatibility import check_version, load_plugins, version_numbers
-from deploykit.engines.tensorrt.engine import here as facts_of
+from deploykit.engines.tensorrt.compatibility import (
+    check_version,
+    load_plugins,
+    read_machine,
+    version_numbers,
+)
 from deploykit.engines.tensorrt.log import LogLines, logger
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph
@@ -314,7 +318,7 @@ def build(
         driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
-        facts = facts_of(driver).facts()
+        facts = read_machine(driver).facts()
     except DeploykitError:  # without CUDA TensorRT itself reports what is missing
         if options.shapes.device:  # it would build for the first GPU
             raise

@@ -22,7 +22,7 @@ from deploykit.core.extras import installed
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost, cuda_error
-from deploykit.engines.tensorrt import engine
+from deploykit.engines.tensorrt import compatibility, engine
 from deploykit.engines.tensorrt.compatibility import check_version
 from deploykit.engines.tensorrt.log import LogErrors, logger
 from tests.support.campaign import rounds
@@ -724,12 +724,12 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
     library.write_bytes(content)
     maps = tmp_path / "maps"
     maps.write_text(f"7f00-7f01 r-xp 0000 08:01 12   {library}\n7f02-7f03 rw-p 0 0:0 0 [heap]\n")
-    monkeypatch.setattr(engine, "_MAPS", maps)
-    engine.tensorrt_cuda.cache_clear()
+    monkeypatch.setattr(compatibility, "_MAPS", maps)
+    compatibility.tensorrt_cuda.cache_clear()
     with replaced("tensorrt", FakeTensorRt()):
-        assert engine.tensorrt_cuda() == major
-        machine = engine.here(FakeCuda())
-    engine.tensorrt_cuda.cache_clear()
+        assert compatibility.tensorrt_cuda() == major
+        machine = compatibility.read_machine(FakeCuda())
+    compatibility.tensorrt_cuda.cache_clear()
     assert machine.facts().get("cuda", "") == major  # never that of the driver
 
 

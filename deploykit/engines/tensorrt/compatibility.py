@@ -7,16 +7,21 @@ error names each difference and the command that builds the plan again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import hashlib
+import mmap
 import os
+import platform
 import re
 import shlex
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import (
@@ -28,11 +33,15 @@ from deploykit.core.errors import (
     os_reason,
     quote,
 )
-from deploykit.core.extras import install_command
+from deploykit.core.extras import install_command, require
 from deploykit.core.files import cache_folder, make_folder, manifest_path, sha256
+from deploykit.core.machine import file_text
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
 from deploykit.engines.tensorrt.log import logger
+
+if TYPE_CHECKING:
+    from deploykit.engines.cuda.driver import CudaDevice
 
 # Opening a version compatible plan, which contains host code, or a plugin, which is a library, runs
 # code. The manifest next to it proves nothing, as the plan's author wrote it too. So `build` adds
@@ -122,6 +131,36 @@ class Here:
         facts = {key: str(value) for key, value in vars(self).items() if value}
         facts["cuda"] = facts.pop("tensorrt_cuda", "")
         return {key: value for key, value in facts.items() if value}
+
+
+_MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
+_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
+
+
+def read_machine(driver: CudaDevice) -> Here:
+    """Return the facts of the GPU and of the installed TensorRT. Raises MissingExtra."""
+    version, major = str(require("tensorrt").__version__), tensorrt_cuda()
+    return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
+
+
+@functools.cache
+def tensorrt_cuda() -> str:
+    """Return the CUDA major of TensorRT; empty if it is not known.
+
+    pip's packages have it in their names. A library of another origin, as of a .deb or of an image,
+    names the libcudart that it loads.
+    """
+    found = set()
+    for major in ("12", "13"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(f"tensorrt-cu{major}-bindings")
+            found.add(major)
+    if not found:
+        for path in set(re.findall(r"(?m)/\S*/libnvinfer\.so\.[\d.]+$", file_text(_MAPS))):
+            with contextlib.suppress(OSError, ValueError), Path(path).open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                found |= {each.decode() for each in _CUDART.findall(content)}
+    return found.pop() if len(found) == 1 else ""
 
 
 def place_of(built: Mapping[str, str]) -> str:

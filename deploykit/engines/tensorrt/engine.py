@@ -9,13 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import mmap
-import platform
-import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +20,18 @@ import numpy as np
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.extras import require
-from deploykit.core.machine import file_text
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
 from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import (
-    Here,
     PlanFile,
     check_version,
     load_plugins,
     open_plan,
     place_of,
+    read_machine,
     recorded_plugins,
 )
 from deploykit.engines.tensorrt.log import LogErrors, logger
@@ -424,10 +419,6 @@ def _output_allocator(nv: Any) -> Any:
     return OutputAllocator
 
 
-_MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
-_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
-
-
 def open_engine(
     source: ArtefactLike,
     device: str = "auto",
@@ -454,34 +445,9 @@ def open_engine(
     from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT's check
 
     driver = CudaDevice(int(device.partition(":")[2] or 0))
-    machine = here(driver)
+    machine = read_machine(driver)
     plan = open_plan(source, machine, trust)
     load_plugins(nv, recorded_plugins(path, plan.manifest.plugins if plan.manifest else {}))
     engine = TensorRtEngine(nv, driver, plan, slots=slots, graphs=graphs)
     engine.place = place_of(machine.facts())
     return engine
-
-
-def here(driver: CudaDevice) -> Here:
-    version, major = str(require("tensorrt").__version__), tensorrt_cuda()
-    return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
-
-
-@functools.cache
-def tensorrt_cuda() -> str:
-    """Return the CUDA major of TensorRT; empty if it is not known.
-
-    pip's packages have it in their names. A library of another origin, as of a .deb or of an image,
-    names the libcudart that it loads.
-    """
-    found = set()
-    for major in ("12", "13"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            metadata.version(f"tensorrt-cu{major}-bindings")
-            found.add(major)
-    if not found:
-        for path in set(re.findall(r"(?m)/\S*/libnvinfer\.so\.[\d.]+$", file_text(_MAPS))):
-            with contextlib.suppress(OSError, ValueError), Path(path).open("rb") as file:
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                found |= {each.decode() for each in _CUDART.findall(content)}
-    return found.pop() if len(found) == 1 else ""
