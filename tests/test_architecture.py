@@ -54,7 +54,7 @@ OWNERS = {
     "uvloop": {"serving/server.py"},
     "orjson": {"serving/"},
     "hpack": {"serving/http2/", "loadtest/grpc.py"},
-    "google": {"engines/oip/protobuf.py", "graph/parse.py"},
+    "google": {"engines/oip/__init__.py", "graph/parse.py"},
     "pynvml": {"engines/devices.py"},
     "prometheus_client": {"serving/observe/prometheus.py"},
     "opentelemetry": {"serving/observe/tracing.py"},
