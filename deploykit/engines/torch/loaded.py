@@ -32,12 +32,12 @@ from deploykit.core.tensors import BATCH, TensorSpec, make_spec
 from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.files import Content, dtype_of, module_errors, quiet
 from deploykit.engines.torch.outputs import (
+    WRAP,
     adapt,
     binding,
     describe,
     parameter_names,
     to_numpy,
-    wrapper_for,
 )
 from deploykit.engines.torch.presets import Preset, preset_of, recognise
 
@@ -309,7 +309,7 @@ def _name_tensors(module: Any, example: object) -> dict[str, Any]:
             packs = isinstance(value, (Mapping, tuple, list))
             raise BadInput(
                 f"`example_inputs`: '{name}' is a {type(value).__name__}, not a tensor",
-                hint=wrapper_for(name, value)
+                hint=WRAP
                 if packs
                 else "give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
             )
