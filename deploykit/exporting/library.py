@@ -27,8 +27,8 @@ from deploykit.core.task import (
 from deploykit.core.tensors import concrete
 from deploykit.engines.tasks import TaskSteps
 from deploykit.engines.torch.files import module_errors
-from deploykit.engines.torch.folder import PROCESSOR, load_processor, without_messages
 from deploykit.engines.torch.loaded import FromBytes, Loaded
+from deploykit.engines.torch.open import PROCESSOR, load_processor, without_messages
 from deploykit.engines.torch.presets import INPUT, Preset
 
 torch = require("torch")
