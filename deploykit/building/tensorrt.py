@@ -14,7 +14,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -116,15 +116,12 @@ def _with_own_axes(model: Path) -> Iterator[Path]:
         yield Path(folder, model.name)
 
 
-def element_types(network: trt.INetworkDefinition) -> set[str]:
-    """Return the names of the TensorRT DataTypes of all tensors, such as {"FLOAT", "HALF"}."""
-    inputs = map(network.get_input, range(network.num_inputs))
-    return {tensor.dtype.name for tensor in (*inputs, *_tensors(network))}
-
-
-def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
-    """Return the builder flags that a weakly typed network of these element types needs."""
-    present = set(dtypes)
+def precision_flags(network: trt.INetworkDefinition) -> tuple[str, ...]:
+    """Return the builder flags that a weakly typed network needs for its tensors' types."""
+    layers = map(network.get_layer, range(network.num_layers))
+    outputs = [layer.get_output(at) for layer in layers for at in range(layer.num_outputs)]
+    tensors = [*map(network.get_input, range(network.num_inputs)), *outputs]
+    present = {tensor.dtype.name for tensor in tensors if tensor is not None}  # None: unused
     return tuple(x.builder_flag for x in ALL if x.builder_flag and x.tensorrt_type in present)
 
 
@@ -152,16 +149,6 @@ def add_profile(
     for spec in dynamic:
         profile.set_shape(spec.name, *sizes[spec.name])
     config.add_optimization_profile(profile)  # a refused one fails the build, with a reason
-
-
-def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
-    """Return the outputs of every layer; TensorRT gives None for an unused one."""
-    for number in range(network.num_layers):
-        layer = network.get_layer(number)
-        for place in range(layer.num_outputs):
-            tensor: trt.ITensor | None = layer.get_output(place)
-            if tensor is not None:
-                yield tensor
 
 
 # TensorRT's timing cache keeps its measurements of kernels between builds. Two builds that start
@@ -454,7 +441,7 @@ class _Attempt:
             if space < asked:
                 text = f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short"
                 self.notes.append(text)
-        self.flags += [STRONG] if strong else precision_flags(element_types(network))
+        self.flags += [STRONG] if strong else precision_flags(network)
         self._configure(config)
         named = options.shapes.timing_cache
         cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
