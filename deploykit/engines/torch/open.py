@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,19 @@ _LARGEST_SIZE = 1_000_000  # limits what a checkpoint's recipe builds, such as c
 _WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint has besides its weights. `sizes`: the arguments of the recipe's `build`."""
+
+    recipe: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+    image: ImageInput | None = None
+    preprocess: Preprocess | None = None
+
+
 def save_checkpoint(
     out: Path,
     module: Any,
@@ -114,16 +127,15 @@ def save_checkpoint(
     `build`, the names of the classes, and the conversion of an image to the input. `on_written`
     gets the temporary file before it replaces `out`.
     """
+    inputs, outputs = (tuple(map(str, specs)) for specs in (recipe.inputs, recipe.outputs))
+    saved = Checkpoint(name, inputs, outputs)
+    if splits:
+        facts = splits.build_with, splits.classes, splits.image, recipe.preprocess
+        saved = Checkpoint(name, inputs, outputs, *facts)
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
-        "recipe": name,
-        "inputs": [str(spec) for spec in recipe.inputs],
-        "outputs": [str(spec) for spec in recipe.outputs],
-        "sizes": dict(splits.build_with) if splits else {},
-        "classes": list(splits.classes) if splits else [],
-        "image": json_value(splits.image) if splits else None,
+        **json_value(saved, without=() if splits else ("preprocess",)),
         "state_dict": module.state_dict(),
-        **({"preprocess": json_value(recipe.preprocess)} if splits else {}),
     }
     save_whole(document, out, on_written)
 
@@ -228,22 +240,23 @@ def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
 def _from_checkpoint(
     path: Path, content: Content, arch: str | None, wanted: Sequence[TensorSpec]
 ) -> Loaded:
-    document = content.value
-    name, version = document.get("recipe"), document["deploykit_checkpoint"]
-    listed = [document.get("inputs"), document.get("outputs")]
+    document, where = content.value, f"{path}: is a damaged deploykit checkpoint"
+    version = document["deploykit_checkpoint"]
     if version != CHECKPOINT_VERSION:
         raise BadInput(
             f"{path}: is a checkpoint of version {version}, this is {CHECKPOINT_VERSION}"
         )
-    if not isinstance(name, str) or not all(isinstance(item, list) for item in listed):
-        raise BadInput(f"{path}: is a damaged deploykit checkpoint")
-    sizes = document.get("sizes", {})
-    if not isinstance(sizes, dict) or not all(
-        isinstance(key, str) and type(size) is int and 0 < size <= _LARGEST_SIZE
-        for key, size in sizes.items()
+    saved: Checkpoint = from_json(Checkpoint, document, where)
+    name, sizes, image, preprocess = saved.recipe, saved.sizes, saved.image, saved.preprocess
+    if not all(isinstance(key, str) and 0 < size <= _LARGEST_SIZE for key, size in sizes.items()):
+        raise BadInput(f"{where}: its sizes are {sizes}")
+    if image is not None and min(image.height, image.width) < 1:
+        raise BadInput(f"{where}: its 'image' has {image.width}x{image.height} pixels")
+    if preprocess and (
+        len(preprocess.mean) != len(preprocess.std) or min(preprocess.std, default=0) <= 0
     ):
-        raise BadInput(f"{path}: is a damaged deploykit checkpoint: its sizes are {sizes}")
-    inputs, outputs = (tuple(parse_spec(str(spec)) for spec in item or []) for item in listed)
+        raise BadInput(f"{where}: its 'preprocess' is {preprocess}")
+    inputs, outputs = (tuple(map(parse_spec, specs)) for specs in (saved.inputs, saved.outputs))
     if wanted and tuple(wanted) != inputs:
         raise BadInput(
             f"{path}: its inputs are {', '.join(map(str, inputs))}",
@@ -255,41 +268,22 @@ def _from_checkpoint(
     else:
         with users_code(f"{path}: the recipe's build failed with the sizes {sizes}"):
             module = recipe.sized_for(sizes).build()
-    preprocess = recipe.preprocess if recipe else None
     notes = copy_weights(path, module, _weights_of(path, content))
-    if "preprocess" in document:
-        where = f"{path}: is a damaged deploykit checkpoint: its preprocess"
-        stored = from_json(Preprocess | None, document["preprocess"], where)
-        if stored and not (len(stored.mean) == len(stored.std) and min(stored.std, default=0) > 0):
-            raise BadInput(f"{where} has mean {stored.mean} and std {stored.std}")
-        if recipe is not None and stored != preprocess:
-            changed = f"pixels are normalised as in training, {stored}; the recipe has {preprocess}"
-            notes = (*notes, changed)
-        preprocess = stored
+    if recipe is not None and "preprocess" not in document:
+        preprocess = recipe.preprocess
+    elif recipe is not None and preprocess != recipe.preprocess:
+        own = f"pixels are normalised as in training, {preprocess}"
+        notes = (*notes, f"{own}; the recipe has {recipe.preprocess}")
     bind, more = binding(module, [spec.name for spec in inputs])
     if preprocess is not None:
         module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]
     adapter = adapt(module.eval(), bind, len(inputs))
-    preset = _preset_of_training(path, document, inputs, preprocess)
+    preset = None
+    if image is not None or saved.classes:
+        source = f"the training of {name}"
+        preset = Preset("", inputs, image, preprocess, saved.classes, source=source)
     notes = (*notes, *more)
     return Loaded(adapter, inputs, outputs, content.source, name, notes=notes, preset=preset)
-
-
-def _preset_of_training(
-    path: Path,
-    document: Mapping[str, Any],
-    inputs: tuple[TensorSpec, ...],
-    preprocess: Preprocess | None,
-) -> Preset | None:
-    where = f"{path}: is a damaged deploykit checkpoint: its"
-    image = from_json(ImageInput | None, document.get("image"), f"{where} image")
-    classes = from_json(tuple[str, ...], document.get("classes", []), f"{where} classes")
-    if image is not None and min(image.height, image.width) < 1:
-        raise BadInput(f"{where} image has {image.width}x{image.height} pixels")
-    if image is None and not classes:
-        return None
-    source = f"the training of {document['recipe']}"
-    return Preset("", inputs, image, preprocess, classes, source=source)
 
 
 def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
