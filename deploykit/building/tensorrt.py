@@ -39,12 +39,13 @@ from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import ALL
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import (
+    LogLines,
     check_version,
     load_plugins,
+    logger,
     read_machine,
     version_numbers,
 )
-from deploykit.engines.tensorrt.log import LogLines, logger
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import external_files, onnx_files, read_facts

@@ -31,7 +31,7 @@ answer = {**device.describe(), "free_bytes": free, "total_bytes": total,
     "tensorrt": """
 import tensorrt as trt
 from deploykit.engines.tensorrt.compatibility import tensorrt_cuda
-from deploykit.engines.tensorrt.log import logger
+from deploykit.engines.tensorrt.compatibility import logger
 builder = trt.Builder(logger(trt))
 answer = {"version": trt.__version__, "file": trt.__file__, "cuda": tensorrt_cuda(),
           "dla_cores": builder.num_DLA_cores, "runtime": trt.Runtime(logger(trt)) is not None}

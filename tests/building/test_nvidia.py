@@ -17,7 +17,8 @@ from deploykit.building.build import check_build
 from deploykit.building.builder import AxisRange
 from deploykit.building.tensorrt import build, check, module
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.engines.tensorrt.log import LogErrors, logger
+from deploykit.engines.tensorrt.compatibility import logger
+from deploykit.engines.tensorrt.engine import LogErrors
 from tests.support.builders.nvidia_cases import ask, checked, needs, options
 from tests.support.graphs.protos import to_half
 from tests.support.graphs.small import parse

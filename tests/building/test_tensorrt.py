@@ -36,7 +36,7 @@ from deploykit.core.extras import install_command
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import parse_spec
-from deploykit.engines.tensorrt.log import LogLines
+from deploykit.engines.tensorrt.compatibility import LogLines
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, mnist_like, save
 from tests.support.runtimes.fake_tensorrt import NO_FORMATS, FakeTensorRt, Rig, options, replaced

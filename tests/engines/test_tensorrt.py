@@ -23,8 +23,8 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost, cuda_error
 from deploykit.engines.tensorrt import compatibility, engine
-from deploykit.engines.tensorrt.compatibility import check_version
-from deploykit.engines.tensorrt.log import LogErrors, logger
+from deploykit.engines.tensorrt.compatibility import check_version, logger
+from deploykit.engines.tensorrt.engine import LogErrors
 from tests.support.campaign import rounds
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, replaced, tensor
 from tests.support.runtimes.gpu_machine import Opened, X, Y, right

@@ -2,7 +2,8 @@
 
 TensorRT crashes on some damaged plans and accepts others: only a plan that its manifest describes
 is loaded. A plan can contain code or need plugins: `built_here` decides whether to trust these. An
-error names each difference and the command that builds the plan again.
+error names each difference and the command that builds the plan again. At the end: the plugins and
+the log of TensorRT, one for all builds and engines of a process.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import mmap
 import os
 import platform
 import re
 import shlex
 import stat
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -38,7 +42,6 @@ from deploykit.core.files import cache_folder, make_folder, manifest_path, sha25
 from deploykit.core.machine import file_text
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
-from deploykit.engines.tensorrt.log import logger
 
 if TYPE_CHECKING:
     from deploykit.engines.cuda.driver import CudaDevice
@@ -397,3 +400,50 @@ def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
             )
         found.append(path)
     return found
+
+
+# TensorRT gives its errors only in its log. It keeps the first logger of a process and ignores any
+# other, so that one serves all engines: it keeps the lines of each thread, as engines of several
+# threads fail apart from each other.
+
+_logger = logging.getLogger(__name__)
+_KEPT = 50  # lines
+
+
+@dataclass
+class LogLines:
+    """Errors and warnings that TensorRT logged, oldest first."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@functools.cache
+def logger(nv: Any) -> Any:
+    """Return the process's ILogger for `nv`; every line also goes to `logging`, at level debug.
+
+    A build sets `sink` to collect its lines, also from TensorRT's own threads; otherwise error
+    lines stay in `errors` of the thread that they came from.
+    """
+    base: Any = nv.ILogger
+    severity: Any = base.Severity
+
+    class Log(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            base.__init__(self)
+            self.sink: LogLines | None = None
+            self._of_thread = threading.local()
+
+        @property
+        def errors(self) -> deque[str]:
+            lines: deque[str] = vars(self._of_thread).setdefault("errors", deque(maxlen=_KEPT))
+            return lines
+
+        def log(self, level: Any, text: str) -> None:
+            if level in (severity.INTERNAL_ERROR, severity.ERROR):
+                (self.errors if self.sink is None else self.sink.errors).append(text)
+            elif level == severity.WARNING and self.sink is not None:
+                self.sink.warnings.append(text)
+            _logger.debug("%s: %s", level, text)
+
+    return Log()

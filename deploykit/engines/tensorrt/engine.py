@@ -9,32 +9,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deploykit.core.artefact import ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
 from deploykit.core.extras import require
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
-from deploykit.engines.cuda.errors import out_of_memory
+from deploykit.engines.cuda.errors import USE_LESS_MEMORY, out_of_memory
 from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import (
     PlanFile,
     check_version,
     load_plugins,
+    logger,
     open_plan,
     place_of,
     read_machine,
     recorded_plugins,
 )
-from deploykit.engines.tensorrt.log import LogErrors, logger
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -373,6 +374,47 @@ class Context:
 
 def _shape_of(context: trt.IExecutionContext, name: str) -> Shape:
     return tuple(context.get_tensor_shape(name))  # the bindings raise for a rank of -1
+
+
+_NO_MEMORY = re.compile(
+    r"\bout ?of ?memory\b|Requested amount of GPU memory|ALLOC\w*_FAILED", re.IGNORECASE
+)
+_WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # a place in TensorRT's source
+
+
+@dataclass(frozen=True)
+class LogErrors:
+    """Makes errors of the plan `path` on `device` from the log's lines.
+
+    TensorRT logs errors even in calls that succeed: `call` forgets them before each.
+    """
+
+    nv: Any
+    path: Path
+    device: str
+
+    def call(self, what: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a member of TensorRT returns, which is neither None nor False.
+
+        Raises the refusal: NVIDIA's bindings return one of these, or raise, each member as it is.
+        """
+        logger(self.nv).errors.clear()
+        try:
+            answer = run(*arguments)
+        except (RuntimeError, TypeError, ValueError) as exc:  # a null pointer, a rank of -1
+            raise self.refusal(f"{what} ({first_line(exc)})") from exc
+        if answer is None or answer is False:
+            raise self.refusal(what)
+        return answer
+
+    def refusal(self, what: str) -> DeploykitError:
+        """Return the error for the lines of the last call, whose first one is the root cause."""
+        lines = [*logger(self.nv).errors]
+        if any(map(_NO_MEMORY.search, lines)):
+            text = f"{self.path}: {self.device}: out of memory in {what}"
+            return OutOfMemory(text, hint=USE_LESS_MEMORY)
+        why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
+        return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
 
 
 @functools.cache
