@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from deploykit.building.builder import (
     Shapes,
     check_options,
     check_samples,
+    count_precisions,
     find_builder,
     parse_axis,
     parse_batch,
@@ -64,6 +64,7 @@ from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_nu
 from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
+from deploykit.graph.parse import INTEGER_PRODUCTS, read_facts
 from deploykit.quantization.job import (
     Job,
     QuantizeRequest,
@@ -240,7 +241,6 @@ _MEASURED = (
     "the calibration data"
 )
 _MOVED = "placed.onnx"  # the graph with its pairs moved
-_PRODUCTS = frozenset(("Conv", "Gemm", "MatMul"))
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,11 @@ def place_pairs(job: BuildJob) -> Placed:
     if calib is None:
         moved = move_pairs(graph, runtime.name) if runtime.scales_outputs else None
         return Placed(moved[0].save(file), (_FOLLOW,)) if moved else Placed(graph)
-    if "int8" not in graph.precision or not _products(graph):
+    built = not read_facts(source.path).operators.isdisjoint(INTEGER_PRODUCTS)
+    if built or "int8" not in graph.precision:
         raise BadInput(
             f"{source}: `calib` has no effect: the graph has no INT8 pairs to place",
-            hint="leave it out" if "int8" in graph.precision else "`precision` int8 quantizes it",
+            hint="leave it out" if built else "`precision` int8 quantizes it",
         )
     samples = read_samples(calib, graph.inputs, task=source.task)
     doubts = tuple(check_calibration(samples, graph.inputs))
@@ -336,19 +337,6 @@ def few_integers(graph: Graph, built: Graph) -> bool:
     return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 
 
-def _products(graph: Graph) -> int:
-    """Count convolutions and matrix products of a dequantized activation with weights."""
-    nodes, stored = graph.model.graph.node, graph.initializers
-    pairs = {node.output[0]: node for node in nodes if node.op_type == "DequantizeLinear"}
-    activations = {name for name, node in pairs.items() if node.input[0] not in stored}
-    return sum(
-        node.op_type in _PRODUCTS
-        and node.input[0] in activations
-        and node.input[1] not in activations
-        for node in nodes
-    )
-
-
 _NOT_CHECKED = (
     "the accuracy of this graph was not checked: give labelled data (`data`), or quantize the "
     "float32 model for this profile"
@@ -416,8 +404,7 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
     if kind != "onnx":
         manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
     if layers is not None:
-        counts = Counter(layer.precision for layer in layers if layer.precision)
-        manifest = replace(manifest, precision=dict(counts))
+        manifest = replace(manifest, precision=count_precisions(layers))
     advice = " (INT8 for this target: build the float32 model with `precision` int8)"
     for name, count in graph.precision.items():
         runs = result.precision.get(name, 0)
@@ -554,14 +541,14 @@ def _read_back(
     """Return the layers' precisions; `wider` names each of the graph's that no layer runs in."""
     if layers is None:
         return None
-    executed = Counter(layer.precision for layer in layers if layer.precision)
+    executed = count_precisions(layers)
     runs = ", ".join(executed)
     wider = tuple(
         f"{name}: {count} nodes in the graph, no layer of the engine: they run in {runs} here"
         for name, count in asked.items()
         if name in FLOATS | {"int8"} and name not in executed
     )
-    shares = {name: count / executed.total() for name, count in sorted(executed.items())}
+    shares = {name: count / sum(executed.values()) for name, count in executed.items()}
     return PrecisionReadBack(
         tuple(layers),
         wider,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -89,6 +90,11 @@ class BuildJob:
     @property
     def quantizes(self) -> bool:
         return self.request.to != "fp32"
+
+
+def count_precisions(layers: Sequence[Layer]) -> dict[str, int]:
+    """Count the layers by the type that they compute in."""
+    return dict(sorted(Counter(each.precision for each in layers if each.precision).items()))
 
 
 Builder = Callable[

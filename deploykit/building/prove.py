@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from deploykit.building.builder import (
     BuildResult,
     Options,
     Shapes,
+    count_precisions,
     note_dla,
     parse_axis,
     parse_batch,
@@ -23,7 +22,7 @@ from deploykit.building.builder import (
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
-from deploykit.core.evidence import BuildRecord, Evidence, Layer
+from deploykit.core.evidence import BuildRecord, Evidence
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import this_machine, tool_versions
@@ -60,7 +59,7 @@ def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
     read = evidence.precision
     on_dla = note_dla(read.layers if read else None, job.shapes.dla, name)
     if read is not None and read.known:
-        manifest = replace(manifest, precision=_count(read.layers or ()))
+        manifest = replace(manifest, precision=count_precisions(read.layers or ()))
     manifest = replace(manifest, evidence=evidence)
     if read is not None and not why and (read.wider or not read.known):
         why = read.why if read.known else f"not verified: {read.why}"
@@ -177,11 +176,6 @@ def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
             f"profile '{target.name}' needs TensorRT, which is not installed here",
             hint=install_hint("tensorrt"),
         )
-
-
-def _count(layers: Sequence[Layer]) -> dict[str, int]:
-    counts = Counter(layer.precision for layer in layers if layer.precision is not None)
-    return dict(sorted(counts.items()))
 
 
 DEFAULT_BATCH = "1,8,32"
