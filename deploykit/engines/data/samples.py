@@ -250,20 +250,15 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
         labels += [number] * len(images) if named or len(names) in (0, len(classes)) else []
     if not files:
         raise BadInput(f"{folder}: the folder is empty")
+    of_images = bool(classes) or files[0].suffix.lower() in IMAGES
+    kinds = " ".join(IMAGES if of_images else ARRAYS)
     for file in files:
-        if file.suffix.lower() not in IMAGES + (() if classes else ARRAYS):
+        if file.suffix.lower() not in kinds.split():
             raise BadInput(
-                f"{file}: is not a data file",
-                hint=f"a data folder contains {' '.join(IMAGES)} or {' '.join(ARRAYS)} files and "
-                "nothing else; class folders contain images",
+                f"{file}: is not a data file like the others",
+                hint=f"the folder contains {kinds} files, and nothing else",
             )
-    images = [file for file in files if file.suffix.lower() in IMAGES]
-    if images and len(images) < len(files):
-        other = next(file for file in files if file not in images)
-        raise BadInput(
-            f"{folder}: contains both images ({images[0].name}) and arrays ({other.name})"
-        )
-    return files, labels, bool(images)
+    return files, labels, of_images
 
 
 def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
