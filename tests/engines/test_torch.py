@@ -22,7 +22,7 @@ from deploykit.engines.torch import engine as layers  # noqa: E402
 from deploykit.engines.torch.engine import TorchEngine, open_engine  # noqa: E402
 from deploykit.engines.torch.files import Content, module_errors  # noqa: E402
 from deploykit.engines.torch.loaded import Loaded, describe_module, load_live  # noqa: E402
-from deploykit.engines.torch.open import (  # noqa: E402  # noqa: E402
+from deploykit.engines.torch.open import (  # noqa: E402
     build_module,
     copy_weights,
     load_module,
@@ -63,14 +63,10 @@ def weights(tmp_path: Path) -> Path:
     return path
 
 
-def recipe_of(spec: TensorSpec, output: TensorSpec) -> Any:
-    return SimpleNamespace(inputs=[spec], outputs=[output])
-
-
 def test_a_checkpoint_comes_back_with_its_specs_and_weights(tmp_path: Path, arch: str) -> None:
     module, path = torch.nn.Linear(4, 2), tmp_path / "m.pt"
     output = parse_spec("y:float32[N,2]")
-    save_checkpoint(path, module, "mine", recipe_of(INPUT, output))
+    save_checkpoint(path, module, "mine", SimpleNamespace(inputs=[INPUT], outputs=[output]))
     loaded = load_module(path, arch=arch, inputs=[INPUT])
     assert (loaded.inputs, loaded.outputs) == ((INPUT,), (output,))
     assert torch.equal(loaded.module.state_dict()["module.weight"], module.weight)
@@ -83,7 +79,8 @@ def test_a_checkpoint_comes_back_with_its_specs_and_weights(tmp_path: Path, arch
 def test_a_checkpoint_of_somebody_elses_recipe_asks_for_the_architecture(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
     for name in (f"{tmp_path}/evil.py", "os:system", "../../evil"):
-        save_checkpoint(tmp_path / "m.pt", torch.nn.Linear(4, 2), name, recipe_of(INPUT, INPUT))
+        recipe: Any = SimpleNamespace(inputs=[INPUT], outputs=[INPUT])
+        save_checkpoint(tmp_path / "m.pt", torch.nn.Linear(4, 2), name, recipe)
         with pytest.raises(BadInput, match="does not come with deploykit") as caught:
             load_module(tmp_path / "m.pt")
         assert "`arch`" in str(caught.value.hint)

@@ -314,19 +314,11 @@ class Packed(torch.nn.Module):  # type: ignore[misc, name-defined]
 X, BIAS = torch.randn(2, 4), torch.randn(2, 3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "example"),
-    [
-        (("x", "bias"), {"x": X, "bias": BIAS}),
-        (("x", "bias"), ({"x": X, "bias": BIAS},)),
-        ((0, 1), ([X, BIAS],)),
-        ((0, 1), ((X, BIAS),)),
-    ],
-    ids=["dict", "dict-in-a-tuple", "list", "tuple"],
-)
+@pytest.mark.parametrize("example", [{"x": X, "bias": BIAS}, ([X, BIAS],)], ids=["dict", "list"])
 def test_a_model_that_takes_its_tensors_in_one_argument_is_refused_with_the_rewrite(
-    tmp_path: Path, keys: Any, example: Any
+    tmp_path: Path, example: Any
 ) -> None:
+    keys = tuple(example) if isinstance(example, dict) else (0, 1)
     with pytest.raises(dk.DeploykitError) as caught:
         dk.export(Packed(*keys), example, out=tmp_path / "m.onnx")
     assert caught.value.exit_code == 2
