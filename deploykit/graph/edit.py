@@ -213,19 +213,14 @@ def _same(node: onnx.NodeProto, now: int, least: int) -> bool:
         return False  # opset 19 corrected the number of windows
     if new.deprecated or now < _CHANGED.get(node.op_type, 0) <= least:
         return False
-    added = [each for name, each in new.attributes.items() if name not in old.attributes]
-    return (
-        all(_kept(old.attributes[name], new.attributes.get(name)) for name in old.attributes)
-        and not any(attribute.required for attribute in added)
-        and _names(old.inputs) == _names(new.inputs)[: len(old.inputs)]
-        and new.min_input <= old.min_input
-        and _names(old.outputs) == _names(new.outputs)[: len(old.outputs)]
+    before, after = old.attributes, new.attributes
+    kept = all(
+        name in after
+        and (each.type, each.default_value) == (after[name].type, after[name].default_value)
+        for name, each in before.items()
     )
-
-
-def _kept(old: defs.OpSchema.Attribute, new: defs.OpSchema.Attribute | None) -> bool:
-    return new is not None and old.type == new.type and old.default_value == new.default_value
-
-
-def _names(formal: Sequence[defs.OpSchema.FormalParameter]) -> list[str]:
-    return [parameter.name for parameter in formal]
+    needed = any(each.required for name, each in after.items() if name not in before)
+    tensors = ((old.inputs, new.inputs), (old.outputs, new.outputs))
+    names = [tuple([each.name for each in formal] for formal in pair) for pair in tensors]
+    same = all(ours == theirs[: len(ours)] for ours, theirs in names)
+    return kept and same and not needed and new.min_input <= old.min_input

@@ -162,15 +162,11 @@ def read(path: Path, *, allow_pickle: bool) -> Content:
         )
     with module_errors(f"{path}: cannot be loaded as {form}"), quiet("torch"):
         if form == "torch.export":
-            value = _load_program(path)
+            with path.open("rb") as handle:  # torch would insist on a path ending in .pt2
+                value = torch.export.load(handle)
         else:
             value = torch.jit.load(str(path), map_location="cpu")
     return Content(form, value, ran_pickle=True)
-
-
-def _load_program(path: Path) -> Any:
-    with path.open("rb") as handle:  # torch would insist on a path ending in .pt2
-        return torch.export.load(handle)
 
 
 def dtype_of(tensor: Any) -> str:
