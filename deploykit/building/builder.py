@@ -22,6 +22,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.tensorrt.compatibility import version_numbers
+from deploykit.graph.parse import onnx_files
 
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph
@@ -90,6 +91,20 @@ class BuildJob:
     @property
     def quantizes(self) -> bool:
         return self.request.to != "fp32"
+
+
+_MOST_BYTES = (1 << 31) - (1 << 20)  # protobuf's limit, less room for tensors' names
+
+
+def check_one_file(path: Path) -> None:
+    """Raise Unsupported where the result, which is one file, could not hold the weights."""
+    size = sum(file.stat().st_size for file in onnx_files(path) if file.is_file())
+    if size > _MOST_BYTES:
+        raise Unsupported(
+            f"{path}: has {size:,} bytes with its weights; a build for a CPU is one ONNX file, "
+            f"which holds at most {_MOST_BYTES:,}",
+            hint="serve, bench and predict need no build; a lower precision is smaller (quantize)",
+        )
 
 
 def count_precisions(layers: Sequence[Layer]) -> dict[str, int]:
