@@ -130,8 +130,8 @@ def save_checkpoint(
     inputs, outputs = (tuple(map(str, specs)) for specs in (recipe.inputs, recipe.outputs))
     saved = Checkpoint(name, inputs, outputs)
     if splits:
-        facts = splits.build_with, splits.classes, splits.image, recipe.preprocess
-        saved = Checkpoint(name, inputs, outputs, *facts)
+        saved = replace(saved, sizes=splits.build_with, classes=splits.classes)
+        saved = replace(saved, image=splits.image, preprocess=recipe.preprocess)
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
         **json_value(saved, without=() if splits else ("preprocess",)),
