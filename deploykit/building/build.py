@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.building import prove as build_tensorrt
+from deploykit.building import tensorrt
 from deploykit.building.builder import (
     BuildJob,
     BuildResult,
@@ -21,7 +21,7 @@ from deploykit.building.builder import (
     parse_axis,
     parse_batch,
 )
-from deploykit.building.tensorrt import BuildCheck
+from deploykit.building.prove import check_here, prove_plan
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import (
@@ -144,8 +144,8 @@ def build(
     )
     plans = target.runtime == "tensorrt"
     if plans:
-        check_options(build_tensorrt.options_of(target, shapes, source))
-        build_tensorrt.check_here(target, source, shapes.device)
+        check_options(tensorrt.options_of(target, shapes, source))
+        check_here(target, source, shapes.device)
     else:
         shapes.refuse(target)
         axes = {name: each.optimum for name, each in map(parse_axis, shapes.axes)}
@@ -181,7 +181,7 @@ def _build_plan(job: BuildJob, on_progress: Progress) -> Made:
     """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
     source, request, graph_file, notes = job.source, job.request, job.source, list[str]()
     if job.samples is not None:
-        options = build_tensorrt.options_of(job.target, job.shapes, source)
+        options = tensorrt.options_of(job.target, job.shapes, source)
         check_samples(Graph.open(source.path).inputs, job.samples, options)
     if job.quantizes:
         step, typed = span(on_progress, 0.0, 0.6), job.tmp.with_name("typed.onnx")
@@ -203,7 +203,7 @@ def _build_plan(job: BuildJob, on_progress: Progress) -> Made:
     builder = find_builder(job.target.runtime)
     built = builder(graph_file, job.tmp, job.target, job.shapes, step)
     on_progress("comparing with the model", 0.8)
-    made = build_tensorrt.prove_plan(built, graph_file, job)
+    made = prove_plan(built, graph_file, job)
     return replace(made, notes=(*notes, *made.notes))
 
 
@@ -213,7 +213,7 @@ def check_build(
     *,
     shapes: Shapes | None = None,
     on_progress: Progress | None = None,
-) -> BuildCheck:
+) -> tensorrt.BuildCheck:
     """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
 
     Raises MissingExtra where there is none, BadInput for a profile that needs none.
@@ -222,7 +222,7 @@ def check_build(
     source = _open(model)
     if target.runtime != "tensorrt":
         raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return build_tensorrt.check_engine(source, target, shapes or Shapes(), on_progress)
+    return tensorrt.check_engine(source, target, shapes or Shapes(), on_progress)
 
 
 def _open(model: ArtefactLike) -> Artefact:

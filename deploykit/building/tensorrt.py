@@ -24,11 +24,15 @@ from deploykit.building.builder import (
     BuildResult,
     Options,
     ShapeRange,
+    Shapes,
     check_graph,
     check_options,
     check_target,
+    parse_axis,
+    parse_batch,
     ranges,
 )
+from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.extras import installed, require
@@ -37,6 +41,8 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import ALL
+from deploykit.core.profile import Profile
+from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import (
     LogLines,
@@ -690,3 +696,42 @@ def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[Reason, ...
     """Explain why `parser` refused a file: one reason or more, each once."""
     errors = (parser.get_error(number) for number in range(parser.num_errors))
     return tuple(dict.fromkeys(map(parser_refusal, errors))) or (build_refusal(lines.errors),)
+
+
+DEFAULT_BATCH = "1,8,32"
+
+
+def build_engine(
+    model: Artefact,
+    out: Path,
+    target: Profile,
+    shapes: Shapes,
+    on_progress: Progress | None = None,
+) -> BuildResult:
+    """Write the plan in a process of its own, as `build` does.
+
+    So Ctrl-C acts while TensorRT computes, a crash is an error, and the builder's memory is free
+    for the proof: on a Jetson, GPU and CPU share theirs.
+    """
+    options = options_of(target, shapes, model)
+    built: BuildResult = run_apart(
+        str(model), build, model.path, out, options, on_progress=on_progress
+    )
+    return built
+
+
+def check_engine(
+    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
+) -> BuildCheck:
+    """Parse and build in a process of its own, as `check` does; keep nothing."""
+    options = options_of(target, shapes, model)
+    found: BuildCheck = run_apart(str(model), check, model.path, options, on_progress=on_progress)
+    return found
+
+
+def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
+    """Return the builder's options. Raises BadInput for invalid sizes."""
+    batched = any(spec.batched for spec in Graph.open(model.path).inputs)
+    batch = parse_batch(shapes.batch or (DEFAULT_BATCH if batched else "1"))
+    debug = logging.getLogger(__name__).isEnabledFor(logging.DEBUG)
+    return Options(target, shapes, batch, dict(map(parse_axis, shapes.axes)), debug=debug)

@@ -52,7 +52,7 @@ def in_this_process(patch: pytest.MonkeyPatch) -> None:
     def run(_what: str, function: Any, *arguments: Any, on_progress: Any = None) -> Any:
         return function(*arguments, on_progress or (lambda *_: None))
 
-    patch.setattr("deploykit.building.prove.run_apart", run)
+    patch.setattr("deploykit.building.tensorrt.run_apart", run)
 
 
 @contextmanager
