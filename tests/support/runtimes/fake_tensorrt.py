@@ -43,9 +43,7 @@ MAGIC = b"ptrt"
 WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}
 
 # a module -> our files with `require` of it at their top, and what is inside it
-HOLDERS = {
-    "cuda": ("deploykit.engines.cuda.driver", "cuda.bindings", "cuda.bindings.driver"),
-}
+HOLDERS = {"cuda": ("deploykit.engines.cuda.driver", "cuda.bindings", "cuda.bindings.driver")}
 
 
 @contextlib.contextmanager
