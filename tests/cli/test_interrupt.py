@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
         from deploykit.engines.torch.open import save_checkpoint
 
         recipe = load_recipe("mnist-cnn")
-        save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+        save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe)
     before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
     own = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
     code, shown = interrupted(place, line.replace("RECIPE", own).split(), when)

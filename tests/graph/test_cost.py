@@ -22,13 +22,13 @@ from deploykit.graph.cost import (
     Curve,
     NodeCost,
     costs_of,
+    fixed_shapes,
     node_time,
     peak_bytes,
     predicted_s,
     savings_s,
 )
 from deploykit.graph.graph import Graph
-from deploykit.graph.shapes import fixed_shapes
 from deploykit.planning import probe as chains
 from deploykit.planning.probe import Chain
 from tests.support.graphs.data import samples

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.engines.oip.protobuf import message_from
+from deploykit.engines.oip import message_from
 from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.http import Http1, NotHttpError

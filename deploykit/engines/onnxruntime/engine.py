@@ -40,8 +40,7 @@ from deploykit.engines.onnxruntime.file import (
     rounds_sums,
     save_at,
 )
-from deploykit.graph.facts import FLOAT8, FLOAT16, INTEGER_PRODUCTS, onnx_files, read_facts
-from deploykit.graph.parse import damaged
+from deploykit.graph.parse import FLOAT8, FLOAT16, INTEGER_PRODUCTS, damaged, onnx_files, read_facts
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import NotFound, Unsupported, quote
-from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL, message_from
+from deploykit.engines.oip import FILES, MESSAGES, POOL, message_from
 from deploykit.serving.grpc.call import STATUS, GrpcCall, Method, fail_with, parse_head
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.connection import Http2Limits, Http2Port
