@@ -59,8 +59,16 @@ from deploykit.evaluation.parity import compare_engines
 from deploykit.evaluation.statistics import paired_drop
 from deploykit.evaluation.verify import outputs_gate
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
-from deploykit.reporting.points import CpuSearch, Point
-from deploykit.reporting.report import Accuracy, NotMeasured, Report, is_report, read, write
+from deploykit.reporting.report import (
+    Accuracy,
+    CpuSearch,
+    NotMeasured,
+    Point,
+    Report,
+    is_report,
+    read,
+    write,
+)
 from deploykit.reporting.verdict import verdict
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from deploykit.core.runtime import ALL, BUILT, RUNTIMES
 from deploykit.engines.engine import Engine
 from deploykit.evaluation.verify import find_sources, open_proven
 from deploykit.graph.graph import Graph
-from deploykit.reporting.points import CpuSearch, CpuSettings
-from deploykit.reporting.report import NotMeasured
+from deploykit.reporting.report import CpuSearch, CpuSettings, NotMeasured
 
 BASELINE = "fp32 CPU"  # ONNX Runtime, one session in its fastest settings
 SEARCHED = ("onnxruntime", "openvino", "torch")  # runtimes whose CPU settings are searched

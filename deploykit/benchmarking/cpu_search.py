@@ -15,7 +15,7 @@ from dataclasses import replace
 from deploykit.benchmarking.timing import Clock, run_block
 from deploykit.core.errors import OutOfMemory
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.reporting.points import (
+from deploykit.reporting.report import (
     CLOSED_LOOP,
     BestCpu,
     CpuSettings,

@@ -20,8 +20,14 @@ from deploykit.core.errors import DeploykitError, Unsupported, first_line
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.reporting.points import CpuSettings, LayerKey, LayerTime, LayerTimes, Point
-from deploykit.reporting.report import NotMeasured
+from deploykit.reporting.report import (
+    CpuSettings,
+    LayerKey,
+    LayerTime,
+    LayerTimes,
+    NotMeasured,
+    Point,
+)
 
 if TYPE_CHECKING:
     from deploykit.engines.torch.engine import TorchEngine

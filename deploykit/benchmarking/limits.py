@@ -25,8 +25,7 @@ from deploykit.graph.graph import Graph
 from deploykit.planning import probe
 from deploykit.planning.predict import Inferred, Target, infer, predict_call, target_of
 from deploykit.planning.probe import CpuCalibration, GpuCeilings, cpu_calibration
-from deploykit.reporting.points import Point
-from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
+from deploykit.reporting.report import NotMeasured, PeakMemory, Point, PointEnergy, PredictedPoint
 
 PROBE_FROM_S = 1.0  # per point; a shorter run does not wait for the CPU probe
 _IDLE_S = 0.5

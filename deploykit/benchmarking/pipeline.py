@@ -33,8 +33,7 @@ from deploykit.evaluation.outputs import claim_report
 from deploykit.pipelines.file import input_files
 from deploykit.pipelines.pipeline import OpenPipeline, pipeline
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
-from deploykit.reporting.points import Point
-from deploykit.reporting.report import Report, write
+from deploykit.reporting.report import Point, Report, write
 from deploykit.reporting.verdict import verdict
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from deploykit.evaluation.artefacts import Progress, no_progress, span
 from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.evaluation.statistics import FEWEST_DEPENDENT, throughput
 from deploykit.reporting.machine_load import Watch, Window, marks
-from deploykit.reporting.points import CLOSED_LOOP, Point
+from deploykit.reporting.report import CLOSED_LOOP, Point
 
 Clock = Callable[[], int]  # nanoseconds, monotonic
 

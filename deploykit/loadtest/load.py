@@ -29,9 +29,8 @@ from deploykit.loadtest.result import BUSY_CORE, apply_conditions, parse_conditi
 from deploykit.loadtest.schedule import Load
 from deploykit.loadtest.server import find_server
 from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests, probe
-from deploykit.reporting import report as reports
 from deploykit.reporting.machine_load import Watch, marks, sum_up
-from deploykit.reporting.points import LoadResult
+from deploykit.reporting.report import LoadResult, Report, write
 from deploykit.reporting.verdict import verdict
 
 MAX_SENDS = 5_000_000  # requests of one open loop
@@ -150,7 +149,7 @@ def load_test(
     result = apply_conditions(result, conditions)
     if folder is not None:
         failed = {why.partition(":")[0]: why for why in result.unmet}
-        report = reports.Report(
+        report = Report(
             title=f"{result.model} under load",
             created=now(),
             command=command,
@@ -162,7 +161,7 @@ def load_test(
             ),
             serving=(result,),
         )
-        reports.write(replace(report, verdict=verdict(report)), folder)
+        write(replace(report, verdict=verdict(report)), folder)
     return result
 
 

@@ -20,7 +20,7 @@ from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import throughput
 from deploykit.loadtest.check import short_bound
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
-from deploykit.reporting.points import LoadResult
+from deploykit.reporting.report import LoadResult
 
 SLICES = 60  # parts of the measured time, for the interval of the rate
 REFUSED, EXPIRED = (429, 503), 504

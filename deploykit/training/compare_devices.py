@@ -27,9 +27,15 @@ from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread
 from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
-from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
-from deploykit.reporting.markdown import table_lines
+from deploykit.reporting.page import (
+    figure_html,
+    html_page,
+    printable,
+    raw_html,
+    section_html,
+    table_lines,
+)
 from deploykit.reporting.tables import NOT_MEASURED, machine
 from deploykit.training.data import free_cores, make_batches, time_batches
 from deploykit.training.distributed import Processes
@@ -428,16 +434,16 @@ def devices_html(table: DeviceTable) -> str:
         ("Summary", f"<ul>{items}</ul>" * bool(items)),
         *((each.title, html_table(each, caption=False)) for each in _tables(table)),
         ("How it was measured", method),
-        ("Everything", html.raw_html(table.to_dict())),
+        ("Everything", raw_html(table.to_dict())),
     ]
     parts = [header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>']
-    parts += [html.figure_html(chart)] if chart.series else []
+    parts += [figure_html(chart)] if chart.series else []
     parts += [
-        html.section_html(name, f"part-{at}", content)
+        section_html(name, f"part-{at}", content)
         for at, (name, content) in enumerate(sections)
         if content
     ]
-    page: str = html.printable(html.html_page(title, "\n".join(parts)))
+    page: str = printable(html_page(title, "\n".join(parts)))
     return page
 
 

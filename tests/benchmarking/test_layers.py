@@ -25,8 +25,7 @@ from deploykit.core.errors import DeploykitError
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine, open_engine
-from deploykit.reporting.points import LayerKey, Point
-from deploykit.reporting.report import read
+from deploykit.reporting.report import LayerKey, Point, read
 from tests.support.fake_engine import FakeEngine
 from tests.support.onnx_zoo import mnist_like, save
 

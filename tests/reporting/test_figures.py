@@ -22,20 +22,17 @@ from deploykit.reporting.charts import (
     Chart,
     Mark,
     Series,
+    calls_chart,
+    charts,
     draw,
     group,
     line,
     make_axis,
     marker,
-)
-from deploykit.reporting.figures import (
-    calls_chart,
-    charts,
     roofline,
     served_chart,
 )
-from deploykit.reporting.points import LayerTime, LayerTimes
-from deploykit.reporting.report import Report, read, write
+from deploykit.reporting.report import LayerTime, LayerTimes, Report, read, write
 from deploykit.reporting.tables import layers_table, summary
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import plain

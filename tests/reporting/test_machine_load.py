@@ -13,7 +13,7 @@ from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.engines.engine import Arrays
 from deploykit.reporting import machine_load
 from deploykit.reporting.machine_load import Watch, Window, invalid, marks, sum_up
-from deploykit.reporting.points import Point
+from deploykit.reporting.report import Point
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.virtual_time import feeds
 

@@ -22,8 +22,7 @@ import deploykit as dk
 from deploykit.core.evidence import Gate, Interval
 from deploykit.core.notebook import Shown
 from deploykit.evaluation.formatting import spread
-from deploykit.reporting.html import CSS, report_page
-from deploykit.reporting.markdown import markdown
+from deploykit.reporting.page import CSS, markdown, report_page
 from deploykit.reporting.report import Accuracy, NotMeasured, Report, write
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import plain, simulated

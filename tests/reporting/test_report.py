@@ -22,8 +22,7 @@ from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.evaluation.statistics import ratio
 from deploykit.reporting.compare import compare_reports
 from deploykit.reporting.machine_load import Outside, Window
-from deploykit.reporting.points import Point, crossover
-from deploykit.reporting.report import PeakMemory, Report, read, speedup, write
+from deploykit.reporting.report import PeakMemory, Point, Report, crossover, read, speedup, write
 from deploykit.reporting.tables import details
 from deploykit.reporting.tables import machine as machine_table
 from deploykit.reporting.verdict import verdict

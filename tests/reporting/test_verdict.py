@@ -18,9 +18,8 @@ from deploykit.benchmarking.timing import PROCESSES
 from deploykit.core.evidence import Gate, Interval
 from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import FASTER, SLOWER, difference
-from deploykit.reporting.figures import charts
-from deploykit.reporting.points import Point
-from deploykit.reporting.report import NotMeasured, PointEnergy, Report, speedup
+from deploykit.reporting.charts import charts
+from deploykit.reporting.report import NotMeasured, Point, PointEnergy, Report, speedup
 from deploykit.reporting.tables import details, summary
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import bare_point, plain

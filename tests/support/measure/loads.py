@@ -10,7 +10,7 @@ from deploykit.loadtest.load import load_test
 from deploykit.loadtest.schedule import Load, RunRecord
 from deploykit.loadtest.server import find_server
 from deploykit.loadtest.target import find_model, make_requests
-from deploykit.reporting.points import LoadResult
+from deploykit.reporting.report import LoadResult
 
 TRIES = 5
 

@@ -12,7 +12,7 @@ from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.reporting.points import Point
+from deploykit.reporting.report import Point
 from tests.support.fake_engine import FakeEngine
 
 QUICK = Timing(warmup_s=0.0, seconds=1.0, rounds=2)

@@ -1,22 +1,23 @@
-"""Write a report as one HTML file that needs no network, no second file and no script.
+"""Write a report as one HTML file without network, second file or script, and as Markdown.
 
 Every string of the document is escaped, and the page's policy forbids it to load or run anything.
-The same document gives the same bytes.
+Markdown has the order of the page. The same document gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import LOOK
 from deploykit.evaluation.formatting import Table, html_table, safe
-from deploykit.reporting.charts import Chart, draw
-from deploykit.reporting.figures import charts, served_chart
+from deploykit.reporting.charts import Chart, charts, draw, served_chart
 from deploykit.reporting.tables import (
     details,
+    gates,
     machine,
     serving_table,
     summary,
@@ -155,3 +156,51 @@ def _frame(drawn: Sequence[Chart]) -> str:
         f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
         f'style="width: 100%; height: 560px; border: 0"></iframe>'
     )
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """Return the same Markdown for the same document. Strings of the document are escaped."""
+    drawn, missing = charts(document)
+    command = document["command"].splitlines() or ["(command not recorded)"]
+    sentences = [_text(sentence) for sentence in document["verdict"]]
+    everything = (gates(document), *details(document))
+    lines = [
+        f"# {_text(document['title'])}\n",
+        *(f"{sentence}\n" for sentence in sentences[: 1 + CONCLUSIONS]),
+        *table_lines(summary(document)),
+        "## What the measurements show\n",
+        *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in drawn),
+        *(f"- {_text(sentence)}" for sentence in missing),
+        "\n## How it was measured\n",
+        f"Made {_text(document['created'])} with:\n",
+        *(f"    {line}" for line in command),
+        "",
+        *(f"- {_text(note)}" for note in document["notes"]),
+        "",
+        *table_lines(machine(document)),
+        "## Everything\n",
+        *(f"- {sentence}" for sentence in sentences[1 + CONCLUSIONS :]),
+        "",
+        *(line for table in everything for line in table_lines(table, level=3)),
+    ]
+    return re.sub("\n{3,}", "\n\n", "\n".join(lines).rstrip()) + "\n"
+
+
+def table_lines(table: Table, level: int = 2) -> list[str]:
+    if not table.rows:
+        return []
+    rule = ["---" if i in table.text else "---:" for i in range(len(table.columns))]
+    rows = [_row(table.columns), "| " + " | ".join(rule) + " |", *map(_row, table.rows)]
+    note = ["", _text(table.note)] if table.note else []
+    return [f"{'#' * level} {_text(table.title)}", "", *rows, *note, ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(_text(cell) for cell in cells) + " |"
+
+
+def _text(text: str) -> str:
+    """Return `text` on one line, escaped for Markdown."""
+    line = re.sub(r"[ \r\n]", " ", text)
+    line = re.sub(r"([\\`*_|\[\]])", r"\\\1", line)
+    return line.replace("<", "&lt;").replace(">", "&gt;")
