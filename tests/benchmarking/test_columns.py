@@ -14,12 +14,13 @@ from deploykit.benchmarking import columns
 from deploykit.benchmarking.bench import Proofs
 from deploykit.benchmarking.columns import (
     Entry,
+    choices,
     find_rivals,
     make_columns,
     open_entries,
     open_entry,
+    search_cpu,
 )
-from deploykit.benchmarking.cpu_search import choices, search_cpu
 from deploykit.benchmarking.timing import ProcessEngine, Setup
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
 from deploykit.core.machine import Machine, this_machine

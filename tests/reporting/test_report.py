@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.benchmarking.cpu_search import best_cpu
+from deploykit.benchmarking.columns import best_cpu
 from deploykit.core.errors import BadInput, DeploykitError, NotFound
 from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
