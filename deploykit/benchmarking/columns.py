@@ -392,7 +392,7 @@ def _rival(of: Entry, runtime: str, precision: str) -> Entry:
     return replace(other, built_on={}, opened_as_built=False)
 
 
-# The search for the fastest CPU settings, on the inputs of the run. Each choice is timed once, for one
+# The search for the fastest CPU settings, on the inputs of the run: each choice is timed for one
 # window; the best with one session and with several (these also as processes) then take turns.
 
 _FINALISTS = 2  # with one session, and with several
