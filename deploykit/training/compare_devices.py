@@ -122,31 +122,29 @@ class DeviceTable(Record):
 def compare_devices(
     recipe: str,
     out: StrPath,
+    options: TrainingOptions,
     *,
     data: StrPath | None = None,
-    batch_size: int | None = None,
-    augment: bool | None = None,
-    compile: bool = False,  # noqa: A002 - torch's own name for it
     force: bool = False,
     command: str = "",
     on_progress: Progress | None = None,
 ) -> DeviceTable:
     """Time steps and batches of `recipe` on the CPU and a GPU, in each precision that they have.
 
-    Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
-    one of three; an eighth and four times as much, at most all samples, are the others. `augment`:
-    change the images, as `train` does; augmentation on each processor is timed anyway. `compile`:
-    use torch.compile. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
+    Writes report.json, report.md and report.html into the folder `out`. Of `options`, `batch_size`
+    is the middle one of three; an eighth and four times as much, at most all samples, are the
+    others. `augment` and `compile` are as in `train`; augmentation on each processor is timed
+    anyway. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
     chosen = load_recipe(recipe)
     check_recipe(chosen)
     splits = read_splits(chosen, Path(data) if data else None)
-    middle, samples = batch_size or chosen.batch_size, len(splits.train.labels)
+    middle, samples = options.batch_size or chosen.batch_size, len(splits.train.labels)
     batches = sorted({min(max(1, each), samples) for each in (middle // 8, middle, 4 * middle)})
     progress = on_progress or no_progress
-    rows = time_devices(chosen, splits, batches, progress, augment=augment, compile=compile)
+    rows = time_devices(chosen, splits, batches, options, progress)
     table = DeviceTable(
         folder=place,
         recipe=recipe,
@@ -159,7 +157,7 @@ def compare_devices(
         machine=with_gpu(this_machine(), 0).to_dict(),
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
-        augment=chosen.augmented if augment is None else augment,
+        augment=chosen.augmented if options.augment is None else options.augment,
         augmentation=tuple(time_augmentation(chosen, splits, batches, progress)),
         articles=ARTICLES,
     )
@@ -178,10 +176,8 @@ def time_devices(
     recipe: Recipe,
     splits: Splits,
     batches: Sequence[int],
+    options: TrainingOptions,
     on_progress: Progress = no_progress,
-    *,
-    augment: bool | None = None,
-    compile: bool = False,  # noqa: A002 - torch's own name for it
 ) -> list[DeviceRow]:
     """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
@@ -189,21 +185,21 @@ def time_devices(
     rows, sources = list[DeviceRow](), list[Source]()
     kinds = [(device, kind) for device, precisions in PRECISIONS.items() for kind in precisions]
     for (device, kind), compiled, batch in itertools.product(
-        kinds, (False, True)[: 1 + compile], batches
+        kinds, (False, True)[: 1 + options.compile], batches
     ):
-        options = TrainingOptions(
+        own = replace(
+            options,
             device=device,
             epochs=1,
             batch_size=batch,
             amp=kind if kind in ("bf16", "fp16") else "off",
             tf32=kind != "float32",
-            augment=augment,
             compile=compiled,
         )
         name, absent = f"{kind} compiled" if compiled else kind, _lacks(device, kind)
         threads = None if absent else torch.get_num_threads()
         rows.append(DeviceRow(device, name, batch, threads, absent=absent))
-        sources.append(_train(recipe, splits, options))
+        sources.append(_train(recipe, splits, own))
     return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
 
 

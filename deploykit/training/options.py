@@ -29,16 +29,17 @@ class TrainingOptions:
     """The options of a run; None takes the recipe's value, or one that suits the device.
 
     `amp`: mixed precision, one of `AMP`. `patience`: epochs without a better score on the
-    validation data after which the run ends, with the weights of the best one. `checkpoint`: a file
-    that gets the whole state after each epoch, and from which a run with the same options resumes.
-    `tensorboard`: a folder for event files. `unfreeze`: train a backbone too, with this share of
-    the learning rate. `fsdp`: spread the weights over the processes (FSDP2). `augment`: change the
-    images as the recipe declares.
+    validation data after which the run ends, with the weights of the best one. `weights`: a file to
+    start from. `checkpoint`: a file that gets the whole state after each epoch, and from which a
+    run with the same options resumes. `tensorboard`: a folder for event files. `unfreeze`: train a
+    backbone too, with this share of the learning rate. `fsdp`: spread the weights over the
+    processes (FSDP2). `augment`: change the images as the recipe declares.
     """
 
     epochs: int | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
+    weights: Path | None = None
     device: str = "auto"
     amp: str | None = None
     seed: int = 0

@@ -26,6 +26,7 @@ from deploykit.training.compare_devices import (
     time_augmentation,
     time_devices,
 )
+from deploykit.training.options import TrainingOptions
 from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
@@ -41,7 +42,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_device_and_precision_has_a_row_or_a_reason() -> None:
-    rows = time_devices(LINE, SPLITS, [5, 20])
+    rows = time_devices(LINE, SPLITS, [5, 20], TrainingOptions())
     cpu = [(row.precision, row.batch) for row in rows if row.device == "cpu"]
     assert cpu == [("float32", 5), ("float32", 20), ("bf16", 5), ("bf16", 20)]
     for row in rows:
@@ -60,7 +61,7 @@ def test_a_batch_that_does_not_fit_is_not_measured() -> None:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return LINE.loss(y, labels)
 
-    small, large = time_devices(replace(LINE, loss=loss), SPLITS, [10, 20])[:2]
+    small, large = time_devices(replace(LINE, loss=loss), SPLITS, [10, 20], TrainingOptions())[:2]
     assert (small.absent, large.threads) == (None, None)
     assert "on 20 samples, cpu: does not fit into memory" in (large.absent or "")
 
@@ -71,7 +72,11 @@ def test_a_frozen_backbone_s_head_and_compiled_rows_are_timed(
     monkeypatch.setattr(torch, "compile", lambda run: run)  # it takes many seconds
     parts = OrderedDict(backbone=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2))
     frozen = replace(LINE, build=lambda: torch.nn.Sequential(parts), backbone=("backbone", "head"))
-    rows = [row for row in time_devices(frozen, SPLITS, [5], compile=True) if row.device == "cpu"]
+    rows = [
+        row
+        for row in time_devices(frozen, SPLITS, [5], TrainingOptions(compile=True))
+        if row.device == "cpu"
+    ]
     assert (rows[0].absent, rows[0].steps) == (None, STEPS)
     names = [row.precision for row in rows]
     assert names == ["float32", "float32 compiled", "bf16", "bf16 compiled"]
@@ -236,4 +241,4 @@ def test_the_folder_holds_the_report_and_the_articles_claims(
         assert f"GPU: not measured, {NO_GPU}." in (folder / "report.md").read_text()
     (folder / "report.json").write_text("{}")
     with pytest.raises(BadInput, match=r"report\.json"):
-        devices.compare_devices(recipe, folder)
+        devices.compare_devices(recipe, folder, TrainingOptions())
