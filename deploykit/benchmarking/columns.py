@@ -23,6 +23,7 @@ from deploykit.core.runtime import ALL, BUILT, RUNTIMES
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.verify import find_sources, open_proven
 from deploykit.graph.graph import Graph
+from deploykit.quantization.half_precision import to_half
 from deploykit.reporting.report import (
     CLOSED_LOOP,
     BestCpu,
@@ -346,8 +347,6 @@ def find_rivals(
     entries: Sequence[Entry], machine: Machine, folder: Path
 ) -> tuple[list[Entry], list[NotMeasured]]:
     """Return other runtimes and bfloat16 (written to `folder`) to try on this CPU, and the gaps."""
-    from deploykit.quantization.scales import convert  # slow to load
-
     graphs = [e for e in entries if e.artefact.format == "onnx" and e.precision in _RIVALS]
     graphs = [*{each.artefact.sha256: each for each in reversed(graphs)}.values()][::-1]
     gaps: dict[str, str] = {}
@@ -365,7 +364,7 @@ def find_rivals(
             plain = entries[0].artefact.path
             path = folder / f"{plain.stem}.{_HALF}.onnx"
             try:
-                graph, _ = convert(Graph.open(plain), _HALF, None, runtime="openvino")
+                graph, _ = to_half(Graph.open(plain), _HALF, runtime="openvino")
                 graph.save(path, temporary=True)
                 rounded = replace(entries[0], artefact=Artefact(path))
                 found.append(_rival(rounded, runtime.name, _HALF))

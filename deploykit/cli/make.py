@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import (
+from deploykit.cli.commands import (
     FORCE,
     JSON,
     OUT,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
+from deploykit.cli.commands import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed, NotFound

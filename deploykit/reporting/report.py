@@ -497,14 +497,23 @@ class Report(Record):
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 
     @property
+    def _pairs(self) -> list[tuple[Point, Point]]:
+        """The usable points, each with the baseline's at the same scenario, batch and rounds."""
+        keys = [(each, (each.scenario, each.batch, each.rounds)) for each in self.usable]
+        references = {key: each for each, key in keys if each.label == self.baseline}
+        others = [pair for pair in keys if pair[0].label != self.baseline]
+        return [(each, references[key]) for each, key in others if key in references]
+
+    @property
     def speedups(self) -> tuple[Speedup, ...]:
-        pairs = _pairs(self.usable, self.baseline)
-        return tuple(Speedup(a.label, a.scenario, a.batch, self.speedup(a, b)) for a, b in pairs)
+        return tuple(
+            Speedup(a.label, a.scenario, a.batch, self.speedup(a, b)) for a, b in self._pairs
+        )
 
     @property
     def crossovers(self) -> tuple[Crossover, ...]:
         """The batch from which each other setup stays ahead of the baseline, if it ever does."""
-        found, pairs = [], _pairs(self.usable, self.baseline)
+        found, pairs = [], self._pairs
         for scenario, label in dict.fromkeys((p.scenario, p.label) for p, _ in pairs):
             own = [(a, b) for a, b in pairs if (a.scenario, a.label) == (scenario, label)]
             for by in ("throughput", "p50"):
@@ -520,8 +529,23 @@ class Report(Record):
         return tuple(p for p in self.points if p.label not in self.wrong and not p.marks)
 
     def speedup(self, candidate: Point, reference: Point) -> Interval:
-        """Return `speedup`, whose interval holds together with all others of the report."""
-        return speedup(candidate, reference, max(1, len(_pairs(self.usable, self.baseline))))
+        """Return candidate's throughput divided by reference's, paired by process or by round.
+
+        The interval holds together with all others of the report. With one process the spread
+        between processes is not measured, so it is assumed for each side. Raises BadInput for
+        points with different scenarios, batches or numbers of rounds.
+        """
+        for what in ("scenario", "batch", "rounds"):
+            a, b = getattr(candidate, what), getattr(reference, what)
+            if a != b:
+                raise BadInput(
+                    f"{candidate.label} and {reference.label} cannot be compared: {what} {a} and "
+                    f"{b}",
+                    hint="measure both in one run, at the same batch sizes",
+                )
+        assumed = PROCESS_SPREAD * math.sqrt(2) if candidate.processes == 1 else 0.0
+        rates = candidate.round_rates, reference.round_rates
+        return ratio(*rates, tests=max(1, len(self._pairs)), assumed=assumed)
 
     def __post_init__(self) -> None:
         if self.slo_ms is not None and not 0 < self.slo_ms < math.inf:
@@ -533,31 +557,6 @@ class Report(Record):
 
     def _repr_html_(self) -> str:
         return report_html(self.to_dict())
-
-
-def speedup(candidate: Point, reference: Point, tests: int = 1) -> Interval:
-    """Return candidate's throughput divided by reference's, paired by process or by round.
-
-    With one process the spread between processes is not measured, so it is assumed for each side.
-    `tests`: the number of ratios whose intervals hold together. Raises BadInput for points with
-    different scenarios, batches or numbers of rounds.
-    """
-    for what in ("scenario", "batch", "rounds"):
-        a, b = getattr(candidate, what), getattr(reference, what)
-        if a != b:
-            raise BadInput(
-                f"{candidate.label} and {reference.label} cannot be compared: {what} {a} and {b}",
-                hint="measure both in one run, at the same batch sizes",
-            )
-    assumed = PROCESS_SPREAD * math.sqrt(2) if candidate.processes == 1 else 0.0
-    rates = candidate.round_rates, reference.round_rates
-    return ratio(*rates, tests=tests, assumed=assumed)
-
-
-def _pairs(points: Sequence[Point], baseline: str) -> list[tuple[Point, Point]]:
-    references = {(p.scenario, p.batch, p.rounds): p for p in points if p.label == baseline}
-    keys = [(p, (p.scenario, p.batch, p.rounds)) for p in points if p.label != baseline]
-    return [(point, references[key]) for point, key in keys if key in references]
 
 
 def write(report: Report, folder: Path) -> Path:
