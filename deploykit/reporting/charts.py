@@ -92,7 +92,6 @@ def _log_axis(low: float, high: float, ticks: Ticks) -> Axis:
 
 COLOURS = 16  # colours in `look.css`; 0 is the baseline's
 BOUND = -1  # the look of a limit, not of a setup
-Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,6 @@ class Chart:
 
     `x_ticks`: values and labels of the x axis; round numbers if empty. `x_log`, `y_log`: None
     decides by the values' span. `zero`: the y axis begins at 0. `limit`: a y value and its label.
-    `columns`, `rows`: data in no other table.
     """
 
     title: str
@@ -139,8 +137,6 @@ class Chart:
     y_log: bool | None = None
     zero: bool = True
     limit: tuple[float, str] | None = None
-    columns: Row = ()
-    rows: tuple[Row, ...] = ()
 
 
 _DASHES = ("", "7 4", "2 4", "10 4 2 4", "4 2", "12 3", "1 3", "6 2 1 2")
@@ -492,7 +488,6 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
     roof = tuple(Mark(x, min(most, x * fastest)) for x in (low, ridge, high))
     look, series = _looks(document), [Series("measured limit", roof, BOUND, plain=True)]
     shares: list[tuple[float, str, str, str]] = []
-    rows = []
     for label, chosen in by_label(points).items():
         marks = tuple(
             Mark(float(p["intensity"]), float(p["gflops"]), text=str(p["batch"])) for p in chosen
@@ -501,7 +496,6 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
         for x, y, batch in ((one.x, one.y, one.text) for one in marks):
             bound, limit = "memory" if x < ridge else "arithmetic", min(most, x * fastest)
             shares.append((y / limit, label, batch, bound))
-            rows.append((label, batch, number(x), number(y), bound, part_of(y, limit)))
     share, label, batch, bound = max(shares)
     return Chart(
         title="Roofline: what limits the speed" + " on the GPU" * (name == GPU_ROOFLINE),
@@ -515,8 +509,6 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
         x_log=True,
         y_log=True,
         zero=False,
-        columns=("setup", "batch", "FLOP/byte", "GFLOP/s", "bound by", "of the limit"),
-        rows=tuple(rows),
     )
 
 

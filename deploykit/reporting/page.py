@@ -21,7 +21,6 @@ from deploykit.reporting.tables import (
     machine,
     serving_table,
     summary,
-    text_columns,
 )
 
 CSS = "".join(p.read_text(encoding="utf-8") for p in (LOOK, Path(__file__).with_name("report.css")))
@@ -103,13 +102,9 @@ def section_html(title: str, name: str, content: str) -> str:
 
 
 def figure_html(figure: Chart) -> str:
-    """Return a chart with its finding, and the data that no table of the report has."""
-    table = Table(figure.title, figure.columns, figure.rows, text_columns(figure.columns))
-    rows = html_table(table, caption=False)
-    data = f"<details><summary>The figures of this chart</summary>{rows}</details>" * bool(rows)
     return (
         f"<figure><h2>{safe(figure.title)}</h2>{draw(figure)}"
-        f"<figcaption>{safe(figure.finding)}</figcaption>{data}</figure>"
+        f"<figcaption>{safe(figure.finding)}</figcaption></figure>"
     )
 
 

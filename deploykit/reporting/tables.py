@@ -209,6 +209,10 @@ def details(document: Json) -> list[Table]:
             document.get("predicted") or (),
             "Predicted by a plan before the run. A plan for a GPU is of TensorRT.",
         ),
+        *(
+            plain_table(title, (document.get(key) or {}).get("points") or ())
+            for title, key in (("Roofline", "roofline"), ("Roofline of the GPU", "gpu_roofline"))
+        ),
         plain_table(
             "Energy",
             document.get("energy") or (),

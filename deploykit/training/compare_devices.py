@@ -37,7 +37,6 @@ from deploykit.reporting.page import (
     table_lines,
 )
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.data import free_cores, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import (
@@ -54,7 +53,6 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("float32", "tf32", "bf16", "fp16"),
 }
 _NAMES = {"cpu": "CPU", "cuda": "GPU"}
-AUGMENTED = "augmented batches"  # in place of a precision
 NO_GPU = "no NVIDIA GPU on this machine"
 _FEWEST, _STEPS = 3, 20  # steps of a row at least, and as many as _LIMIT_S allows
 _LEAST_S, _LIMIT_S = 1.0, 10.0  # of a row's timed steps: a few milliseconds tell nothing
@@ -80,8 +78,7 @@ ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they me
 class DeviceRow(Record):
     """The cost of training on a device; `absent`: why it was not measured.
 
-    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. A row on
-    augmentation has no steps; its `threads` are those that make batches.
+    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
     """
 
     device: str
@@ -114,7 +111,6 @@ class DeviceTable(Record):
     crossovers: tuple[Mapping[str, Any], ...]
     verdict: tuple[str, ...] = ()
     augment: bool = False
-    augmentation: tuple[DeviceRow, ...] = ()
     articles: tuple[Mapping[str, str], ...] = ()
     devices: int = 1
 
@@ -133,8 +129,8 @@ def compare_devices(
 
     Writes report.json, report.md and report.html into the folder `out`. Of `options`, `batch_size`
     is the middle one of three; an eighth and four times as much, at most all samples, are the
-    others. `augment` and `compile` are as in `train`; augmentation on each processor is timed
-    anyway. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
+    others. `augment` and `compile` are as in `train`. Nothing is trained to the end, no accuracy is
+    measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
@@ -158,7 +154,6 @@ def compare_devices(
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if options.augment is None else options.augment,
-        augmentation=tuple(time_augmentation(chosen, splits, batches, progress)),
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
@@ -168,7 +163,7 @@ def compare_devices(
     return table
 
 
-Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
+Times = tuple[float, float]  # seconds of making a batch and of the step on it
 Source = Generator[Times, None, None]
 
 
@@ -200,26 +195,6 @@ def time_devices(
         threads = None if absent else torch.get_num_threads()
         rows.append(DeviceRow(device, name, batch, threads, absent=absent))
         sources.append(_train(recipe, splits, own))
-    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
-
-
-def time_augmentation(
-    recipe: Recipe, splits: Splits, batches: Sequence[int], on_progress: Progress = no_progress
-) -> list[DeviceRow]:
-    """Return a row per batch size and processor that may augment; none without augmentation.
-
-    The time runs from the images in memory until the augmented batch is where the steps run.
-    """
-    if recipe.augment is None or recipe.backbone is not None:
-        return []
-    rows, sources = list[DeviceRow](), list[Source]()
-    trains_on = "cuda" if torch.cuda.is_available() else "cpu"
-    for batch, device in itertools.product(batches, PRECISIONS):
-        absent, cores = _lacks(device, AUGMENTED), max(1, free_cores(torch.device(trains_on)))
-        threads = None if absent else cores if device == "cpu" else 0
-        rows.append(DeviceRow(device, AUGMENTED, batch, threads, absent=absent))
-        options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
-        sources.append(_augment(recipe, splits.train, options, device))
     return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
 
 
@@ -297,13 +272,6 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Source:
         yield times[1] - times[0], times[2] - times[1]
 
 
-def _augment(recipe: Recipe, train: Split, options: TrainingOptions, device: str) -> Source:
-    settings, where = settle(recipe, options), torch.device(device)
-    batches = make_batches(recipe, train, settings, Processes(), where)
-    while True:
-        yield (time_batches(batches) / 1e3,)
-
-
 def _first(split: Split, count: int) -> Split:
     return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
 
@@ -315,13 +283,15 @@ def _enough(steps: int, seconds: float) -> bool:
 def _measured(row: DeviceRow, times: Sequence[Times], samples: int, epochs: int) -> DeviceRow:
     count, batch = len(times), min(row.batch, samples)
     rate = throughput([batch] * count, [sum(each) for each in times])
-    parts = [_time_of(1e3, throughput([1] * count, each)) for each in zip(*times, strict=True)]
+    loader_ms, step_ms = (
+        _time_of(1e3, throughput([1] * count, each)) for each in zip(*times, strict=True)
+    )
     return replace(
         row,
         batch=batch,
         samples_per_s=rate,
-        loader_ms=parts[0],
-        step_ms=parts[1] if len(parts) > 1 else None,
+        loader_ms=loader_ms,
+        step_ms=step_ms,
         run_s=_time_of(samples * epochs, rate),
         steps=count,
         load_1_min=round(os.getloadavg()[0], 2),
@@ -387,18 +357,7 @@ def conclude(table: Any) -> list[str]:
     for each in table.crossovers:
         against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
         found.append(f"GPU {each['precision']} is ahead of {against} {_from_batch(each)}.")
-    return found + conclude_augmentation(table)
-
-
-def conclude_augmentation(table: Any) -> list[str]:
-    """Say where augmentation takes less time; say nothing where nothing was augmented."""
-    for each in find_crossovers(table.augmentation):
-        return [f"The GPU augments batches in less time than the CPU {_from_batch(each)}."]
-    for row in table.augmentation:
-        if row.batch == table.batch and row.loader_ms is not None:
-            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
-            return [f"{first}. {_no_gpu(table.augmentation)}"]
-    return []
+    return found
 
 
 def _from_batch(crossover: Mapping[str, Any]) -> str:
@@ -416,8 +375,8 @@ def _no_gpu(rows: Sequence[DeviceRow]) -> str:
 _METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
 CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
 intervals over the steps of one process; that of a ratio holds for any two values within. Where a \
-backbone is frozen, the head's steps are timed, on features in memory; augmentation is timed from \
-the images in memory until the batch is where the steps run. Nothing was trained to the end."""
+backbone is frozen, the head's steps are timed, on features in memory. Nothing was trained to the \
+end."""
 
 
 def devices_html(table: DeviceTable) -> str:
@@ -452,7 +411,7 @@ def devices_markdown(table: DeviceTable) -> str:
 
 def device_rows(table: DeviceTable) -> Table:
     """Return each row, with its rate over the CPU's in the same precision and batch."""
-    own = {(row.device, row.precision, row.batch): row for row in table.rows + table.augmentation}
+    own = {(row.device, row.precision, row.batch): row for row in table.rows}
     rows = [
         (
             *_setup(row),
@@ -504,8 +463,6 @@ def _chart(table: DeviceTable) -> Chart:
         series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
-        columns=("setup", "batch", "samples/s"),
-        rows=tuple((*_setup(row), _spread(row.samples_per_s)) for row in rows),
     )
 
 
