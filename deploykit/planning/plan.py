@@ -28,7 +28,6 @@ from deploykit.planning.predict import (
     Prediction,
     Target,
     infer,
-    misplaced,
     precisions,
     predict_call,
     target_of,
@@ -322,27 +321,18 @@ def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
         sizes = f"sizes of {count} node{'s' * (count > 1)} depend on values"
         yield f"{sizes}, and are not counted: {names}{more}"
     shown = [target for target in targets if target.predictions]
-    if not all(target.checked for target in shown):
+    cpus = [target for target in shown if target.checked]
+    if len(cpus) < len(shown):
         yield (
             "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; "
             "copies between host and GPU go over PCIe 4.0 where they share no memory"
         )
-    of_cpu = [each for target in shown if target.checked for each in target.predictions]
-    times = {(each.precision, each.batch): each.latency_ms for each in of_cpu}
-    close = [
-        f"{precision} at batch {batch}"
-        for (precision, batch), ms in times.items()
-        if precision != "fp32" and ("fp32", batch) in times
-        if 1 / _FACTOR < ms / times["fp32", batch] < _FACTOR
-    ]
-    if close:
-        yield (
-            f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
-            "be faster or slower than fp32: `bench` of the built file tells"
-        )
-    yield from misplaced(found) if of_cpu else ()
-    if any(target.predictions and not target.checked for target in targets):
         yield from _unaligned(found)
+    if any(len({each.precision for each in target.predictions}) > 1 for target in cpus):
+        yield (
+            f"cpu: predictions are off by up to {_FACTOR:g} times: where two precisions are closer "
+            "than that, `bench` of the built files tells which is faster"
+        )
 
 
 def _unaligned(found: Inferred) -> list[str]:
