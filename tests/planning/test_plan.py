@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed, NotFound
-from deploykit.core.machine import default_threads
+from deploykit.core.machine import default_threads, this_machine
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import COMPUTE, LAUNCH, MEMORY, NodeCost
@@ -390,11 +390,11 @@ def test_sizes_that_leave_tensor_cores_idle_are_named_with_their_share(tmp_path:
 
 
 def test_a_probe_measures_every_kind_below_its_ceilings() -> None:
-    measured = measure_cpu("a CPU", "2026-01-01", threads=1, budget_s=0.0)
+    measured = measure_cpu(threads=1, budget_s=0.0)
     fp32 = {f"fp32 {kind}" for kind in kinds.KINDS if kind != kinds.OTHER}
     assert fp32 < set(measured.curves)
     assert {"int8 convolution", "int8 matrix product"} < set(measured.curves)
-    assert (measured.cpu, measured.threads) == ("a CPU", 1)
+    assert (measured.cpu, measured.threads) == (this_machine().cpu, 1)
     assert measured.runtime.startswith("onnxruntime ")
     for name, curve in (*measured.curves.items(), ("stream", measured.stream)):
         assert list(curve.seconds) == sorted(curve.seconds)  # more work never takes less time
