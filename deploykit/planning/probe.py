@@ -175,7 +175,7 @@ class _Builder:
 VERSION = 3  # version of the probe; older results are measured again
 Clock = Callable[[], int]  # nanoseconds
 
-_BUDGET_S = 0.03  # per chain
+BUDGET_S = 0.03  # per chain
 _LEAST_RUNS = 5
 _QUIET_SPREAD = 1.25
 _CONVOLUTIONS = {  # kind: channels, size, kernel
@@ -195,7 +195,7 @@ _PASSING: Mapping[str, tuple[str, Sequence[str], dict[str, Any]]] = {  # operato
 }
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
 _MANY = 1 << 22  # 16 MiB per tensor, more than most caches hold
-_GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB per tensor
+GPU_ROWS, GPU_WIDTH, GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB per tensor
 
 
 @dataclass(frozen=True)
@@ -256,11 +256,11 @@ def measure_gpu(device: str) -> GpuCeilings:
     clock, ops = time.perf_counter_ns, dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for precision in ("fp32", "fp16"):
-            chain = product(_GPU_ROWS, _GPU_WIDTH, count=8, precision=precision)
-            seconds, _ = _time(chain, Path(folder), None, clock, _BUDGET_S, device)
+            chain = product(GPU_ROWS, GPU_WIDTH, count=8, precision=precision)
+            seconds, _ = _time(chain, Path(folder), None, clock, BUDGET_S, device)
             ops[precision] = chain.flops * chain.count / seconds[0]
-        chain = passing(kinds.SIMPLE, _GPU_ELEMENTS)
-        seconds, runtime = _time(chain, Path(folder), None, clock, _BUDGET_S, device)
+        chain = passing(kinds.SIMPLE, GPU_ELEMENTS)
+        seconds, runtime = _time(chain, Path(folder), None, clock, BUDGET_S, device)
     return GpuCeilings(device, runtime, ops, chain.work * chain.count / seconds[0])
 
 
@@ -268,7 +268,7 @@ def measure_cpu(
     *,
     threads: int | None = None,
     clock: Clock = time.perf_counter_ns,
-    budget_s: float = _BUDGET_S,
+    budget_s: float = BUDGET_S,
     on_progress: Progress = no_progress,
 ) -> CpuCalibration:
     """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime."""
