@@ -48,7 +48,7 @@ from deploykit.loadtest.client import (  # noqa: E402
 from deploykit.loadtest.load import summarise  # noqa: E402
 from deploykit.loadtest.server import find_server  # noqa: E402
 from deploykit.loadtest.target import RemoteModel, find_model, make_requests  # noqa: E402
-from deploykit.planning.capacity import (  # noqa: E402
+from deploykit.planning.plan import (  # noqa: E402
     BYTE_S,
     QUANTILE,
     REQUEST_S,
