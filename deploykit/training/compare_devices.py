@@ -195,16 +195,6 @@ def time_devices(
         threads = None if absent else torch.get_num_threads()
         rows.append(DeviceRow(device, name, batch, threads, absent=absent))
         sources.append(_train(recipe, splits, own))
-    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
-
-
-def _time_rows(
-    rows: list[DeviceRow],
-    sources: Sequence[Source],
-    samples: int,
-    epochs: int,
-    on_progress: Progress,
-) -> list[DeviceRow]:
     # the CPU's rows take turns, as the machine may be busy; a GPU's are alone, for its memory
     places = [at for at, row in enumerate(rows) if row.absent is None]
     on_cpu, done = [at for at in places if rows[at].device == "cpu"], 0
@@ -225,7 +215,7 @@ def _time_rows(
                     spent_s[at] += (time.perf_counter() - started) * bool(times)
                     if not _enough(len(times), spent_s[at]):
                         continue
-                    rows[at] = _measured(row, times, samples, epochs)
+                    rows[at] = _measured(row, times, len(splits.train.labels), recipe.epochs)
                 sources[at].close()  # frees the model
                 del left[at]
                 done += 1

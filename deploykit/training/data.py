@@ -405,28 +405,21 @@ def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], tor
     return inputs, labels
 
 
-def make_batches(
-    recipe: Recipe,
-    train: Split,
-    settings: Settings,
-    group: Processes,
-    augment_on: torch.device | None = None,
-) -> Batches:
-    """Make the batches of a run, augmented on `augment_on`."""
-    augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
-    seed = settings.options.seed
-    return Batches(train, settings.device, settings.batch_size, seed, group, augmentation)
-
-
 def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Batches:
     """Make the batches of a run, augmented on the faster processor. Raises BadInput."""
+
+    def make(augment_on: torch.device | None = None) -> Batches:
+        augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
+        seed = settings.options.seed
+        return Batches(train, settings.device, settings.batch_size, seed, group, augmentation)
+
     if not settings.augment:
-        return make_batches(recipe, train, settings, group)
-    on_cpu = make_batches(recipe, train, settings, group, CPU)
+        return make()
+    on_cpu = make(CPU)
     on_cpu.note = "augmentation runs on the CPU, as the training does"
     if settings.device.type == "cpu":
         return on_cpu
-    return faster(on_cpu, lambda: make_batches(recipe, train, settings, group, settings.device))
+    return faster(on_cpu, lambda: make(settings.device))
 
 
 def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
