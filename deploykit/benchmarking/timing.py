@@ -301,10 +301,9 @@ class Setup:
     """One column of a comparison. `engines` opens an Engine; `sessions` of them run at once.
 
     `in_flight`: concurrent calls of one engine; more than one is another scenario. `threads`: CPU
-    threads of each engine, None if not applicable. `device`: "" for the engine's own. `file`,
-    `sha256`: the artefact's. `settings`: the CPU settings as a string. `batches`: the only sizes
-    to time; () for all. `processes`: each session runs in a separate process. `entry`: the label
-    of the entry, shared by all its setups.
+    threads of each engine, None if not applicable. `file`, `sha256`: the artefact's. `settings`:
+    the CPU settings as a string. `batches`: the only sizes to time; () for all. `processes`: each
+    session runs in a separate process. `entry`: the label of the entry, shared by all its setups.
     """
 
     label: str
@@ -312,7 +311,6 @@ class Setup:
     sessions: int = 1
     threads: int | None = None
     precision: str = ""
-    device: str = ""
     file: str = ""
     sha256: str = ""
     in_flight: int = 1
@@ -489,7 +487,7 @@ class Turns:
             found[setup.label] = Measured(
                 setup=setup,
                 batch=batch,
-                device=setup.device or engine.device,
+                device=engine.device,
                 runtime=engine.runtime,
                 options=dict(engine.options),
                 note=note,
