@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,10 @@ from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath, write_together
 from deploykit.core.json_value import Record
-from deploykit.core.machine import this_machine
+from deploykit.core.machine import now, this_machine
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread
+from deploykit.evaluation.formatting import MISSING, Table, count, html_table, safe, spread
 from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting.charts import Chart, Mark, Series
@@ -148,7 +146,7 @@ def compare_devices(
         samples=samples,
         epochs=chosen.epochs,
         batch=min(middle, samples),
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
+        created=now(),
         command=command,
         machine=with_gpu(this_machine(), 0).to_dict(),
         rows=tuple(rows),
@@ -372,16 +370,16 @@ end."""
 def devices_html(table: DeviceTable) -> str:
     (first, *others), chart = table.verdict, _chart(table)
     title = f"Training {table.recipe} on each device"
-    header = f'<header><p class="over">deploykit report · {escape(table.created)}</p>'
-    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{escape(table.command)}</code></pre>"
-    items = "".join(f"<li>{escape(each)}</li>" for each in others)
+    header = f'<header><p class="over">deploykit report · {safe(table.created)}</p>'
+    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{safe(table.command)}</code></pre>"
+    items = "".join(f"<li>{safe(each)}</li>" for each in others)
     sections = [
         ("Summary", f"<ul>{items}</ul>" * bool(items)),
         *((each.title, html_table(each, caption=False)) for each in _tables(table)),
         ("How it was measured", method),
         ("Everything", raw_html(table.to_dict())),
     ]
-    parts = [header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>']
+    parts = [header + f'<h1>{safe(title)}</h1><p class="verdict">{safe(first)}</p></header>']
     parts += [figure_html(chart)] if chart.series else []
     parts += [
         section_html(name, f"part-{at}", content)

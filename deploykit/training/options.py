@@ -19,6 +19,7 @@ from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests
+from deploykit.engines.engine import check_device
 
 LARGEST = 1e30  # a rate or norm, whose multiples are in float32 too
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,20 +137,15 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
 
 def choose_device(name: str) -> torch.device:
     """Return the device; `auto` is the first GPU that torch can use, else the CPU."""
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if name != "cpu" and not torch.cuda.is_available():
         raise Unsupported(
             f"device '{name}' was requested, but torch {torch.__version__} sees no GPU",
             hint="see: deploykit doctor",
         )
-    return device
+    return torch.device(name)
 
 
 def read_splits(recipe: Recipe, path: Path | None) -> Splits:
