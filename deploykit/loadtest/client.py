@@ -24,7 +24,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +32,7 @@ import numpy as np
 
 from deploykit.core.errors import os_reason
 from deploykit.core.subprocesses import run_apart
+from deploykit.evaluation.artefacts import Progress
 from deploykit.loadtest.server import Server, tls_reason
 from deploykit.loadtest.wire import NO_ANSWER, UNSENT, AnswerCheck, NotHttpError, Wire
 
@@ -49,8 +50,6 @@ _MAX_ERRORS = 8  # distinct error messages to keep
 _WAKING_S = 50e-6  # any client needs this from an answer to its next request
 _TCP_CLOSED = 7  # state after a reset, enum in Linux's tcp_states.h
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
-
-Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class SendPlan:
         return plans
 
 
-def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> list[RunRecord]:
+def run_plans(plans: Sequence[SendPlan], on_progress: Progress | None = None) -> list[RunRecord]:
     """Carry out each plan in a separate process; all begin together, and Ctrl-C ends all."""
     stop = threading.Event()
     start_s = time.perf_counter() + _TOGETHER_S if len(plans) > 1 else 0.0
@@ -179,7 +178,7 @@ def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> l
         return [run.result() for run in runs]
 
 
-def run_plan(plan: SendPlan, start_s: float, on_progress: Report | None) -> RunRecord:
+def run_plan(plan: SendPlan, start_s: float, on_progress: Progress | None) -> RunRecord:
     """Carry out a plan in this process, from `start_s` of `time.perf_counter` on."""
     client = Client(plan, on_progress)
     gc.collect()
@@ -247,7 +246,7 @@ class _Connection:
 class Client:
     """Carries out a plan in one thread."""
 
-    def __init__(self, plan: SendPlan, on_progress: Report | None = None) -> None:
+    def __init__(self, plan: SendPlan, on_progress: Progress | None = None) -> None:
         self.plan, self.record, self._on_progress = plan, RunRecord(), on_progress
         self._due_s = array("d", plan.due_s or ())
         self._begin_s, self._end_s = plan.load.warmup_s, plan.load.end_s

@@ -40,17 +40,11 @@ def report_page(document: Mapping[str, Any]) -> str:
         for each in details(document)
     ]
     sentences = [f"<li>{safe(sentence)}</li>" for sentence in document["verdict"][1:]]
-    gates = "".join(
-        f'<li class="{"met" if gate["passed"] else "unmet"}">'
-        f"<strong>{'✓ met' if gate['passed'] else '✗ NOT met'}</strong> "
-        f"{safe(gate['name'])} <span>{safe(gate['detail'])}</span></li>"
-        for gate in document["gates"]
-    )
     conclusions = f"<ul>{''.join(sentences[:CONCLUSIONS])}</ul>" * bool(sentences)
     if more := "".join(sentences[CONCLUSIONS:]):
         title = "Further conclusions"
         folded.insert(0, f"<details><summary>{title}</summary><ul>{more}</ul></details>")
-    conclusions += f'<ul class="gates">{gates}</ul>' * bool(gates)
+    conclusions += html_table(gates(document), caption=False) * bool(document["gates"])
     busy = any(sentence.startswith(DISTURBED) for sentence in document["verdict"][:1])
     short = html_table(summary(document), caption=False)
     notes = "".join(f"<li>{safe(note)}</li>" for note in document["notes"])

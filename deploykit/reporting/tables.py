@@ -291,7 +291,7 @@ def _cell(name: str, value: Any) -> str:
 def gates(document: Json) -> Table:
     columns: Columns = {
         "gate": lambda gate: gate["name"],
-        "result": lambda gate: "met" if gate["passed"] else "NOT met",
+        "result": lambda gate: "✓ met" if gate["passed"] else "✗ NOT met",
         "detail": lambda gate: gate["detail"],
     }
     return make_table("Gates", document["gates"], columns)
