@@ -273,15 +273,3 @@ def unknown_nodes(costs: Sequence[NodeCost]) -> tuple[tuple[str, ...], tuple[str
     formula = sorted({cost.operator for cost in costs if cost.flops is None})
     shapeless = [cost.name for cost in costs if None in (cost.read_bytes, cost.write_bytes)]
     return tuple(formula), tuple(shapeless)
-
-
-def misplaced(found: Inferred) -> list[str]:
-    """Note INT8 nodes that ONNX Runtime's CPU runs in float32 because of their pairs' placement."""
-    every = found.compiled, found.interpreted
-    whole, run = (sum(cost.precision == "int8" for cost in costs) for costs in every)
-    text = (
-        f"cpu: ONNX Runtime runs {whole - run} of the {whole} INT8 nodes of this file in float32, "
-        "as its pairs are placed for another runtime, and may take longer than predicted: "
-        "`build --profile cpu` moves them"
-    )
-    return [text] if run < whole else []

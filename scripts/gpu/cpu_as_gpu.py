@@ -30,8 +30,8 @@ def cpu_as_gpu(*, torch: bool = False) -> Iterator[None]:
     onnxruntime: Any = import_module("deploykit.engines.onnxruntime.engine")
 
     with ExitStack() as stack:
-        small = partial(probe.measure_gpu, rows=64, width=64, elements=1 << 12, budget_s=0.001)
-        stack.enter_context(patch.object(probe, "measure_gpu", small))
+        small = {"GPU_ROWS": 64, "GPU_WIDTH": 64, "GPU_ELEMENTS": 1 << 12, "BUDGET_S": 0.001}
+        stack.enter_context(patch.multiple(probe, **small))
         modules = [onnxruntime]
         if torch:
             modules.append(import_module("deploykit.engines.torch.engine"))
