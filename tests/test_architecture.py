@@ -50,7 +50,7 @@ OWNERS = {
     "tensorrt": {"engines/tensorrt/", "building/tensorrt/module.py", "building/tensorrt/build.py"},
     "tensorrt_rtx": {"building/tensorrt/module.py"},
     "cuda": {"engines/cuda/driver.py"},
-    "httptools": {"serving/server.py", "serving/http/head.py"},
+    "httptools": {"serving/server.py", "serving/http/connection.py"},
     "uvloop": {"serving/server.py"},
     "orjson": {"serving/"},
     "hpack": {"serving/http2/", "loadtest/grpc.py"},

@@ -25,26 +25,22 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import deliver_inline
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.http.connection import Listener
-from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.connection import HttpLimits, Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import PipelineGraph
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions, read_token
-from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.connection import DELIVERY_S, Connection, MemoryBudget, Port, Turns
 from deploykit.serving.transport.listener import (
     UNIX,
     Acceptor,
-    Connection,
-    Port,
     address_of,
     is_loopback,
     remove_path,
 )
 from deploykit.serving.transport.security import AccessControl, Watched, tls_context
-from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
 from deploykit.serving.workers.group import Hooks, ServerGroup
 from deploykit.serving.workers.signals import Signals

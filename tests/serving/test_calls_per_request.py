@@ -27,7 +27,7 @@ from deploykit.serving.http2.connection import (
 from deploykit.serving.models import model
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
-from deploykit.serving.transport import turns
+from deploykit.serving.transport import connection as turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import INFER, infer_bytes
 from tests.support.serving.running import binary_request

@@ -27,8 +27,8 @@ from deploykit.serving.http2.connection import (
     literal,
 )
 from deploykit.serving.models.pipelines import Receiver
-from deploykit.serving.transport.call import BUG, About, decompress, message_of, refusal_of
-from deploykit.serving.transport.listener import extend
+from deploykit.serving.transport.connection import BUG, About, extend, message_of, refusal_of
+from deploykit.serving.transport.encodings import decompress
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Request, Result, collect_results
 from deploykit.serving.options import VERSION
-from deploykit.serving.transport.call import About
+from deploykit.serving.transport.connection import About
 
 log = logging.getLogger(__name__)
 

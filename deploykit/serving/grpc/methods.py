@@ -16,7 +16,7 @@ from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.options import VERSION, ServeOptions
-from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.connection import MemoryBudget
 from deploykit.serving.transport.security import AccessControl
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
 

@@ -25,8 +25,8 @@ from deploykit.engines.tasks.engine import PNG, RLE, Item
 from deploykit.serving.models.inference import MOST_ITEMS, Items, ModelRoute, TaskCall, too_many
 from deploykit.serving.models.pipelines import NOT_JSON, Sent, ServedPipeline
 from deploykit.serving.oip.json import parse_document
-from deploykit.serving.transport import call as compression
-from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, reply_with
+from deploykit.serving.transport.connection import JSON, Call, Head, reply_exception, reply_with
+from deploykit.serving.transport.encodings import charset_of, decompress, to_utf8
 
 _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
 _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
@@ -79,7 +79,7 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     content: Bytes = body[start + end + 4 : stop]
     kind = fields.get(b"content-type", b"")
-    return name, compression.to_utf8(content, kind) if b"text/" in kind else content
+    return name, to_utf8(content, charset_of(kind)) if b"text/" in kind else content
 
 
 def split_urlencoded(body: Bytes) -> list[Field] | None:
@@ -131,7 +131,7 @@ class PredictRoute(ModelRoute):
         call.body = b""
 
         def unpack(body: Bytes) -> Items:
-            body = compression.decompress(body, head.encoding, self.max_body_bytes)
+            body = decompress(body, head.encoding, self.max_body_bytes)
             return split_items(content_type, text, body)
 
         if head.encoding is None and (len(body) <= _SMALL_BYTES or _is_item(content_type, body)):
@@ -159,7 +159,7 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
         return _split_json(text, content_type, body)
     fields = _fields(kind, content_type, body)
     if kind == b"text/plain" and text:
-        body = compression.to_utf8(body, content_type)
+        body = to_utf8(body, charset_of(content_type))
     elif kind not in (_FORM, *_UNNAMED) and (text or not kind.startswith(b"image/")):
         raise UnknownEncoding(
             f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
@@ -169,9 +169,9 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     known = (*(_TEXT if text else _IMAGE), "file")
     charsets = [content for name, content in fields if name == "_charset_"]
     if charsets:  # from a browser, for each string
-        named = b";charset=" + bytes(charsets[0][:40])
+        charset = bytes(charsets[0][:40])
         rest = [each for each in fields if each[0] != "_charset_"]
-        fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
+        fields = [(n, to_utf8(c, charset) if text else c) for n, c in rest]
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             hint = f"possible: {', '.join(known)}"
@@ -202,7 +202,7 @@ class HttpTaskCall(TaskCall):
 
 
 def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
-    data = bytes(compression.to_utf8(body, content_type))
+    data = bytes(to_utf8(body, charset_of(content_type)))
     check_json_size(data, _hint(text))
     document = parse_document(data)
     kind = "text" if text else "image"
@@ -307,10 +307,10 @@ class PipelineRoute:
         content_type, name = head.content_type or b"", self._pipeline.input
         kind, takes = _kind(content_type), self._pipeline.takes
         is_json = kind == b"application/json"
-        body = compression.decompress(body, head.encoding, self._max_body_bytes)
+        body = decompress(body, head.encoding, self._max_body_bytes)
         fields = _fields(kind, content_type, body)
         if is_json or kind.startswith(b"text/"):
-            body = compression.to_utf8(body, content_type)
+            body = to_utf8(body, charset_of(content_type))
         if fields is not None:
             chosen = [each for each in fields if each[0] == name]
             if not chosen and kind == _FORM:

@@ -22,8 +22,7 @@ from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs
-from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Connection, Port
+from deploykit.serving.transport.connection import Connection, MemoryBudget, Port
 
 log = logging.getLogger(__name__)
 

@@ -24,12 +24,11 @@ import pytest
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
 from deploykit.serving.http import connection as http_listener
-from deploykit.serving.http.connection import State
-from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.connection import HttpLimits, State
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server, run
-from deploykit.serving.transport import listener as places
-from deploykit.serving.transport.call import choose_encoding, decompress
+from deploykit.serving.transport import connection as places
+from deploykit.serving.transport.encodings import choose_encoding, decompress
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.faults import Process, leaves_nothing, until
 from tests.support.serving.memory import held_bytes

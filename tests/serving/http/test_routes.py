@@ -16,7 +16,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.serving.http import routes as scrapes
 from deploykit.serving.http.routes import Scrapes
 from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.transport.call import Head
+from deploykit.serving.transport.connection import Head
 from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import frames, infer_bytes

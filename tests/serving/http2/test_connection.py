@@ -15,7 +15,7 @@ from deploykit.serving.grpc import call
 from deploykit.serving.http2 import connection
 from deploykit.serving.http2.connection import CLOSED as IS_CLOSED
 from deploykit.serving.http2.connection import IN_HEADERS, PREFACE, Http2Limits
-from deploykit.serving.transport import listener as places
+from deploykit.serving.transport import connection as places
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (

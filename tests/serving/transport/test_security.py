@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.connection import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport import listener

@@ -8,7 +8,7 @@ from typing import Any
 
 from deploykit.serving.grpc.call import GrpcCall, Method, parse_head
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
-from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.connection import MemoryBudget
 from tests.support.serving.grpc_cases import LIVE
 
 
