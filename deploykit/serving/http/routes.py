@@ -42,8 +42,7 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample, expositions
 from deploykit.serving.oip import json
 from deploykit.serving.oip.json import LARGE_BYTES
-from deploykit.serving.oip.request import Request, Result
-from deploykit.serving.oip.tensors import array_bytes
+from deploykit.serving.oip.request import Request, Result, array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport.connection import (
     JSON,

@@ -28,8 +28,7 @@ from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.oip.request import Request, Signature, signature
-from deploykit.serving.oip.tensors import Slot
+from deploykit.serving.oip.request import Request, Signature, Slot, signature
 from deploykit.serving.options import VERSION, ServeOptions
 
 

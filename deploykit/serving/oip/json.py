@@ -30,9 +30,11 @@ from deploykit.serving.oip.request import (
     collect_results,
     fill,
     find_region,
+    number_bytes,
     plan,
+    to_bytes,
+    to_json,
 )
-from deploykit.serving.oip.tensors import number_bytes, to_bytes, to_json
 from deploykit.serving.shared_memory import SharedMemory
 
 LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread

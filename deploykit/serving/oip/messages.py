@@ -27,8 +27,8 @@ from deploykit.serving.oip.request import (
     fill,
     find_region,
     plan,
+    to_bytes,
 )
-from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.shared_memory import SharedMemory
 
 _RAW_INPUT = 7  # its field number in ModelInferRequest

@@ -19,7 +19,7 @@ from deploykit.core.tensors import concrete
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip.tensors import BINARY_ONLY, Slot
+from deploykit.serving.oip.request import BINARY_ONLY, Slot
 
 HTML = "text/html; charset=utf-8"
 _TYPES: Mapping[str, str] = {

@@ -22,9 +22,9 @@ from deploykit.serving.oip.request import (
     RequestedOutput,
     Signature,
     classify,
+    to_bytes,
 )
 from deploykit.serving.oip.request import signature as signature_of
-from deploykit.serving.oip.tensors import to_bytes
 from tests.support.campaign import rounds
 from tests.support.serving.requests import (
     DTYPES,
