@@ -53,7 +53,7 @@ OWNERS = {
     "httptools": {"serving/server.py", "serving/http/connection.py"},
     "uvloop": {"serving/server.py"},
     "orjson": {"serving/"},
-    "hpack": {"serving/http2/", "loadtest/grpc.py"},
+    "hpack": {"serving/http2.py", "loadtest/grpc.py"},
     "google": {"engines/oip/protobuf.py", "graph/parse.py"},
     "pynvml": {"engines/devices.py"},
     "prometheus_client": {"serving/observe/prometheus.py"},

@@ -32,7 +32,7 @@ from deploykit.serving.models.pipelines import PipelineGraph
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions, read_token
-from deploykit.serving.transport.connection import DELIVERY_S, Connection, MemoryBudget, Port, Turns
+from deploykit.serving.transport.connection import Connection, MemoryBudget, Port, Turns
 from deploykit.serving.transport.listener import (
     UNIX,
     Acceptor,
@@ -46,7 +46,7 @@ from deploykit.serving.workers.group import Hooks, ServerGroup
 from deploykit.serving.workers.signals import Signals
 
 if TYPE_CHECKING:
-    from deploykit.serving.http2.connection import Http2Limits
+    from deploykit.serving.http2 import Http2Limits
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Server:
         self._sockets = [group.bind(options.host, options.http_port, "`http_port`")]
         self._loop = uvloop.new_event_loop()
         self._signals = Signals(self._loop, self._begin_drain)
-        self._finished = Turns(turn_s=DELIVERY_S)  # continuations of work on other threads
+        self._finished = Turns()  # continuations of work on other threads
         try:
             self.host, self.port = address_of(self._sockets[0])
             loopback = is_loopback(self.host)
@@ -148,7 +148,7 @@ class Server:
         self._acceptors.append(accept(self._sockets[0], self._listener, tls))
         if self.grpc_port is not None:
             from deploykit.serving.grpc.methods import GrpcPort
-            from deploykit.serving.http2.connection import Http2Limits
+            from deploykit.serving.http2 import Http2Limits
 
             grpc_limits = grpc_limits or Http2Limits(
                 stall_s=options.stall_s,
@@ -159,13 +159,7 @@ class Server:
             streams = math.ceil(grpc_limits.all_streams / group.count)
             grpc_limits = replace(grpc_limits, connections=places, all_streams=streams)
             self._grpc = GrpcPort(
-                self.repository,
-                options,
-                access,
-                memory,
-                self._offload,
-                grpc_limits,
-                group,
+                self.repository, access, memory, self._offload, grpc_limits, group
             )
             tls = tls_context(options, _PROTOCOLS[1])
             self._acceptors.append(accept(self._sockets[1], self._grpc, tls))

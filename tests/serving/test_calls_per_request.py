@@ -14,7 +14,7 @@ import pytest
 
 import deploykit
 from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http2.connection import (
+from deploykit.serving.http2 import (
     DATA,
     END_HEADERS,
     END_STREAM,

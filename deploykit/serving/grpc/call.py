@@ -14,7 +14,7 @@ from urllib.parse import quote as percent_encode
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.http2.connection import (
+from deploykit.serving.http2 import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -219,10 +219,10 @@ class GrpcCall(Stream):
         self._inflating = False  # a message is being decompressed
         self._received_one = False
         self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
-        self.begun_s = shared.clock_s() if shared.records else 0.0
+        self.begun_s = shared.turns.clock_s() if shared.records else 0.0
         self.about: About | None = None
         timeout_us = head.timeout_us
-        deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
+        deadline_s = None if timeout_us is None else shared.turns.clock_s() + timeout_us / 1e6
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
 
     @property
@@ -238,11 +238,11 @@ class GrpcCall(Stream):
         """Return the time until the client's deadline; None without one."""
         if self.deadline_s is None:
             return None
-        return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
+        return int((self.deadline_s - self.link.shared.turns.clock_s()) * 1e6)
 
     def _is_late(self) -> bool:
         """Return whether the client's deadline has passed; the call has failed then."""
-        if self.deadline_s is None or self.link.shared.clock_s() < self.deadline_s:
+        if self.deadline_s is None or self.link.shared.turns.clock_s() < self.deadline_s:
             return False
         self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
         return True

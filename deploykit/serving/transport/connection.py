@@ -43,8 +43,7 @@ _IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
 CLOSED_AT_ONCE = 256  # in a tick, to make room
 
-TURN_S = 0.01  # for requests, in one turn of the loop; a new connection takes four turns
-DELIVERY_S = 0.01  # for continuations of work on other threads
+TURN_S = 0.01  # for one kind of work in a turn of the loop; a new connection takes four turns
 # Bytes to receive at once when this turn of the event loop is used up; with TLS each byte may be a
 # separate record, which takes a microsecond to decrypt.
 BUSY_BYTES = {False: 4 << 10, True: 256}
@@ -226,13 +225,10 @@ class Turns:
     counts, such as reading and running engines.
     """
 
-    def __init__(
-        self, clock_s: Callable[[], float] = time.monotonic, turn_s: float | None = None
-    ) -> None:
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self.clock_s = clock_s
         self.waiting: deque[Callable[[], None]] = deque()
         self.busy = False
-        self._turn_s = TURN_S if turn_s is None else turn_s
         self._spent_s = 0.0  # in short work, since the last counted turn
         self._begun_s = 0.0  # when the counted turn began
         self._scheduled = False  # a turn is being counted, until `_begin`
@@ -245,13 +241,13 @@ class Turns:
             if self._spent_s <= _SHORT_S:
                 return
             self._count_from(now_s - self._spent_s)
-        self.busy = now_s - self._begun_s > self._turn_s
+        self.busy = now_s - self._begun_s > TURN_S
 
     def late(self) -> bool:
         """Return whether work of many steps should wait with the next one."""
         now_s = self.clock_s()
         self._count_from(now_s)
-        self.busy = now_s - self._begun_s > self._turn_s
+        self.busy = now_s - self._begun_s > TURN_S
         return self.busy
 
     def run(self, work: Callable[[], None]) -> None:
@@ -287,8 +283,8 @@ class Turns:
             except Exception:  # the other work must not wait forever
                 log.exception("work on the event loop failed")
             elapsed_s = self.clock_s() - begun_s
-            self.busy = elapsed_s > self._turn_s
-            if elapsed_s > self._turn_s / 2:
+            self.busy = elapsed_s > TURN_S
+            if elapsed_s > TURN_S / 2:
                 break
 
 
@@ -452,13 +448,7 @@ class Connection(asyncio.BufferedProtocol, ABC):
 class Port(ABC):
     """State that one protocol's connections share: memory budget, turns of the event loop, time."""
 
-    def __init__(
-        self,
-        places: int,
-        handshake_s: float,
-        memory: MemoryBudget,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, places: int, handshake_s: float, memory: MemoryBudget) -> None:
         self.places = places  # the largest number of connections
         self.handshake_s = handshake_s  # time limit for the TLS handshake
         self.memory = memory
@@ -466,10 +456,10 @@ class Port(ABC):
         self.records = self.logs_access = False  # whether `record` has a use for requests
         # takes a request that failed before a model had it: its line, status, begin and trace
         self.trace_failure: Callable[[str, str, float, str | None], None] | None = None
-        self.turns = Turns(clock_s)
+        self.turns = Turns()
         self.connections: set[Connection] = set()
         self.draining = False
-        self.now_s = clock_s()
+        self.now_s = self.turns.clock_s()
         self.tick_s = 0.0  # time between the last two ticks
         self._unchecked: list[Connection] = []
         self._closing = 0  # connections that are being closed to make room

@@ -13,14 +13,7 @@ import pytest
 
 from deploykit.serving.grpc.call import GrpcCall, Method
 from deploykit.serving.http.connection import ChunkedBody, Exchange, HttpConnection
-from deploykit.serving.http2.connection import (
-    DATA,
-    HEADERS,
-    PREFACE,
-    SETTINGS,
-    Http2Connection,
-    frame,
-)
+from deploykit.serving.http2 import DATA, HEADERS, PREFACE, SETTINGS, Http2Connection, frame
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport.connection import (
