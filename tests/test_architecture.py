@@ -56,7 +56,7 @@ OWNERS = {
     "hpack": {"serving/http2.py", "loadtest/grpc.py"},
     "google": {"engines/oip/protobuf.py", "graph/parse.py"},
     "pynvml": {"engines/devices.py"},
-    "prometheus_client": {"serving/observe/prometheus.py"},
+    "prometheus_client": {"serving/observe/metrics.py"},
     "opentelemetry": {"serving/observe/tracing.py"},
     "ray": {"deploying/ray_app.py", "evaluation/ray_data.py"},
     "starlette": {"deploying/ray_app.py"},

@@ -30,7 +30,7 @@ from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import PipelineGraph
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import ServeOptions, read_token
 from deploykit.serving.transport.connection import Connection, MemoryBudget, Port, Turns
 from deploykit.serving.transport.listener import (

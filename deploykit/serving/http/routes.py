@@ -39,7 +39,7 @@ from deploykit.serving.models.offload import Lane, Offload, run_inline
 from deploykit.serving.models.offload import Result as Offloaded
 from deploykit.serving.models.pipelines import over_budget
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.prometheus import Sample, expositions
+from deploykit.serving.observe.metrics import Sample, expositions
 from deploykit.serving.oip import json
 from deploykit.serving.oip.json import LARGE_BYTES
 from deploykit.serving.oip.request import Request, Result, array_bytes
@@ -60,8 +60,7 @@ from deploykit.serving.transport.encodings import (
     to_utf8,
 )
 from deploykit.serving.transport.security import PREFLIGHT
-from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi
-from deploykit.serving.web.status import Status
+from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi, status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
@@ -324,10 +323,15 @@ class Routes:
         self._repository = repository
         self._scheme = scheme
         self._grpc_port = grpc_port
-        self.status = Status(repository)
         self.group = group or ServerGroup()
         self._root_path = repository.options.root_path.rstrip("/")
-        self._offer()
+        reports: dict[str, Callable[[], object]] = {  # that other processes may ask of this one
+            "samples": repository.samples,
+            "statistics": repository.statistics,
+            "status": partial(status, repository),
+        }
+        names = () if repository.memory is None else ("register", "unregister")
+        self.group.offer(reports, {name: getattr(repository.memory, name) for name in names})
         self._table: dict[str, tuple[str, Route]] = {
             **dict.fromkeys(("/v2", "/v2/"), ("GET", _value(repository.metadata))),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
@@ -399,18 +403,6 @@ class Routes:
             version = parts[5] if len(parts) > 5 and parts[4] == "versions" else VERSION
             self._repository.find(parts[3], version)
         raise NotFound(f"there is no route {quote(path)}")
-
-    def _offer(self) -> None:
-        """Offer the reports and the changes that other processes may ask of this one."""
-        repository, status, memory = self._repository, self.status, self._repository.memory
-        reports: dict[str, Callable[[], object]] = {
-            "samples": repository.samples,
-            "statistics": repository.statistics,
-            "status": status.now,
-        }
-        names = () if memory is None else ("register", "unregister")
-        changes = {name: getattr(memory, name) for name in names}
-        self.group.offer(reports, changes)
 
     def _status(self, call: Call) -> None:
         self.group.collect("status", lambda found: reply_with(call, lambda: orjson.dumps(found())))

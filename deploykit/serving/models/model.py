@@ -26,8 +26,7 @@ from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
-from deploykit.serving.observe.metrics import ModelMetrics
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import ModelMetrics, Sample
 from deploykit.serving.oip.request import Request, Signature, Slot, signature
 from deploykit.serving.options import VERSION, ServeOptions
 

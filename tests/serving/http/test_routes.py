@@ -15,7 +15,7 @@ import pytest
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.http import routes as scrapes
 from deploykit.serving.http.routes import Scrapes
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.transport.connection import Head
 from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
