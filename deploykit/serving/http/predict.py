@@ -26,7 +26,7 @@ from deploykit.serving.models.inference import MOST_ITEMS, Items, ModelRoute, Ta
 from deploykit.serving.models.pipelines import NOT_JSON, Sent, ServedPipeline
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport.connection import JSON, Call, Head, reply_exception, reply_with
-from deploykit.serving.transport.encodings import charset_of, decompress, to_utf8
+from deploykit.serving.transport.encodings import decompress, other_charset, unknown_charset
 
 _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
 _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
@@ -78,8 +78,9 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     content: Bytes = body[start + end + 4 : stop]
-    kind = fields.get(b"content-type", b"")
-    return name, to_utf8(content, charset_of(kind)) if b"text/" in kind else content
+    if charset := other_charset(fields.get(b"content-type")):
+        raise unknown_charset(charset)
+    return name, content
 
 
 def split_urlencoded(body: Bytes) -> list[Field] | None:
@@ -156,22 +157,16 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     kind, first = _kind(content_type), bytes(body[:1])
     is_json = kind == b"application/json" or kind.endswith(b"+json")
     if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
-        return _split_json(text, content_type, body)
+        return _split_json(text, bytes(body))
     fields = _fields(kind, content_type, body)
-    if kind == b"text/plain" and text:
-        body = to_utf8(body, charset_of(content_type))
-    elif kind not in (_FORM, *_UNNAMED) and (text or not kind.startswith(b"image/")):
+    kinds = (_FORM, *_UNNAMED, b"text/plain") if text else (_FORM, *_UNNAMED)
+    if kind not in kinds and (text or not kind.startswith(b"image/")):
         raise UnknownEncoding(
             f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
         )
     if fields is None:
         return Items([body], several=False)  # the bytes of an image say what it is
     known = (*(_TEXT if text else _IMAGE), "file")
-    charsets = [content for name, content in fields if name == "_charset_"]
-    if charsets:  # from a browser, for each string
-        charset = bytes(charsets[0][:40])
-        rest = [each for each in fields if each[0] != "_charset_"]
-        fields = [(n, to_utf8(c, charset) if text else c) for n, c in rest]
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             hint = f"possible: {', '.join(known)}"
@@ -201,8 +196,7 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
-    data = bytes(to_utf8(body, charset_of(content_type)))
+def _split_json(text: bool, data: bytes) -> Items:
     check_json_size(data, _hint(text))
     document = parse_document(data)
     kind = "text" if text else "image"
@@ -309,8 +303,6 @@ class PipelineRoute:
         is_json = kind == b"application/json"
         body = decompress(body, head.encoding, self._max_body_bytes)
         fields = _fields(kind, content_type, body)
-        if is_json or kind.startswith(b"text/"):
-            body = to_utf8(body, charset_of(content_type))
         if fields is not None:
             chosen = [each for each in fields if each[0] == name]
             if not chosen and kind == _FORM:

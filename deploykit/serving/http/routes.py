@@ -57,7 +57,7 @@ from deploykit.serving.transport.encodings import (
     choose_encoding,
     compress,
     decompress,
-    to_utf8,
+    unknown_charset,
 )
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi, status
@@ -97,8 +97,6 @@ class InferRoute(ModelRoute):
         except BadInput:
             self.model.metrics.count("bad_request")
             raise
-        if json_bytes is None and head.charset is not None and head.encoding is None:
-            body = to_utf8(body, head.charset)
         if self.model.task.ready and _sends_bytes(head, body, json_bytes):
             large = len(body) > LARGE_BYTES or head.encoding is not None
             task = HttpTaskInference(self, call, head.trace)
@@ -375,6 +373,8 @@ class Routes:
                 return
             verb, route = self._table.get(head.path) or self._find(head.path)
             if head.method == verb or (head.method == "HEAD" and verb == "GET"):
+                if head.charset is not None and len(call.body):
+                    raise unknown_charset(head.charset)
                 route(call)
                 return
             allow = "GET, HEAD" if verb == "GET" else verb
@@ -442,7 +442,7 @@ def _document(call: Call) -> dict[str, Any]:
     if len(call.body) > _DOCUMENT_BYTES:
         raise TooLarge(f"the body is above {_DOCUMENT_BYTES} bytes, more than this route needs")
     body = decompress(call.body, call.head.encoding, _DOCUMENT_BYTES)
-    return json.parse_json(bytes(to_utf8(body, call.head.charset)))
+    return json.parse_json(bytes(body))
 
 
 def _value(make: Callable[[], object]) -> Route:

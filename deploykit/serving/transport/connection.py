@@ -27,7 +27,7 @@ from deploykit.core.errors import DeploykitError, Overloaded, os_reason, quote
 from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.transport.encodings import charset_of
+from deploykit.serving.transport.encodings import other_charset
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("deploykit.access")
@@ -104,7 +104,7 @@ class Head:
     json_bytes: bytes | None = None  # the header Inference-Header-Content-Length
     encoding: bytes | None = None  # Content-Encoding
     content_type: bytes | None = None
-    charset: bytes | None = None  # of the Content-Type
+    charset: bytes | None = None  # of the Content-Type, unless it is UTF-8
     accept: bytes | None = None
     accept_encoding: bytes | None = None
     trace: str | None = None  # traceparent
@@ -124,7 +124,7 @@ class Head:
             json_bytes=headers.get(b"inference-header-content-length"),
             encoding=headers.get(b"content-encoding"),
             content_type=content_type,
-            charset=charset_of(content_type),
+            charset=other_charset(content_type),
             accept=headers.get(b"accept"),
             accept_encoding=headers.get(b"accept-encoding"),
             trace=trace.decode("latin-1") if trace else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import re
 import zlib
@@ -14,10 +13,7 @@ from deploykit.core.tensors import Bytes
 
 COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 _CHARSET = re.compile(rb';\s*charset="?([^\s;"]+)', re.I)
-_KNOWN = re.compile(  # no codec that is slow, or unpacks data
-    r"iso8859-\d+|cp\d+|utf-(16|32)(-[lb]e)?|shift_jis\w*|euc_\w+|gb\w*|big5\w*|koi8-\w"
-)
-_MOST_DECODED_BYTES = 4 << 20  # a few milliseconds
+_UTF8 = (b"utf-8", b"utf8", b"us-ascii", b"ascii", b"binary")
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
 _PIECE_BYTES = 1 << 16  # input of zlib in one step
 _GROWTH_BYTES = 1 << 20  # output of zlib in one step
@@ -31,27 +27,15 @@ def body_too_large(most_bytes: int, when: str = "") -> TooLarge:
     return TooLarge(f"the body is above {most_bytes} bytes{when}", hint=hint)
 
 
-def charset_of(content_type: bytes | None) -> bytes | None:
+def other_charset(content_type: bytes | None) -> bytes | None:
+    """Return the charset that a Content-Type names, unless it is one that is read as UTF-8."""
     match = _CHARSET.search(content_type or b"")
-    return None if match is None else match[1]
+    return None if match is None or match[1].lower() in _UTF8 else match[1]
 
 
-def to_utf8(body: Bytes, charset: bytes | None) -> Bytes:
-    """Return text in UTF-8. Raises BadInput, UnknownEncoding."""
-    if charset is None:
-        return body
-    name = charset.decode("latin-1")
-    try:
-        codec = codecs.lookup(name).name
-        if codec in ("utf-8", "ascii"):
-            return body
-        if _KNOWN.fullmatch(codec) and len(body) <= _MOST_DECODED_BYTES:
-            return str(body, codec).encode()
-    except UnicodeError as exc:
-        raise BadInput(f"the body is not {quote(name)}, as its Content-Type says") from exc
-    except (LookupError, ValueError):
-        pass
-    raise UnknownEncoding(f"the charset {quote(name)} is not offered", hint="send UTF-8")
+def unknown_charset(charset: bytes) -> UnknownEncoding:
+    name = quote(charset.decode("latin-1"))
+    return UnknownEncoding(f"the charset {name} is not offered", hint="send UTF-8")
 
 
 def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:

@@ -119,7 +119,7 @@ READY = b'{"ready":true}'
         (READY + b" " * ((64 << 10) - len(READY)), {}, 200),
         (READY + b" " * (64 << 10), {}, 413),  # 30 MB stopped the event loop for a second
         (gzip.compress(READY), {"Content_Encoding": "gzip"}, 200),
-        (READY.decode().encode("utf-16"), {"Content_Type": "a/json; charset=utf-16"}, 200),
+        (READY.decode().encode("utf-16"), {"Content_Type": "a/json; charset=utf-16"}, 415),
         (READY, {"Content_Encoding": "br"}, 415),
         (gzip.compress(bytes(1 << 20)), {"Content_Encoding": "gzip"}, 413),
     ],
