@@ -21,7 +21,7 @@ from hpack import Decoder, HPACKDecodingError, HPACKError
 from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.transport.connection import Connection, MemoryBudget, Port
+from deploykit.serving.transport.connection import Connection, Limits, MemoryBudget, Port
 
 log = logging.getLogger(__name__)
 
@@ -241,21 +241,14 @@ def check_request(pairs: Pairs) -> None:
 
 
 @dataclass(frozen=True)
-class Http2Limits:
-    """Limits of one connection, and of all together: sizes, counts and times."""
+class Http2Limits(Limits):
+    """Limits of one connection, and of all together."""
 
-    connections: int = 4096
     streams: int = 512  # concurrent, per connection
     outstanding: int = 256  # unsent replies of one stream
     all_streams: int = 16384  # on all connections; each costs memory and time while it is open
-    header_bytes: int = 64 << 10
-    headers: int = 100
     empty_frames: int = 2000  # per second: pings, resets, refused calls, ...
-    header_s: float = 10.0  # until the preface arrives; until a header block is complete
-    stall_s: float = 30.0  # a pause in a message, or of a client that does not read its reply
-    idle_s: float = 75.0  # without a stream
     max_age_s: float = math.inf  # then the client is asked to connect again
-    linger_s: float = 2.0  # for reading the reason of a close
 
 
 class Http2Port(Port):
@@ -266,6 +259,8 @@ class Http2Port(Port):
     then `then` on the event loop's.
     """
 
+    limits: Http2Limits
+
     def __init__(
         self,
         parse: Callable[[Pairs], Any],
@@ -275,10 +270,9 @@ class Http2Port(Port):
         memory: MemoryBudget,
         offload: Callable[..., None],
     ) -> None:
-        super().__init__(limits.connections, limits.header_s, memory)
+        super().__init__(limits, memory)
         self.parse = parse
         self.open = open
-        self.limits = limits
         self.max_message_bytes = max_message_bytes
         self.offload = offload
         self.open_streams = 0  # on all connections
@@ -324,7 +318,7 @@ class Http2Connection(Connection):
     """One client's connection: its streams, its windows and its unsent output."""
 
     def __init__(self, shared: Http2Port) -> None:
-        super().__init__(shared, shared.limits.stall_s)
+        super().__init__(shared)
         self.shared = shared
         self.phase = AWAIT_PREFACE
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block

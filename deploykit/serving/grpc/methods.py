@@ -100,67 +100,6 @@ def infer_pipeline(
     pipeline.infer(decode, reply, partial(fail_with, client), client, trace, client.left_us)
 
 
-class InferMethods:
-    """The methods ModelInfer and ModelStreamInfer."""
-
-    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
-        self._repository = repository
-        self.routes = {
-            name: ModelRoute(repository, model, offload)
-            for name, model in repository.models.items()
-        }
-
-    def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
-        slot = ReplySlot(call)
-        call.slots.append(slot)
-        if call.cancel is None:
-
-            def cancel(slots: list[ReplySlot] = call.slots) -> None:
-                for each in slots:
-                    if each.cancel is not None:
-                        each.cancel()
-                slots.clear()
-
-            call.cancel = cancel
-        self.infer(call, data, at, slot)
-
-    def end_stream(self, call: GrpcCall) -> None:
-        """End a call after the client's last message."""
-        if not call.slots:
-            call.complete()
-
-    def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
-        """Start one message of a call; `slot` takes the answer if the call is a stream."""
-        client: Replying = call if slot is None else slot
-        trace = call.head.trace
-        try:
-            split = messages.split_request(data, at)
-            head, _, name, version = split
-            source = (split, data, at)
-            if name in self._repository.pipelines and version in ("", VERSION):
-                pipeline = self._repository.pipelines[name]
-                infer_pipeline(pipeline, client, source, trace)
-                return
-            model = self._repository.find(name, version or VERSION)
-            route = self.routes[model.name]
-            if model.task.ready and messages.sends_bytes(head):
-                task = GrpcTaskCall(route, client, trace)
-                task.split(source, task.items, large=len(data) > _LARGE_ITEMS_BYTES)
-                return
-            inference = GrpcInference(route, client, source, trace)
-            slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes
-            if slow or (route.memory is not None and messages.names_regions(head)):
-                large = not slow or len(data) > _LONG_BYTES
-                inference.lane = Lane.LARGE if large else Lane.SMALL
-                del split, head, data, source
-                inference.start_offloaded()
-                return
-        except Exception as exc:  # noqa: BLE001 - every error is a reply
-            fail_with(client, exc)
-            return
-        inference.start()
-
-
 class GrpcInference(Inference):
     """One inference message. Its source is the message with the result of `split_request`."""
 
@@ -245,7 +184,10 @@ class GrpcPort(Http2Port):
     ) -> None:
         self._repository = repository
         self._group = group
-        self.inference = inference = InferMethods(repository, offload)
+        self.routes = {
+            name: ModelRoute(repository, model, offload)
+            for name, model in repository.models.items()
+        }
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # calls by the name of the service
         self._health_sent: dict[str, int] = {}
         at_once: dict[str, Make] = {
@@ -267,8 +209,8 @@ class GrpcPort(Http2Port):
                 handlers[f"SystemSharedMemory{action}"] = partial(self._change, action)
         handlers |= {name: _at_once(make) for name, make in at_once.items()}
         methods = {
-            f"/{SERVICE}/ModelInfer": Method(inference.infer),
-            f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
+            f"/{SERVICE}/ModelInfer": Method(self.infer),
+            f"/{SERVICE}/ModelStreamInfer": Method(self.stream, _end_stream),
             f"/{_HEALTH}/Check": _small("HealthCheck", _at_once(self._check), public=True),
             f"/{_HEALTH}/Watch": Method(self._watch, public=True, max_bytes=_SMALL_BYTES),
         }
@@ -298,6 +240,53 @@ class GrpcPort(Http2Port):
                 for call in list(calls):
                     _send_health(call, now)
         super().tick(now_s)
+
+    # -- inference -----------------------------------------------------------------------------
+
+    def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
+        slot = ReplySlot(call)
+        call.slots.append(slot)
+        if call.cancel is None:
+
+            def cancel(slots: list[ReplySlot] = call.slots) -> None:
+                for each in slots:
+                    if each.cancel is not None:
+                        each.cancel()
+                slots.clear()
+
+            call.cancel = cancel
+        self.infer(call, data, at, slot)
+
+    def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
+        """Start one message of a call; `slot` takes the answer if the call is a stream."""
+        client: Replying = call if slot is None else slot
+        trace = call.head.trace
+        try:
+            split = messages.split_request(data, at)
+            head, _, name, version = split
+            source = (split, data, at)
+            if name in self._repository.pipelines and version in ("", VERSION):
+                pipeline = self._repository.pipelines[name]
+                infer_pipeline(pipeline, client, source, trace)
+                return
+            model = self._repository.find(name, version or VERSION)
+            route = self.routes[model.name]
+            if model.task.ready and messages.sends_bytes(head):
+                task = GrpcTaskCall(route, client, trace)
+                task.split(source, task.items, large=len(data) > _LARGE_ITEMS_BYTES)
+                return
+            inference = GrpcInference(route, client, source, trace)
+            slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes
+            if slow or (route.memory is not None and messages.names_regions(head)):
+                large = not slow or len(data) > _LONG_BYTES
+                inference.lane = Lane.LARGE if large else Lane.SMALL
+                del split, head, data, source
+                inference.start_offloaded()
+                return
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            fail_with(client, exc)
+            return
+        inference.start()
 
     # -- unary methods ---------------------------------------------------------------------------
 
@@ -365,6 +354,12 @@ class GrpcPort(Http2Port):
         del calls[call]
         if not calls:
             del self._watching[name], self._health_sent[name]
+
+
+def _end_stream(call: GrpcCall) -> None:
+    """End a call after the client's last message."""
+    if not call.slots:
+        call.complete()
 
 
 def _send_health(call: GrpcCall, status: int) -> None:

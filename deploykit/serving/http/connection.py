@@ -29,6 +29,7 @@ from deploykit.serving.transport.connection import (
     Call,
     Connection,
     Head,
+    Limits,
     MemoryBudget,
     Port,
     Refusal,
@@ -67,18 +68,11 @@ _LINES = 1000  # about a millisecond
 
 
 @dataclass(frozen=True)
-class HttpLimits:
-    """Limits of one connection: sizes, counts and times."""
+class HttpLimits(Limits):
+    """Limits of one connection, and of a request."""
 
-    header_bytes: int = 64 << 10
-    headers: int = 100
     target_bytes: int = 8 << 10
     chunks: int = 65_536
-    connections: int = 4096
-    header_s: float = 10.0  # from the connection or a message's first byte; also for TLS
-    stall_s: float = 30.0  # a pause in a body, or of a client that does not read its reply
-    idle_s: float = 75.0
-    linger_s: float = 2.0  # for reading the error reply
 
 
 class _Fields:
@@ -340,6 +334,8 @@ def _status_lines(status: int) -> bytes:
 class Listener(Port):
     """State that all HTTP/1.1 connections share. `handle` gets each complete request."""
 
+    limits: HttpLimits
+
     def __init__(
         self,
         handle: Callable[[Exchange], None],
@@ -348,9 +344,8 @@ class Listener(Port):
         max_body_bytes: int,
         memory: MemoryBudget,
     ) -> None:
-        super().__init__(limits.connections, limits.header_s, memory)
+        super().__init__(limits, memory)
         self.handle = handle
-        self.limits = limits
         self.access = access
         self.max_body_bytes = max_body_bytes
         self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
@@ -397,7 +392,7 @@ class HttpConnection(Connection):
     """One client. `_state` says what is being read, into `_body` for `_exchange`."""
 
     def __init__(self, listener: Listener) -> None:
-        super().__init__(listener, listener.limits.stall_s)
+        super().__init__(listener)
         self.listener = listener
         self._limits = listener.limits
         self._state = NEW

@@ -310,9 +310,8 @@ class Connection(asyncio.BufferedProtocol, ABC):
 
     transport: asyncio.Transport
 
-    def __init__(self, port: Port, stall_s: float) -> None:
+    def __init__(self, port: Port) -> None:
         self._port = port
-        self._stall_s = stall_s
         self.kept = b""  # bytes received and not processed; counted in the memory budget
         self.whole = False  # all of a body was received elsewhere, and is not processed
         self.answering = False  # the next bytes wait for a reply
@@ -438,19 +437,32 @@ class Connection(asyncio.BufferedProtocol, ABC):
             return True
         unread = unread_bytes(self.transport)
         size, self._unread = sent_bytes + self._unread - unread, unread
-        by_s = now_s + self._stall_s
+        stall_s = self._port.limits.stall_s
+        by_s = now_s + stall_s
         if self.read_by_s is not None:
-            by_s = extend(self.read_by_s, size, now_s, self._stall_s)
+            by_s = extend(self.read_by_s, size, now_s, stall_s)
         self.read_by_s = by_s
         return now_s <= by_s
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one connection, and of their number: sizes, counts and times."""
+
+    connections: int = 4096
+    header_bytes: int = 64 << 10
+    headers: int = 100
+    header_s: float = 10.0  # from the connection or a header's first byte; also for TLS
+    stall_s: float = 30.0  # a pause in a message, or of a client that does not read its reply
+    idle_s: float = 75.0
+    linger_s: float = 2.0  # for reading the error reply, or the reason of a close
 
 
 class Port(ABC):
     """State that one protocol's connections share: memory budget, turns of the event loop, time."""
 
-    def __init__(self, places: int, handshake_s: float, memory: MemoryBudget) -> None:
-        self.places = places  # the largest number of connections
-        self.handshake_s = handshake_s  # time limit for the TLS handshake
+    def __init__(self, limits: Limits, memory: MemoryBudget) -> None:
+        self.limits = limits
         self.memory = memory
         self.replies: dict[Any, int] = defaultdict(int)  # by status
         self.records = self.logs_access = False  # whether `record` has a use for requests
@@ -515,10 +527,11 @@ class Port(ABC):
 
     def has_place(self) -> bool:
         """Return whether the newest connection may stay; idle ones may be closed to make room."""
-        if len(self.connections) > self.places + self._closing and self._searched_s != self.now_s:
+        above = len(self.connections) - self.limits.connections
+        if above > self._closing and self._searched_s != self.now_s:
             self._searched_s = self.now_s
             self._closing = self.close_idle(_IDLE_S)
-        return len(self.connections) <= self.places + self._closing
+        return above <= self._closing
 
     def close_idle(self, least_s: float = _EXHAUSTED_IDLE_S) -> int:
         """Close connections idle for longest, for at least `least_s`; return how many."""

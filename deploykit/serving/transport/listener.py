@@ -152,7 +152,7 @@ class Acceptor:
         self._loop = loop
         self._socket = listening
         self.tls = tls
-        self._handshake_s = port.handshake_s if tls else None
+        self._handshake_s = port.limits.header_s if tls else None
         self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their TLS hello
         self._starts = asyncio.Semaphore(_HANDSHAKES)
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -198,8 +198,9 @@ class Acceptor:
                 self._pause(exc)
                 return
             client.setblocking(False)
-            count, most = len(self._handshakes) + len(self.port.connections), self.port.places
-            if self.tls and count >= most + 2 * SPARE and not self._close_silent():
+            count = len(self._handshakes) + len(self.port.connections)
+            most = self.port.limits.connections + 2 * SPARE
+            if self.tls and count >= most and not self._close_silent():
                 client.close()  # with fewer a client gets a protocol, which replies with the reason
                 log.info("a connection was closed: there are %d already", count)
                 continue
