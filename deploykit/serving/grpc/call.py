@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import struct
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 
 PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
-_SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
 _CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
@@ -354,51 +352,38 @@ class GrpcCall(Stream):
             fail_with(self, exc)
 
     def _decompress(self, method: Method, data: bytes) -> None:
-        """Deliver a compressed message, at once if it is small."""
-        encoding, limit = self.head.encoding, method.max_bytes
+        """Deliver a compressed message, which another thread decompresses."""
+        encoding = self.head.encoding
         if data[0] != 1 or encoding == b"identity":
             self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
             return
 
-        def work(limit: int = limit) -> bytes:
-            return bytes(decompress(data[PREFIX_BYTES:], encoding, limit))
-
-        if len(data) <= _SMALL_BYTES:
-            with contextlib.suppress(DeploykitError):
-                plain = work(min(limit, _SMALL_BYTES))
-                self._on_plain(method, lambda: plain)
-                return
-        self._inflating = True
-
         def then(result: Callable[[], bytes]) -> None:
             self._inflating = False
-            self._on_plain(method, result)
+            if self.gone or self.trailers is not None:
+                return
+            try:
+                plain = result()
+                if self._sizes:
+                    self._sizes[-1] += len(plain)
+                if self._reserve(len(plain)):
+                    method.message(self, plain, 0)
+            except UnknownEncoding:
+                text = f"grpc-encoding is {quote(encoding)}"
+                self.fail("UNIMPLEMENTED", f"{text}; send gzip, deflate or plain messages")
+            except Exception as exc:  # noqa: BLE001 - every error is a reply
+                fail_with(self, exc)
             self.read()
 
+        def work() -> bytes:
+            return bytes(decompress(data[PREFIX_BYTES:], encoding, method.max_bytes))
+
+        self._inflating = True
         try:
             self.link.shared.offload(work, then, peer=self.peer)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
-            self.fail(exc.grpc_status, exc.message)
-
-    def _on_plain(self, method: Method, result: Callable[[], bytes]) -> None:
-        if self.gone or self.trailers is not None:
-            return
-        try:
-            plain = result()
-        except UnknownEncoding:
-            text = f"grpc-encoding is {quote(self.head.encoding)}"
-            self.fail("UNIMPLEMENTED", f"{text}; send gzip, deflate or plain messages")
-        except DeploykitError as exc:
-            self.fail(exc.grpc_status, exc.message)
-        else:
-            if self._sizes:
-                self._sizes[-1] += len(plain)
-            if self._reserve(len(plain)):
-                try:
-                    method.message(self, plain, 0)
-                except Exception as exc:  # noqa: BLE001 - every error is a reply
-                    fail_with(self, exc)
+            fail_with(self, exc)
 
     # -- memory ----------------------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ def test_messages_that_expand_are_decompressed_off_the_loop_in_order(path: str) 
             client.message(1, bomb, compressed=1)
         answer = client.answer(1)
         assert answer.status == 0
-        assert len(asked) == (1 if path == INFER else 2)
+        assert len(asked) == (1 if path == INFER else 3)
         if path == STREAM:
             assert answer.data.count(b"not a valid") == 1
             assert answer.data.index(b"not a valid") in range(700_000, 900_000)
