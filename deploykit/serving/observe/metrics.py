@@ -373,7 +373,6 @@ def split_by(
 
 
 INTERVAL_S = 1.0
-KEEP_ON_S = 90.0  # how long to sample after the last call; above the usual scrape interval
 STALE_S = 5.0
 _PROCESS = {
     "process_resident_memory_bytes": "resident_bytes",
@@ -397,8 +396,7 @@ class Snapshot:
 class Sampler:
     """Samples the process and the GPUs in the background: no scrape waits for a driver.
 
-    While `latest` is called now and then, a thread takes a snapshot every second; otherwise it
-    sleeps. The first call starts the thread. Thread-safe.
+    The first call of `latest` starts a thread that takes a snapshot every second. Thread-safe.
     """
 
     def __init__(
@@ -406,22 +404,19 @@ class Sampler:
     ) -> None:
         self._devices = devices
         self._clock_s = clock_s
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._newest: Snapshot | None = None
-        self._called_s = clock_s()
-        self._closing = False
+        self._closing = threading.Event()
 
     def latest(self) -> Snapshot | None:
         """Return the newest snapshot, None if there is no recent one. Never waits."""
-        with self._changed:
-            now_s = self._called_s = self._clock_s()
-            if self._thread is None and not self._closing:
+        with self._lock:
+            if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
                 self._thread.start()
-            self._changed.notify()
-            fresh = self._newest is not None and now_s - self._newest.at_s <= STALE_S
-            return self._newest if fresh else None
+        newest = self._newest
+        return newest if newest and self._clock_s() - newest.at_s <= STALE_S else None
 
     def samples(self) -> list[Sample]:
         """Return the state of the process and the GPUs for Prometheus."""
@@ -435,30 +430,23 @@ class Sampler:
         ]
 
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        with self._lock:
+            self._closing.set()
         if self._thread is not None:
             self._thread.join(INTERVAL_S)  # a daemon: this does not wait for a driver that hangs
 
     def _loop(self) -> None:
         devices = self._devices
         try:
-            while True:
+            while not self._closing.is_set():
                 at_s = self._clock_s()
                 try:
                     devices = devices or Devices()
                     process = this_process()
                 except OSError:  # the process has no file descriptor left
                     process = {}
-                snapshot = Snapshot(at_s, process, devices.read() if devices else ())
-                with self._changed:
-                    self._newest = snapshot
-                    self._changed.wait_for(lambda: self._closing, INTERVAL_S)
-                    while not self._closing and self._clock_s() - self._called_s > KEEP_ON_S:
-                        self._changed.wait()
-                    if self._closing:
-                        return
+                self._newest = Snapshot(at_s, process, devices.read() if devices else ())
+                self._closing.wait(INTERVAL_S)
         finally:
             if devices:
                 devices.close()
