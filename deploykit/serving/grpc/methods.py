@@ -75,7 +75,7 @@ class GrpcTaskCall(TaskCall):
 
     def reply(self, answers: Sequence[bytes]) -> None:
         found, name = self.outputs_of(answers), self.route.model.name
-        self.client.reply(messages.encode(name, VERSION, self.request.id, found))
+        self.client.reply(messages.encode(name, self.request.id, found))
 
     def refuse(self, error: Exception) -> None:
         fail_with(self.client, error)
@@ -95,7 +95,7 @@ def infer_pipeline(
         return messages.decode(*source, signature, pipeline.memory)
 
     def reply(request: Request, found: list[Result]) -> None:
-        client.reply(messages.encode(pipeline.name, VERSION, request.id, found))
+        client.reply(messages.encode(pipeline.name, request.id, found))
 
     pipeline.infer(decode, reply, partial(fail_with, client), client, trace, client.left_us)
 
@@ -120,7 +120,7 @@ class GrpcInference(Inference):
     def encode(self) -> tuple[list[Bytes]]:
         model, request = self.route.model, self.request
         found = collect_results(request, self.pending.outputs, model.signature, self.route.memory)
-        return (messages.encode(model.name, VERSION, request.id, found),)
+        return (messages.encode(model.name, request.id, found),)
 
     def fail(self, error: Exception) -> None:
         fail_with(self.client, error)

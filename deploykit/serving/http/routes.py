@@ -160,7 +160,7 @@ class HttpInference(Inference):
     def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:
         route, request, outputs = self.route, self.request, self.pending.outputs
         name, signature = route.model.name, route.model.signature
-        parts, json_bytes = json.encode(name, VERSION, request, outputs, signature, route.memory)
+        parts, json_bytes = json.encode(name, request, outputs, signature, route.memory)
         headers = JSON if json_bytes is None else _BINARY % json_bytes
         accept = self.client.head.accept_encoding
         coding = choose_encoding(accept) if accept else None
@@ -182,7 +182,7 @@ def _sends_bytes(head: Head, body: Bytes, json_bytes: int | None) -> bool:
 
 
 def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -> None:
-    parts, json_bytes = json.encode_results(name, VERSION, request.id, results)
+    parts, json_bytes = json.encode_results(name, request.id, results)
     call.reply(200, JSON if json_bytes is None else _BINARY % json_bytes, parts)
 
 

@@ -174,7 +174,7 @@ class ServedModel:
         # engines, and the event loop, from other clients
         self.items = FairGate(max(_LEAST_ITEMS, 2 * self.max_batch) * len(engines))
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
-        self.metrics = ModelMetrics(name, VERSION)
+        self.metrics = ModelMetrics(name)
         self._watchers: list[Watcher] = [self.metrics]
         self._deliver = deliver
         self._clock_us = clock_us

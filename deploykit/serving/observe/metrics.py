@@ -26,6 +26,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, Expired
 from deploykit.engines.devices import THROTTLES, Devices, GpuState
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
+from deploykit.serving.options import VERSION
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -194,9 +195,8 @@ def inference_stats(
 
 
 class ModelMetrics(Watcher):
-    def __init__(self, name: str, version: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.version = version
         self._lock = threading.Lock()
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._fail_us = 0
@@ -305,7 +305,7 @@ class ModelMetrics(Watcher):
             count, times_us = int(self._compute[3]), self._times_us()
             return {
                 "name": self.name,
-                "version": self.version,
+                "version": VERSION,
                 "last_inference": int(self._last_s * 1000),
                 "inference_count": self._rows,
                 "execution_count": self._runs,
@@ -333,7 +333,7 @@ class ModelMetrics(Watcher):
 
     def samples(self, waiting: int, unanswered: int) -> list[Sample]:
         """Return the samples for Prometheus; `waiting` and `unanswered` are the current numbers."""
-        labels = {"model": self.name, "version": self.version}
+        labels = {"model": self.name, "version": VERSION}
         with self._lock:
             self._count_recent()
             counts, times_us = dict(self._outcomes), self._times_us()

@@ -71,7 +71,7 @@ def stage(families: dict[str, Any], what: str, name: str) -> float:
 
 
 def test_the_stages_of_each_request_of_a_batch_are_counted_also_with_tritons_names() -> None:
-    metrics = ModelMetrics("m", "1")
+    metrics = ModelMetrics("m")
     metrics.record_run(
         run(pending(1000), pending(1400, decode_us=9), copies_us=(40, 50), idle_us=500)
     )
@@ -98,7 +98,7 @@ def test_the_stages_of_each_request_of_a_batch_are_counted_also_with_tritons_nam
 
 
 def test_failures_have_tritons_reasons() -> None:
-    metrics = ModelMetrics("m", "1")
+    metrics = ModelMetrics("m")
     refused = pending()
     refused.error = Overloaded("full")
     metrics.record_run(run())  # whose requests were all cancelled
@@ -127,7 +127,7 @@ def test_failures_have_tritons_reasons() -> None:
 
 def test_every_histogram_is_cumulative_and_ends_in_its_count() -> None:
     odd = 'NVIDIA "X"\\\n{},='
-    metrics = [ModelMetrics(odd, "1"), ModelMetrics("b", "1")]
+    metrics = [ModelMetrics(odd), ModelMetrics("b")]
     for each in metrics:
         each.record_run(run(pending(rows=3), pending(0), copies_us=(1, 20_000_000)))
         each.record_answer(pending(), 5, 5_000_000)
@@ -148,7 +148,7 @@ def test_every_histogram_is_cumulative_and_ends_in_its_count() -> None:
 
 
 def test_what_many_threads_record_is_counted_once_each() -> None:
-    metrics = ModelMetrics("m", "1")
+    metrics = ModelMetrics("m")
 
     def record() -> None:
         for number in range(700):  # more than are kept before they are counted
