@@ -115,7 +115,7 @@ READY = b'{"ready":true}'
 @pytest.mark.parametrize(
     ("body", "headers", "status"),
     [
-        (b"", {}, 200),
+        (b"", {"Content_Type": "text/plain; charset=latin1"}, 200),
         (READY + b" " * ((64 << 10) - len(READY)), {}, 200),
         (READY + b" " * (64 << 10), {}, 413),  # 30 MB stopped the event loop for a second
         (gzip.compress(READY), {"Content_Encoding": "gzip"}, 200),
