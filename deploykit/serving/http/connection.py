@@ -183,10 +183,9 @@ class SizedBody:
     client only claims costs nothing. The binary part is aligned for numbers.
     """
 
-    def __init__(self, length: int, json_bytes: bytes | None, received: bytes) -> None:
+    def __init__(self, length: int, json_bytes: int | None, received: bytes) -> None:
         """Allocate the memory and copy the `received` part. Raises MemoryError."""
-        digits = (json_bytes or b"")[-4:]  # 16 divides 10,000
-        pad = -int(digits) % 16 if digits.isdigit() else 0
+        pad = -(json_bytes or 0) % 16
         self.body: memoryview = np.empty(pad + length, np.uint8).data[pad:]
         self.body[: len(received)] = received
         self.left = self.body[len(received) :]

@@ -90,18 +90,14 @@ class InferRoute(ModelRoute):
     """Answers the inference requests of one model."""
 
     def __call__(self, call: Call) -> None:
-        """Answer a request. Raises BadInput for a wrong header."""
+        """Answer a request."""
         head, body = call.head, call.body
-        try:
-            json_bytes = json.header_length(head.json_bytes)
-        except BadInput:
-            self.model.metrics.count("bad_request")
-            raise
-        if self.model.task.ready and _sends_bytes(head, body, json_bytes):
+        json_bytes = head.json_bytes
+        if self.model.task.ready and _sends_bytes(head, body):
             large = len(body) > LARGE_BYTES or head.encoding is not None
             task = HttpTaskInference(self, call, head.trace)
             call.body = b""
-            task.split((body, json_bytes), task.items, large=large)
+            task.split(body, task.items, large=large)
             return
         call.body = b""
         large = self.model.largest_output_bytes > LARGE_BYTES
@@ -109,7 +105,7 @@ class InferRoute(ModelRoute):
             raise over_budget()
         slow = json_bytes is None or len(body) > self.slow_bytes
         slow_bytes = len(body) if slow else json_bytes or 0
-        inference = HttpInference(self, call, (body, json_bytes), head.trace)
+        inference = HttpInference(self, call, body, head.trace)
         del body
         if slow_bytes > LARGE_BYTES or head.encoding is not None:
             inference.set_lane(slow_bytes, LARGE_BYTES)
@@ -119,19 +115,19 @@ class InferRoute(ModelRoute):
 
 
 class HttpInference(Inference):
-    """One inference call. Its source is the body and the length of the body's JSON part."""
+    """One inference call. Its source is the body."""
 
     __slots__ = ()
 
     client: Call
     route: InferRoute
 
-    def decode(self, source: tuple[Bytes, int | None]) -> Request:
+    def decode(self, source: Bytes) -> Request:
         route = self.route
-        return json.decode(*source, route.model.signature, route.memory)
+        return json.decode(source, self.client.head.json_bytes, route.model.signature, route.memory)
 
     def decode_large(self) -> Request:
-        body, json_bytes = source = self.take_source()
+        body = source = self.take_source()
         route, encoding = self.route, self.client.head.encoding
         if encoding is not None:
             limit = route.max_body_bytes
@@ -142,7 +138,7 @@ class HttpInference(Inference):
                 if limit < route.max_body_bytes:  # it waits with the large requests
                     self._source, self.lane = source, Lane.LARGE
                 raise
-        request = json.decode(body, json_bytes, route.model.signature, route.memory)
+        request = self.decode(body)
         if encoding is None:
             return request
         return request._replace(copied_bytes=max(request.copied_bytes, len(body)))
@@ -172,13 +168,13 @@ class HttpInference(Inference):
         reply_exception(self.client, error)
 
 
-def _sends_bytes(head: Head, body: Bytes, json_bytes: int | None) -> bool:
+def _sends_bytes(head: Head, body: Bytes) -> bool:
     """Return whether the JSON part has a BYTES tensor: images or sentences, not a model's input."""
     if head.encoding is not None:  # the tensors are described at its beginning
         with contextlib.suppress(zlib.error):
             start = bytes(body[:LARGE_BYTES])
             return b'"BYTES"' in zlib.decompressobj(47).decompress(start, LARGE_BYTES)
-    return b'"BYTES"' in bytes(body[:json_bytes])
+    return b'"BYTES"' in bytes(body[: head.json_bytes])
 
 
 def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -> None:
@@ -191,10 +187,10 @@ class HttpTaskInference(HttpTaskCall):
 
     route: InferRoute
 
-    def items(self, source: tuple[Bytes, int | None]) -> Items:
-        body, json_bytes = source
-        body = decompress(body, self.client.head.encoding, self.route.max_body_bytes)
-        request = json.decode(body, json_bytes, self.signature, self.route.memory)
+    def items(self, source: Bytes) -> Items:
+        head = self.client.head
+        body = decompress(source, head.encoding, self.route.max_body_bytes)
+        request = json.decode(body, head.json_bytes, self.signature, self.route.memory)
         found = self.items_of(request)
         if self.steps.task.image is None:
             return found
@@ -216,9 +212,8 @@ class PipelineInferRoute(PipelineRoute):
     """Answers inference requests of a pipeline: a BYTES input, or an image's UINT8 pixels."""
 
     def __call__(self, call: Call) -> None:
-        """Start the pipeline. Raises BadInput for a wrong header, Overloaded at the shutdown."""
-        pipeline, body = self._pipeline, call.body
-        json_bytes = json.header_length(call.head.json_bytes)
+        """Start the pipeline. Raises Overloaded at the shutdown."""
+        pipeline, body, json_bytes = self._pipeline, call.body, call.head.json_bytes
         call.body = b""
 
         def decode() -> Request:

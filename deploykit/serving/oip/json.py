@@ -44,16 +44,6 @@ _PART = 1 << 16  # values converted at once, which takes about 2 ms
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
 
 
-@lru_cache(maxsize=256)
-def header_length(text: bytes | None) -> int | None:
-    """Parse Inference-Header-Content-Length; return None without it. Raises BadInput."""
-    if text is None:
-        return None
-    if not text.isdigit() or len(text) > 18:
-        raise BadInput(f"Inference-Header-Content-Length is {quote(text)}, not a number of bytes")
-    return int(text)
-
-
 def decode(
     body: Bytes, json_bytes: int | None, model: Signature, memory: SharedMemory | None = None
 ) -> Request:
@@ -67,8 +57,8 @@ def decode(
         json_bytes = size
     elif json_bytes == 0:
         return _raw(body, model)
-    elif json_bytes > size:
-        raise BadInput(f"Inference-Header-Content-Length is {json_bytes}, the body is {size} bytes")
+    elif not 0 < json_bytes <= size:
+        raise BadInput(f"Inference-Header-Content-Length must be a number from 0 to {size}")
     head = bytes(body[:json_bytes])
     read = _read_cached if json_bytes <= _CACHED_HEAD_BYTES else _read
     planned, binary_bytes = read(head, model)

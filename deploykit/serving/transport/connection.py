@@ -11,6 +11,7 @@ import fcntl
 import heapq
 import logging
 import math
+import re
 import sys
 import termios
 import time
@@ -38,6 +39,7 @@ BUG = "an error inside the server; its log says more"
 _UNKNOWN_MEMORY = 4 << 30
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+_SIZE = re.compile(rb"\d{1,18}")
 LEAST_BYTES_S = 4 << 10  # on average, of a client that sends a request or reads an answer
 _IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
@@ -101,7 +103,7 @@ class Head:
     old: bool = False  # HTTP/1.0
     length: int | None = 0  # of the body in bytes; None: chunked
     expect: bool = False  # the client waits for "100 Continue"
-    json_bytes: bytes | None = None  # the header Inference-Header-Content-Length
+    json_bytes: int | None = None  # Inference-Header-Content-Length; -1 if that is no number
     encoding: bytes | None = None  # Content-Encoding
     content_type: bytes | None = None
     charset: bytes | None = None  # of the Content-Type, unless it is UTF-8
@@ -117,11 +119,12 @@ class Head:
     ) -> Head:
         """Build a head from headers whose names are in lower case."""
         trace, content_type = headers.get(b"traceparent"), headers.get(b"content-type")
+        size = headers.get(b"inference-header-content-length")
         return cls(
             method,
             target,
             path,
-            json_bytes=headers.get(b"inference-header-content-length"),
+            json_bytes=None if size is None else int(size) if _SIZE.fullmatch(size) else -1,
             encoding=headers.get(b"content-encoding"),
             content_type=content_type,
             charset=other_charset(content_type),
