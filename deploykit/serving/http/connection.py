@@ -366,9 +366,8 @@ class Listener(Port):
         super().tick(now_s)
 
     def keep(self, raw: bytes, head: Head) -> None:
-        """Cache a head, unless it has a trace id or a boundary, which differ in each request."""
-        form = head.content_type is not None and b"boundary" in head.content_type
-        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None and not form:
+        """Cache a head, unless it is long."""
+        if len(raw) <= _KNOWN_HEAD_BYTES:
             if len(self._known_heads) >= _KNOWN_HEADS:
                 self._known_heads.clear()
             self._known_heads[raw] = head
