@@ -103,7 +103,7 @@ class Head:
     old: bool = False  # HTTP/1.0
     length: int | None = 0  # of the body in bytes; None: chunked
     expect: bool = False  # the client waits for "100 Continue"
-    json_bytes: int | None = None  # Inference-Header-Content-Length; -1 if that is no number
+    json_bytes: int | None = None  # Inference-Header-Content-Length; -1 if it is not a number
     encoding: bytes | None = None  # Content-Encoding
     content_type: bytes | None = None
     charset: bytes | None = None  # of the Content-Type, unless it is UTF-8
