@@ -284,9 +284,8 @@ _BYTES = b"Content-Type: application/octet-stream\r\n"
 class PipelineRoute:
     """Answers the predict requests of one pipeline: the body is its input, its answer the reply."""
 
-    def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
+    def __init__(self, pipeline: ServedPipeline) -> None:
         self._pipeline = pipeline
-        self._max_body_bytes = max_body_bytes
 
     def __call__(self, call: Call) -> None:
         """Start the pipeline. Raises Overloaded during the shutdown."""
@@ -301,15 +300,13 @@ class PipelineRoute:
         content_type, name = head.content_type or b"", self._pipeline.input
         kind, takes = _kind(content_type), self._pipeline.takes
         is_json = kind == b"application/json"
-        body = decompress(body, head.encoding, self._max_body_bytes)
+        body = decompress(body, head.encoding, self._pipeline.options.max_body_bytes)
         fields = _fields(kind, content_type, body)
         if fields is not None:
-            chosen = [each for each in fields if each[0] == name]
-            if not chosen and kind == _FORM:
-                chosen = fields
+            chosen = [content for field, content in fields if field == name]
             if len(chosen) != 1:
-                raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
-            body = chosen[0][1]
+                raise BadInput(f"the form needs one field '{name}', it has {len(chosen)}")
+            body = chosen[0]
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)

@@ -217,7 +217,7 @@ class PipelineInferRoute(PipelineRoute):
         call.body = b""
 
         def decode() -> Request:
-            plain = decompress(body, call.head.encoding, self._max_body_bytes)
+            plain = decompress(body, call.head.encoding, pipeline.options.max_body_bytes)
             sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
             signature = pipeline.signature if sends_bytes else pipeline.tensors
             request = json.decode(plain, json_bytes, signature, pipeline.memory)
@@ -351,9 +351,8 @@ class Routes:
             self._add(name, "/infer", "POST", InferRoute(repository, model, offload))
             self._add(name, "/predict", "POST", PredictRoute(repository, model, offload))
         for name, pipeline in repository.pipelines.items():
-            most = repository.options.max_body_bytes
-            self._add(name, "/predict", "POST", PipelineRoute(pipeline, most))
-            self._add(name, "/infer", "POST", PipelineInferRoute(pipeline, most))
+            self._add(name, "/predict", "POST", PipelineRoute(pipeline))
+            self._add(name, "/infer", "POST", PipelineInferRoute(pipeline))
 
     def _add(self, name: str, rest: str, verb: str, route: Route) -> None:
         for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
