@@ -113,6 +113,7 @@ _UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)
 _URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
 _MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
 _URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
+_CHARSET_BYTES = 40  # of the name of a charset
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
 
@@ -179,10 +180,15 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
 
 
 def _fields(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None:
-    """Return the fields of a form; None if the body is not one."""
+    """Return the fields of a form; None if the body is not one. Raises UnknownEncoding."""
+    fields = split_urlencoded(body) if kind == _URL_FORM else None
     if kind == _FORM:
-        return split_parts(body, content_type)
-    return split_urlencoded(body) if kind == _URL_FORM else None
+        fields = split_parts(body, content_type)
+    for name, content in fields or ():
+        named = b";charset=" + bytes(content[:_CHARSET_BYTES])
+        if name == "_charset_" and (charset := other_charset(named)):  # of its strings
+            raise unknown_charset(charset)
+    return fields and [each for each in fields if each[0] != "_charset_"]
 
 
 class HttpTaskCall(TaskCall):
@@ -303,10 +309,12 @@ class PipelineRoute:
         body = decompress(body, head.encoding, self._pipeline.options.max_body_bytes)
         fields = _fields(kind, content_type, body)
         if fields is not None:
-            chosen = [content for field, content in fields if field == name]
+            chosen = [each for each in fields if each[0] == name]
+            if not chosen and kind == _FORM:
+                chosen = fields
             if len(chosen) != 1:
-                raise BadInput(f"the form needs one field '{name}', it has {len(chosen)}")
-            body = chosen[0]
+                raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
+            body = chosen[0][1]
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)

@@ -44,27 +44,31 @@ def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
     Raises UnknownEncoding unless it is gzip or deflate, BadInput for a truncated or damaged body or
     trailing bytes, and TooLarge above `max_bytes`, which is checked during decompression.
     """
-    coding = None if encoding is None else encoding.lower()
-    if coding is None or coding == b"identity":
+    if encoding is None:
         return body
-    text = coding.decode("latin-1")
-    if coding not in _WINDOWS:
+    text = encoding.decode("latin-1")
+    names = [name.strip().removeprefix("x-") for name in text.lower().split(",")]
+    names = [name for name in names if name not in ("identity", "")]
+    if not names:
+        return body
+    name = names[0]
+    if len(names) > 1 or name.encode() not in _WINDOWS:
         hint = "send gzip, deflate or plain bytes"
         raise UnknownEncoding(f"Content-Encoding {quote(text)} is not supported", hint=hint)
     try:
-        return _inflate(body, text, _WINDOWS[coding], max_bytes)
+        return _inflate(body, name, max_bytes)
     except zlib.error as exc:
-        raise BadInput(f"the body is not valid {text}") from exc
+        raise BadInput(f"the body is not valid {name}") from exc
 
 
-def _inflate(body: Bytes, name: str, window: int, max_bytes: int) -> bytes:
+def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
     out = io.BytesIO()
     at, members, remaining = 0, 0, max_bytes
     while at < len(body) or members == 0:
         if members == _MEMBERS:
             raise BadInput(f"the body is {name} in more than {_MEMBERS} parts")
         members += 1
-        stream = zlib.decompressobj(window)
+        stream = zlib.decompressobj(_WINDOWS[name.encode()])
         while not stream.eof:
             piece: Bytes = stream.unconsumed_tail
             if not piece:

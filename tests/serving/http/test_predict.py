@@ -281,6 +281,7 @@ SENTENCE = b"good good good"
         (b"text=good+good%20good", URLENCODED),
         (SENTENCE, URLENCODED),  # as `curl -d` sends a sentence
         (SENTENCE, 'text/plain; charset="US-ASCII"'),
+        form(("_charset_", b"UTF-8"), ("text", SENTENCE)),
         (b"old\r\n" + form(("text", SENTENCE))[0] + b"after it", FORM),
         (form(("text", SENTENCE))[0].replace(b"----b\r\n", b"----b \t\r\n"), FORM),
     ],
