@@ -26,10 +26,8 @@ from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
-from deploykit.serving.observe.metrics import ModelMetrics
-from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.oip.request import Request, Signature, signature
-from deploykit.serving.oip.tensors import Slot
+from deploykit.serving.observe.metrics import ModelMetrics, Sample
+from deploykit.serving.oip.request import Request, Signature, Slot, signature
 from deploykit.serving.options import VERSION, ServeOptions
 
 
@@ -176,7 +174,7 @@ class ServedModel:
         # engines, and the event loop, from other clients
         self.items = FairGate(max(_LEAST_ITEMS, 2 * self.max_batch) * len(engines))
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
-        self.metrics = ModelMetrics(name, VERSION)
+        self.metrics = ModelMetrics(name)
         self._watchers: list[Watcher] = [self.metrics]
         self._deliver = deliver
         self._clock_us = clock_us

@@ -23,7 +23,7 @@ from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
 from deploykit.graph.parse import external_files
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import VERSION
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from deploykit.engines.tasks import class_axis
 from deploykit.evaluation.statistics import proportion
 from deploykit.serving.batching.buckets import relative_errors
 from deploykit.serving.batching.queue import BatchRun, Watcher
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
