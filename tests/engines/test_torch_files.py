@@ -31,6 +31,7 @@ from deploykit.engines.torch.engine import TorchEngine  # noqa: E402
 from deploykit.engines.torch.files import read  # noqa: E402
 from deploykit.engines.torch.loaded import Loaded  # noqa: E402
 from deploykit.engines.torch.open import load_module, load_weights  # noqa: E402
+from tests.support.campaign import rounds  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -268,7 +269,7 @@ def test_changed_bytes_are_never_another_exception(tmp_path: Path, saved: Path, 
     good = (saved / kind).read_bytes()
     random = np.random.default_rng(3)
     path = tmp_path / "bad.pt"
-    for _ in range(300):
+    for _ in range(rounds(80, 300)):
         content = bytearray(good)
         for at in random.integers(0, len(good), 3):
             content[at] = random.integers(256)
