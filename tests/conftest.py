@@ -91,7 +91,7 @@ def affine_onnx(tmp_path: Path) -> Path:
 def onnxruntime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench` has the columns that a test asks for, in one session; other tests search."""
     from deploykit.benchmarking import bench
-    from deploykit.reporting.points import CpuSettings
+    from deploykit.reporting.report import CpuSettings
 
     monkeypatch.setattr(bench, "choices", lambda *_: [CpuSettings(1, 1)])
     monkeypatch.setattr("deploykit.benchmarking.columns.installed", lambda _: False)

@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, data: Path, verb: str) -> 
         from deploykit.engines.torch.open import save_checkpoint
 
         recipe = load_recipe("mnist-cnn")
-        save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+        save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe)
     before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
     words = line.replace("RECIPE", str(data.with_name("tiny.py"))).split()
     code, shown = interrupted(place, words, when)

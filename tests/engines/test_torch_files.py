@@ -176,6 +176,11 @@ def test_the_marker_shows_that_a_payload_runs_with_permission(tmp_path: Path, ki
     assert (tmp_path / "marker").exists()
 
 
+def test_weights_from_a_file_whose_code_ran_are_marked_so(tmp_path: Path) -> None:
+    torch.save({"model": MODULE.state_dict(), "made_by": os.getcwd}, tmp_path / "m.pt")
+    assert load_module(tmp_path / "m.pt", arch=ARCH, inputs=[INPUT], allow_pickle=True).ran_pickle
+
+
 ASKED: dict[str, tuple[bytes, bool, str]] = {
     "a function": (pickle.dumps(os.getcwd, 2), False, r"\(posix\.getcwd\)"),
     "an error of its own": (pickle.dumps(Grenade(), 2), True, "PrivateError: boom$"),

@@ -183,7 +183,7 @@ def test_data_on_the_gpu_are_not_copied_again(name: str, pinned: list[Any]) -> N
 def test_batches_that_the_cpu_augments_are_pinned_and_copied(pinned: list[Any]) -> None:
     augmentation = Augmentation(lambda images, _: images, 0, CPU)
     (x, *_), labels, _ = next(iter(Batches(SPLIT, META, 4, 0, None, augmentation)))
-    assert (x.device, labels.device, pinned) == (META, META, [CPU, CPU])
+    assert (x.device, labels.device, pinned[:2]) == (META, META, [CPU, CPU])
 
 
 @pytest.mark.parametrize(("name", "ids"), [("cuda:2", [2]), ("cuda", [1]), ("cpu", None)])
