@@ -33,8 +33,7 @@ from deploykit.serving.observe import logs
 from deploykit.serving.options import ServeOptions
 
 if TYPE_CHECKING:
-    from deploykit.serving.running_server import OnStart
-    from deploykit.serving.workers.group import ServerGroup
+    from deploykit.serving.workers.group import Logging, OnReady, ServerGroup
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +117,12 @@ def run_workers(
     workers: Workers,
     serve: Callable[..., int],
     settings: ServeOptions,
-    log_format: str,
-    names: list[str],
-    on_start: OnStart,
+    logging_of: Logging,
+    on_ready: OnReady,
     *,
-    level: int = logging.INFO,
     stop: int | None = None,
 ) -> int:
-    """Run `serve(group=...)` in each process. `level`: of the log; `stop`: see `Parent`."""
+    """Run `serve(group=...)` in each process. `stop`: see `Parent`."""
     import deploykit.serving.grpc.methods
     import deploykit.serving.server
     from deploykit.serving.workers.parent import Parent
@@ -137,21 +134,17 @@ def run_workers(
         with use_copies(folder):
             return serve(lambda *_: None, group=group, shared=folder)
 
-    def logging_of(number: int | None) -> AbstractContextManager[object]:
-        return logs.configure(log_format, worker=number, level=level)
-
     count = workers.count or 1
     with copies_folder() as folder:
         parent = Parent(count, worker, settings, logging_of, shared=workers.shared, stop=stop)
-        return parent.run(lambda host, port, grpc: on_start(None, host, port, grpc, names))
+        return parent.run(on_ready)
 
 
 def run_workers_apart(
     workers: Workers,
     serve: Callable[..., int],
     settings: ServeOptions,
-    names: list[str],
-    on_start: OnStart,
+    on_ready: OnReady,
     stop: socket,
 ) -> int:
     """Do the same from a separate process: this one may have threads, which a fork does not copy.
@@ -161,8 +154,7 @@ def run_workers_apart(
     """
 
     def ready(address: str, _part: float) -> None:
-        host, port, grpc_port = json.loads(address)
-        on_start(None, host, port, grpc_port, names)
+        on_ready(*json.loads(address))
 
     level, end = logging.getLogger("deploykit").getEffectiveLevel(), stop.fileno()
     job = _be_parent, workers, serve, settings, level, end
@@ -180,10 +172,13 @@ def _be_parent(
 ) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def on_start(_server: object, *address: object) -> None:
-        on_progress(json.dumps(address[:3]), 1.0)
+    def logging_of(number: int | None) -> AbstractContextManager[object]:
+        return logs.configure("text", worker=number, level=level)
 
-    return run_workers(workers, serve, settings, "text", [], on_start, level=level, stop=stop)
+    def on_ready(*address: object) -> None:
+        on_progress(json.dumps(address), 1.0)
+
+    return run_workers(workers, serve, settings, logging_of, on_ready, stop=stop)
 
 
 def _why_shared(files: Mapping[str, Path], device: str) -> str:

@@ -36,7 +36,7 @@ from deploykit.serving.running_server import RunningServer
 if TYPE_CHECKING:
     from deploykit.serving.running_server import OnStart
     from deploykit.serving.server import Server
-    from deploykit.serving.workers.group import ServerGroup
+    from deploykit.serving.workers.group import OnReady, ServerGroup
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +102,8 @@ def start_server(options: ServeOptions, *, apart: bool = False) -> RunningServer
         service, chosen = _prepare(options)
         if not (apart or chosen.several):
             return service.run(on_start)
-        return processes.run_workers_apart(
-            chosen, service.run, service.settings, service.names, on_start, stop
-        )
+        ready = service.report_to(on_start)
+        return processes.run_workers_apart(chosen, service.run, service.settings, ready, stop)
 
     return RunningServer(run, options)
 
@@ -139,7 +138,12 @@ def serve_until_stopped(
         run = partial(service.run, on_serve=on_serve)
         if not chosen.several:
             return run(on_start)
-    return processes.run_workers(chosen, run, service.settings, log_format, service.names, on_start)
+
+    def logging_of(number: int | None) -> logs.LogQueue:
+        return logs.configure(log_format, worker=number)
+
+    ready = service.report_to(on_start)
+    return processes.run_workers(chosen, run, service.settings, logging_of, ready)
 
 
 def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
@@ -211,13 +215,14 @@ class _Service:
             self._watch(server, sources, shadows, group, stack)
             if on_serve is not None:
                 on_serve(server)
-
-            def ready(host: str, port: int, grpc_port: int | None) -> None:
-                on_start(server, host, port, grpc_port, self.names)
-
+            ready = self.report_to(on_start, server)
             if threading.current_thread() is threading.main_thread():
                 return http.run(server, ready)
             return server.run(ready)  # in the process of a user's program
+
+    def report_to(self, on_start: OnStart, server: Server | None = None) -> OnReady:
+        """Return what calls `on_start` with the addresses and the names of the models."""
+        return lambda host, port, grpc: on_start(server, host, port, grpc, self.names)
 
     def _check_pad(self, models: Mapping[str, Sequence[Engine]]) -> None:
         """Raise BadInput for an input of `pad` that no served model pads."""

@@ -42,7 +42,7 @@ from deploykit.serving.transport.listener import (
 )
 from deploykit.serving.transport.security import AccessControl, Watched, tls_context
 from deploykit.serving.web.page import FILES
-from deploykit.serving.workers.group import Hooks, ServerGroup
+from deploykit.serving.workers.group import Hooks, OnReady, ServerGroup
 from deploykit.serving.workers.signals import Signals
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ _PROTOCOLS = ("http/1.1", "h2")  # of the ports
 _OPEN_FILES = 1 << 14  # for the connections of both ports, and more
 _YOUNG = 5000  # new objects that start a collection, 700 by default; a request in flight has 10
 _SWITCH_S = 0.0005  # how long another thread may hold the GIL; 5 ms by default
-
-OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
 
 def run(server: Server, on_ready: OnReady) -> int:

@@ -42,6 +42,7 @@ Then = Callable[[Result], None]
 _LAST_BYTES = 32 << 10
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _ENDING_S = 0.01  # between two checks of a parent that ends
+OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 Makers = Mapping[str, Callable[[], Any]]
 Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worker, or of the parent
 ENGINE = 0  # the number of the process that runs the engines of all others
@@ -105,11 +106,11 @@ class ServerGroup:
 
 
 class Member(ServerGroup):
-    """One of `count` workers. `number`: from 1. `http`, `grpc`: bound sockets, not listening.
+    """One of `count` workers. `number`: from 1. `sockets`: by option, bound, not listening.
 
     `last`: a pipe for the result of the process at its end. Ctrl-C, which a terminal sends to all
-    processes, is left to the parent. `engines`: as the process of the engines, whose number is
-    ENGINE, describes them; `engine`: the connection to it.
+    processes, is left to the parent. `engine`: the connection to the process of the engines, whose
+    number is ENGINE.
     """
 
     ends_process = True
@@ -120,22 +121,19 @@ class Member(ServerGroup):
         number: int,
         count: int,
         end: socket.socket,
-        http: socket.socket,
-        grpc: socket.socket | None,
+        sockets: Mapping[str, socket.socket],
         last: int,
-        engines: Mapping[str, RemoteEngine] | None = None,
         engine: EngineLink | None = None,
     ) -> None:
         super().__init__()
         self.number = number
         self.count = count
-        self.engines = engines
         self._engine = engine
         if engine is not None:
             self.make_model = engine.make_model
         self._end = end
         self._last = last
-        self._sockets = {"`http_port`": http, "`grpc_port`": grpc}
+        self._sockets = sockets
         self._link = Link(self._receive, self._on_lost)
         self._asked: dict[int, Then] = {}
         self._numbers = itertools.count()
@@ -153,9 +151,7 @@ class Member(ServerGroup):
         return replace(options, queue=queue, max_held_bytes=held_bytes)
 
     def bind(self, host: str, port: int, parameter: str) -> socket.socket:  # noqa: ARG002 - bound
-        found = self._sockets[parameter]
-        assert found is not None
-        return found
+        return self._sockets[parameter]
 
     async def join(self, hooks: Hooks) -> None:
         """Report to the parent that the models are ready; wait for the state of the others."""

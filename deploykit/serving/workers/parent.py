@@ -32,7 +32,7 @@ from deploykit.serving.transport.listener import address_of, remove_path, reserv
 from deploykit.serving.workers import merge
 from deploykit.serving.workers.engine import EngineMember
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
-from deploykit.serving.workers.group import ENGINE, Logging, Member, become_worker
+from deploykit.serving.workers.group import ENGINE, Logging, Member, OnReady, become_worker
 from deploykit.serving.workers.link import Link, Message
 from deploykit.serving.workers.signals import ENDING, Signals
 
@@ -204,8 +204,6 @@ _NORESERVE = 0x4000  # of mmap(2): memory counts once it is used
 _END_POLLS = 6000  # half a minute and more: then a worker without its link is killed
 SHARE_BYTES = 64 << 20  # per worker for requests, and for answers, above the largest body
 
-OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
-
 
 def check_supported() -> None:
     """Raise Unsupported where the system does not divide connections among processes."""
@@ -237,10 +235,12 @@ class Parent:
         self._serve = serve
         self._logging_of = logging_of
         self._log: AbstractContextManager[object] | None = None
-        self._http = reserve(options.host, options.http_port, "`http_port`")
-        self._grpc = None
-        if options.grpc_port is not None:
-            self._grpc = reserve(options.host, options.grpc_port, "`grpc_port`")
+        ports = {"`http_port`": options.http_port, "`grpc_port`": options.grpc_port}
+        self._ports = {  # HTTP's first
+            name: reserve(options.host, port, name)
+            for name, port in ports.items()
+            if port is not None
+        }
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
@@ -279,7 +279,7 @@ class Parent:
             self._signals.restore()
             self._loop.close()
             self._listener.close()
-            for each in filter(None, (self._http, self._grpc)):
+            for each in self._ports.values():
                 remove_path(each)
                 each.close()
         if self._signals.count > 1 or self._signals.interrupted:
@@ -300,8 +300,8 @@ class Parent:
         if not self._stopped.is_set():
             self._started = True
             log.info("%d workers serve", self._count)
-            host, port = address_of(self._http)
-            on_ready(host, port, address_of(self._grpc)[1] if self._grpc else None)
+            (host, port), *grpc = map(address_of, self._ports.values())
+            on_ready(host, port, grpc[0][1] if grpc else None)
         ticking = asyncio.ensure_future(self._hub.watch())
         await self._stopped.wait()
         for worker in self._workers.values():
@@ -311,7 +311,7 @@ class Parent:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
         await self._until(self._ended, self._drain_s - 2 * _POLL_S)
-        for each in filter(None, (self._http, self._grpc)):
+        for each in self._ports.values():
             remove_path(each)  # just before the workers accept the last clients of a path
         await self._until(self._ended, self._end_s)
         for worker in self._workers.values():
@@ -360,10 +360,10 @@ class Parent:
         return problem
 
     def _fork(self, number: int) -> None:
-        http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
+        sockets = {name: share_address(each) for name, each in self._ports.items()}
         (ours, theirs), (last, written) = socket.socketpair(), os.pipe()
-        common = number, self._count, theirs, http, grpc, written
-        inherited = [theirs, http, *([grpc] if grpc else [])]
+        common = number, self._count, theirs, sockets, written
+        inherited = [theirs, *sockets.values()]
         keep = [written, *(each.fileno() for each in inherited)]
         if number == ENGINE:
             keep.append(self._listener.fileno())
@@ -374,7 +374,8 @@ class Parent:
             if self._shared:
                 address = self._listener.getsockname()
                 engine = EngineLink(number, self._memories[number - 1], address)
-            member = Member(*common, self._engines, engine)
+            member = Member(*common, engine)
+            member.engines = self._engines
         parent = os.getpid()
         try:
             pid = os.fork()

@@ -452,7 +452,7 @@ def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
 
     async def lose() -> None:
         ends = [socket.socketpair() for _ in range(2)]
-        member = Member(1, 1, ends[0][0], ends[1][0], ends[0][0], None, 0)
+        member = Member(1, 1, ends[0][0], {}, 0)
         drained = asyncio.Event()
         hooks = Hooks(cast("Any", None), drained.set, drained.set)
         joining = asyncio.ensure_future(member.join(hooks))
