@@ -92,8 +92,7 @@ _MODULES = {  # module -> its public names
     "reporting.compare": "ReportComparison compare_reports",
     "reporting.report": "LoadResult Report",
     "serving.client": "ModelClient client",
-    "serving.running_server": "RunningServer",
-    "serving.serve": "serve",
+    "serving.serve": "RunningServer serve",
     "training.train": "train",
 }
 _PUBLIC = {
@@ -138,8 +137,7 @@ if TYPE_CHECKING:
     from deploykit.reporting.compare import ReportComparison, compare_reports
     from deploykit.reporting.report import LoadResult, Report
     from deploykit.serving.client import ModelClient, client
-    from deploykit.serving.running_server import RunningServer
-    from deploykit.serving.serve import serve
+    from deploykit.serving.serve import RunningServer, serve
     from deploykit.training.train import train
 else:
 

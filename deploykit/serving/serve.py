@@ -1,4 +1,7 @@
-"""Serve engines over HTTP and gRPC: open and prove them, watch their files, run their shadows."""
+"""Serve engines over HTTP and gRPC: open and prove them, watch their files, run their shadows.
+
+`dk.serve` returns a server in a separate thread, the command line serves until it is stopped.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,22 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from importlib import import_module
 from pathlib import Path
-from socket import socket
+from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import check_installed
 from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks, usable_cores
 from deploykit.core.subprocesses import run_apart
-from deploykit.engines.engine import Engine
+from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving import processes
@@ -29,14 +33,15 @@ from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.shadow import Shadow, check_reference
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.tracing import Tracer
-from deploykit.serving.options import Models, ServeOptions, takes
+from deploykit.serving.options import Models, ServeOptions, addresses, takes
 from deploykit.serving.processes import Workers
-from deploykit.serving.running_server import RunningServer
 
 if TYPE_CHECKING:
-    from deploykit.serving.running_server import OnStart
     from deploykit.serving.server import Server
     from deploykit.serving.workers.group import OnReady, ServerGroup
+
+    # the server (None with several processes), host, HTTP port, gRPC port, the models' names
+    OnStart = Callable[[Server | None, str, int, int | None, list[str]], None]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +84,94 @@ def name_shadows(
             raise BadInput(f"`shadows` {text}: {why}", hint=f"served here: {', '.join(models)}")
         found[name] = Path(file)
     return found
+
+
+class RunningServer(Closing):
+    """A server in a separate thread; a context manager that closes it.
+
+    `url`: the address for HTTP. `grpc_url`: host:port, None without gRPC. `models`: their names.
+    """
+
+    def __init__(self, run: Callable[[OnStart, socket], int], settings: ServeOptions) -> None:
+        """Start `run`; it ends once its socket's other end is shut down, or its server stops."""
+        self._process = os.getpid()
+        self._ready = threading.Event()
+        self._stopping = False
+        self._server: Server | None = None
+        self._failure: BaseException | None = None
+        self._unanswered = 0
+        self._scheme = "https" if settings.tls_cert else "http"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(run,), name="deploykit serve")
+        self._stop, self._stopped = socketpair()
+        self._thread.start()
+        try:
+            self._ready.wait()
+        except BaseException:  # Ctrl-C
+            self._begin_stop()
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(self, run: Callable[[OnStart, socket], int]) -> None:
+        try:
+            with self._stop, self._stopped:
+                self._unanswered = run(self._on_start, self._stopped)
+            if not hasattr(self, "url"):
+                raise DeploykitError("the server was stopped before it was ready")
+        except BaseException as exc:  # noqa: BLE001 - `wait` raises it again
+            self._failure = exc
+        finally:
+            self._ready.set()
+            self._ended.set()
+
+    def _on_start(
+        self, server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
+    ) -> None:
+        self._server = server
+        self.models = tuple(names)
+        place, self.grpc_url = addresses(host, port, grpc_port)
+        self.url = place if place.startswith("unix:") else f"{self._scheme}://{place}"
+        self._ready.set()
+        if self._stopping:
+            self._begin_stop()
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+        with suppress(OSError):  # the server has ended on its own
+            self._stop.shutdown(SHUT_RDWR)
+        if self._server is not None:
+            with suppress(RuntimeError):  # the same
+                self._server.stop()
+
+    def wait(self) -> int:
+        """Block until the server has ended; return the number of unanswered accepted requests.
+
+        Raises the error that ended the server, if any, and Unsupported in a forked process.
+        """
+        if os.getpid() != self._process:
+            raise Unsupported("the server belongs to the process that started it, not to its fork")
+        self._ended.wait()  # after Ctrl-C in `join`, Python before 3.12 takes it for ended
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._unanswered
+
+    def close(self) -> int:
+        """Answer the accepted requests, then end; return as `wait`. Does nothing in a fork."""
+        if os.getpid() != self._process:
+            return 0
+        self._begin_stop()
+        return self.wait()
+
+    def __repr__(self) -> str:
+        state = "running" if self._thread.is_alive() else "closed"
+        if os.getpid() != self._process:
+            state = "of the parent process"
+        return f"RunningServer({self.url!r}, models={list(self.models)}, {state})"
+
+    def _repr_html_(self) -> str:
+        return f'<a href="{escape(self.url)}">{escape(repr(self))}</a>'
 
 
 @takes(ServeOptions)

@@ -22,7 +22,6 @@ import onnx.parser
 import pytest
 
 import deploykit as dk
-from deploykit.serving import running_server
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.serve import serve_until_stopped
 from tests.support.installed import needs
@@ -308,7 +307,7 @@ def test_ctrl_c_while_it_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> Non
             raise KeyboardInterrupt
 
     stand_in = SimpleNamespace(Event=Interrupted, Thread=threading.Thread)
-    monkeypatch.setattr(running_server, "threading", stand_in)
+    monkeypatch.setattr("deploykit.serving.serve.threading", stand_in)
     ended = threading.Event()
 
     def run(_on_start: object, stop: socket.socket) -> int:
