@@ -20,10 +20,9 @@ from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers.blocks import BlockAllocator, TensorCodec
 from deploykit.serving.workers.front import RemoteEngine
 from deploykit.serving.workers.group import Hooks, Member
-from deploykit.serving.workers.link import Link, Message
+from deploykit.serving.workers.link import BlockAllocator, Link, Message, TensorCodec
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from deploykit.serving.batching.queue import BatchPolicy, Pending
 from deploykit.serving.models.model import InUse, ModelTask, ServedModel
 from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import VERSION
-from deploykit.serving.workers.blocks import BlockAllocator, Shapes, TensorCodec
-from deploykit.serving.workers.link import Link, Message
+from deploykit.serving.workers.link import BlockAllocator, Link, Message, Shapes, TensorCodec
 
 log = logging.getLogger(__name__)
 

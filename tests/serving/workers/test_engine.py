@@ -26,10 +26,9 @@ from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers.blocks import BlockAllocator, TensorCodec
 from deploykit.serving.workers.engine import EngineProcessModel, FrontEnd
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
-from deploykit.serving.workers.link import Link, Message
+from deploykit.serving.workers.link import BlockAllocator, Link, Message, TensorCodec
 
 LIMIT_S = 60  # against hanging
 LATER = ServeOptions(max_batch=8, max_delay_us=60_000_000)  # a batch runs once it has 8 rows
