@@ -1,4 +1,4 @@
-"""Skip a test or a test file for want of a package, that it or its processes import.
+"""Skip a test or a test file where a package is absent that it, or a process of it, imports.
 
 Every worker reads every test file: `pytest.importorskip` would import the package in all of them.
 """
