@@ -16,8 +16,7 @@ from deploykit.core.errors import GateFailed
 from deploykit.core.evidence import Gate
 from deploykit.core.extras import installed, missing, require
 from deploykit.core.files import StrPath
-from deploykit.core.json_value import json_value
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Shown, json_value
 from deploykit.evaluation import compare, predict
 from deploykit.evaluation.artefacts import Made, Progress, no_progress
 from deploykit.evaluation.doctor import NEEDS

@@ -12,8 +12,7 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Layer
 from deploykit.core.files import StrPath
-from deploykit.core.json_value import Record
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Record, Shown
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples

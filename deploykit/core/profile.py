@@ -21,9 +21,8 @@ from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, NotFound, Unsupported, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml
-from deploykit.core.jetpack import release_numbers
 from deploykit.core.json_value import Record, from_json
-from deploykit.core.machine import Machine, this_machine
+from deploykit.core.machine import Machine, release_numbers, this_machine
 from deploykit.core.precision import HARDWARE
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from deploykit.building.build import build
 from deploykit.building.runtime import few_integers
 from deploykit.building.tensorrt.options import AxisRange, parse_axis, parse_batch, ranges
-from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
+from deploykit.core.artefact import Artefact, ArtefactLike, write_manifest, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, Unsupported, did_you_mean, quote
 from deploykit.core.evidence import Evidence
 from deploykit.core.files import StrPath, atomic_write
 from deploykit.core.json_value import Record
-from deploykit.core.manifest import write_manifest
 from deploykit.core.precision import CALIBRATED, max_engine_error, names_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES

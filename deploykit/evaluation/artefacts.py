@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.evidence import (
     Drop,
@@ -28,7 +28,6 @@ from deploykit.core.evidence import (
 from deploykit.core.files import StrPath, check_inside, sha256, temporary_folder
 from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import TOKENIZER, Task
 from deploykit.evaluation.outputs import SIDECARS, claim, rejected
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS

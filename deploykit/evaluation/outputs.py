@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from deploykit.core.artefact import Artefact, sniff
+from deploykit.core.artefact import Artefact, load_manifest, sniff
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import (
     StrPath,
@@ -23,7 +23,6 @@ from deploykit.core.files import (
     new_folder,
     write_errors,
 )
-from deploykit.core.manifest import load_manifest
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER
 from deploykit.graph.facts import external_files

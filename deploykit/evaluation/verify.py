@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.artefact import Artefact, ArtefactLike, Manifest, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
     AskedNode,
@@ -27,7 +27,6 @@ from deploykit.core.evidence import (
     PrecisionReadBack,
 )
 from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load

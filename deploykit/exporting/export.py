@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import ArtefactLike
+from deploykit.core.artefact import ArtefactLike, Manifest
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.evidence import Evidence, ExportRecord, Parity, Preflight
 from deploykit.core.files import StrPath
-from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.task import Task
 from deploykit.core.tensors import BATCH, TensorSpec

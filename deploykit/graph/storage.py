@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import atomic_write, open_readable
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors
 from deploykit.graph.parse import GRAPH, INITIALIZER, RAW_DATA, SMALL_BYTES
 from deploykit.graph.skeleton import copy_fields, stored_bytes
 

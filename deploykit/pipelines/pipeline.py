@@ -14,8 +14,7 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import StrPath, atomic_write
-from deploykit.core.json_value import Record
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Record, Shown
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress

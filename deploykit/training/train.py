@@ -8,12 +8,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from deploykit.core.arguments import checked
+from deploykit.core.artefact import Manifest
 from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.extras import install_command
 from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256, write_json
 from deploykit.core.machine import tool_versions
-from deploykit.core.manifest import Manifest
 from deploykit.core.recipe import load_recipe
 from deploykit.engines.data.samples import LABELS, write_npz
 from deploykit.evaluation.artefacts import Made, Progress

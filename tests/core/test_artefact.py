@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from deploykit.core import artefact as artefacts
-from deploykit.core.artefact import Artefact, sniff, torch_kind, wrong_format
+from deploykit.core.artefact import (
+    Artefact,
+    Manifest,
+    load_manifest,
+    sniff,
+    torch_kind,
+    write_manifest,
+    wrong_format,
+)
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import (
     Evaluation,
@@ -27,7 +35,6 @@ from deploykit.core.evidence import (
     PrecisionReadBack,
 )
 from deploykit.core.files import manifest_path, sha256
-from deploykit.core.manifest import Manifest, load_manifest, write_manifest
 from deploykit.core.runtime import BY_FORMAT
 from deploykit.core.tensors import parse_spec
 from scripts.manifest_schema import SCHEMA, schema

@@ -9,8 +9,7 @@ import pytest
 from deploykit.core import cuda_order, profile
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, NotFound, Unsupported
-from deploykit.core.jetpack import JETPACKS, release_numbers
-from deploykit.core.machine import Gpu, Machine, this_machine
+from deploykit.core.machine import JETPACKS, Gpu, Machine, release_numbers, this_machine
 from deploykit.core.precision import HARDWARE
 from deploykit.core.profile import choose_profile, fits, load_profile, profile_names, recognise
 

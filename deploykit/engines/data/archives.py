@@ -20,7 +20,7 @@ from numpy.lib import format as npy
 
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.files import check_readable
-from deploykit.core.memory import does_not_fit
+from deploykit.core.machine import does_not_fit
 
 _DATA = (
     "data is an .npz or .npy file, which numpy.savez and numpy.save write, or a folder of images"

@@ -26,8 +26,7 @@ from numpy.lib import format as npy
 from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import atomic_write
-from deploykit.core.machine import usable_cores
-from deploykit.core.memory import check_fits
+from deploykit.core.machine import check_fits, usable_cores
 from deploykit.core.task import Task
 from deploykit.core.tensors import (
     BATCH,

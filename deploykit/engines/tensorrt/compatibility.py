@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
+from deploykit.core.artefact import Artefact, ArtefactLike, Manifest, wrong_format
 from deploykit.core.errors import (
     BadInput,
     DeploykitError,
@@ -30,7 +30,6 @@ from deploykit.core.errors import (
 )
 from deploykit.core.extras import install_command
 from deploykit.core.files import cache_folder, make_folder, manifest_path, sha256
-from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
 from deploykit.engines.tensorrt.log import logger
 

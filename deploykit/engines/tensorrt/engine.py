@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deploykit.core.artefact import Manifest
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
-from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
 from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
