@@ -28,8 +28,7 @@ from deploykit.core.files import StrPath, sha256
 from deploykit.core.machine import now, provenance, this_machine
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.outputs import claim_report
+from deploykit.evaluation.artefacts import Progress, claim_report, no_progress
 from deploykit.pipelines.file import input_files
 from deploykit.pipelines.pipeline import OpenPipeline, pipeline
 from deploykit.reporting.machine_load import Watch, invalid, sum_up

@@ -23,8 +23,15 @@ from deploykit.core.files import StrPath
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import read_samples
-from deploykit.evaluation.artefacts import Made, Progress, destination, no_progress, span, stage
-from deploykit.evaluation.outputs import named_files
+from deploykit.evaluation.artefacts import (
+    Made,
+    Progress,
+    destination,
+    named_files,
+    no_progress,
+    span,
+    stage,
+)
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import QuantizeRequest, prepare
 from deploykit.quantization.quantize import (

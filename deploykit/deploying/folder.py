@@ -36,8 +36,13 @@ from deploykit.core.json_value import Record, from_json
 from deploykit.core.profile import Profile
 from deploykit.core.task import TOKENIZER
 from deploykit.engines.data.samples import INPUTS, read_npz
-from deploykit.evaluation.artefacts import copy_checked
-from deploykit.evaluation.outputs import check_inputs, check_owned, overwrites, paths
+from deploykit.evaluation.artefacts import (
+    check_inputs,
+    check_owned,
+    copy_checked,
+    overwrites,
+    paths,
+)
 from deploykit.graph.facts import external_files
 
 # The name is also part of the names of files, a systemd unit and a container image.

@@ -21,13 +21,14 @@ from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.evaluation.artefacts import (
     Made,
     Progress,
+    claim,
     keep_if_equal,
+    named_files,
     no_progress,
     onnx_manifest,
     stage,
 )
 from deploykit.evaluation.feeds import feeds_at_sizes, parity_sizes
-from deploykit.evaluation.outputs import claim, named_files
 from deploykit.exporting.load import ExportSource, check_source, open_source
 from deploykit.exporting.proof import Proof, prove_export
 from deploykit.exporting.task import Tasked, read_options, sides_of, with_task

@@ -21,8 +21,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Gate
 from deploykit.core.files import StrPath
 from deploykit.core.machine import now, provenance, this_machine, usable_cores
-from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.outputs import claim_report
+from deploykit.evaluation.artefacts import Progress, claim_report, no_progress
 from deploykit.loadtest.check import short_bound
 from deploykit.loadtest.client import SendPlan, run_plans
 from deploykit.loadtest.result import BUSY_CORE, apply_conditions, parse_conditions, summarise

@@ -16,8 +16,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.latency import Latency
-from deploykit.evaluation.statistics import throughput
+from deploykit.evaluation.statistics import Latency, throughput
 from deploykit.loadtest.check import short_bound
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
 from deploykit.reporting.points import LoadResult

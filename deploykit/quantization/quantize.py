@@ -27,13 +27,13 @@ from deploykit.evaluation.artefacts import (
     carry_task,
     destination,
     keep,
+    named_files,
     no_progress,
     onnx_manifest,
     reject,
     stage,
 )
 from deploykit.evaluation.evaluation import NOTHING_FOUND
-from deploykit.evaluation.outputs import named_files
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (

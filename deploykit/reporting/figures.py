@@ -11,7 +11,7 @@ from functools import partial
 from itertools import accumulate
 
 from deploykit.evaluation.formatting import MISSING, SPACE, Json, number
-from deploykit.evaluation.latency import percentile_ms
+from deploykit.evaluation.statistics import percentile_ms
 from deploykit.reporting.charts import BOUND, Chart, Mark, Series
 from deploykit.reporting.tables import (
     accuracy_of,

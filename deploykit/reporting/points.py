@@ -11,8 +11,7 @@ from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Interval
 from deploykit.core.json_value import Record
 from deploykit.core.runtime import RUNTIMES
-from deploykit.evaluation.latency import CallHistogram, Latency
-from deploykit.evaluation.statistics import PRACTICAL, PROCESS_SPREAD
+from deploykit.evaluation.statistics import PRACTICAL, PROCESS_SPREAD, CallHistogram, Latency
 from deploykit.reporting.html import load_html
 from deploykit.reporting.machine_load import Outside
 

@@ -23,9 +23,8 @@ from deploykit.core.files import StrPath, write_together
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
-from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.artefacts import Progress, claim_report, named_files, no_progress
 from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread
-from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series

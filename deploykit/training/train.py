@@ -16,8 +16,15 @@ from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256, w
 from deploykit.core.machine import tool_versions
 from deploykit.core.recipe import load_recipe
 from deploykit.engines.data.samples import LABELS, write_npz
-from deploykit.evaluation.artefacts import Made, Progress
-from deploykit.evaluation.outputs import SPLIT, claim, claim_run, claim_splits, named_files
+from deploykit.evaluation.artefacts import (
+    SPLIT,
+    Made,
+    Progress,
+    claim,
+    claim_run,
+    claim_splits,
+    named_files,
+)
 from deploykit.evaluation.statistics import mean_score
 
 _NAMED = 3  # skipped files that a note names

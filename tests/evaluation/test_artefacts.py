@@ -23,8 +23,7 @@ from deploykit.core.evidence import Evidence
 from deploykit.core.files import manifest_path
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import verify
-from deploykit.evaluation.artefacts import Made, keep, onnx_manifest, reject, stage
-from deploykit.evaluation.outputs import claim_run
+from deploykit.evaluation.artefacts import Made, claim_run, keep, onnx_manifest, reject, stage
 from deploykit.evaluation.verify import open_proven
 from deploykit.graph.graph import Graph
 from tests.support.bundles import proven_model
