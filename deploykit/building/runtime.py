@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
 from deploykit.building.tensorrt.options import parse_axis, parse_batch
@@ -56,11 +55,9 @@ from deploykit.quantization.job import (
     golden_samples,
     prepare,
 )
+from deploykit.quantization.moving import move_pairs
+from deploykit.quantization.qdq import Calibration, Range
 from deploykit.quantization.quantize import keep_if_passed, write_graph
-
-if TYPE_CHECKING:
-    from deploykit.quantization.calibrate import Range
-
 
 _FOLLOW = (
     "the INT8 pairs, placed for TensorRT, were placed for the CPU with the ranges that the "
@@ -85,8 +82,7 @@ class Placed:
 
 def place_pairs(job: BuildJob) -> Placed:
     """Return the source's graph, its pairs moved where ranges are known. Raises BadInput."""
-    from deploykit.quantization.calibrate import Calibration, calibrate
-    from deploykit.quantization.moving import move_pairs
+    from deploykit.quantization.calibrate import calibrate
 
     source, runtime = job.source, RUNTIMES[job.target.runtime]
     graph, file, calib = Graph.open(source.path), job.tmp.with_name(_MOVED), job.request.calib
@@ -115,7 +111,6 @@ def place_pairs(job: BuildJob) -> Placed:
 
 def place_foreign(job: BuildJob, graph: Graph, built: Graph) -> Placed | None:
     """Move the pairs of a foreign graph, if few nodes run in integers where they are."""
-    from deploykit.quantization.moving import move_pairs
 
     if graph.path != job.source.path or not few_integers(graph, built):
         return None

@@ -33,7 +33,7 @@ from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
-from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
+from deploykit.evaluation.accuracy import MAX_DROP, MIN_SQNR_DB
 from deploykit.evaluation.feeds import comparison_feeds, small_batches
 from deploykit.evaluation.parity import compare_engines
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -26,11 +25,7 @@ from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
 from deploykit.graph.preflight import NO_BFLOAT16
 from deploykit.graph.skeleton import inner_reads, reads, stored_elements
-from deploykit.quantization.qdq_placement import box_nodes
-
-if TYPE_CHECKING:
-    from deploykit.quantization.calibrate import Range
-
+from deploykit.quantization.qdq import Range, box_nodes
 
 # Half precision would round positions, lengths and sizes: float16 holds integers up to 2048,
 # bfloat16 up to 256. Values computed from integers and constants alone are followed until they meet

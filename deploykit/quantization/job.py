@@ -33,9 +33,15 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
-from deploykit.evaluation.accuracy import TOP1, Metric, find_metric
+from deploykit.evaluation.accuracy import (
+    MAX_DROP,
+    NOTHING_FOUND,
+    TOP1,
+    Metric,
+    evaluate,
+    find_metric,
+)
 from deploykit.evaluation.artefacts import Progress
-from deploykit.evaluation.evaluation import MAX_DROP, NOTHING_FOUND, evaluate
 from deploykit.evaluation.feeds import (
     MOST_SAMPLES,
     Feeds,
@@ -52,9 +58,9 @@ from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
 from deploykit.quantization.half_precision import PAIR_OPSET, lacking_in
+from deploykit.quantization.qdq import Calibration, without_kernel
 
 if TYPE_CHECKING:
-    from deploykit.quantization.calibrate import Calibration
     from deploykit.quantization.scales import Scales
 
 
@@ -129,7 +135,6 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
-        from deploykit.quantization.qdq import without_kernel
         from deploykit.quantization.scales import convert
 
         converted, kept = convert(

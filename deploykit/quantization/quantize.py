@@ -21,6 +21,7 @@ from deploykit.core.precision import (
 )
 from deploykit.core.profile import load_profile
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
+from deploykit.evaluation.accuracy import NOTHING_FOUND
 from deploykit.evaluation.artefacts import (
     Made,
     Progress,
@@ -33,7 +34,6 @@ from deploykit.evaluation.artefacts import (
     reject,
     stage,
 )
-from deploykit.evaluation.evaluation import NOTHING_FOUND
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (

@@ -32,9 +32,8 @@ from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import read_names
 from deploykit.quantization import half_precision, qdq, weights
-from deploykit.quantization.calibrate import Calibration, calibrate
-from deploykit.quantization.formats import transposed
-from deploykit.quantization.qdq_placement import quantizable_nodes
+from deploykit.quantization.calibrate import calibrate
+from deploykit.quantization.qdq import Calibration, quantizable_nodes, transposed
 
 # The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 5e10

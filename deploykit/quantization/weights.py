@@ -17,18 +17,16 @@ from deploykit.core.precision import BY_NAME, Precision
 from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import stored_elements
-from deploykit.quantization.formats import (
+from deploykit.quantization.qdq import (
     INT4,
     channel_axis,
+    edit_float32,
     int4_steps,
     int8_steps,
-    transposed,
-    weight_scale,
-)
-from deploykit.quantization.qdq_placement import (
-    edit_float32,
     nothing_to_quantize,
     quantizable_nodes,
+    transposed,
+    weight_scale,
 )
 
 _BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept

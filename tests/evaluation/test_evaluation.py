@@ -21,6 +21,7 @@ from deploykit.engines.answers import class_axis
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.evaluation.accuracy import (
     Metric,
+    evaluate,
     find_metric,
     log_likelihood,
     pair,
@@ -28,7 +29,6 @@ from deploykit.evaluation.accuracy import (
     top1,
 )
 from deploykit.evaluation.divergence import Divergence, first_divergence, tensor_error
-from deploykit.evaluation.evaluation import evaluate
 from deploykit.evaluation.parity import add_float32_errors, compare_engines
 from deploykit.graph.graph import Graph
 from tests.support.fake_engine import FakeEngine, Function

@@ -19,10 +19,15 @@ from deploykit.engines.engine import load
 from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.graph.graph import Graph
 from deploykit.quantization import half_precision, qdq
-from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.moving import move_pairs
-from deploykit.quantization.qdq import without_kernel
-from deploykit.quantization.qdq_placement import _COMPUTES, MOVES, box_nodes
+from deploykit.quantization.qdq import (
+    _COMPUTES,
+    MOVES,
+    Calibration,
+    Range,
+    box_nodes,
+    without_kernel,
+)
 from tests.support.builders.nvidia_cases import ask, checked, needs
 from tests.support.graphs.data import (
     ZOO,

@@ -16,8 +16,8 @@ from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import MAX_BYTES, load_data
 from deploykit.quantization import half_precision, qdq, weights
-from deploykit.quantization.calibrate import Calibration
 from deploykit.quantization.calibrate import calibrate as calibrate_graph
+from deploykit.quantization.qdq import Calibration
 
 Model = onnx.ModelProto
 
