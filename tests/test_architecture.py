@@ -40,7 +40,7 @@ OWNERS = {
     "tokenizers": {"engines/tasks/texts.py"},
     "onnx": {
         *("graph/", "quantization/", "exporting/", "planning/probe.py"),
-        *("evaluation/divergence.py", "evaluation/simulate.py"),
+        "evaluation/divergence.py",
     },
     "onnxruntime": {
         *("engines/onnxruntime/engine.py", "building/onnxruntime.py"),

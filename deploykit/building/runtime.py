@@ -43,9 +43,9 @@ from deploykit.evaluation.feeds import (
     small_batches,
 )
 from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_numbers
-from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
+from deploykit.quantization.half_precision import open_rounded
 from deploykit.quantization.job import (
     Job,
     accuracy_notes,
@@ -111,7 +111,6 @@ def place_pairs(job: BuildJob) -> Placed:
 
 def place_foreign(job: BuildJob, graph: Graph, built: Graph) -> Placed | None:
     """Move the pairs of a foreign graph, if few nodes run in integers where they are."""
-
     if graph.path != job.source.path or not few_integers(graph, built):
         return None
     moved = move_pairs(graph, job.target.runtime, derive=True)

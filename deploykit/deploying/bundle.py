@@ -38,9 +38,9 @@ from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.feeds import parity_sizes
-from deploykit.evaluation.simulate import open_graph
 from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch
+from deploykit.quantization.half_precision import open_graph
 
 if TYPE_CHECKING:
     import numpy as np

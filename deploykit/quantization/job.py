@@ -53,11 +53,16 @@ from deploykit.evaluation.feeds import (
     rows_that_run,
 )
 from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_numbers
-from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
-from deploykit.quantization.half_precision import PAIR_OPSET, lacking_in
+from deploykit.quantization.half_precision import (
+    PAIR_OPSET,
+    lacking_in,
+    open_graph,
+    runs_graphs,
+    simulate,
+)
 from deploykit.quantization.qdq import Calibration, without_kernel
 
 if TYPE_CHECKING:
@@ -330,7 +335,7 @@ def evaluate_engines(
         outputs = candidate(each).values()
         if all(np.isfinite(array).all() for array in outputs if array.dtype.kind == "f"):
             continue
-        first = first_divergence(job.source, round_halves(converted), each, sys.float_info.max)
+        first = first_divergence(job.source, simulate(converted), each, sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
     return found
 

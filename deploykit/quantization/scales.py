@@ -26,13 +26,13 @@ from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.feeds import axis_sizes
-from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
 from deploykit.graph.skeleton import read_names
 from deploykit.quantization import half_precision, qdq, weights
 from deploykit.quantization.calibrate import calibrate
+from deploykit.quantization.half_precision import open_graph
 from deploykit.quantization.qdq import Calibration, quantizable_nodes, transposed
 
 # The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations

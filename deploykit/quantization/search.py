@@ -34,12 +34,12 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.feeds import axis_sizes
-from deploykit.evaluation.simulate import open_graph
 from deploykit.evaluation.statistics import ratio
 from deploykit.graph import cost, storage
 from deploykit.graph.cost import Ceilings, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.quantization import qdq
+from deploykit.quantization.half_precision import open_graph
 from deploykit.quantization.job import Job, evaluate_engines, open_both
 from deploykit.quantization.scales import Scales, noise_share
 from deploykit.quantization.weights import dynamic_nodes

@@ -10,7 +10,6 @@ import onnx
 
 from deploykit.engines.data.samples import Samples
 from deploykit.evaluation import divergence as probes
-from deploykit.evaluation import simulate as simulation
 from deploykit.graph import cost, preflight
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
@@ -69,7 +68,7 @@ quantizable = _reader(lambda graph: qdq.quantizable(graph, "tensorrt"))
 to_half = _writer(half_precision.to_half)
 to_pairs = _writer(qdq.to_pairs)
 to_weight_only = _writer(weights.to_weight_only)
-simulate = _writer(simulation.simulate)
+simulate = _writer(half_precision.simulate)
 expose = _writer(probes.expose)
 
 
