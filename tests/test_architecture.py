@@ -62,7 +62,7 @@ OWNERS = {
     "starlette": {"deploying/ray_app.py"},
     "typer": {"cli/"},
 }
-TYPES = {"OnStart", "Tensors"}  # aliases that stand below `if TYPE_CHECKING`, with types of others
+TYPES = {"OnStart"}  # aliases that stand below `if TYPE_CHECKING`, with types of others
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 COMMAND = re.compile(r"\b(deploykit|docker|pip|git|python) \S")
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import ArtefactLike, Manifest
+from deploykit.core.artefact import ArtefactLike, Manifest, sniff, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
-from deploykit.core.evidence import Evidence, ExportRecord, Parity, Preflight
-from deploykit.core.files import StrPath
+from deploykit.core.evidence import Evidence, ExportRecord, Parity, Preflight, SourceRecord
+from deploykit.core.files import StrPath, check_readable, sha256
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.task import Task
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import BATCH, TensorSpec, parse_spec
+from deploykit.engines.data.examples import Example
 from deploykit.engines.data.preprocess import load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.evaluation.artefacts import (
@@ -29,7 +32,6 @@ from deploykit.evaluation.artefacts import (
     stage,
 )
 from deploykit.evaluation.feeds import feeds_at_sizes, parity_sizes
-from deploykit.exporting.load import ExportSource, check_source, open_source
 from deploykit.exporting.proof import Proof, prove_export
 from deploykit.exporting.task import Tasked, read_options, sides_of, with_task
 
@@ -38,8 +40,11 @@ if TYPE_CHECKING:
     import torch
 
     from deploykit.engines.torch.loaded import Loaded
-    from deploykit.exporting.load import Tensors
     from deploykit.exporting.onnx import Exported
+
+    Tensors = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+DynamicAxes = Mapping[str, Mapping[int, str]]
 
 
 def export(
@@ -50,7 +55,7 @@ def export(
     arch: str | None = None,
     inputs: Sequence[str] = (),
     batch: str | int = "dynamic",
-    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
     opset: int | None = None,
     profile: str | None = None,
     preprocess: str | None = None,
@@ -125,7 +130,7 @@ def export(
         opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
     source = open_source(model, example_inputs, inputs, dynamic_axes, arch, allow_pickle)
-    job = with_task(source, options, pixels, placing)
+    job = with_task(source.loaded, source.path, options, pixels, placing)
     source = replace(source, loaded=_with_batch(job.loaded, size))
     rows = source.loaded.inputs[0].shape[:1]
     if job.task is not None and not {BATCH, 1}.issuperset(rows):  # its items come one by one
@@ -152,7 +157,7 @@ def export(
         )
         on_progress("comparing with PyTorch", 0.7)
         with _naming_causes(done):
-            proof = prove_export(source, tmp, feeds, max_error, place.name, done)
+            proof = prove_export(loaded, (source.name, place.name), tmp, feeds, max_error, done)
         _check_found(proof.parity, job, place)
         with _naming_causes(replace(done, decided=proof.decided)):
             on_progress("writing the manifest", 0.95)
@@ -289,3 +294,103 @@ def _feeds(
     if not feeds:
         raise BadInput(f"{samples}: {len(found)} samples do not fill a batch of {counts[0]}")
     return feeds
+
+
+# The model, from a live module, a file or a folder, and the record of where it came from.
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A model and where it came from.
+
+    `path`: its file or folder; None for a live module.
+    """
+
+    name: str
+    loaded: Loaded
+    hashes: tuple[str, ...]
+    record: SourceRecord
+    path: Path | None = None
+
+
+def check_source(model: object) -> None:
+    """Look at a model's file before anything else is. Raises NotFound or BadInput."""
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    path = Path(model)
+    kind = "a folder" if path.is_dir() else sniff(path)
+    if kind not in ("a folder", "torch", "safetensors"):
+        raise wrong_format(path, kind, "a PyTorch file or a Hugging Face folder")
+
+
+def open_source(
+    model: ArtefactLike | torch.nn.Module,
+    example: Tensors | None,
+    inputs: Sequence[str],
+    dynamic_axes: DynamicAxes | None,
+    arch: str | None,
+    allow_pickle: bool,
+) -> ExportSource:
+    from deploykit.engines.torch import folder as folders
+    from deploykit.engines.torch import loaded as live
+    from deploykit.engines.torch import open as runtime
+
+    feeds: dict[str, np.ndarray] = {}
+    most: dict[str, int] = {}
+    specs = tuple(parse_spec(_without_most(text, most)) for text in inputs)
+    if isinstance(example, (str, os.PathLike)):
+        raise BadInput("`example_inputs` is a path: the file to write is `out`", hint="out=...")
+    if example is not None and specs:
+        raise BadInput("`example_inputs` and `inputs` both describe the inputs: give one")
+    if dynamic_axes is not None and example is None:
+        raise BadInput("`dynamic_axes` needs `example_inputs`", hint="`inputs` names axes itself")
+    if example is not None:
+        named = {
+            name: {place: _without_most(axis, most) for place, axis in axes.items()}
+            for name, axes in (dynamic_axes or {}).items()
+        }
+        specs, feeds = live.specs_from(model, example, named)
+    given = Example(feeds, most)
+    if not isinstance(model, (str, os.PathLike)):
+        if not live.is_module(model):
+            kind = type(model).__name__
+            raise BadInput(f"`model` is a {kind}: a path or an nn.Module is needed")
+        name, weights = live.name_of(model), live.hash_weights(model)
+        loaded = live.load_live(model, specs, given)
+        record = SourceRecord(loaded.source, weights, False, name, notes=loaded.notes)
+        return ExportSource(name.rpartition(".")[2], loaded, (weights,), record)
+    path = Path(model)
+    loaded = runtime.load_module(
+        path, arch=arch, inputs=specs, allow_pickle=allow_pickle, example=given
+    )
+    hashes = tuple(map(sha256, folders.weight_files(path) if path.is_dir() else [path]))
+    code = Path((arch or "").rpartition(":")[0])  # the user's own file; else a package's module
+    record = SourceRecord(
+        loaded.source,
+        hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest(),
+        loaded.ran_pickle,
+        loaded.model_class,
+        arch,
+        sha256(check_readable(code)) if code.suffix == ".py" else None,
+        loaded.notes,
+    )
+    return ExportSource(path.name, loaded, hashes, record, path)
+
+
+def _without_most(text: str, most: dict[str, int]) -> str:
+    """Return `text` with "T" in place of each "T<=32", and keep that size in `most`.
+
+    Raises BadInput for a size that is not a number of 2 or more, or differs from an earlier one.
+    """
+
+    def keep(match: re.Match[str]) -> str:
+        axis, size = match[1], match[2]
+        known = most.setdefault(axis, int(size) if size.isdigit() else 0)
+        if known < 2 or str(known) != size:
+            raise BadInput(
+                f"'{text}': the largest size of axis {axis} is a number of 2 or more, one for all",
+                hint="'ids:int64[N,T<=512]'",
+            )
+        return axis
+
+    return re.sub(r"(\w+)\s*<=\s*(\w*)", keep, text)

@@ -25,7 +25,6 @@ from deploykit.evaluation.feeds import (
     rows_that_fit,
 )
 from deploykit.evaluation.parity import add_float32_errors, compare_engines, in_other_batches
-from deploykit.exporting.load import ExportSource
 
 if TYPE_CHECKING:
     from deploykit.engines.torch.engine import TorchEngine
@@ -50,37 +49,36 @@ class Proof(NamedTuple):
 
 
 def prove_export(
-    source: ExportSource,
+    loaded: Loaded,
+    names: tuple[str, str],
     tmp: Path,
     feeds: Sequence[Mapping[str, np.ndarray]],
     max_error: float | None,
-    out_name: str,
     done: Exported,
 ) -> Proof:
     """Compare the graph `tmp` with its source, record golden samples next to it, prove its batch.
 
-    `feeds`: the inputs to compare on, at several sizes. `max_error`: the user's bound. `out_name`:
-    what the comparison calls the graph. `done`: how it was exported.
+    `names`: what the comparison calls the two. `feeds`: the inputs to compare on, at several sizes.
+    `max_error`: the user's bound. `done`: how it was exported.
     """
     from deploykit.engines.torch.engine import TorchEngine
 
-    loaded = source.loaded
     most = rows_that_fit(feeds, tmp)
     feeds = first_rows(feeds, most, loaded.inputs)
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
-    check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
-    with TorchEngine(loaded, source.name, "cpu", None) as reference:
+    with TorchEngine(loaded, names[0], "cpu", None) as reference:
         reference.limits = loaded.limits
         feeds, left_out = _taken(reference, feeds, loaded.example)
+        check = partial(compare_engines, feeds_list=feeds, max_error=bound, names=names)
         with load(tmp, "cpu") as exported:
-            parity = check(reference, exported, feeds)
+            parity = check(reference, exported)
             few = _few_rows(reference, feeds)
             recorded = golden.record(reference, few, tmp)
             rows = golden.prove_batch(exported, tmp, recorded, most)
             notes = (*left_out, *rows_note(most))
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
-                values, first = _compare_parts(source, tmp, done, exported, feeds, check, most)
+                values, first = _compare_parts(loaded, tmp, done, exported, check, most)
                 parity, rows = replace(parity, rows=values), rows if rows.passed else first
                 notes += (_IN_PARTS,)
             notes += golden.batching_notes(exported, rows)
@@ -152,11 +150,10 @@ class _ChosenBy:
 
 
 def _compare_parts(
-    source: ExportSource,
+    loaded: Loaded,
     tmp: Path,
     done: Exported,
     exported: Engine,
-    feeds: Sequence[Mapping[str, np.ndarray]],
     check: Callable[..., Parity],
     most: int,
 ) -> tuple[tuple[ParityRow, ...], RowIndependence]:
@@ -164,7 +161,7 @@ def _compare_parts(
     from deploykit.engines.torch.engine import TorchEngine
     from deploykit.exporting.onnx import export_module
 
-    first, second = cast("tuple[Loaded, Loaded]", source.loaded.parts)
+    first, second = cast("tuple[Loaded, Loaded]", loaded.parts)
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
         file, sizes = Path(folder) / "first.onnx", done.job.sizes
         export_module(
@@ -177,12 +174,12 @@ def _compare_parts(
             example=done.job.given,
         )
         with (
-            TorchEngine(first, source.name, "cpu", None) as reference,
-            TorchEngine(second, source.name, "cpu", None) as choice,
+            TorchEngine(first, "its first part", "cpu", None) as reference,
+            TorchEngine(second, "its second part", "cpu", None) as choice,
             load(file, "cpu") as graph,
         ):
-            values = check(reference, graph, feeds)
-            chosen = check(cast("Engine", _ChosenBy(graph, choice)), exported, feeds)
+            values = check(reference, graph)
+            chosen = check(cast("Engine", _ChosenBy(graph, choice)), exported)
             batch = golden.prove_batch(graph, file, None, most)
     return (*values.rows, *chosen.rows), batch
 

@@ -12,7 +12,7 @@ from deploykit.core.errors import first_line
 from deploykit.core.extras import require
 from deploykit.core.task import DETECT
 from deploykit.core.tensors import TensorSpec, concrete
-from deploykit.exporting.heads.head import INSIDE, AnswerRule, HeadRequest, TaskHead, float_outputs
+from deploykit.exporting.heads import INSIDE, AnswerRule, HeadRequest, TaskHead, float_outputs
 from deploykit.exporting.operators import suppress
 
 torch = require("torch")
@@ -27,7 +27,7 @@ _NEEDS = (
 )
 
 
-def add_head(request: HeadRequest) -> TaskHead:
+def add_boxes(request: HeadRequest) -> TaskHead:
     """Add the choice of boxes that the model's family needs. Raises BadInput."""
     loaded = request.loaded
     _keep_anchors(loaded.module)
