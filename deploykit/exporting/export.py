@@ -146,15 +146,7 @@ def export(
         sizes |= sides_of(loaded.inputs[0], image.multiple)
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        done = export_module(
-            loaded.module,
-            loaded.inputs,
-            loaded.outputs,
-            tmp,
-            opset=opset,
-            sizes=sizes,
-            example=loaded.example,
-        )
+        done = export_module(loaded, tmp, opset=opset, sizes=sizes)
         on_progress("comparing with PyTorch", 0.7)
         with _naming_causes(done):
             proof = prove_export(loaded, (source.name, place.name), tmp, feeds, max_error, done)

@@ -35,6 +35,7 @@ from deploykit.engines.torch.advice import (
     source_place,
 )
 from deploykit.engines.torch.files import quiet
+from deploykit.engines.torch.loaded import Loaded
 from deploykit.exporting.operators import recurrent_layers_whole, translations
 from deploykit.exporting.reasons import (
     BY_DATA_HINT,
@@ -529,35 +530,31 @@ class Exported:
 
 
 def export_module(
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
+    loaded: Loaded,
     out: Path,
     *,
     opset: int = DEFAULT_OPSET,
     sizes: Mapping[str, int] | None = None,
-    example: Example | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
-    """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
+    """Write a module to `out`; past `max_bytes` of weights, these to OUT.data next to it.
 
-    `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
-    order of `outputs`. TorchScript goes through torch's older exporter; so does a module that the
-    current one fails on, where the reason does not make the older one's graph wrong. `sizes`: the
-    size to export at, by axis. `example`: the user's, for other values than zeros.
+    TorchScript goes through torch's older exporter; so does a module that the current one fails on,
+    where the reason does not make the older one's graph wrong. `sizes`: the size to export at, by
+    axis.
 
     Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
     code that it comes from.
     """
-    older = is_scripted(module)
+    older = is_scripted(loaded.module)
     offered = TORCHSCRIPT_OPSETS if older else OPSETS
     if opset not in offered:
         which = " for TorchScript" if older else ""
         raise BadInput(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
-    sizes = example_sizes(inputs, sizes)
-    job = ExportJob(module, inputs, outputs, opset, sizes, example or Example())
+    sizes = example_sizes(loaded.inputs, sizes)
+    job = ExportJob(loaded.module, loaded.inputs, loaded.outputs, opset, sizes, loaded.example)
     decided: tuple[Decision, ...] = ()
     why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:

@@ -164,15 +164,7 @@ def _compare_parts(
     first, second = cast("tuple[Loaded, Loaded]", loaded.parts)
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
         file, sizes = Path(folder) / "first.onnx", done.job.sizes
-        export_module(
-            first.module,
-            first.inputs,
-            first.outputs,
-            file,
-            opset=done.opset,
-            sizes=sizes,
-            example=done.job.given,
-        )
+        export_module(first, file, opset=done.opset, sizes=sizes)
         with (
             TorchEngine(first, "its first part", "cpu", None) as reference,
             TorchEngine(second, "its second part", "cpu", None) as choice,
