@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,14 +264,12 @@ def open_proven(
     threads: int | None = None,
     trust: bool = False,
     instances: int = 1,
-    cuda_graphs: Sequence[int] = (),
-    overlap: bool = True,
-    shared: Path | None = None,
+    open_engine: Callable[..., Engine] = load,
     on_note: Callable[[str], None] = log.warning,
 ) -> list[Engine]:
     """Open an artefact `instances` times; the caller closes the engines.
 
-    TensorRT engines share their weights. `cuda_graphs`, `overlap`, `shared`: see `load`.
+    TensorRT engines share their weights. `open_engine`: `load`, with further options of its own.
     `trust`: open a TensorRT engine without a manifest too, one with code from elsewhere, or one
     that nothing here can prove; one whose outputs are wrong is never opened. `on_note` gets each
     warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput
@@ -283,11 +280,10 @@ def open_proven(
     artefact = Artefact.open(source)
     manifest = artefact.manifest if artefact.format == "tensorrt" else None
     engines: list[Engine] = []
-    open_engine = partial(load, device=device, threads=threads, trust=trust, shared=shared)
     with ExitStack() as stack:
         for _ in range(instances):
             engine = engines[0].share() if engines else None
-            engine = engine or open_engine(artefact, cuda_graphs=cuda_graphs, overlap=overlap)
+            engine = engine or open_engine(artefact, device, threads=threads, trust=trust)
             engines.append(engine)
             stack.callback(engine.close)
             if len(engines) == 1 and manifest is not None:

@@ -38,8 +38,12 @@ from deploykit.engines.torch.files import quiet
 from deploykit.engines.torch.loaded import Loaded
 from deploykit.exporting.operators import recurrent_layers_whole, translations
 from deploykit.exporting.reasons import (
+    BY_DATA,
     BY_DATA_HINT,
+    CAPTURED,
     DECIDES,
+    FINAL,
+    FIXED,
     FREE_HINT,
     CallWatch,
     Decision,
@@ -562,7 +566,7 @@ def export_module(
             try:
                 model, decided = _keep_axes(job)
             except NotExported as first:
-                if first.final:
+                if first.cause in (FINAL, FIXED):
                     raise _add_advice(first, job) from first.__cause__
                 model, why = _fall_back(job, Path(folder), first), first.message
         else:
@@ -628,7 +632,7 @@ def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
             return found
         except NotExported as exc:
             first = first or exc
-            if not first.fixed:
+            if first.cause != FIXED:
                 raise
     raise first or BadInput("no sizes to try")
 
@@ -637,7 +641,7 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     """Return the older exporter's graph; raises `first` where that fails as well."""
     if job.opset not in TORCHSCRIPT_OPSETS:
         raise _add_advice(first, job)
-    if first.by_data:
+    if first.cause == BY_DATA:
         watch = watch_calls(job)
         if watch.reads_inputs:
             stopped = first.message.removesuffix(DECIDES)  # maybe at a size in a tensor
@@ -651,12 +655,12 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
         model, frozen = by_torchscript(job, folder)
     except NotExported:
         raise _add_advice(first, job) from None
-    if frozen and not first.captured and not first.by_data:
+    if frozen and first.cause not in (CAPTURED, BY_DATA):
         what = _add_advice(first, job).message
         raise NotExported(
             f"{what}; and torch's older exporter would keep one branch at {frozen[0]}",
             hint=first.hint,
-            final=True,
+            cause=FINAL,
         )
     return model
 

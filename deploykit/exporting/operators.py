@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from deploykit.core.extras import require
-from deploykit.exporting.reasons import NotExported
+from deploykit.exporting.reasons import FINAL, NotExported
 
 torch: ModuleType = require("torch")
 onnxscript: ModuleType = require("onnxscript")
@@ -139,7 +139,7 @@ def _calling(kind: str) -> Callable[..., Any]:
         states = list(hx) if kind == "lstm" else [hx]
         if states[0].shape[2] != states[-1].shape[2]:
             raise NotExported(
-                "ONNX's LSTM has no projection (`proj_size`)", hint=_PROJECTION_HINT, final=True
+                "ONNX's LSTM has no projection (`proj_size`)", hint=_PROJECTION_HINT, cause=FINAL
             )
         batch_first = bool(first and first[0])
         if packed is not None:
