@@ -233,17 +233,30 @@ NOTHING_FOUND = f"is below {_SMALL_SHARE:g} everywhere on these inputs"
 MIN_BOXES = 0.9  # share of the boxes that either found
 
 
+@dataclass(frozen=True)
+class Criterion:
+    """What decides whether a candidate passes.
+
+    `metric`: scores the outputs against the samples' labels. `max_drop`: a fraction, or in the
+    metric's own unit; 0.01 where None. `shares`: outputs from 0 to 1. Where one is below 0.001
+    everywhere, as the map of a detector that finds nothing, its SQNR says nothing: others decide,
+    and none but such fails.
+    """
+
+    metric: Metric | None = None
+    max_drop: float | None = None
+    shares: Collection[str] = ()
+
+
 def evaluate(
     reference: Engine,
     candidate: Engine,
-    *,
     samples: Samples | None,
-    metric: Metric | None = None,
-    max_drop: float | None = None,
+    criterion: Criterion = Criterion(),
+    *,
     names: tuple[str, str] = ("reference", "candidate"),
     batch_size: int = 32,
     random: Sequence[Feeds] = (),
-    shares: Collection[str] = (),
 ) -> Evaluation:
     """Run both engines once over the samples and decide.
 
@@ -256,19 +269,17 @@ def evaluate(
     Args:
         reference, candidate: the two engines.
         samples: None for random inputs. Samples that do not fill a fixed batch are left out.
-        metric: scores the outputs against the samples' labels.
-        max_drop: a fraction, or in the metric's own unit; 0.01 where None.
+        criterion: the metric and the bound.
         names: what tables and errors call the two.
         batch_size: samples per call.
         random: inputs where there are no samples; by default those of `comparison_feeds`. Rows of
             the largest are compared one by one too: see `single_rows`.
-        shares: outputs from 0 to 1. Where one is below 0.001 everywhere, as the map of a detector
-            that finds nothing, its SQNR says nothing: others decide, and none but such fails.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
             nothing can be measured against it.
     """
+    metric, max_drop = criterion.metric, criterion.max_drop
     if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
         raise BadInput(f"`max_drop` must be a number above 0, got {max_drop}")
     if samples is None:
@@ -281,7 +292,7 @@ def evaluate(
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
         random = [*single_rows(random, reference.inputs), *random]
         parity = compare_engines(reference, candidate, random, names=names, random=True)
-        return _without_labels(parity, None, None, None, shares)
+        return _without_labels(parity, None, None, criterion)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
@@ -310,7 +321,7 @@ def evaluate(
         bound = MAX_DROP if max_drop is None else max_drop
         passed, reason = _drop_verdict(drop, bound)
         return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
-    return _without_labels(parity, agreement, used, max_drop, shares)
+    return _without_labels(parity, agreement, used, criterion)
 
 
 def _broken(parity: Parity) -> str:
@@ -323,12 +334,10 @@ def _where(row: ParityRow) -> str:
 
 
 def _without_labels(
-    parity: Parity,
-    agreement: Interval | None,
-    samples: int | None,
-    max_drop: float | None,
-    shares: Collection[str],
+    parity: Parity, agreement: Interval | None, samples: int | None, criterion: Criterion
 ) -> Evaluation:
+    max_drop = criterion.max_drop
+
     def verdict(passed: bool, reason: str) -> Evaluation:
         return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, MIN_SQNR_DB)
 
@@ -338,7 +347,7 @@ def _without_labels(
     every = [row for row in parity.rows if row.floating]
     low = {row.output for row in every if row.sqnr_db < MIN_SQNR_DB}
     large = {row.output for row in every if max(row.scale or 0.0, row.max_abs) >= _SMALL_SHARE}
-    small = (low & set(shares)) - large
+    small = (low & set(criterion.shares)) - large
     floating = [row for row in every if row.output not in small] or every
     if small:
         where = ", ".join(sorted(small))

@@ -37,6 +37,7 @@ from deploykit.evaluation.accuracy import (
     MAX_DROP,
     NOTHING_FOUND,
     TOP1,
+    Criterion,
     Metric,
     evaluate,
     find_metric,
@@ -314,13 +315,11 @@ def evaluate_engines(
     found = evaluate(
         reference,
         candidate,
-        samples=job.samples,
-        metric=job.metric,
-        max_drop=job.request.max_drop,
+        job.samples,
+        Criterion(job.metric, job.request.max_drop, share_outputs(job.source)),
         names=(job.model.name, name),
         batch_size=job.batch_size,
         random=feeds,
-        shares=share_outputs(job.source),
     )
     if found.passed:
         return found
@@ -373,15 +372,8 @@ def evaluate_engine(
     samples = samples.first(len(samples) // low * low)
     if low == 1 != high:
         size, _ = rows_that_run(reference, samples, size)
-    return evaluate(
-        reference,
-        engine,
-        samples=samples,
-        metric=find_metric(request.metric or DEFAULT_METRIC),
-        max_drop=request.max_drop,
-        names=names,
-        batch_size=size,
-    )
+    criterion = Criterion(find_metric(request.metric or DEFAULT_METRIC), request.max_drop)
+    return evaluate(reference, engine, samples, criterion, names=names, batch_size=size)
 
 
 def golden_samples(
