@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath, write_together
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
+from deploykit.core.profile import with_gpu
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.evaluation.artefacts import Progress, claim_report, named_files, no_progress
 from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread

@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core import cuda_order, profile
-from deploykit.core.cuda_order import with_gpu
+from deploykit.core import profile
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.machine import JETPACKS, Gpu, Machine, release_numbers, this_machine
 from deploykit.core.precision import HARDWARE
-from deploykit.core.profile import choose_profile, fits, load_profile, profile_names, recognise
+from deploykit.core.profile import (
+    choose_profile,
+    fits,
+    load_profile,
+    profile_names,
+    recognise,
+    with_gpu,
+)
 
 NAMES = profile_names()
 LISTED = "deploykit profiles lists them; or a file: ./mine.toml"
@@ -289,7 +295,7 @@ def test_of_two_kinds_of_gpu_the_chosen_one_has_the_profile(
     be(monkeypatch, machine(L4, H200))
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["l4", "h200"]
     cuda = (("", "NVIDIA H200"), ("", "NVIDIA L4"))  # the fastest first
-    monkeypatch.setattr(cuda_order, "_answer", lambda *_: cuda)
+    monkeypatch.setattr(profile, "_answer", lambda *_: cuda)
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["h200", "l4"]
 
 
@@ -316,7 +322,7 @@ def test_a_gpu_that_cuda_hides_is_not_this_machines(
     cuda: list[str],
     names: list[str | None],
 ) -> None:
-    monkeypatch.setattr(cuda_order, "_answer", lambda *_: tuple(("", name) for name in cuda))
+    monkeypatch.setattr(profile, "_answer", lambda *_: tuple(("", name) for name in cuda))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

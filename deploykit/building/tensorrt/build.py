@@ -44,12 +44,12 @@ from deploykit.building.tensorrt.options import (
     check_target,
     ranges,
 )
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, builder_bytes, this_machine
 from deploykit.core.precision import ALL
+from deploykit.core.profile import with_gpu
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import load_plugins
 from deploykit.engines.tensorrt.log import LogLines, logger

@@ -14,14 +14,13 @@ from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
 from deploykit.building.tensorrt.options import Options, note_dla, parse_axis, parse_batch
 from deploykit.core.artefact import Artefact, Manifest, write_manifest
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, Layer
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import this_machine, tool_versions
 from deploykit.core.precision import max_engine_error, narrowest
-from deploykit.core.profile import Profile, fits
+from deploykit.core.profile import Profile, fits, with_gpu
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
