@@ -319,7 +319,8 @@ def evaluate(
         before, after = map(np.concatenate, scores)
         drop = metric.drop(before, after, labels)
         bound = MAX_DROP if max_drop is None else max_drop
-        passed, reason = _drop_verdict(drop, bound)
+        text, changed = "the upper end of the drop, {}, is", drop.lost + drop.gained > 0
+        passed, reason = _bounded(text, drop.drop, bound, drop.unit, drop.n, changed=changed)
         return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
     return _without_labels(parity, agreement, used, criterion)
 
@@ -370,7 +371,9 @@ def _without_labels(
                 "`max_drop`: no output holds an answer per sample, so no drop can be measured",
                 hint="give labelled samples and a metric, or no bound",
             )
-        passed, reason = _agreement_verdict(agreement, samples, max_drop)
+        text = "up to {} of the samples are answered differently,"
+        lost = Interval(1 - agreement.value, 1 - agreement.high, 1 - agreement.low)
+        passed, reason = _bounded(text, lost, max_drop, "%", samples, changed=lost.value > 0)
         if not passed:
             return verdict(False, reason)
         reasons.append(reason)
@@ -385,37 +388,28 @@ def _lost_boxes(parity: Parity) -> str:
     return ""
 
 
-def _agreement_verdict(agreement: Interval, n: int, max_drop: float) -> tuple[bool, str]:
-    value, high = 1 - agreement.value, 1 - agreement.low
-    text = f"up to {high * 100:.4g} % of the samples are answered differently"
-    if high <= max_drop:
-        return True, f"{text}, within {max_drop * 100:.4g} %"
-    text += f", above {max_drop * 100:.4g} %"
-    return False, text + _more_samples(n, value, high, max_drop, value > 0)
+def _bounded(
+    text: str, drop: Interval, bound: float, unit: str, n: int, *, changed: bool
+) -> tuple[bool, str]:
+    """Return whether the upper end of `drop`, of `n` samples, is within `bound`, and the reason.
 
-
-def _drop_verdict(drop: Drop, max_drop: float) -> tuple[bool, str]:
-    def amount(value: float) -> str:
-        return f"{value * 100:.4g} {drop.unit}" if drop.unit else f"{value:.4g}"
-
-    value, high = drop.drop.value, drop.drop.high
-    text = f"the upper end of the drop, {amount(high)}, is"
-    if high <= max_drop:
-        return True, f"{text} within {amount(max_drop)}"
-    text += f" above {amount(max_drop)}"
-    return False, text + _more_samples(drop.n, value, high, max_drop, drop.lost + drop.gained > 0)
-
-
-def _more_samples(n: int, value: float, high: float, bound: float, changed: bool) -> str:
-    """Return how many samples would show it, where the measured value is within the bound.
-
-    An interval's half width shrinks with the square root of the samples, roughly; where nothing
-    changed, its end is in proportion to 1 / (samples + 2).
+    `text`: what the reason says of that end. `changed`: some sample changed. Where the measured
+    value is within, the reason says how many samples would show it: an interval's half width
+    shrinks with the square root of the samples, roughly; where nothing changed, its end is in
+    proportion to 1 / (samples + 2).
     """
-    if value >= bound:
-        return ""
-    about = math.ceil((n + 2) * ((high - value) / (bound - value)) ** (2 if changed else 1))
-    return f"; the measured value is within: about {about} samples like these would show it"
+
+    def amount(value: float) -> str:
+        return f"{value * 100:.4g} {unit}" if unit else f"{value:.4g}"
+
+    passed = drop.high <= bound
+    text = f"{text.format(amount(drop.high))} {'within' if passed else 'above'} {amount(bound)}"
+    if passed or drop.value >= bound:
+        return passed, text
+    times = (drop.high - drop.value) / (bound - drop.value)
+    about = math.ceil((n + 2) * times ** (2 if changed else 1))
+    why = f"the measured value is within: about {about} samples like these would show it"
+    return False, f"{text}; {why}"
 
 
 def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.ndarray | None:

@@ -123,7 +123,7 @@ def export(
         MissingExtra: torch is not installed.
         GateFailed: the graph differs by more than `max_error`; NAME.rejected.onnx is kept.
     """
-    check_source(model)
+    path = _check_source(model)
     target = load_profile(profile) if profile is not None else None
     text = str(batch)
     if text != "dynamic" and not (text.isascii() and text.isdigit() and int(text)):
@@ -140,7 +140,7 @@ def export(
         pooling=pooling,
     )
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
-    place = claim(_destination(model, out), "onnx", (model, *read), force=force)
+    place = claim(_destination(path, out), "onnx", (model, *read), force=force)
     pixels, placing = load_preprocess(preprocess)
     from deploykit.exporting.onnx import (  # MissingExtra without torch
         DEFAULT_OPSET,
@@ -258,12 +258,11 @@ def _record(
     return manifest, (*notes, *proof.notes)
 
 
-def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
+def _destination(source: Path | None, out: StrPath | None) -> Path:
     if out is not None:
         return Path(out)
-    if not isinstance(model, (str, os.PathLike)):
+    if source is None:
         raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
-    source = Path(model)
     if not source.is_dir():
         return source.with_suffix(".onnx")
     base = source if source.name not in ("", "..") else source.resolve()
@@ -554,14 +553,15 @@ class ExportSource:
     path: Path | None = None
 
 
-def check_source(model: object) -> None:
-    """Look at a model's file before anything else is. Raises NotFound or BadInput."""
+def _check_source(model: object) -> Path | None:
+    """Return the path of a file or folder once it may hold a model. Raises NotFound or BadInput."""
     if not isinstance(model, (str, os.PathLike)):
-        return
+        return None
     path = Path(model)
     kind = "a folder" if path.is_dir() else sniff(path)
     if kind not in ("a folder", "torch", "safetensors"):
         raise wrong_format(path, kind, "a PyTorch file or a Hugging Face folder")
+    return path
 
 
 def open_source(

@@ -276,6 +276,7 @@ SMALLEST = 2.0**-25  # smaller values are rounded to 0
 _LARGEST_BFLOAT16 = 0xFF * 2.0**120  # just below float32's
 
 _FLOAT = TensorProto.FLOAT
+_NAMES_A_TYPE = ("to", "dtype", "output_dtype")  # attributes
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
@@ -427,7 +428,9 @@ class _Writer:
                 self._need_float(name)
         for place in outputs:
             node.output[place] += self.suffix
-        _retype(node, self.half)
+        for attribute in node.attribute:
+            if attribute.name in _NAMES_A_TYPE and attribute.i == _FLOAT:
+                attribute.i = self.half.kind
         self.nodes.append(node)
         self.ready.update(node.output)
 
@@ -553,13 +556,6 @@ def _largest(array: np.ndarray) -> float:
     return max(high, -low) if low == low else low  # NaN comes back as NaN
 
 
-def _retype(node: onnx.NodeProto, half: _Half) -> None:
-    """Replace float32 in the attributes that name a type."""
-    for attribute in node.attribute:
-        if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
-            attribute.i = half.kind
-
-
 # A GPU's matrix units take half inputs and add up in float32: each result is rounded to its type,
 # and overflows to infinity. ONNX Runtime's own CPU kernels for float16 hide both: what they lack
 # they compute in float32, through a whole chain of nodes without rounding. For bfloat16 it has
@@ -610,7 +606,7 @@ def simulate(source: Graph) -> Graph:
 
 def _widen(attribute: onnx.AttributeProto) -> None:
     """Replace half types in attributes: Cast's `to`, `dtype`, the value of a Constant."""
-    if attribute.name in ("to", "dtype", "output_dtype") and attribute.i in _HALF_KINDS:
+    if attribute.name in _NAMES_A_TYPE and attribute.i in _HALF_KINDS:
         attribute.i = _FLOAT
     elif attribute.HasField("t") and attribute.t.data_type in _HALF_KINDS:
         values = numpy_helper.to_array(attribute.t).astype(np.float32)
