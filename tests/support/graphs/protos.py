@@ -72,5 +72,5 @@ simulate = _writer(half_precision.simulate)
 expose = _writer(probes.expose)
 
 
-def shared(a: Model, b: Model) -> tuple[probes.Pair, ...]:
+def shared(a: Model, b: Model) -> dict[str, tuple[str, onnx.NodeProto]]:
     return probes.shared(Graph(a), Graph(b))
