@@ -10,14 +10,7 @@ from deploykit.core import profile
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.machine import JETPACKS, Gpu, Machine, release_numbers, this_machine
 from deploykit.core.precision import HARDWARE
-from deploykit.core.profile import (
-    choose_profile,
-    fits,
-    load_profile,
-    profile_names,
-    recognise,
-    with_gpu,
-)
+from deploykit.core.profile import choose_profile, load_profile, profile_names, recognise, with_gpu
 
 NAMES = profile_names()
 LISTED = "deploykit profiles lists them; or a file: ./mine.toml"
@@ -354,7 +347,7 @@ def test_a_gpu_that_no_profile_names_gets_one_of_what_its_driver_reports(
     found, why = choose_profile()
     assert (found.name, found.runtime, found.compute_capability) == ("auto", "tensorrt", capability)
     assert why == f"{name} is here, which no profile names"
-    assert fits(found, here)
+    assert profile.fits(found, here)
     assert found.memory_bytes == (memory or here.memory_bytes)
     assert set(found.precisions) == set(precisions.split()) & set(HARDWARE)
     assert (found.tensorrt_min, found.peak_ops_per_s) == ("10.8" if "B300" in name else None, {})

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from deploykit.core.tensors import TensorSpec
 
-
-def export_module(
-    module: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], out: Path, **more: Any
-) -> Any:
+def export_module(module: Any, inputs: Any, outputs: Any, *places: Any, **options: Any) -> Any:
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.exporting import onnx
 
-    return onnx.export_module(Loaded(module, tuple(inputs), tuple(outputs), "module"), out, **more)
+    loaded = Loaded(module, tuple(inputs), tuple(outputs), "module")
+    return onnx.export_module(loaded, *places, **options)
