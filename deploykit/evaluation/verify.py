@@ -7,7 +7,7 @@ no ONNX Runtime.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from deploykit.core.evidence import (
     Evidence,
     Gate,
     GoldenSamples,
-    Layer,
     Parity,
     PrecisionReadBack,
 )
@@ -61,39 +60,32 @@ def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
     )
 
 
-def compare_layers(
-    layers: Sequence[Layer] | None, asked: Sequence[AskedNode], *, allow_wider: bool = False
-) -> PrecisionReadBack:
-    """Compare the precisions of a plan's layers with those that its graph asked for."""
-    read = PrecisionReadBack(None, seen=0.0, allow_wider=allow_wider, asked=tuple(asked))
-    if layers is None:
-        return read
+def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
+    """Compare the precisions of an open engine's layers with those that its graph asked for.
 
-    precisions = {node.name: node.precision for node in asked}
-    counted = any(node.operations for node in asked)
-    work = {node.name: node.operations if counted else 1 for node in asked}
+    Returns `before` where the engine does not report its layers.
+    """
+    try:
+        layers = inspector.read_layers(engine.layer_information())
+    except (DeploykitError, ValueError):
+        return before
+    precisions = {node.name: node.precision for node in before.asked}
+    counted = any(node.operations for node in before.asked)
+    work = {node.name: node.operations if counted else 1 for node in before.asked}
 
     def share(nodes: Iterable[str]) -> float:
         return sum([work[node] for node in nodes]) / (sum(work.values()) or 1)
 
     wider = inspector.mismatches(precisions, layers)
-    return replace(
-        read,
-        layers=tuple(layers),
-        wider=tuple(wider.values()),
-        shares=inspector.shares(layers),
+    return PrecisionReadBack(
+        tuple(layers),
+        tuple(wider.values()),
+        inspector.shares(layers),
         seen=1 - share(inspector.unseen(precisions, layers)),
         wider_share=share(wider),
+        allow_wider=before.allow_wider,
+        asked=before.asked,
     )
-
-
-def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
-    """Read the precisions of an open engine's layers; `before` where it does not report them."""
-    try:
-        layers = inspector.read_layers(engine.layer_information())
-    except (DeploykitError, ValueError):
-        return before
-    return compare_layers(layers, before.asked, allow_wider=before.allow_wider)
 
 
 def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
