@@ -61,7 +61,7 @@ ALL = (
         DETECT,
         takes=("image",),
         outputs=("scores", "boxes", "classes"),
-        head="deploykit.exporting.detect:add_boxes",
+        head=f"{_HEADS}:add_boxes",
         answer=f"{_ANSWERS}:box_rows",
         options=("labels", "threshold", "iou", "boxes"),
         resize=LETTERBOX,
