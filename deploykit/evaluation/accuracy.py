@@ -94,7 +94,7 @@ def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.nd
 
 
 IGNORED = -100  # the label of a token that does not count, as in torch's cross_entropy
-_BLOCK_METRICS = 1 << 20  # logits converted to float64 at a time
+_LOGITS = 1 << 20  # logits converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
         )
     rows = logits.reshape(-1, vocabulary)
     found = np.zeros(flat.shape)
-    step = max(1, _BLOCK_METRICS // vocabulary)
+    step = max(1, _LOGITS // vocabulary)
     for start in range(0, len(counted), step):
         places = counted[start : start + step]
         block = rows[places].astype(np.float64)
