@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -410,6 +411,8 @@ def test_instances_are_verified_once_onnx_files_never(unproven: Path, affine_onn
     assert len(open_proven(unproven, instances=3)) == 3
     with pytest.raises(dk.BadInput, match="`instances` 0: 1 or more"):
         open_proven(unproven, instances=0)
+    with pytest.raises(dk.BadInput, match="`cuda_graphs` are batch sizes"):
+        open_proven(affine_onnx, open_engine=partial(dk.load, cuda_graphs=[0]))
     assert opened(affine_onnx, device="cpu", threads=1) == []
     both = open_proven(affine_onnx, "cpu", threads=1, instances=2)
     assert len({id(each) for each in both}) == 2
