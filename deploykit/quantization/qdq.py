@@ -441,8 +441,7 @@ def to_pairs(
         if ends.keys() == wanted:
             text = json.dumps(ends, sort_keys=True)
             editor.model.metadata_props.add(key=RANGES_KEY, value=text)
-    writer = _Writer(editor, calibration, precision)
-    return writer.write(placement, chained=chained, keep_float32=keep_float32)
+    return _Writer(editor, calibration, precision, chained=chained).write(placement, keep_float32)
 
 
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
@@ -490,30 +489,29 @@ def _placement(
 
 
 class _Writer:
-    """Emits the nodes in order, each pair once, just before the first node that reads it."""
+    """Emits the nodes in order, each pair once, just before the first node that reads it.
 
-    def __init__(self, editor: Editor, calibration: Calibration, precision: Precision) -> None:
-        self.editor = editor
+    `chained`: for ONNX Runtime, also rewire what nodes not in `keep_float32` read (`DQ op Q`), with
+    zero points and the bias in integers.
+    """
+
+    def __init__(
+        self, editor: Editor, calibration: Calibration, precision: Precision, *, chained: bool
+    ) -> None:
+        self.editor, self.chained = editor, chained
         self.calibration = calibration
         self.float8 = precision.dtype == "float8"
         self.max_stored = precision.max_stored
         self.nodes: list[onnx.NodeProto] = []
         self.done: dict[tuple[str, int | None], str] = {}  # (tensor, axis) -> its dequantized twin
         self.scales: dict[str, Scale] = {}
-        self.stored: type[np.int8 | np.uint8] = np.int8
-
-    def write(
-        self, placement: Placement, *, chained: bool = False, keep_float32: Collection[str] = ()
-    ) -> Graph:
-        """Rewire what the chosen nodes read.
-
-        `chained`: for ONNX Runtime, also rewire what nodes not in `keep_float32` read (`DQ op Q`),
-        with zero points and the bias in integers.
-        """
         # ONNX Runtime's x86 kernels take UINT8: it converts INT8, but not a tensor read twice
-        self.stored = np.uint8 if chained else np.int8
+        self.stored: type[np.int8 | np.uint8] = np.uint8 if chained else np.int8
+
+    def write(self, placement: Placement, keep_float32: Collection[str]) -> Graph:
+        """Rewire what the chosen nodes read."""
         for name in set(placement.scaled.values()):
-            self.scales[name] = self._scale(name, asymmetric=chained)
+            self.scales[name] = self._scale(name)
         for number, node in enumerate(self.editor.graph.node):
             names = list(node.input)
             chosen = number in placement.chosen
@@ -521,19 +519,19 @@ class _Writer:
                 if chosen and place == 1:
                     node.input[1] = self._weight(node)
                 elif name in placement.scaled and (
-                    (chained and node.name not in keep_float32)
+                    (self.chained and node.name not in keep_float32)
                     or (chosen and place == 0)
                     or placement.residual.get(number) == place
                 ):
                     node.input[place] = self._activation(name, self.scales[placement.scaled[name]])
-            if chained and chosen and len(names) > 2 and names[2] in self.editor.constants:
+            if self.chained and chosen and len(names) > 2 and names[2] in self.editor.constants:
                 self._bias(node, names, self.scales[placement.scaled[names[0]]])
             self.nodes.append(node)
         return self.editor.finish(self.nodes)
 
-    def _scale(self, name: str, *, asymmetric: bool) -> Scale:
+    def _scale(self, name: str) -> Scale:
         seen = self.calibration.clipped[name]
-        if not asymmetric:
+        if not self.chained:
             return Scale(_step(seen.peak, self.max_stored))
         low, high = min(seen.low, 0.0), max(seen.high, 0.0)
         scale = _step(high - low, 255)
