@@ -31,9 +31,10 @@ from deploykit.quantization.qdq import (
     Calibration,
     Kept,
     Range,
+    by_rows,
+    is_set,
     place_pairs,
     quantizable_nodes,
-    transposed,
 )
 
 ort = require("onnxruntime")
@@ -313,13 +314,12 @@ def importance(editor: Editor) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for place in quantizable_nodes(editor, ("Gemm", "MatMul")):
         node = editor.graph.node[place]
-        if any(each.name == "transA" and each.i for each in node.attribute):
+        if is_set(node, "transA"):
             continue
         weight = editor.array(node.input[1])
         weight = weight.reshape(-1, *weight.shape[-2:])
-        by_rows = node.op_type == "MatMul" or not transposed(node)
         # einsum: a square of a large weight in float64 would need twice its memory
-        energy = np.einsum("bkn,bkn->k" if by_rows else "bnk,bnk->k", weight, weight)
+        energy = np.einsum("bkn,bkn->k" if by_rows(node) else "bnk,bnk->k", weight, weight)
         found[node.input[0]] = found.get(node.input[0], 0.0) + energy
     return found
 

@@ -336,13 +336,18 @@ def channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
     if node.op_type == "ConvTranspose":  # with groups, that axis counts the channels of one group
         return None if any(a.name == "group" and a.i > 1 for a in node.attribute) else 1
     if node.op_type == "Gemm":
-        return 0 if transposed(node) else 1
+        return 1 if by_rows(node) else 0
     return 1 if rank == 2 else None
 
 
-def transposed(node: onnx.NodeProto) -> bool:
-    """Return whether a Gemm stores its weight as [outputs, inputs]."""
-    return any(a.name == "transB" and a.i for a in node.attribute)
+def is_set(node: onnx.NodeProto, name: str) -> bool:
+    """Return whether an attribute of 0 or 1, such as transA, is 1."""
+    return any(each.name == name and each.i for each in node.attribute)
+
+
+def by_rows(node: onnx.NodeProto) -> bool:
+    """Return whether a product's weight is [inputs, outputs]; otherwise it is the reverse."""
+    return node.op_type == "MatMul" or not is_set(node, "transB")
 
 
 def weight_scale(values: np.ndarray, axis: int | None, name: str, steps: float = 127) -> np.ndarray:
