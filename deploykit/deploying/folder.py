@@ -43,7 +43,7 @@ from deploykit.evaluation.artefacts import (
     overwrites,
     paths,
 )
-from deploykit.graph.facts import external_files
+from deploykit.graph.parse import external_files
 
 # The name is also part of the names of files, a systemd unit and a container image.
 SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")

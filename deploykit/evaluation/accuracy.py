@@ -15,9 +15,9 @@ import numpy as np
 from deploykit.core.errors import BadInput, GateFailed, first_line
 from deploykit.core.evidence import Drop, Evaluation, Interval, Parity, ParityRow
 from deploykit.core.files import import_object
-from deploykit.engines.answers import class_axis
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.tasks import class_axis
 from deploykit.evaluation.feeds import Feeds, comparison_feeds, single_rows
 from deploykit.evaluation.parity import BOXES, compare_engines, pair
 from deploykit.evaluation.statistics import paired_drop, pooled_share, relative_rise

@@ -46,7 +46,7 @@ from deploykit.core.machine import tool_versions
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER, Task
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
-from deploykit.graph.facts import external_files
+from deploykit.graph.parse import external_files
 
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph

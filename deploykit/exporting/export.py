@@ -31,7 +31,6 @@ from deploykit.core.files import StrPath, check_readable, sha256
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, parse_spec
 from deploykit.engines.data.examples import Example
-from deploykit.engines.data.preprocess import load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import golden
@@ -141,13 +140,14 @@ def export(
     )
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(path, out), "onnx", (model, *read), force=force)
-    pixels, placing = load_preprocess(preprocess)
-    from deploykit.exporting.onnx import (  # MissingExtra without torch
+    from deploykit.engines.torch.loaded import load_preprocess  # MissingExtra without torch
+    from deploykit.exporting.onnx import (
         DEFAULT_OPSET,
         example_sizes,
         export_module,
     )
 
+    pixels, placing = load_preprocess(preprocess)
     if opset is None:
         opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
@@ -572,7 +572,6 @@ def open_source(
     arch: str | None,
     allow_pickle: bool,
 ) -> ExportSource:
-    from deploykit.engines.torch import folder as folders
     from deploykit.engines.torch import loaded as live
     from deploykit.engines.torch import open as runtime
 
@@ -604,7 +603,7 @@ def open_source(
     loaded = runtime.load_module(
         path, arch=arch, inputs=specs, allow_pickle=allow_pickle, example=given
     )
-    hashes = tuple(map(sha256, folders.weight_files(path) if path.is_dir() else [path]))
+    hashes = tuple(map(sha256, runtime.weight_files(path) if path.is_dir() else [path]))
     code = Path((arch or "").rpartition(":")[0])  # the user's own file; else a package's module
     record = SourceRecord(
         loaded.source,

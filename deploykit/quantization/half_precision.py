@@ -30,7 +30,7 @@ from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
 from deploykit.graph.preflight import NO_BFLOAT16
-from deploykit.graph.skeleton import inner_reads, reads, stored_elements
+from deploykit.graph.storage import inner_reads, reads, stored_elements
 from deploykit.quantization.qdq import Range, box_nodes
 
 # Half precision would round positions, lengths and sizes: float16 holds integers up to 2048,

@@ -26,7 +26,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, fold, raise_opset
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import subgraphs
-from deploykit.graph.skeleton import all_nodes, read_names
+from deploykit.graph.storage import all_nodes, read_names
 
 RANGES_KEY = "deploykit.int8_ranges"  # key in a graph's metadata: {tensor: [low, high]}
 TINY = 1e-30  # a tensor below it is dead: any scale stores its zeros

@@ -29,7 +29,7 @@ from deploykit.evaluation.feeds import axis_sizes
 from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
-from deploykit.graph.skeleton import read_names
+from deploykit.graph.storage import read_names
 from deploykit.quantization import half_precision, qdq, weights
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.half_precision import open_graph
