@@ -340,7 +340,7 @@ def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.Mo
         return float(np.exp((lse - chosen)[labels != -100].mean()))
 
     for block in (10**6, 12):  # 12: two rows at once
-        monkeypatch.setattr("deploykit.evaluation.accuracy._BLOCK_METRICS", block)
+        monkeypatch.setattr("deploykit.evaluation.accuracy._LOGITS", block)
         scores = (scored(PERPLEXITY, each, labels) for each in (logits, worse))
         drop = PERPLEXITY.drop(*scores, labels)
         assert drop.reference.value == pytest.approx(perplexity(logits))
