@@ -151,8 +151,8 @@ def export(
     if opset is None:
         opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
-    source = open_source(model, example_inputs, inputs, dynamic_axes, arch, allow_pickle)
-    job = with_task(source.loaded, source.path, options, pixels, placing)
+    source = _open_source(model, path, example_inputs, inputs, dynamic_axes, arch, allow_pickle)
+    job = with_task(source.loaded, path, options, pixels, placing)
     job = replace(job, loaded=_with_batch(job.loaded, size))
     loaded, image = job.loaded, job.task.image if job.task else None
     if job.task and not {BATCH, 1}.issuperset(loaded.inputs[0].shape[:1]):  # items come one by one
@@ -541,16 +541,12 @@ def _difference(
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A model and where it came from.
-
-    `path`: its file or folder; None for a live module.
-    """
+    """A model and where it came from."""
 
     name: str
     loaded: Loaded
     hashes: tuple[str, ...]
     record: SourceRecord
-    path: Path | None = None
 
 
 def _check_source(model: object) -> Path | None:
@@ -564,8 +560,9 @@ def _check_source(model: object) -> Path | None:
     return path
 
 
-def open_source(
+def _open_source(
     model: ArtefactLike | torch.nn.Module,
+    path: Path | None,
     example: Tensors | None,
     inputs: Sequence[str],
     dynamic_axes: DynamicAxes | None,
@@ -591,7 +588,7 @@ def open_source(
         }
         specs, feeds = live.specs_from(model, example, named)
     given = Example(feeds, most)
-    if not isinstance(model, (str, os.PathLike)):
+    if path is None:
         if not live.is_module(model):
             kind = type(model).__name__
             raise BadInput(f"`model` is a {kind}: a path or an nn.Module is needed")
@@ -599,7 +596,6 @@ def open_source(
         loaded = live.load_live(model, specs, given)
         record = SourceRecord(loaded.source, weights, False, name, notes=loaded.notes)
         return ExportSource(name.rpartition(".")[2], loaded, (weights,), record)
-    path = Path(model)
     loaded = runtime.load_module(
         path, arch=arch, inputs=specs, allow_pickle=allow_pickle, example=given
     )
@@ -614,7 +610,7 @@ def open_source(
         sha256(check_readable(code)) if code.suffix == ".py" else None,
         loaded.notes,
     )
-    return ExportSource(path.name, loaded, hashes, record, path)
+    return ExportSource(path.name, loaded, hashes, record)
 
 
 def _without_most(text: str, most: dict[str, int]) -> str:
