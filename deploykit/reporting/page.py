@@ -27,7 +27,6 @@ from deploykit.reporting.tables import (
 CSS = "".join(p.read_text(encoding="utf-8") for p in (LOOK, Path(__file__).with_name("report.css")))
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 CONCLUSIONS = 6  # most after the headline; the others are at the end
-DISTURBED = "The machine was busy"  # the beginning of the sentence that says so
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def report_page(document: Mapping[str, Any], parts: Parts | None = None) -> str:
         title = "Further conclusions"
         folded.insert(0, f"<details><summary>{title}</summary><ul>{more}</ul></details>")
     conclusions += html_table(gates(document), caption=False) * bool(document["gates"])
-    busy = any(sentence.startswith(DISTURBED) for sentence in document["verdict"][:1])
+    busy = bool(document.get("invalid"))
     short = "".join(html_table(each, caption=len(parts.short) > 1) for each in parts.short)
     notes = "".join(f"<li>{safe(note)}</li>" for note in document["notes"])
     command, table = document["command"] or "not recorded", machine(document)
