@@ -22,18 +22,11 @@ from deploykit.core.machine import now, this_machine
 from deploykit.core.profile import with_gpu
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.evaluation.artefacts import Progress, claim_report, named_files, no_progress
-from deploykit.evaluation.formatting import MISSING, Table, count, html_table, safe, spread
+from deploykit.evaluation.formatting import MISSING, Table, count, spread
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting.charts import Chart, Mark, Series
-from deploykit.reporting.page import (
-    figure_html,
-    html_page,
-    printable,
-    raw_html,
-    section_html,
-    table_lines,
-)
-from deploykit.reporting.tables import NOT_MEASURED, machine
+from deploykit.reporting.page import Parts, markdown, printable, report_page
+from deploykit.reporting.tables import NOT_MEASURED
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import (
@@ -154,8 +147,9 @@ def compare_devices(
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
-    files = {"html": devices_html(table), "md": devices_markdown(table)}
-    files["json"] = json.dumps(table.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    document, parts = devices_document(table), devices_parts(table)
+    files = {"html": report_page(document, parts), "md": markdown(document, parts)}
+    files["json"] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     write_together(place, {f"report.{end}": each for end, each in files.items()})
     return table
 
@@ -357,7 +351,7 @@ def _no_gpu(rows: Sequence[DeviceRow]) -> str:
     return f"GPU: not measured, {absent}." if absent else ""
 
 
-# The report of `train --compare-devices` as HTML and Markdown.
+# The report of `train --compare-devices`.
 
 _METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
 CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
@@ -366,34 +360,16 @@ backbone is frozen, the head's steps are timed, on features in memory. Nothing w
 end."""
 
 
-def devices_html(table: DeviceTable) -> str:
-    (first, *others), chart = table.verdict, _chart(table)
-    title = f"Training {table.recipe} on each device"
-    header = f'<header><p class="over">deploykit report · {safe(table.created)}</p>'
-    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{safe(table.command)}</code></pre>"
-    items = "".join(f"<li>{safe(each)}</li>" for each in others)
-    sections = [
-        ("Summary", f"<ul>{items}</ul>" * bool(items)),
-        *((each.title, html_table(each, caption=False)) for each in _tables(table)),
-        ("How it was measured", method),
-        ("Everything", raw_html(table.to_dict())),
-    ]
-    parts = [header + f'<h1>{safe(title)}</h1><p class="verdict">{safe(first)}</p></header>']
-    parts += [figure_html(chart)] if chart.series else []
-    parts += [
-        section_html(name, f"part-{at}", content)
-        for at, (name, content) in enumerate(sections)
-        if content
-    ]
-    page: str = printable(html_page(title, "\n".join(parts)))
-    return page
+def devices_document(table: DeviceTable) -> dict[str, Any]:
+    """Return the content of report.json, with what every report's page shows."""
+    shell = {"title": f"Training {table.recipe} on each device", "notes": [_METHOD], "gates": []}
+    return {**shell, "conditions": [], "throttled": [], "quick": False, **table.to_dict()}
 
 
-def devices_markdown(table: DeviceTable) -> str:
-    lines = [f"# Training {table.recipe} on each device", ""]
-    lines += [line for sentence in table.verdict for line in (sentence, "")]
-    lines += [line for each in _tables(table) for line in table_lines(each)]
-    return "\n".join([*lines, _METHOD, "", f"    {table.command}", ""])
+def devices_parts(table: DeviceTable) -> Parts:
+    table = replace(table, recipe=printable(table.recipe))
+    chart = _chart(table)
+    return Parts([chart] if chart.series else [], [], _tables(table), [])
 
 
 def device_rows(table: DeviceTable) -> Table:
@@ -427,8 +403,7 @@ def _tables(table: DeviceTable) -> list[Table]:
     note = " ".join(f"“{each['claim']}”: {each['measured']}." for each in table.articles)
     columns = ("what", "CPU (s)", "GPU (s)", "times", "claim")
     articles = Table("Next to the articles", columns, rows, (0, 4), note)
-    here = machine({"machine": table.machine, "conditions": []})
-    return [each for each in (device_rows(table), articles, here) if each.rows]
+    return [each for each in (device_rows(table), articles) if each.rows]
 
 
 def _chart(table: DeviceTable) -> Chart:

@@ -15,11 +15,12 @@ import torch
 from deploykit.cli.main import main
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
+from deploykit.reporting.page import markdown, report_page
 from deploykit.training import compare_devices as devices
 from deploykit.training.compare_devices import (
     NO_GPU,
-    devices_html,
-    devices_markdown,
+    devices_document,
+    devices_parts,
     find_crossovers,
     time_devices,
 )
@@ -138,6 +139,10 @@ def a_table(recipe: str = "cats-dogs", **changed: Any) -> devices.DeviceTable:
     return replace(table, verdict=tuple(devices.conclude(table)))
 
 
+def page_of(table: devices.DeviceTable) -> str:
+    return report_page(devices_document(table), devices_parts(table))
+
+
 def test_the_page_is_whole_and_its_headline_compares_like_with_like() -> None:
     table = a_table()
     first, second, *_ = table.verdict
@@ -148,19 +153,19 @@ def test_the_page_is_whole_and_its_headline_compares_like_with_like() -> None:
     assert second == (
         "GPU float32 is ahead of the CPU's float32 from batch 32 on (measured: 8, 32, 150)."
     )
-    page = devices_html(table)
+    page = page_of(table)
     assert page.index("<svg") < page.index("Summary")
     for text in ("CPU wins below 32", "GPU: NVIDIA H200", "not measured: this GPU is too small"):
         assert text in page
-    markdown = devices_markdown(table)
-    assert markdown.startswith("# Training cats-dogs on each device\n\nIn float32 at batch 150")
-    assert "<script>alert" not in devices_html(a_table("<script>alert(1)</script>\x00"))
+    text = markdown(devices_document(table), devices_parts(table))
+    assert text.startswith("# Training cats-dogs on each device\n\nIn float32 at batch 150")
+    assert "<script>alert" not in page_of(a_table("<script>alert(1)</script>\x00"))
 
 
 def test_a_report_without_a_measured_row_gives_the_reason() -> None:
     row = devices.DeviceRow("cpu", "float32", 8, absent="does not fit into memory")
     table = a_table(rows=(row,), batch=8)
-    page = devices_html(table)
+    page = page_of(table)
     assert "not measured: does not fit into memory" in page
     assert "Summary" not in page
     assert table.verdict == ("Nothing could be measured: does not fit into memory.",)
