@@ -199,8 +199,7 @@ def main() -> None:
     for clock in clocks:
         tick = time.thread_time_ns if clock == "cpu" else time.perf_counter_ns
         for threads in map(int, "1" if clock == "cpu" else options.threads.split(",")):
-            today = time.strftime("%Y-%m-%d", time.gmtime())
-            found = measure_cpu(this_machine().cpu, today, threads=threads, clock=tick)
+            found = measure_cpu(threads=threads, clock=tick)
             rows = zoo_rows(options.folder, batches, found, tick)
             print(cpu_table(rows, found, clock), flush=True)
     print(gpu_table(shares_reached(export_resnet50(options.folder))))

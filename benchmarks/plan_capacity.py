@@ -39,12 +39,16 @@ from mnist_graph import write_mnist  # noqa: E402
 from processes import Running, free_port, started  # noqa: E402
 
 from deploykit.core.errors import DeploykitError  # noqa: E402
-from deploykit.loadtest.client import SendPlan, run_plans, wake_on_time  # noqa: E402
-from deploykit.loadtest.result import summarise  # noqa: E402
-from deploykit.loadtest.schedule import Load  # noqa: E402
+from deploykit.loadtest.client import (  # noqa: E402
+    Load,
+    SendPlan,
+    run_plans,
+    wake_on_time,
+)
+from deploykit.loadtest.load import summarise  # noqa: E402
 from deploykit.loadtest.server import find_server  # noqa: E402
 from deploykit.loadtest.target import RemoteModel, find_model, make_requests  # noqa: E402
-from deploykit.planning.capacity import (  # noqa: E402
+from deploykit.planning.plan import (  # noqa: E402
     BYTE_S,
     QUANTILE,
     REQUEST_S,

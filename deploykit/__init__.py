@@ -90,8 +90,7 @@ _MODULES = {  # module -> its public names
     "planning.plan": "Planned plan",
     "quantization.quantize": "quantize",
     "reporting.compare": "ReportComparison compare_reports",
-    "reporting.points": "LoadResult",
-    "reporting.report": "Report",
+    "reporting.report": "LoadResult Report",
     "serving.client": "ModelClient client",
     "serving.running_server": "RunningServer",
     "serving.serve": "serve",
@@ -137,8 +136,7 @@ if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, plan
     from deploykit.quantization.quantize import quantize
     from deploykit.reporting.compare import ReportComparison, compare_reports
-    from deploykit.reporting.points import LoadResult
-    from deploykit.reporting.report import Report
+    from deploykit.reporting.report import LoadResult, Report
     from deploykit.serving.client import ModelClient, client
     from deploykit.serving.running_server import RunningServer
     from deploykit.serving.serve import serve

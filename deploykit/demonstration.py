@@ -26,9 +26,8 @@ from deploykit.exporting import export
 from deploykit.loadtest import load as load_test
 from deploykit.quantization import quantize
 from deploykit.reporting import report as reports
-from deploykit.reporting.points import Point
-from deploykit.reporting.points import best as fastest
-from deploykit.reporting.report import Report
+from deploykit.reporting.report import Point, Report
+from deploykit.reporting.report import best as fastest
 from deploykit.reporting.tables import accuracy_of
 from deploykit.reporting.verdict import verdict
 from deploykit.serving.options import ServeOptions

@@ -23,19 +23,21 @@ from deploykit.benchmarking.columns import (
     SEARCHED,
     Entry,
     Note,
+    best_cpu,
+    choices,
     find_gpu,
     find_rivals,
     make_columns,
     on_gpu_alone,
     open_entries,
+    search_cpu,
 )
-from deploykit.benchmarking.cpu_search import best_cpu, choices, search_cpu
-from deploykit.benchmarking.layers import measure_layers
 from deploykit.benchmarking.limits import (
     EnergyLog,
     cpu_ceilings,
     gpu_limits,
     limits,
+    measure_layers,
     measure_memory,
 )
 from deploykit.benchmarking.scenarios import check_scenarios, run_scenarios
@@ -59,8 +61,16 @@ from deploykit.evaluation.parity import compare_engines
 from deploykit.evaluation.statistics import paired_drop
 from deploykit.evaluation.verify import outputs_gate
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
-from deploykit.reporting.points import CpuSearch, Point
-from deploykit.reporting.report import Accuracy, NotMeasured, Report, is_report, read, write
+from deploykit.reporting.report import (
+    Accuracy,
+    CpuSearch,
+    NotMeasured,
+    Point,
+    Report,
+    is_report,
+    read,
+    write,
+)
 from deploykit.reporting.verdict import verdict
 
 log = logging.getLogger(__name__)

@@ -1,27 +1,39 @@
-"""Choose the columns of a benchmark: artefacts, their devices and numbers of sessions."""
+"""Choose the columns of a benchmark: artefacts, their devices and fastest CPU settings."""
 
 from __future__ import annotations
 
+import contextlib
+import statistics
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from deploykit.benchmarking.timing import ProcessEngine, Setup
+from deploykit.benchmarking.timing import Clock, ProcessEngine, Setup, run_block
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
 from deploykit.core.runtime import ALL, BUILT, RUNTIMES
-from deploykit.engines.engine import Engine
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.verify import find_sources, open_proven
 from deploykit.graph.graph import Graph
-from deploykit.reporting.points import CpuSearch, CpuSettings
-from deploykit.reporting.report import NotMeasured
+from deploykit.quantization.half_precision import to_half
+from deploykit.reporting.report import (
+    CLOSED_LOOP,
+    BestCpu,
+    CpuSearch,
+    CpuSettings,
+    CpuTrial,
+    NotMeasured,
+    Point,
+    runtime_of,
+)
 
 BASELINE = "fp32 CPU"  # ONNX Runtime, one session in its fastest settings
 SEARCHED = ("onnxruntime", "openvino", "torch")  # runtimes whose CPU settings are searched
@@ -110,7 +122,7 @@ def open_entry(
     if artefact.runtime.name == "torch":
         from deploykit.engines.torch.engine import describes_itself  # needs torch
 
-        if artefact.format == "torch" and not describes_itself(artefact.path):  # weights only
+        if not describes_itself(artefact.path):  # weights only
             if arch is None:
                 raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
             return replace(entry, options={"arch": arch}, opened_as_built=False)
@@ -335,8 +347,6 @@ def find_rivals(
     entries: Sequence[Entry], machine: Machine, folder: Path
 ) -> tuple[list[Entry], list[NotMeasured]]:
     """Return other runtimes and bfloat16 (written to `folder`) to try on this CPU, and the gaps."""
-    from deploykit.quantization.scales import convert  # slow to load
-
     graphs = [e for e in entries if e.artefact.format == "onnx" and e.precision in _RIVALS]
     graphs = [*{each.artefact.sha256: each for each in reversed(graphs)}.values()][::-1]
     gaps: dict[str, str] = {}
@@ -354,7 +364,7 @@ def find_rivals(
             plain = entries[0].artefact.path
             path = folder / f"{plain.stem}.{_HALF}.onnx"
             try:
-                graph, _ = convert(Graph.open(plain), _HALF, None, runtime="openvino")
+                graph, _ = to_half(Graph.open(plain), _HALF, runtime="openvino")
                 graph.save(path, temporary=True)
                 rounded = replace(entries[0], artefact=Artefact(path))
                 found.append(_rival(rounded, runtime.name, _HALF))
@@ -379,3 +389,99 @@ def find_rivals(
 def _rival(of: Entry, runtime: str, precision: str) -> Entry:
     other = replace(of, precision=precision, runtime=runtime, rival=True, against=False)
     return replace(other, built_on={}, opened_as_built=False)
+
+
+# The search for the fastest CPU settings, on the inputs of the run: each choice is timed for one
+# window; the best with one session and with several (these also as processes) then take turns.
+
+_FINALISTS = 2  # with one session, and with several
+_ROUNDS = 3
+_SETTLE = 0.25  # untimed start, as a share of a window
+_PROCESSES_FROM_S = 0.05  # shorter windows take less time than a process start
+
+
+def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, ...]:
+    """Return the fastest per batch size, without the labels in `wrong`, whose outputs are wrong."""
+    usable = [
+        point
+        for point in points
+        if point.device == "cpu" and point.scenario == CLOSED_LOOP and point.label not in wrong
+    ]
+    found = []
+    for batch in dict.fromkeys(point.batch for point in usable):
+        rivals = [point for point in usable if point.batch == batch]
+        best = max(rivals, key=lambda point: point.throughput_per_s.value)
+        names = ", ".join(dict.fromkeys(map(runtime_of, rivals)))
+        why = f"the fastest of {len(rivals)} columns on the CPU ({names})"
+        fastest = (best.label, best.precision, best.runtime, best.settings, best.throughput_per_s)
+        found.append(BestCpu(batch, *fastest, why))
+    return tuple(found)
+
+
+def choices(cores: Collection[int], runtime: str = "onnxruntime") -> list[CpuSettings]:
+    """Return settings that fill each number of cores, and one session with fewer threads.
+
+    Only ONNX Runtime's threads may spin, and torch has one pool of them per process.
+    """
+    spins, found = runtime == "onnxruntime", dict[CpuSettings, None]()
+    for total in cores:
+        for size in (each for each in range(1, total + 1) if total % each == 0):
+            for sessions, threads in ((1, size), (size, total // size)):
+                # one thread never waits
+                for spinning in (False, True)[: min(threads, 2)] if spins else (None,):
+                    found[CpuSettings(sessions, threads, spinning, runtime == "torch")] = None
+    return list(found)
+
+
+def search_cpu(
+    candidates: Sequence[CpuSettings],
+    open_session: Callable[[CpuSettings], Engine],
+    feeds: Arrays,
+    batch: int,
+    window_s: float,
+    *,
+    clock: Clock = time.perf_counter_ns,
+) -> tuple[CpuTrial, ...]:
+    """Measure rows per second of `candidates`, and of the best in processes, best first."""
+
+    def race(runners: Sequence[CpuSettings], rounds: int = 1) -> dict[CpuSettings, float]:
+        """Time the engines in turns; return each one's median rows per second."""
+        rates: dict[CpuSettings, list[float]] = {each: [] for each in runners}
+        with contextlib.ExitStack() as stack:
+            engines = {
+                each: [stack.enter_context(open_session(each)) for _ in range(each.sessions)]
+                for each in runners
+            }
+            settle_s = window_s * _SETTLE
+            for number in range(rounds):
+                for each in runners if number % 2 == 0 else reversed(runners):
+                    block = run_block(
+                        engines[each], feeds, batch, window_s, clock, settle_s=settle_s
+                    )
+                    rates[each].append(block.rate)
+        return {each: statistics.median(found) for each, found in rates.items()}
+
+    first: dict[CpuSettings, float] = {}
+    no_memory = None
+    for each in candidates:
+        try:
+            first |= race([each])
+        except OutOfMemory as exc:
+            no_memory = exc
+    if not first:
+        raise no_memory or ValueError("no candidates")
+    several = _ranked(first, lambda each: each.sessions > 1)[:_FINALISTS]
+    apart = [replace(each, processes=True) for each in several[: window_s >= _PROCESSES_FROM_S]]
+    alone = _ranked(first, lambda each: each.sessions == 1)[:_FINALISTS]
+    final = list(dict.fromkeys((*alone, *several, *apart)))
+    with contextlib.suppress(OutOfMemory):
+        last = race(final, _ROUNDS)
+        lost = _ranked(first, lambda each: each not in last)
+        return tuple(CpuTrial(each, (first | last)[each]) for each in (*_ranked(last), *lost))
+    return tuple(CpuTrial(each, first[each]) for each in _ranked(first))
+
+
+def _ranked(
+    rates: Mapping[CpuSettings, float], which: Callable[[CpuSettings], bool] = lambda _: True
+) -> list[CpuSettings]:
+    return sorted(filter(which, rates), key=lambda each: -rates[each])

@@ -7,9 +7,8 @@ answers. The stages' times in these calls have intervals over the same rounds.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,59 +20,45 @@ from deploykit.benchmarking.timing import (
     Measured,
     Setup,
     Timing,
+    Turns,
     make_point,
-    time_setups,
 )
-from deploykit.core.files import StrPath, sha256
+from deploykit.core.files import sha256
 from deploykit.core.machine import now, provenance, this_machine
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.outputs import claim_report
-from deploykit.pipelines.file import input_files
-from deploykit.pipelines.pipeline import OpenPipeline, pipeline
+from deploykit.pipelines.pipeline import OpenPipeline
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
-from deploykit.reporting.points import Point
-from deploykit.reporting.report import Report, write
+from deploykit.reporting.report import Point, Report
 from deploykit.reporting.verdict import verdict
-
-log = logging.getLogger(__name__)
 
 
 def bench_pipeline(
-    path: StrPath,
-    data: StrPath,
-    *,
-    batches: Sequence[int] = (1,),
-    out: StrPath = "report",
-    seconds: float = FULL_S,
-    device: str = "auto",
-    trust: bool = False,
-    force: bool = False,
-    command: str = "",
+    opened: OpenPipeline,
+    path: Path,
+    files: Sequence[Path],
+    batches: Sequence[int],
+    timing: Timing,
     on_progress: Progress = no_progress,
-    on_note: Callable[[str], None] = log.warning,
 ) -> Report:
-    """Answer the files of `data` repeatedly, `batches` requests per call, for `seconds`.
+    """Answer `files` repeatedly by the pipeline of `path`, `batches` requests per call.
 
     Calls follow one another in this process. The points of stages have the scenario "stage of
-    NAME". Raises what `predict_files` raises.
+    NAME". The caller writes the report.
     """
-    timing = Timing.lasting(seconds)
-    files, folder = input_files([data]), claim_report(out, (path, data), force=force)
-    name, around_s = Path(path).stem, min(0.5, seconds / 10)
+    name, around_s = path.stem, min(0.5, timing.seconds / 10)
     points: list[Point] = []
-    most = max(batches, default=1)
-    with pipeline(path, device=device, batch=most, trust=trust, on_note=on_note) as opened:
-        timed = TimedPipeline(opened, [each.read_bytes() for each in files])
-        setup = Setup(name, lambda: timed, file=Path(path).name, sha256=sha256(Path(path)))
-        watch = Watch()
-        before = watch.over(around_s, time.sleep)
-        for batch in batches:
-            timed.calls.clear()
-            (found,) = time_setups([setup], [batch], timing, timed.feeds, on_progress, watch=watch)
-            points += [make_point([found]), *_stages(found, timed.calls)]
-        outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+    timed = TimedPipeline(opened, [each.read_bytes() for each in files])
+    setup = Setup(name, lambda: timed, file=path.name, sha256=sha256(path))
+    watch = Watch()
+    before = watch.over(around_s, time.sleep)
+    turns = Turns(timing, on_progress, watch=watch)
+    for batch in batches:
+        timed.calls.clear()
+        (found,) = turns.measure([setup], [batch], timed.feeds)
+        points += [make_point([found]), *_stages(found, timed.calls)]
+    outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     how = (
         f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
         f"in one process; {len(files)} files in turn, from their bytes to the JSON of the answers"
@@ -81,8 +66,8 @@ def bench_pipeline(
     report = Report(
         title=f"{name}: a pipeline from end to end and by stage",
         created=now(),
-        command=command,
-        quick=seconds < FULL_S,
+        command="",
+        quick=timing.seconds < FULL_S,
         machine=this_machine().to_dict(),
         provenance=provenance(),
         points=tuple(points),
@@ -91,9 +76,7 @@ def bench_pipeline(
         invalid=invalid(outside, watch.bound),
         notes=(how,),
     )
-    report = replace(report, verdict=verdict(report))
-    write(report, folder)
-    return report
+    return replace(report, verdict=verdict(report))
 
 
 def _stages(found: Measured, calls: Sequence[dict[str, float]]) -> list[Point]:

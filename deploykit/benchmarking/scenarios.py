@@ -24,7 +24,7 @@ from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.latency import Latency
-from deploykit.reporting.points import Point, ScenarioResult
+from deploykit.reporting.report import Point, ScenarioResult
 
 OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = ("offline", "single-stream", "multi-stream", "server")
 SAMPLES = {SINGLE: 1, MULTI: 8, SERVER: 1}  # samples per query

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from deploykit.evaluation.artefacts import Progress, no_progress, span
 from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.evaluation.statistics import FEWEST_DEPENDENT, throughput
 from deploykit.reporting.machine_load import Watch, Window, marks
-from deploykit.reporting.points import CLOSED_LOOP, Point
+from deploykit.reporting.report import CLOSED_LOOP, Point
 
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
@@ -302,10 +301,9 @@ class Setup:
     """One column of a comparison. `engines` opens an Engine; `sessions` of them run at once.
 
     `in_flight`: concurrent calls of one engine; more than one is another scenario. `threads`: CPU
-    threads of each engine, None if not applicable. `device`: "" for the engine's own. `file`,
-    `sha256`: the artefact's. `settings`: the CPU settings as a string. `batches`: the only sizes
-    to time; () for all. `processes`: each session runs in a separate process. `entry`: the label
-    of the entry, shared by all its setups.
+    threads of each engine, None if not applicable. `file`, `sha256`: the artefact's. `settings`:
+    the CPU settings as a string. `batches`: the only sizes to time; () for all. `processes`: each
+    session runs in a separate process. `entry`: the label of the entry, shared by all its setups.
     """
 
     label: str
@@ -313,7 +311,6 @@ class Setup:
     sessions: int = 1
     threads: int | None = None
     precision: str = ""
-    device: str = ""
     file: str = ""
     sha256: str = ""
     in_flight: int = 1
@@ -355,55 +352,6 @@ class Timing:
         few = 2 * longest_s * FEWEST_DEPENDENT > self.seconds
         fit = max(FEWEST_DEPENDENT, int(self.seconds / max(2 * longest_s, _ROUND_S)))
         return min(self.rounds, _FEW_ROUNDS if few else fit)
-
-
-def time_setups(
-    setups: Sequence[Setup],
-    batches: Sequence[int],
-    timing: Timing,
-    feeds: Callable[[int], Arrays],
-    on_progress: Progress = no_progress,
-    *,
-    clock: Clock = time.perf_counter_ns,
-    watch: Watch | None = None,
-    number: int = 0,
-) -> list[Measured]:
-    """Time every setup at every batch size; points are ordered by batch, then as the setups.
-
-    All engines are open at once. A setup is left out at batches above its engine's `max_batch`.
-
-    Args:
-        feeds: makes the inputs of one call with that many rows, once for all setups.
-        on_progress: called with the next step and the completed share, 1.0 at the end.
-        clock: monotonic, in nanoseconds.
-        watch: records a window per block; points that other processes disturbed are marked.
-        number: the number of this process; each opens, warms up and times in another order.
-
-    Raises BadInput on invalid batch sizes, or when no engine takes any of them.
-    """
-    if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
-        raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
-    measured: list[Measured] = []
-    with contextlib.ExitStack() as stack:
-        opened = {at: Column.open(setups[at], stack) for at in order(len(setups), number)}
-        columns = [opened[at] for at in range(len(setups))]
-        if watch is not None:
-            watch.know_children()
-        plan = {batch: [column for column in columns if column.takes(batch)] for batch in batches}
-        if not any(plan.values()):
-            raise BadInput(
-                f"no engine takes a batch of {min(batches)}",
-                hint=f"the largest is {max(column.max_batch or 0 for column in columns)}",
-            )
-        steps = sum(map(len, plan.values()))
-        turns = _Turns(
-            timing, clock, watch, number, on_progress, steps * (timing.warmup_s + timing.seconds)
-        )
-        for batch, fitting in plan.items():
-            if fitting:
-                measured += turns.run(fitting, batch, _check_inputs(feeds(batch), batch, fitting))
-    on_progress("done", 1.0)
-    return measured
 
 
 @dataclass(frozen=True)
@@ -478,18 +426,56 @@ class Measured:
 
 
 @dataclass
-class _Turns:
-    """Times setups in turns, and reports the completed share of `total_s`."""
+class Turns:
+    """Times setups in turns in this process.
+
+    `clock`: monotonic, in nanoseconds. `watch` records a window per block; points that other
+    processes disturbed are marked. `number`: the number of this process; each opens, warms up and
+    times in another order.
+    """
 
     timing: Timing
-    clock: Clock
-    watch: Watch | None
-    number: int
-    on_progress: Progress
-    total_s: float
-    done_s: float = 0.0
+    on_progress: Progress = no_progress
+    clock: Clock = time.perf_counter_ns
+    watch: Watch = field(default_factory=Watch)
+    number: int = 0
+    _total_s: float = field(default=0.0, init=False)
+    _done_s: float = field(default=0.0, init=False)
 
-    def run(self, columns: Sequence[Column], batch: int, feeds: Arrays) -> list[Measured]:
+    def measure(
+        self, setups: Sequence[Setup], batches: Sequence[int], feeds: Callable[[int], Arrays]
+    ) -> list[Measured]:
+        """Time every setup at every batch size; points are ordered by batch, then as the setups.
+
+        All engines are open at once. A setup is left out at batches above its engine's `max_batch`.
+        `feeds` makes the inputs of one call with that many rows, once for all setups. Raises
+        BadInput on invalid batch sizes, or when no engine takes any of them.
+        """
+        if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
+            raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
+        measured: list[Measured] = []
+        with contextlib.ExitStack() as stack:
+            at_once = order(len(setups), self.number)
+            opened = {at: Column.open(setups[at], stack) for at in at_once}
+            columns = [opened[at] for at in range(len(setups))]
+            self.watch.know_children()
+            plan = {batch: [each for each in columns if each.takes(batch)] for batch in batches}
+            steps = sum(map(len, plan.values()))
+            if not steps:
+                raise BadInput(
+                    f"no engine takes a batch of {min(batches)}",
+                    hint=f"the largest is {max(column.max_batch or 0 for column in columns)}",
+                )
+            self._done_s, self._total_s = 0.0, steps * (self.timing.warmup_s + self.timing.seconds)
+            for batch, fitting in plan.items():
+                if fitting:
+                    measured += self._run(
+                        fitting, batch, _check_inputs(feeds(batch), batch, fitting)
+                    )
+        self.on_progress("done", 1.0)
+        return measured
+
+    def _run(self, columns: Sequence[Column], batch: int, feeds: Arrays) -> list[Measured]:
         timing = self.timing
         found: dict[str, Measured] = {}
         longest_s = 0.0
@@ -501,12 +487,12 @@ class _Turns:
             found[setup.label] = Measured(
                 setup=setup,
                 batch=batch,
-                device=setup.device or engine.device,
+                device=engine.device,
                 runtime=engine.runtime,
                 options=dict(engine.options),
                 note=note,
                 shapes={name: array.shape for name, array in feeds.items()},
-                bound_cores=self.watch.bound if self.watch is not None else math.inf,
+                bound_cores=self.watch.bound,
             )
         rounds = timing.rounds_for(longest_s)
         block_s = timing.seconds / rounds
@@ -515,22 +501,19 @@ class _Turns:
             settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)
         for number in range(rounds):
             for at in order(len(columns), self.number * rounds + number):
-                column, label = columns[at], columns[at].setup.label
-                self._begin(f"{label}, batch {batch}: round {number + 1}", block_s)
-                if self.watch is not None:
-                    self.watch.begin()
-                block = column.run(feeds, batch, block_s, self.clock, settle_s)
-                found[label].blocks.append(block)
-                if self.watch is not None:
-                    found[label].windows.append(self.watch.close())
+                column, one = columns[at], found[columns[at].setup.label]
+                self._begin(f"{column.setup.label}, batch {batch}: round {number + 1}", block_s)
+                self.watch.begin()
+                one.blocks.append(column.run(feeds, batch, block_s, self.clock, settle_s))
+                one.windows.append(self.watch.close())
         for column in columns:
             more_s = max(block_s, timing.seconds / FEWEST_DEPENDENT)
             found[column.setup.label].compute_s += _compute_s(column, feeds, more_s, self.clock)
         return [found[column.setup.label] for column in columns]
 
     def _begin(self, what: str, length_s: float) -> None:
-        self.on_progress(what, min(1.0, self.done_s / self.total_s))
-        self.done_s += length_s
+        self.on_progress(what, min(1.0, self._done_s / self._total_s))
+        self._done_s += length_s
 
 
 def _compute_s(column: Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
@@ -599,29 +582,29 @@ def sweep(
     on_progress: Progress = no_progress,
     *,
     processes: int = 1,
-    clock: Clock = time.perf_counter_ns,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """Time every setup at every batch size, see `time_setups`: here, or divided among `processes`.
+    """Time every setup at every batch size, see `Turns`: here, or divided among `processes`.
 
-    Fresh processes get `setups` and `feeds` pickled, and have a clock of their own.
+    Fresh processes get `setups` and `feeds` pickled.
     """
+    watch = watch or Watch()
     if processes == 1:
-        found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
+        found = Turns(timing, on_progress, watch=watch).measure(setups, batches, feeds)
         return [make_point([each]) for each in found]
     share = replace(
         timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
     )
-    watch = watch or Watch()
     parts: dict[tuple[int, str], list[Measured]] = {}
     for number in range(processes):
+        turns = Turns(share, watch=replace(watch, own=(os.getpid(),), windows=[]), number=number)
         found, windows = run_apart(
             "bench: a process that measures",
             _time_here,
-            (setups, batches, share, feeds),
-            number,
-            (watch.proc, watch.sys),
-            os.getpid(),
+            turns,
+            setups,
+            batches,
+            feeds,
             on_progress=span(on_progress, number / processes, (number + 1) / processes),
         )
         watch.windows += windows
@@ -631,18 +614,18 @@ def sweep(
 
 
 def _time_here(
-    job: tuple[Sequence[Setup], Sequence[int], Timing, Callable[[int], Arrays]],
-    number: int,
-    folders: tuple[Path, Path],
-    parent: int,
+    turns: Turns,
+    setups: Sequence[Setup],
+    batches: Sequence[int],
+    feeds: Callable[[int], Arrays],
     on_progress: Progress,
 ) -> tuple[list[Measured], list[Window]]:
-    """Run `time_setups(*job)` in this child process; its watch reads `folders`, /proc and /sys."""
-    watch = Watch((parent,), *folders)
-    found = time_setups(*job, on_progress, watch=watch, number=number)
+    """Time in this child process, whose parent's processes are the run's own."""
+    turns.on_progress = on_progress
+    found = turns.measure(setups, batches, feeds)
     for each in found:
         each.setup = replace(each.setup, engines=_closed)  # engines cannot be pickled
-    return found, watch.windows
+    return found, turns.watch.windows
 
 
 def _closed() -> Engine:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import JSON, BundleKind, api_arguments, described
+from deploykit.cli.commands import JSON, BundleKind, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.serve import raise_if_dropped, serve_options, show_ready
 from deploykit.core.errors import BadInput

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import FORCE, JSON, described
+from deploykit.cli.commands import FORCE, JSON, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import UNKNOWN, VERSIONS, memory, mix, rate
 from deploykit.core.runtime import RUNTIMES

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import (
+from deploykit.cli.commands import (
     FORCE,
     JSON,
     OUT,
@@ -101,11 +101,14 @@ def train(
     if given.pop("compare_devices"):
         from deploykit.training.compare_devices import compare_devices as time_devices
         from deploykit.training.compare_devices import device_rows
+        from deploykit.training.options import TrainingOptions
 
-        names = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
-        options, line = {key: given[key] for key in names}, output.command_line()
+        options = TrainingOptions(batch_size=batch_size, augment=augment, compile=compile)
+        line = output.command_line()
         with Progress("train --compare-devices") as progress:
-            table = time_devices(**options, command=line, on_progress=progress)
+            table = time_devices(
+                recipe, out, options, data=data, force=force, command=line, on_progress=progress
+            )
         shown: list[Part] = [device_rows(table), *table.verdict, f"wrote {table.folder}"]
         output.show(table, shown, as_json=as_json)
         return

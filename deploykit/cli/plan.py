@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.cli import output
-from deploykit.cli.options import JSON, api_arguments, described
+from deploykit.cli.commands import JSON, api_arguments, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.prove import axis_sizes, sizes
 from deploykit.cli.tables import figure, size

@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
+from deploykit.cli.commands import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed, NotFound
@@ -261,21 +262,26 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
         raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
     from deploykit.benchmarking.bench import QUICK_S
     from deploykit.benchmarking.pipeline import bench_pipeline
-    from deploykit.benchmarking.timing import FULL_S
+    from deploykit.benchmarking.timing import FULL_S, Timing
+    from deploykit.evaluation.outputs import claim_report
+    from deploykit.pipelines.file import input_files
+    from deploykit.pipelines.pipeline import pipeline
+    from deploykit.reporting.report import write
 
-    seconds = options["seconds"]
+    path, data, seconds = engines[0], options["data"], options["seconds"]
     usual_s = QUICK_S if options["quick"] else FULL_S
-    with Progress("bench") as progress, redirect_stdout(sys.stderr):  # stages may print
-        result = bench_pipeline(
-            engines[0],
-            options["data"],
-            batches=batches,
-            seconds=usual_s if seconds is None else seconds,
-            **{name: options[name] for name in ("device", "trust", "out", "force")},
-            command=output.command_line(),
-            on_progress=progress,
-            on_note=output.note_line,
-        )
+    timing = Timing.lasting(usual_s if seconds is None else seconds)
+    files = input_files([data])
+    folder = claim_report(options["out"], (path, data), force=options["force"])
+    opening = {"device": options["device"], "trust": options["trust"], "batch": max(batches)}
+    with (
+        Progress("bench") as progress,
+        redirect_stdout(sys.stderr),  # stages may print
+        pipeline(path, **opening, on_note=output.note_line) as opened,
+    ):
+        result = bench_pipeline(opened, path, files, batches, timing, progress)
+    result = replace(result, command=output.command_line())
+    write(result, folder)
     output.show(result, tables.report(result, options["out"]), as_json=as_json)
 
 

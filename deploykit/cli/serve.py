@@ -13,8 +13,7 @@ from typing import Any, Literal, get_type_hints
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.commands import LINK
-from deploykit.cli.options import ENGINE, FORCE, JSON, api_arguments, described
+from deploykit.cli.commands import ENGINE, FORCE, JSON, LINK, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.prove import axis_sizes
 from deploykit.core.errors import BadInput

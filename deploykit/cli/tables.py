@@ -13,7 +13,7 @@ from deploykit.core.task import EMBED
 from deploykit.evaluation.formatting import SPACE, Table, number, spread
 
 if TYPE_CHECKING:
-    from deploykit.building.tensorrt.build import BuildCheck
+    from deploykit.building.tensorrt import BuildCheck
     from deploykit.core.evidence import Evidence, Interval, Parity, ParityRow, SearchRecord
     from deploykit.core.task import Task
     from deploykit.demonstration import DemoResult
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from deploykit.evaluation.latency import Latency
     from deploykit.evaluation.predict import Answered, Predicted
     from deploykit.reporting.compare import ReportComparison
-    from deploykit.reporting.points import LoadResult
-    from deploykit.reporting.report import Report
+    from deploykit.reporting.report import LoadResult, Report
 
 # Numbers and lists as short strings: sizes, rates, times, intervals.
 
@@ -336,7 +335,7 @@ def _rate(value: Interval) -> str:
 
 
 def report(result: Report, folder: Path) -> list[Part]:
-    from deploykit.reporting.html import CONCLUSIONS
+    from deploykit.reporting.page import CONCLUSIONS
 
     marked = [each for each in result.points if each.marks and not result.invalid]
     marked = marked if len(marked) < len(result.points) else []  # else a sentence says it of all
@@ -414,7 +413,7 @@ def report_comparison(result: ReportComparison) -> list[Part]:
 
 def demo(result: DemoResult) -> list[Part]:
     header = ("", "accuracy", "p50 at batch 1", "throughput")
-    from deploykit.reporting.html import CONCLUSIONS
+    from deploykit.reporting.page import CONCLUSIONS
 
     verdict = result.report.verdict[: 1 + CONCLUSIONS]
     return ["", Table("", header, result.rows), "", *verdict, "", f"report: {result.page}"]

@@ -16,19 +16,24 @@ from urllib.parse import unquote
 
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
-from deploykit.engines.oip.protobuf import CONTENTS, MESSAGES, DecodeError, Message
-from deploykit.loadtest.check import AnswerCheck, Output, Outputs, WrongAnswerError, one_line
-from deploykit.loadtest.http import (
+from deploykit.engines.oip import CONTENTS, MESSAGES, DecodeError, Message
+from deploykit.loadtest.wire import (
     MOST_BYTES,
     MOST_HEAD,
+    NO_ANSWER,
     TOO_LONG,
+    WRONG,
+    AnswerCheck,
     NotHttpError,
+    Output,
+    Outputs,
     Tensor,
     Wire,
+    WrongAnswerError,
     as_bytes,
+    one_line,
     raw_bytes,
 )
-from deploykit.loadtest.schedule import NO_ANSWER, WRONG
 
 hpack = require("hpack")
 

@@ -19,8 +19,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from deploykit.core.errors import BadInput, os_reason, without_secrets
-from deploykit.loadtest.check import AnswerCheck, one_line
-from deploykit.loadtest.http import Http1, NotHttpError, Wire
+from deploykit.loadtest.wire import AnswerCheck, Http1, NotHttpError, Wire, one_line
 
 TIMEOUT_S = 10.0  # for a request before the run
 PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 443}

@@ -17,10 +17,16 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.files import check_readable
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
-from deploykit.loadtest import http
-from deploykit.loadtest.check import DTYPES, AnswerCheck, BodyCheck, one_line
-from deploykit.loadtest.http import NotHttpError, Tensor
 from deploykit.loadtest.server import TIMEOUT_S, Server
+from deploykit.loadtest.wire import (
+    DTYPES,
+    AnswerCheck,
+    BodyCheck,
+    NotHttpError,
+    Tensor,
+    infer_body,
+    one_line,
+)
 from deploykit.pipelines.file import input_files, read_answers
 
 _OTHER_FORM = (400, 415, 422, 500, 501)  # statuses of servers that do not take a form of tensors
@@ -79,7 +85,7 @@ class RemoteModel:
             from deploykit.loadtest.grpc import infer_request
 
             return infer_request(self.name, tensors, raw=binary)
-        return self.post("infer", *http.infer_body(tensors, binary=binary))
+        return self.post("infer", *infer_body(tensors, binary=binary))
 
     def post(self, verb: str, fields: Mapping[str, str], body: bytes) -> bytes:
         """Return a whole HTTP request for `verb` ("infer" or "predict") of the model."""
@@ -208,42 +214,46 @@ class Requests:
 
 def make_requests(
     remote: RemoteModel,
+    source: Path | Sequence[str] | None = None,
     *,
     batch: int = 1,
     seed: int = 0,
-    data: Path | None = None,
-    text: Sequence[str] = (),
-    expect: Path | None = None,
-    max_error: float = 1e-3,
+    max_error: float | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> Requests:
-    """Return whole requests as the arguments of `load_test` ask. Raises BadInput for wrong ones."""
-    files = any(path and path.suffix not in _ARRAYS for path in (data, expect))
+    """Return whole requests as the arguments of `load_test` ask. Raises BadInput for wrong ones.
+
+    `source`: a file or a folder, sentences, or None for random values from `seed`. `max_error`: the
+    file also holds the right answers, and how far others may be off.
+    """
+    path = source if isinstance(source, Path) else None
+    text = source is not None and path is None
+    files = path is not None and path.suffix not in _ARRAYS
     if (text or files) and "takes" in remote.about:
         if batch > 1 or axes:
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
-        bodies, answers = _read_bodies(text, data, expect)
+        bodies, answers = _read_bodies(source or (), expect=max_error is not None)
         is_json, grpc = remote.about.get("gives") != "bytes", remote.server.grpc
-        body_check = BodyCheck(is_json, answers, max_error, grpc=grpc)
+        body_check = BodyCheck(is_json, answers, max_error or 0.0, grpc=grpc)
         messages = [_body_request(remote, body) for body in bodies]
         return Requests(messages, body_check, sends=_describe(bodies))
     if remote.pipeline:
         why = "is a pipeline: its requests are not made up"
         raise BadInput(f"{remote} {why}", hint="`data` FILE or DIR, or `text`")
-    if text or (files and data is None):
+    if text or (files and max_error is not None):
         raise BadInput(f"{remote} has no task, so it takes only tensors")
     if not remote.inputs:
         hint = "its settings do, as MLServer's model-settings.json: inputs"
         raise BadInput(f"{remote}: the server names no inputs of the model", hint=hint)
     samples, expected = None, list[Mapping[str, np.ndarray]]()
-    if (file := expect or data) is not None:
+    if path is not None:
         if axes:
             raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
         some = any(spec.batched for spec in remote.inputs)  # then the data tell where it is
-        samples = read_samples(file, remote.inputs if some else name_batch(remote.inputs, {}))
+        samples = read_samples(path, remote.inputs if some else name_batch(remote.inputs, {}))
     rows, feeds = make_feeds(remote, batch, seed, samples, axes)
-    if expect is not None and samples is not None:
-        expected = read_outputs(expect, remote, len(samples), rows)
+    if path is not None and samples is not None and max_error is not None:
+        expected = read_outputs(path, remote, len(samples), rows)
     calls = [
         [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
@@ -251,7 +261,7 @@ def make_requests(
     messages = [remote.infer_request(tensors, binary=remote.binary) for tensors in calls]
     note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
-    check = AnswerCheck(remote.outputs, expected, max_error)
+    check = AnswerCheck(remote.outputs, expected, max_error or 0.0)
     return Requests(messages, check, shapes, note=note, calls=calls, batch=rows)
 
 
@@ -272,15 +282,15 @@ def probe(remote: RemoteModel, requests: Requests) -> Requests:
     return requests
 
 
-def _read_bodies(
-    text: Sequence[str], data: Path | None, expect: Path | None
-) -> tuple[list[Body], list[Any]]:
-    if expect is not None:
-        lines = read_answers(expect)[:MOST_BODIES]
+def _read_bodies(source: Path | Sequence[str], *, expect: bool) -> tuple[list[Body], list[Any]]:
+    """Return the requests in a file, a folder or sentences, and with `expect` their answers."""
+    if not isinstance(source, Path):
+        return [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in source], []
+    if expect:
+        lines = read_answers(source)[:MOST_BODIES]
         return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
-    bodies = [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in text]
-    size = 0
-    for file in [] if data is None else input_files([data]):
+    bodies, size = list[Body](), 0
+    for file in input_files([source]):
         size += file.stat().st_size
         if bodies and (size > MOST_BYTES or len(bodies) >= MOST_BODIES):
             break

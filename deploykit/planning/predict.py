@@ -18,13 +18,14 @@ from deploykit.graph.cost import (
     MEMORY,
     Ceilings,
     NodeCost,
+    TensorShapes,
     costs_of,
+    fixed_shapes,
     node_time,
     peak_bytes,
 )
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import dtype_name
-from deploykit.graph.shapes import TensorShapes, fixed_shapes
 from deploykit.planning.probe import CpuCalibration
 
 # Assumptions about a target: ceilings, precisions, and how well these are known.
@@ -272,15 +273,3 @@ def unknown_nodes(costs: Sequence[NodeCost]) -> tuple[tuple[str, ...], tuple[str
     formula = sorted({cost.operator for cost in costs if cost.flops is None})
     shapeless = [cost.name for cost in costs if None in (cost.read_bytes, cost.write_bytes)]
     return tuple(formula), tuple(shapeless)
-
-
-def misplaced(found: Inferred) -> list[str]:
-    """Note INT8 nodes that ONNX Runtime's CPU runs in float32 because of their pairs' placement."""
-    every = found.compiled, found.interpreted
-    whole, run = (sum(cost.precision == "int8" for cost in costs) for costs in every)
-    text = (
-        f"cpu: ONNX Runtime runs {whole - run} of the {whole} INT8 nodes of this file in float32, "
-        "as its pairs are placed for another runtime, and may take longer than predicted: "
-        "`build --profile cpu` moves them"
-    )
-    return [text] if run < whole else []

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class _Builder:
 VERSION = 3  # version of the probe; older results are measured again
 Clock = Callable[[], int]  # nanoseconds
 
-_BUDGET_S = 0.03  # per chain
+BUDGET_S = 0.03  # per chain
 _LEAST_RUNS = 5
 _QUIET_SPREAD = 1.25
 _CONVOLUTIONS = {  # kind: channels, size, kernel
@@ -195,7 +195,7 @@ _PASSING: Mapping[str, tuple[str, Sequence[str], dict[str, Any]]] = {  # operato
 }
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
 _MANY = 1 << 22  # 16 MiB per tensor, more than most caches hold
-_GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB per tensor
+GPU_ROWS, GPU_WIDTH, GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB per tensor
 
 
 @dataclass(frozen=True)
@@ -251,83 +251,76 @@ class GpuCeilings(Record):
         return self.bytes_per_s
 
 
-def measure_gpu(
-    device: str,
-    *,
-    rows: int = _GPU_ROWS,
-    width: int = _GPU_WIDTH,
-    elements: int = _GPU_ELEMENTS,
-    budget_s: float = _BUDGET_S,
-) -> GpuCeilings:
+def measure_gpu(device: str) -> GpuCeilings:
     """Measure a GPU for some seconds. Raises Unsupported, OutOfMemory, as engines do."""
     clock, ops = time.perf_counter_ns, dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for precision in ("fp32", "fp16"):
-            chain = product(rows, width, count=8, precision=precision)
-            seconds, _ = _time(chain, Path(folder), None, clock, budget_s, device)
+            chain = product(GPU_ROWS, GPU_WIDTH, count=8, precision=precision)
+            seconds, _ = _time(chain, Path(folder), None, clock, BUDGET_S, device)
             ops[precision] = chain.flops * chain.count / seconds[0]
-        chain = passing(kinds.SIMPLE, elements)
-        seconds, runtime = _time(chain, Path(folder), None, clock, budget_s, device)
+        chain = passing(kinds.SIMPLE, GPU_ELEMENTS)
+        seconds, runtime = _time(chain, Path(folder), None, clock, BUDGET_S, device)
     return GpuCeilings(device, runtime, ops, chain.work * chain.count / seconds[0])
 
 
 def measure_cpu(
-    cpu: str,
-    created: str,
     *,
     threads: int | None = None,
     clock: Clock = time.perf_counter_ns,
-    budget_s: float = _BUDGET_S,
+    budget_s: float = BUDGET_S,
     on_progress: Progress = no_progress,
 ) -> CpuCalibration:
     """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime."""
     threads = threads or default_threads()
     every = _chains()
-    timed: list[tuple[Chain, float, float]] = []
-    spreads: list[float] = []
+    timed: list[tuple[Chain, list[float]]] = []
     runtime = ""
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for number, make in enumerate(every):
             on_progress("calibrate", number / len(every))
             chain = make()
             seconds, runtime = _time(chain, Path(folder), threads, clock, budget_s)
-            usual_s = statistics.quantiles(seconds, n=4)[0]  # other work only makes calls longer
-            timed.append((chain, usual_s, seconds[0]))
-            spreads.append(statistics.median(seconds) / seconds[0])
+            timed.append((chain, seconds))
     on_progress("calibrate", 1.0)
-    found = _conclude(timed, cpu=cpu, threads=threads, runtime=runtime, created=created)
-    return replace(found, spread=statistics.median(spreads))
+    return _conclude(timed, threads, runtime)
 
 
 def _conclude(
-    timed: list[tuple[Chain, float, float]], *, cpu: str, threads: int, runtime: str, created: str
+    timed: Sequence[tuple[Chain, list[float]]], threads: int, runtime: str
 ) -> CpuCalibration:
-    """Conclude from `timed`: chain, usual and least seconds of a call, the tiny chains first."""
-    (tiny, tiny_s, _), (longer, longer_s, _), *measured = timed
+    """Conclude from the sorted seconds of each chain's calls, the tiny chains first.
+
+    A chain's usual time is its lower quartile: other work only makes calls longer.
+    """
+    (tiny, tiny_s), (longer, longer_s), *measured = (
+        (chain, statistics.quantiles(seconds, n=4)[0]) for chain, seconds in timed
+    )
+    least_s = [seconds[0] for _, seconds in timed[2:]]
     launch_s = max(1e-8, (longer_s - tiny_s) / (longer.count - tiny.count))
     call_s = max(0.0, tiny_s - launch_s)
     points: dict[str, dict[float, float]] = defaultdict(dict)
     ops: dict[str, float] = defaultdict(float)
     rates: list[tuple[float, float]] = []
     stream: dict[float, float] = {}
-    for chain, usual_s, least_s in measured:
+    for (chain, usual_s), fastest_s in zip(measured, least_s, strict=True):
         each_s = max(launch_s, (usual_s - call_s) / chain.count)
         if chain.weight_bytes and chain.shape[0] == 1 and chain.kind == kinds.PRODUCT:
             stream[chain.weight_bytes] = each_s
-            rates.append((chain.weight_bytes, chain.weight_bytes * chain.count / least_s))
+            rates.append((chain.weight_bytes, chain.weight_bytes * chain.count / fastest_s))
             continue
         points[f"{chain.precision} {chain.kind}"][chain.work] = each_s / chain.steps
         if chain.flops:
-            rate = chain.flops * chain.count / least_s
+            rate = chain.flops * chain.count / fastest_s
             ops[chain.precision] = max(ops[chain.precision], rate)
         else:
-            rates.append((chain.work, chain.work * chain.count / least_s))
+            rates.append((chain.work, chain.work * chain.count / fastest_s))
     return CpuCalibration(
         version=VERSION,
-        cpu=cpu,
+        cpu=this_machine().cpu,
         threads=threads,
         runtime=runtime,
-        created=created,
+        created=now(),
         call_s=call_s,
         launch_s=launch_s,
         curves={name: _curve(each) for name, each in points.items()},
@@ -335,7 +328,7 @@ def _conclude(
         ops_per_s=dict(ops),
         bytes_per_s=max(rate for work, rate in rates if work >= max(stream)),
         cache_bytes_per_s=max(rate for _, rate in rates),
-        spread=1.0,
+        spread=statistics.median(statistics.median(each) / each[0] for _, each in timed),
     )
 
 
@@ -401,7 +394,7 @@ def cpu_calibration(
     found, notes = _read_calibration(path, machine, threads), []
     if not only_kept and (found is None or found.doubt):
         try:
-            new = measure_cpu(machine.cpu, now(), threads=threads, on_progress=on_progress)
+            new = measure_cpu(threads=threads, on_progress=on_progress)
         except MissingExtra:
             return None, []
         found = min((each for each in (found, new) if each), key=lambda each: each.spread)

@@ -20,8 +20,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.notebook import table_of
 from deploykit.evaluation.formatting import number, spread
 from deploykit.evaluation.statistics import FASTER, PROCESS_SPREAD, SLOWER, difference, t_quantile
-from deploykit.reporting.points import CLOSED_LOOP, Point
-from deploykit.reporting.report import Report, read
+from deploykit.reporting.report import CLOSED_LOOP, Point, Report, read
 
 _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
     "throughput": lambda point: point.throughput_per_s,

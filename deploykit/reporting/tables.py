@@ -209,6 +209,10 @@ def details(document: Json) -> list[Table]:
             document.get("predicted") or (),
             "Predicted by a plan before the run. A plan for a GPU is of TensorRT.",
         ),
+        *(
+            plain_table(title, (document.get(key) or {}).get("points") or ())
+            for title, key in (("Roofline", "roofline"), ("Roofline of the GPU", "gpu_roofline"))
+        ),
         plain_table(
             "Energy",
             document.get("energy") or (),
@@ -287,7 +291,7 @@ def _cell(name: str, value: Any) -> str:
 def gates(document: Json) -> Table:
     columns: Columns = {
         "gate": lambda gate: gate["name"],
-        "result": lambda gate: "met" if gate["passed"] else "NOT met",
+        "result": lambda gate: "✓ met" if gate["passed"] else "✗ NOT met",
         "detail": lambda gate: gate["detail"],
     }
     return make_table("Gates", document["gates"], columns)

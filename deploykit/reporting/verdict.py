@@ -18,9 +18,8 @@ from deploykit.evaluation.statistics import (
     SLOWER,
     difference,
 )
-from deploykit.reporting.html import DISTURBED
-from deploykit.reporting.points import CpuSettings, LoadResult, Point, best, crossover
-from deploykit.reporting.report import Report
+from deploykit.reporting.page import DISTURBED
+from deploykit.reporting.report import CpuSettings, LoadResult, Point, Report, best, crossover
 from deploykit.reporting.tables import accuracy_of, load_label
 
 _MOST = 3  # most engines or reasons to name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,22 @@ from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath, write_together
 from deploykit.core.json_value import Record
-from deploykit.core.machine import this_machine
+from deploykit.core.machine import now, this_machine
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.formatting import MISSING, Table, count, html_table, spread
+from deploykit.evaluation.formatting import MISSING, Table, count, html_table, safe, spread
 from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
-from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
-from deploykit.reporting.markdown import table_lines
+from deploykit.reporting.page import (
+    figure_html,
+    html_page,
+    printable,
+    raw_html,
+    section_html,
+    table_lines,
+)
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.data import free_cores, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import (
@@ -48,7 +51,6 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("float32", "tf32", "bf16", "fp16"),
 }
 _NAMES = {"cpu": "CPU", "cuda": "GPU"}
-AUGMENTED = "augmented batches"  # in place of a precision
 NO_GPU = "no NVIDIA GPU on this machine"
 _FEWEST, _STEPS = 3, 20  # steps of a row at least, and as many as _LIMIT_S allows
 _LEAST_S, _LIMIT_S = 1.0, 10.0  # of a row's timed steps: a few milliseconds tell nothing
@@ -74,8 +76,7 @@ ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they me
 class DeviceRow(Record):
     """The cost of training on a device; `absent`: why it was not measured.
 
-    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. A row on
-    augmentation has no steps; its `threads` are those that make batches.
+    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
     """
 
     device: str
@@ -108,7 +109,6 @@ class DeviceTable(Record):
     crossovers: tuple[Mapping[str, Any], ...]
     verdict: tuple[str, ...] = ()
     augment: bool = False
-    augmentation: tuple[DeviceRow, ...] = ()
     articles: tuple[Mapping[str, str], ...] = ()
     devices: int = 1
 
@@ -116,31 +116,29 @@ class DeviceTable(Record):
 def compare_devices(
     recipe: str,
     out: StrPath,
+    options: TrainingOptions,
     *,
     data: StrPath | None = None,
-    batch_size: int | None = None,
-    augment: bool | None = None,
-    compile: bool = False,  # noqa: A002 - torch's own name for it
     force: bool = False,
     command: str = "",
     on_progress: Progress | None = None,
 ) -> DeviceTable:
     """Time steps and batches of `recipe` on the CPU and a GPU, in each precision that they have.
 
-    Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
-    one of three; an eighth and four times as much, at most all samples, are the others. `augment`:
-    change the images, as `train` does; augmentation on each processor is timed anyway. `compile`:
-    use torch.compile. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
+    Writes report.json, report.md and report.html into the folder `out`. Of `options`, `batch_size`
+    is the middle one of three; an eighth and four times as much, at most all samples, are the
+    others. `augment` and `compile` are as in `train`. Nothing is trained to the end, no accuracy is
+    measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
     chosen = load_recipe(recipe)
     check_recipe(chosen)
     splits = read_splits(chosen, Path(data) if data else None)
-    middle, samples = batch_size or chosen.batch_size, len(splits.train.labels)
+    middle, samples = options.batch_size or chosen.batch_size, len(splits.train.labels)
     batches = sorted({min(max(1, each), samples) for each in (middle // 8, middle, 4 * middle)})
     progress = on_progress or no_progress
-    rows = time_devices(chosen, splits, batches, progress, augment=augment, compile=compile)
+    rows = time_devices(chosen, splits, batches, options, progress)
     table = DeviceTable(
         folder=place,
         recipe=recipe,
@@ -148,13 +146,12 @@ def compare_devices(
         samples=samples,
         epochs=chosen.epochs,
         batch=min(middle, samples),
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
+        created=now(),
         command=command,
         machine=with_gpu(this_machine(), 0).to_dict(),
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
-        augment=chosen.augmented if augment is None else augment,
-        augmentation=tuple(time_augmentation(chosen, splits, batches, progress)),
+        augment=chosen.augmented if options.augment is None else options.augment,
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
@@ -164,7 +161,7 @@ def compare_devices(
     return table
 
 
-Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
+Times = tuple[float, float]  # seconds of making a batch and of the step on it
 Source = Generator[Times, None, None]
 
 
@@ -172,10 +169,8 @@ def time_devices(
     recipe: Recipe,
     splits: Splits,
     batches: Sequence[int],
+    options: TrainingOptions,
     on_progress: Progress = no_progress,
-    *,
-    augment: bool | None = None,
-    compile: bool = False,  # noqa: A002 - torch's own name for it
 ) -> list[DeviceRow]:
     """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
@@ -183,51 +178,21 @@ def time_devices(
     rows, sources = list[DeviceRow](), list[Source]()
     kinds = [(device, kind) for device, precisions in PRECISIONS.items() for kind in precisions]
     for (device, kind), compiled, batch in itertools.product(
-        kinds, (False, True)[: 1 + compile], batches
+        kinds, (False, True)[: 1 + options.compile], batches
     ):
-        options = TrainingOptions(
+        own = replace(
+            options,
             device=device,
             epochs=1,
             batch_size=batch,
             amp=kind if kind in ("bf16", "fp16") else "off",
             tf32=kind != "float32",
-            augment=augment,
             compile=compiled,
         )
         name, absent = f"{kind} compiled" if compiled else kind, _lacks(device, kind)
         threads = None if absent else torch.get_num_threads()
         rows.append(DeviceRow(device, name, batch, threads, absent=absent))
-        sources.append(_train(recipe, splits, options))
-    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
-
-
-def time_augmentation(
-    recipe: Recipe, splits: Splits, batches: Sequence[int], on_progress: Progress = no_progress
-) -> list[DeviceRow]:
-    """Return a row per batch size and processor that may augment; none without augmentation.
-
-    The time runs from the images in memory until the augmented batch is where the steps run.
-    """
-    if recipe.augment is None or recipe.backbone is not None:
-        return []
-    rows, sources = list[DeviceRow](), list[Source]()
-    trains_on = "cuda" if torch.cuda.is_available() else "cpu"
-    for batch, device in itertools.product(batches, PRECISIONS):
-        absent, cores = _lacks(device, AUGMENTED), max(1, free_cores(torch.device(trains_on)))
-        threads = None if absent else cores if device == "cpu" else 0
-        rows.append(DeviceRow(device, AUGMENTED, batch, threads, absent=absent))
-        options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
-        sources.append(_augment(recipe, splits.train, options, device))
-    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
-
-
-def _time_rows(
-    rows: list[DeviceRow],
-    sources: Sequence[Source],
-    samples: int,
-    epochs: int,
-    on_progress: Progress,
-) -> list[DeviceRow]:
+        sources.append(_train(recipe, splits, own))
     # the CPU's rows take turns, as the machine may be busy; a GPU's are alone, for its memory
     places = [at for at, row in enumerate(rows) if row.absent is None]
     on_cpu, done = [at for at in places if rows[at].device == "cpu"], 0
@@ -248,7 +213,7 @@ def _time_rows(
                     spent_s[at] += (time.perf_counter() - started) * bool(times)
                     if not _enough(len(times), spent_s[at]):
                         continue
-                    rows[at] = _measured(row, times, samples, epochs)
+                    rows[at] = _measured(row, times, len(splits.train.labels), recipe.epochs)
                 sources[at].close()  # frees the model
                 del left[at]
                 done += 1
@@ -295,13 +260,6 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Source:
         yield times[1] - times[0], times[2] - times[1]
 
 
-def _augment(recipe: Recipe, train: Split, options: TrainingOptions, device: str) -> Source:
-    settings, where = settle(recipe, options), torch.device(device)
-    batches = make_batches(recipe, train, settings, Processes(), where)
-    while True:
-        yield (time_batches(batches) / 1e3,)
-
-
 def _first(split: Split, count: int) -> Split:
     return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
 
@@ -313,13 +271,15 @@ def _enough(steps: int, seconds: float) -> bool:
 def _measured(row: DeviceRow, times: Sequence[Times], samples: int, epochs: int) -> DeviceRow:
     count, batch = len(times), min(row.batch, samples)
     rate = throughput([batch] * count, [sum(each) for each in times])
-    parts = [_time_of(1e3, throughput([1] * count, each)) for each in zip(*times, strict=True)]
+    loader_ms, step_ms = (
+        _time_of(1e3, throughput([1] * count, each)) for each in zip(*times, strict=True)
+    )
     return replace(
         row,
         batch=batch,
         samples_per_s=rate,
-        loader_ms=parts[0],
-        step_ms=parts[1] if len(parts) > 1 else None,
+        loader_ms=loader_ms,
+        step_ms=step_ms,
         run_s=_time_of(samples * epochs, rate),
         steps=count,
         load_1_min=round(os.getloadavg()[0], 2),
@@ -385,18 +345,7 @@ def conclude(table: Any) -> list[str]:
     for each in table.crossovers:
         against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
         found.append(f"GPU {each['precision']} is ahead of {against} {_from_batch(each)}.")
-    return found + conclude_augmentation(table)
-
-
-def conclude_augmentation(table: Any) -> list[str]:
-    """Say where augmentation takes less time; say nothing where nothing was augmented."""
-    for each in find_crossovers(table.augmentation):
-        return [f"The GPU augments batches in less time than the CPU {_from_batch(each)}."]
-    for row in table.augmentation:
-        if row.batch == table.batch and row.loader_ms is not None:
-            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
-            return [f"{first}. {_no_gpu(table.augmentation)}"]
-    return []
+    return found
 
 
 def _from_batch(crossover: Mapping[str, Any]) -> str:
@@ -414,30 +363,30 @@ def _no_gpu(rows: Sequence[DeviceRow]) -> str:
 _METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
 CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
 intervals over the steps of one process; that of a ratio holds for any two values within. Where a \
-backbone is frozen, the head's steps are timed, on features in memory; augmentation is timed from \
-the images in memory until the batch is where the steps run. Nothing was trained to the end."""
+backbone is frozen, the head's steps are timed, on features in memory. Nothing was trained to the \
+end."""
 
 
 def devices_html(table: DeviceTable) -> str:
     (first, *others), chart = table.verdict, _chart(table)
     title = f"Training {table.recipe} on each device"
-    header = f'<header><p class="over">deploykit report · {escape(table.created)}</p>'
-    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{escape(table.command)}</code></pre>"
-    items = "".join(f"<li>{escape(each)}</li>" for each in others)
+    header = f'<header><p class="over">deploykit report · {safe(table.created)}</p>'
+    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{safe(table.command)}</code></pre>"
+    items = "".join(f"<li>{safe(each)}</li>" for each in others)
     sections = [
         ("Summary", f"<ul>{items}</ul>" * bool(items)),
         *((each.title, html_table(each, caption=False)) for each in _tables(table)),
         ("How it was measured", method),
-        ("Everything", html.raw_html(table.to_dict())),
+        ("Everything", raw_html(table.to_dict())),
     ]
-    parts = [header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>']
-    parts += [html.figure_html(chart)] if chart.series else []
+    parts = [header + f'<h1>{safe(title)}</h1><p class="verdict">{safe(first)}</p></header>']
+    parts += [figure_html(chart)] if chart.series else []
     parts += [
-        html.section_html(name, f"part-{at}", content)
+        section_html(name, f"part-{at}", content)
         for at, (name, content) in enumerate(sections)
         if content
     ]
-    page: str = html.printable(html.html_page(title, "\n".join(parts)))
+    page: str = printable(html_page(title, "\n".join(parts)))
     return page
 
 
@@ -450,7 +399,7 @@ def devices_markdown(table: DeviceTable) -> str:
 
 def device_rows(table: DeviceTable) -> Table:
     """Return each row, with its rate over the CPU's in the same precision and batch."""
-    own = {(row.device, row.precision, row.batch): row for row in table.rows + table.augmentation}
+    own = {(row.device, row.precision, row.batch): row for row in table.rows}
     rows = [
         (
             *_setup(row),
@@ -502,8 +451,6 @@ def _chart(table: DeviceTable) -> Chart:
         series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
-        columns=("setup", "batch", "samples/s"),
-        rows=tuple((*_setup(row), _spread(row.samples_per_s)) for row in rows),
     )
 
 

@@ -59,7 +59,7 @@ class WaitClock:
     """Measures how long `device` was idle because its next batch was not there.
 
     On the CPU this is the time inside of `with`. A GPU still computes then: its own clock takes the
-    time from the end of a step to the arrival of the next batch. Not yet run on a GPU.
+    time from the end of a step to the arrival of the next batch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -300,7 +300,7 @@ def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Aug
 
 
 CPU = torch.device("cpu")
-LIMITING = 0.1  # the share of the time from which on the loader is called the limit
+LIMITING = 0.5  # the share of the time above which the loader is called the limit
 # inputs in the recipe's order, labels, and the share of the whole batch's samples that they are
 Batch = tuple[list[torch.Tensor], torch.Tensor, float]
 
@@ -310,7 +310,8 @@ class Batches:
 
     Each of the processes of `group` gets its part of every batch; one that would get none computes
     on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
-    of a sample are the same whoever makes its batch. `workers`: threads that make the next ones.
+    of a sample are the same whoever makes its batch. `workers`: threads that make the next ones,
+    on each free core where the CPU augments.
     `note`: where augmentation runs, and why; `times_ms`: of a batch, on each processor timed.
     """
 
@@ -322,7 +323,6 @@ class Batches:
         seed: int,
         group: Processes | None = None,
         augmentation: Augmentation | None = None,
-        workers: int = 0,
     ) -> None:
         self.group = group or Processes()
         there = augmentation.device if augmentation else device
@@ -333,7 +333,9 @@ class Batches:
         self.inputs, self.labels = tensors(split, there)
         self.note, self.times_ms = "", dict[str, float]()
         self.device, self.batch_size = device, min(batch_size, len(split.labels))
-        self.augmentation, self.workers = augmentation, workers
+        self.augmentation = augmentation
+        on_cpu = augmentation is not None and augmentation.device == CPU
+        self.workers = max(1, free_cores(device)) if on_cpu else 0
         self.shuffle = torch.Generator().manual_seed(seed)
         self.waited = WaitClock(device)
 
@@ -352,9 +354,9 @@ class Batches:
         if self.copied and self.augmentation is None:
             self.note = "the data take more than half of the GPU's memory: each batch is copied"
         waited = f"the steps waited for data in {share:.1%} of the time"
-        if share >= LIMITING:
+        if share > LIMITING:
             cure = "; more cores would make batches ahead" if self.workers else ""
-            waited = f"the data loader was the limit: {share:.0%} of the time{cure}"
+            waited = f"the data loader was the limit: {waited}{cure}"
         return [each for each in (self.note, waited) if each]
 
     def __len__(self) -> int:
@@ -403,33 +405,25 @@ def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], tor
     return inputs, labels
 
 
-def make_batches(
-    recipe: Recipe,
-    train: Split,
-    settings: Settings,
-    group: Processes,
-    augment_on: torch.device | None = None,
-) -> Batches:
-    """Make the batches of a run; where the CPU augments, each free core makes some ahead."""
-    augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
-    workers = max(1, free_cores(settings.device)) if augment_on == CPU else 0
-    seed = settings.options.seed
-    return Batches(train, settings.device, settings.batch_size, seed, group, augmentation, workers)
-
-
 def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Batches:
     """Make the batches of a run, augmented on the faster processor. Raises BadInput."""
+
+    def make(augment_on: torch.device | None = None) -> Batches:
+        augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
+        seed = settings.options.seed
+        return Batches(train, settings.device, settings.batch_size, seed, group, augmentation)
+
     if not settings.augment:
-        return make_batches(recipe, train, settings, group)
-    on_cpu = make_batches(recipe, train, settings, group, CPU)
+        return make()
+    on_cpu = make(CPU)
     on_cpu.note = "augmentation runs on the CPU, as the training does"
     if settings.device.type == "cpu":
         return on_cpu
-    return faster(on_cpu, lambda: make_batches(recipe, train, settings, group, settings.device))
+    return faster(on_cpu, lambda: make(settings.device))
 
 
 def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
-    """Return the one that makes batches in less time. Not yet run on a GPU."""
+    """Return the one that makes batches in less time."""
     times_ms = on_cpu.times_ms = {"cpu": time_batches(on_cpu)}
     try:
         on_gpu = make_on_gpu()

@@ -28,10 +28,9 @@ from deploykit.core.json_value import json_value
 from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.data.folders import large_array
-from deploykit.engines.torch.files import module_errors
+from deploykit.engines.torch.files import list_names, module_errors
 from deploykit.engines.torch.loaded import before
-from deploykit.engines.torch.open import save_whole
-from deploykit.engines.torch.weights import copy_weights, list_names
+from deploykit.engines.torch.open import copy_weights, load_weights, save_whole
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.training.data import choose_batches, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
@@ -178,10 +177,9 @@ class Frozen:
             dense.bias.sub_(shift_O.to(dense.bias))
 
 
-def start_from(
-    module: torch.nn.Module, recipe: Recipe, weights: dict[str, torch.Tensor], where: Path
-) -> list[str]:
-    """Copy `weights`, read from `where`, into the module or its backbone; returns notes."""
+def start_from(module: torch.nn.Module, recipe: Recipe, where: Path) -> list[str]:
+    """Copy the weights in the file `where` into the module or its backbone; returns notes."""
+    weights = load_weights(where)
     if recipe.backbone is None:
         return list(copy_weights(where, module, weights))
     name = recipe.backbone[0]
@@ -289,17 +287,14 @@ def run_training(
     options: TrainingOptions,
     *,
     name: str = "",
-    weights: dict[str, torch.Tensor] | None = None,
-    weights_from: Path = Path("weights"),
     on_progress: Progress | None = None,
     group: Processes | None = None,
 ) -> Trained:
     """Train `recipe` on `splits.train`, then score it on `splits.test`.
 
-    `splits.calibration` scores each epoch. `name`: of the recipe, for its checkpoint. `weights`:
-    to start from, read from the file `weights_from`. `group`: the processes that train together;
-    all get the result. Raises BadInput for options out of range, Unsupported for a device that is
-    not there or a loss that is not finite, OutOfMemory.
+    `splits.calibration` scores each epoch. `name`: of the recipe, for its checkpoint. `group`: the
+    processes that train together; all get the result. Raises BadInput for options out of range,
+    Unsupported for a device that is not there or a loss that is not finite, OutOfMemory.
     """
     check_recipe(recipe)
     recipe = recipe.sized_for(splits.build_with)
@@ -308,11 +303,11 @@ def run_training(
     splits = check_splits(recipe, splits)
     if options.patience and not len(splits.calibration.labels):
         raise BadInput("`patience` needs validation data: the recipe's calibration split is empty")
-    if weights is None and recipe.needs_weights:
+    if options.weights is None and recipe.needs_weights:
         raise BadInput("this recipe needs `weights` to start from", hint=recipe.needs_weights)
     torch.manual_seed(options.seed)
     module = build_from_recipe(recipe)
-    notes = start_from(module, recipe, weights, weights_from) if weights is not None else []
+    notes = start_from(module, recipe, options.weights) if options.weights else []
     with use_tf32(settings.tf32):
         run = Run(recipe, splits, settings, module, name, group or Processes())
         run.notes += notes

@@ -19,6 +19,7 @@ from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests
+from deploykit.engines.engine import check_device
 
 LARGEST = 1e30  # a rate or norm, whose multiples are in float32 too
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,16 +30,17 @@ class TrainingOptions:
     """The options of a run; None takes the recipe's value, or one that suits the device.
 
     `amp`: mixed precision, one of `AMP`. `patience`: epochs without a better score on the
-    validation data after which the run ends, with the weights of the best one. `checkpoint`: a file
-    that gets the whole state after each epoch, and from which a run with the same options resumes.
-    `tensorboard`: a folder for event files. `unfreeze`: train a backbone too, with this share of
-    the learning rate. `fsdp`: spread the weights over the processes (FSDP2). `augment`: change the
-    images as the recipe declares.
+    validation data after which the run ends, with the weights of the best one. `weights`: a file to
+    start from. `checkpoint`: a file that gets the whole state after each epoch, and from which a
+    run with the same options resumes. `tensorboard`: a folder for event files. `unfreeze`: train a
+    backbone too, with this share of the learning rate. `fsdp`: spread the weights over the
+    processes (FSDP2). `augment`: change the images as the recipe declares.
     """
 
     epochs: int | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
+    weights: Path | None = None
     device: str = "auto"
     amp: str | None = None
     seed: int = 0
@@ -135,20 +137,15 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
 
 def choose_device(name: str) -> torch.device:
     """Return the device; `auto` is the first GPU that torch can use, else the CPU."""
+    check_device(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if name != "cpu" and not torch.cuda.is_available():
         raise Unsupported(
             f"device '{name}' was requested, but torch {torch.__version__} sees no GPU",
             hint="see: deploykit doctor",
         )
-    return device
+    return torch.device(name)
 
 
 def read_splits(recipe: Recipe, path: Path | None) -> Splits:

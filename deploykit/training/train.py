@@ -11,10 +11,17 @@ from deploykit.core.arguments import checked
 from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.extras import install_command
-from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256, write_json
+from deploykit.core.files import (
+    StrPath,
+    atomic_write,
+    check_readable,
+    manifest_path,
+    sha256,
+    write_json,
+)
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest
-from deploykit.core.recipe import load_recipe
+from deploykit.core.recipe import Splits, load_recipe
 from deploykit.engines.data.samples import LABELS, write_npz
 from deploykit.evaluation.artefacts import Made, Progress
 from deploykit.evaluation.outputs import SPLIT, claim, claim_run, claim_splits, named_files
@@ -69,11 +76,12 @@ def train(
     The others are described in `training.options.TrainingOptions`.
     """
     given = locals()
-    out, start = Path(out), Path(weights) if weights else None
+    out = Path(out)
+    files = {"weights": weights, "checkpoint": checkpoint, "tensorboard": tensorboard}
+    start, state, events = (Path(path) if path else None for path in files.values())
     read = (data, start, *named_files(recipe))
     claim(out, "torch", read, force=force)
     places = claim_splits(save_splits, read, force=force) if save_splits is not None else []
-    state, events = (Path(path) if path else None for path in (checkpoint, tensorboard))
     claim_run((*read, out, *places), checkpoint=state, tensorboard=events)
     try:
         chosen = load_recipe(recipe)
@@ -84,11 +92,12 @@ def train(
     from deploykit.training import distributed, loop
     from deploykit.training import options as inputs
 
-    initial = runtime.load_weights(start) if start else None
+    if start is not None and not start.is_dir():  # before the data, which may take long to read
+        check_readable(start)
     if on_progress:
         on_progress("reading the data", 0.0)
     options = {each.name: given[each.name] for each in fields(inputs.TrainingOptions)}
-    options |= {"checkpoint": state, "tensorboard": events}
+    options |= zip(files, (start, state, events), strict=True)
     with distributed.join_processes(device) as group:
         inputs.check_recipe(chosen)
         trained = loop.run_training(
@@ -96,8 +105,6 @@ def train(
             inputs.read_splits(chosen, Path(data) if data else None),
             inputs.TrainingOptions(**options),
             name=recipe,
-            weights=initial,
-            weights_from=start or Path("weights"),
             on_progress=on_progress if group.first else None,
             group=group,
         )
@@ -122,10 +129,8 @@ def train(
                     place,
                     trained.module,
                     recipe,
-                    chosen.inputs,
-                    chosen.outputs,
+                    chosen,
                     splits,
-                    preprocess=chosen.preprocess,
                     on_written=lambda file: write_json(
                         about, replace(manifest, sha256=sha256(file)).to_dict()
                     ),
@@ -143,10 +148,11 @@ def train(
             for place, split in zip(places, (splits.calibration, splits.test), strict=False):
                 write_npz(place, {**split.inputs, LABELS: split.labels}, kind=SPLIT)
         group.wait()
-    notes = []
-    if splits.skipped:
-        more = len(splits.skipped) - _NAMED
-        listed = "; ".join(splits.skipped[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
-        notes.append(f"files skipped, {len(splits.skipped)}: {listed}")
-    notes += [*trained.notes, *inputs.explain_score(score.low, classes, shared)]
-    return Made(out, replace(manifest, sha256=sha256(out)), tuple(notes))
+    notes = (*_skipped(splits), *trained.notes, *inputs.explain_score(score.low, classes, shared))
+    return Made(out, replace(manifest, sha256=sha256(out)), notes)
+
+
+def _skipped(splits: Splits) -> list[str]:
+    count, more = len(splits.skipped), len(splits.skipped) - _NAMED
+    listed = "; ".join(splits.skipped[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    return [f"files skipped, {count}: {listed}"] if count else []

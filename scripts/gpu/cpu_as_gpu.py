@@ -30,8 +30,8 @@ def cpu_as_gpu(*, torch: bool = False) -> Iterator[None]:
     onnxruntime: Any = import_module("deploykit.engines.onnxruntime.engine")
 
     with ExitStack() as stack:
-        small = partial(probe.measure_gpu, rows=64, width=64, elements=1 << 12, budget_s=0.001)
-        stack.enter_context(patch.object(probe, "measure_gpu", small))
+        small = {"GPU_ROWS": 64, "GPU_WIDTH": 64, "GPU_ELEMENTS": 1 << 12, "BUDGET_S": 0.001}
+        stack.enter_context(patch.multiple(probe, **small))
         modules = [onnxruntime]
         if torch:
             modules.append(import_module("deploykit.engines.torch.engine"))
@@ -74,9 +74,16 @@ class OnGpu:
 
 
 def bound(engine: Any) -> Any:
-    from deploykit.engines.onnxruntime.engine import Binding, ort
+    from deploykit.engines.onnxruntime.engine import BatchSizes, Binding, ort
 
-    return Binding(ort, engine.session, engine.inputs, engine.outputs, ("cpu", 0))
+    class Copied(Binding):
+        """Its outputs are the caller's, as those from a GPU's memory are."""
+
+        def __call__(self, feeds: Any) -> Any:
+            return {name: array.copy() for name, array in super().__call__(feeds).items()}
+
+    binding = Copied(ort, engine.session, engine.inputs, engine.outputs, ("cpu", 0))
+    return BatchSizes(binding, lambda: binding)
 
 
 def main() -> None:

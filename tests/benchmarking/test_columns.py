@@ -14,19 +14,19 @@ from deploykit.benchmarking import columns
 from deploykit.benchmarking.bench import Proofs
 from deploykit.benchmarking.columns import (
     Entry,
+    choices,
     find_rivals,
     make_columns,
     open_entries,
     open_entry,
+    search_cpu,
 )
-from deploykit.benchmarking.cpu_search import choices, search_cpu
 from deploykit.benchmarking.timing import ProcessEngine, Setup
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
 from deploykit.core.machine import Machine, this_machine
 from deploykit.engines.engine import Engine
 from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
-from deploykit.reporting.points import CpuSearch, CpuSettings, CpuTrial
-from deploykit.reporting.report import NotMeasured, Report
+from deploykit.reporting.report import CpuSearch, CpuSettings, CpuTrial, NotMeasured, Report
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.virtual_time import Timed, VirtualTime, feeds
 from tests.support.onnx_zoo import mnist_like, save
@@ -291,7 +291,7 @@ def test_a_checkpoint_is_timed_in_processes_of_its_own_in_both_precisions(tmp_pa
 
     recipe = load_recipe("mnist-cnn")
     checkpoint = tmp_path / "mnist.pt"
-    save_checkpoint(checkpoint, recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+    save_checkpoint(checkpoint, recipe.build(), "mnist-cnn", recipe)
     model = save(mnist_like(), tmp_path / "model.onnx")
     every = open_entries([model, checkpoint])
     assert (every[1].runtime, every[1].precision) == ("torch", "fp32")

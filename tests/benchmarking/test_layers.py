@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.benchmarking import layers
+from deploykit.benchmarking import limits
 from deploykit.benchmarking.columns import Entry, open_entry
-from deploykit.benchmarking.layers import measure_layers, read_profile, time_layers
+from deploykit.benchmarking.limits import measure_layers, read_profile, time_layers
 from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.cli.main import main
 from deploykit.core.errors import DeploykitError
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine, open_engine
-from deploykit.reporting.points import LayerKey, Point
-from deploykit.reporting.report import read
+from deploykit.reporting.report import LayerKey, Point, read
 from tests.support.fake_engine import FakeEngine
 from tests.support.onnx_zoo import mnist_like, save
 
@@ -196,7 +195,7 @@ class Profiled(Plain):
 
 
 def test_the_middle_half_of_calls_in_turns_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers.time, "perf_counter", lambda: NOW_S[0])
+    monkeypatch.setattr(limits.time, "perf_counter", lambda: NOW_S[0])
     order: list[str] = []
     plain, profiled = Plain(order), Profiled(order)
     feeds = random_feeds(profiled.inputs, {"N": 4})

@@ -16,7 +16,7 @@ from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.core.errors import Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.evaluation.artefacts import no_progress
-from deploykit.reporting.points import Point
+from deploykit.reporting.report import Point
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.simulated import bare_point
 from tests.support.measure.virtual_time import feeds

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -152,13 +151,13 @@ def test_two_calls_in_flight_are_timed_each_and_their_rate_is_that_of_the_engine
 
 
 def test_a_point_holds_what_was_timed(bench: Bench) -> None:
-    (point,) = bench.sweep(replace(bench.setup("A", sessions=3), device="cuda:0"))
+    (point,) = bench.sweep(bench.setup("A", sessions=3))
     assert len(bench.engines) == 3
     assert (point.latency.p50_ms, point.latency.max_ms) == (Interval(5.0, 5.0, 5.0), 5.0)
     assert point.round_rates == pytest.approx([3 * 800, 3 * 800])
     assert point.throughput_per_s.value == pytest.approx(3 * 800)
     assert sum(point.histogram.counts) == point.samples == 600
-    assert (point.label, point.precision, point.device) == ("A", "fp32", "cuda:0")
+    assert (point.label, point.precision, point.device) == ("A", "fp32", "cpu")
     assert (point.runtime, point.scenario, point.shapes) == ("fake", "closed-loop", {"x": (4, 4)})
     assert (point.batch, point.sessions, point.threads, point.rounds) == (4, 3, 1, 2)
     assert (point.duration_s, point.note) == (pytest.approx(1.0), "no warm-up")

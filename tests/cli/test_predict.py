@@ -14,7 +14,7 @@ from tests.support.installed import needs
 
 needs("PIL", "tokenizers")
 
-from deploykit.engines.tasks.engine import TaskEngine  # noqa: E402
+from deploykit.engines.tasks import TaskEngine  # noqa: E402
 from deploykit.reporting.report import read  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.runtimes.tiles import page, png, write_pipeline  # noqa: E402
@@ -115,5 +115,6 @@ def test_a_bench_has_every_stage_in_an_ordinary_report(
         assert 0 < together_s <= whole.duration_s  # of the same calls
         assert whole.throughput_per_s.low <= whole.throughput_per_s.value
     assert not report.speedups
+    assert report.command.startswith("deploykit bench")
     assert all(name in (out / "report.html").read_text() for name in stages)
     assert all(f" {name} " in ran.out or f"\n{name} " in ran.out for name in stages)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import deploykit as dk
-from deploykit.loadtest.check import BodyCheck
 from deploykit.loadtest.grpc import read_message
 from deploykit.loadtest.load import load_test
+from deploykit.loadtest.wire import BodyCheck
 from deploykit.pipelines.pipeline import predict_files
 from tests.support.installed import needs
 from tests.support.measure.loads import at_least, load

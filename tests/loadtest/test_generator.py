@@ -16,7 +16,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import random_feeds
 from deploykit.loadtest.client import run_plans
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.schedule import NO_ANSWER, UNSENT
+from deploykit.loadtest.wire import NO_ANSWER, UNSENT
 from tests.support.measure.loads import TRIES, at_least, client_of, load
 from tests.support.stand_in import ANSWER, StandIn, reply
 
@@ -206,8 +206,7 @@ def test_a_generator_that_used_up_its_core_tries_again_with_more_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("deploykit.loadtest.load.usable_cores", lambda: 4)
-    for module in ("load", "result"):
-        monkeypatch.setattr(f"deploykit.loadtest.{module}.BUSY_CORE", 0.0)
+    monkeypatch.setattr("deploykit.loadtest.load.BUSY_CORE", 0.0)
     with StandIn().running() as url:
         result = load_test(url, concurrency=4, **QUICK)
     assert (result.processes, result.connections) == (2, 4)

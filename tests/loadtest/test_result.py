@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, GateFailed
-from deploykit.loadtest.result import apply_conditions, parse_conditions, summarise
-from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
-from deploykit.reporting.points import LoadResult
-from deploykit.reporting.report import Report
+from deploykit.loadtest.client import Load, RunRecord
+from deploykit.loadtest.load import apply_conditions, parse_conditions, summarise
+from deploykit.loadtest.wire import NO_ANSWER, UNSENT
+from deploykit.reporting.report import LoadResult, Report
 from deploykit.reporting.verdict import verdict
 
 OPEN, CLOSED = Load(100.0, 1024, 0.0, 10.0), Load(None, 1, 0.0, 10.0)

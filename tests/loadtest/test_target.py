@@ -15,15 +15,14 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.loadtest.check import error_text
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.schedule import NO_ANSWER
 from deploykit.loadtest.server import Server, find_server
 from deploykit.loadtest.target import (
     find_model,
     make_requests,
     model_options,
 )
+from deploykit.loadtest.wire import NO_ANSWER, error_text
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.loads import at_least, load, run_here
 from tests.support.serving.running import Running, running

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.engines.oip.protobuf import message_from
-from deploykit.loadtest.check import AnswerCheck
+from deploykit.engines.oip import message_from
 from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
-from deploykit.loadtest.http import Http1, NotHttpError
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.schedule import WRONG
+from deploykit.loadtest.wire import WRONG, AnswerCheck, Http1, NotHttpError
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import ANSWER, StandIn, reply
 

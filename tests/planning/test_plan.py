@@ -19,13 +19,13 @@ from onnx import TensorProto, helper
 
 import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed, NotFound
-from deploykit.core.machine import default_threads
+from deploykit.core.machine import default_threads, this_machine
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import COMPUTE, LAUNCH, MEMORY, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.planning import probe
-from deploykit.planning.capacity import (
+from deploykit.planning.plan import (
     QUEUE,
     ReplicaModel,
     capacity,
@@ -129,7 +129,7 @@ def test_a_doubtful_probe_is_noted_and_measured_again(
     monkeypatch.setattr(probe, "measure_cpu", lambda *_, **__: replace(quiet, spread=again))
     assert "calls took 2.0 times their least" in replace(quiet, spread=2.0).doubt
     notes = dk.plan(model, profiles=["cpu"]).notes
-    assert ["calls took" in note for note in notes] == [True] * (kept > 1)
+    assert sum("calls took" in note for note in notes) == (kept > 1)
     calibration, _ = probe.cpu_calibration(only_kept=True)
     assert calibration is not None
     assert calibration.spread == kept
@@ -268,28 +268,12 @@ def test_without_any_prediction_no_latency_is_missed(model: Path) -> None:
         found.raise_if_none_meets()
 
 
-@pytest.mark.parametrize(("gain", "apart"), [(4.0, True), (1.2, False)])
-def test_precisions_that_predictions_cannot_tell_apart_are_named(
-    gain: float, apart: bool, tmp_path: Path
-) -> None:
-    """A product so large that all else is nothing, `gain` times as fast in INT8."""
-    path = saved(tmp_path, "MatMul", (1024, 512), weights=np.ones((512, 512), np.float32))
-    found = round_calibration()
-    slow = found.curves["fp32 matrix product"]
-    fast = replace(slow, seconds=tuple(each / gain for each in slow.seconds))
-    curves = {**found.curves, "int8 matrix product": fast}
-    assert store_calibration(replace(found, curves=curves)) == []
-    notes = dk.plan(path, profiles=["cpu", "l4"]).notes
-    assert any("int8 at batch 1024 may be faster or slower" in each for each in notes) != apart
-
-
 def test_int8_placed_for_tensorrt_is_predicted_as_the_cpu_runs_it(tmp_path: Path) -> None:
     path = save(mnist_like(), tmp_path / "m.onnx")
     ranges, latency = calibrate(path, samples(mnist_like())), {}
-    for runtime, noted in (("tensorrt", True), ("onnxruntime", False)):
+    for runtime in ("tensorrt", "onnxruntime"):
         pairs = save(to_pairs(mnist_like(), ranges, runtime=runtime), tmp_path / f"{runtime}.onnx")
         found = dk.plan(pairs, profiles=["cpu"], batches=[8])
-        assert any("INT8 nodes of this file in float32" in note for note in found.notes) == noted
         latency[runtime] = found.targets[0].predictions[0].latency_ms
     float32 = dk.plan(path, profiles=["cpu"], batches=[8]).targets[0].predictions[0].latency_ms
     assert latency["tensorrt"] > float32 > latency["onnxruntime"]
@@ -406,11 +390,11 @@ def test_sizes_that_leave_tensor_cores_idle_are_named_with_their_share(tmp_path:
 
 
 def test_a_probe_measures_every_kind_below_its_ceilings() -> None:
-    measured = measure_cpu("a CPU", "2026-01-01", threads=1, budget_s=0.0)
+    measured = measure_cpu(threads=1, budget_s=0.0)
     fp32 = {f"fp32 {kind}" for kind in kinds.KINDS if kind != kinds.OTHER}
     assert fp32 < set(measured.curves)
     assert {"int8 convolution", "int8 matrix product"} < set(measured.curves)
-    assert (measured.cpu, measured.threads) == ("a CPU", 1)
+    assert (measured.cpu, measured.threads) == (this_machine().cpu, 1)
     assert measured.runtime.startswith("onnxruntime ")
     for name, curve in (*measured.curves.items(), ("stream", measured.stream)):
         assert list(curve.seconds) == sorted(curve.seconds)  # more work never takes less time

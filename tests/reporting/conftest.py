@@ -8,8 +8,15 @@ import pytest
 
 from deploykit.core.evidence import Gate, Interval
 from deploykit.evaluation.latency import Latency
-from deploykit.reporting.points import CLOSED_LOOP, LoadResult, Point
-from deploykit.reporting.report import Accuracy, NotMeasured, Report, Step
+from deploykit.reporting.report import (
+    CLOSED_LOOP,
+    Accuracy,
+    LoadResult,
+    NotMeasured,
+    Point,
+    Report,
+    Step,
+)
 from deploykit.reporting.verdict import verdict
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

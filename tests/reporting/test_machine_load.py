@@ -9,11 +9,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from deploykit.benchmarking.timing import Setup, Timing, sweep
+from deploykit.benchmarking.timing import Setup, Timing, Turns, make_point
 from deploykit.engines.engine import Arrays
 from deploykit.reporting import machine_load
 from deploykit.reporting.machine_load import Watch, Window, invalid, marks, sum_up
-from deploykit.reporting.points import Point
+from deploykit.reporting.report import Point
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.virtual_time import feeds
 
@@ -147,7 +147,8 @@ def timed(
     machine.now_s, watch = 0.0, machine.watch()
     setups = [Setup(label, lambda: Disturbed(machine, other)) for label in "AB"]
     timing = Timing(0.0, 2.5, rounds=10)
-    return sweep(setups, batches, timing, feeds, clock=machine, watch=watch), watch
+    turns = Turns(timing, clock=machine, watch=watch)
+    return [make_point([each]) for each in turns.measure(setups, batches, feeds)], watch
 
 
 def test_a_core_in_thirty_percent_of_the_run_is_named_and_a_quiet_run_has_no_mark(

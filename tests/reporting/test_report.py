@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.benchmarking.cpu_search import best_cpu
+from deploykit.benchmarking.columns import best_cpu
 from deploykit.core.errors import BadInput, DeploykitError, NotFound
 from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
@@ -22,8 +22,7 @@ from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.evaluation.statistics import ratio
 from deploykit.reporting.compare import compare_reports
 from deploykit.reporting.machine_load import Outside, Window
-from deploykit.reporting.points import Point, crossover
-from deploykit.reporting.report import PeakMemory, Report, read, speedup, write
+from deploykit.reporting.report import PeakMemory, Point, Report, crossover, read, write
 from deploykit.reporting.tables import details
 from deploykit.reporting.tables import machine as machine_table
 from deploykit.reporting.verdict import verdict
@@ -210,9 +209,10 @@ def test_a_ratio_is_paired_by_round_of_equal_measurements(
     change: dict[str, Any], report: Report
 ) -> None:
     a, b = find(report, "int8 CPU", 32), find(report, "fp32 CPU (baseline)", 32)
-    assert speedup(a, b) == ratio(a.round_rates, b.round_rates)
+    alone = replace(report, points=())
+    assert alone.speedup(a, b) == ratio(a.round_rates, b.round_rates)
     with pytest.raises(BadInput, match=f"cannot be compared: {next(iter(change))}"):
-        speedup(a, replace(b, **change))
+        alone.speedup(a, replace(b, **change))
     points = tuple(p for p in report.points if p.label == report.baseline or p.batch >= 8)
     assert {item.batch for item in replace(report, points=points).speedups} == {8, 16, 32, 64}
     assert replace(report, points=points, baseline="no such setup").speedups == ()

@@ -50,8 +50,8 @@ class StandIn:
         self.tasks.add(asyncio.get_running_loop().create_task(self.serve(reader, writer)))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
+        with suppress(asyncio.IncompleteReadError, ConnectionError, IndexError):
+            while True:  # an HTTP/2 client sends lines of one word
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 fields = dict(line.lower().split(": ", 1) for line in head[1:] if line)
                 body = await reader.readexactly(int(fields.get("content-length", 0)))

@@ -211,7 +211,8 @@ def test_processes_make_the_samples_of_one(size: int) -> None:
     ("augment_s", "said"),
     [
         (1, "the steps waited for data in 6.2% of the time"),
-        (10, "the data loader was the limit: 40% of the time"),
+        (10, "the steps waited for data in 40.0% of the time"),
+        (30, "the data loader was the limit: the steps waited for data in 66.7% of the time"),
     ],
 )
 def test_a_run_says_how_long_it_waited_for_its_data(

@@ -9,28 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from deploykit.cli.main import main
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
-from deploykit.core.recipe import Split
 from deploykit.training import compare_devices as devices
 from deploykit.training.compare_devices import (
     NO_GPU,
     devices_html,
     devices_markdown,
     find_crossovers,
-    time_augmentation,
     time_devices,
 )
+from deploykit.training.options import TrainingOptions
 from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 STEPS = 4
-IMAGES = np.zeros((40, 9, 13, 3), np.uint8)
 RECIPE = "from tests.support.training import LINE as RECIPE\n"
 
 
@@ -41,7 +38,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_device_and_precision_has_a_row_or_a_reason() -> None:
-    rows = time_devices(LINE, SPLITS, [5, 20])
+    rows = time_devices(LINE, SPLITS, [5, 20], TrainingOptions())
     cpu = [(row.precision, row.batch) for row in rows if row.device == "cpu"]
     assert cpu == [("float32", 5), ("float32", 20), ("bf16", 5), ("bf16", 20)]
     for row in rows:
@@ -60,7 +57,7 @@ def test_a_batch_that_does_not_fit_is_not_measured() -> None:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return LINE.loss(y, labels)
 
-    small, large = time_devices(replace(LINE, loss=loss), SPLITS, [10, 20])[:2]
+    small, large = time_devices(replace(LINE, loss=loss), SPLITS, [10, 20], TrainingOptions())[:2]
     assert (small.absent, large.threads) == (None, None)
     assert "on 20 samples, cpu: does not fit into memory" in (large.absent or "")
 
@@ -71,7 +68,11 @@ def test_a_frozen_backbone_s_head_and_compiled_rows_are_timed(
     monkeypatch.setattr(torch, "compile", lambda run: run)  # it takes many seconds
     parts = OrderedDict(backbone=torch.nn.Linear(2, 3), head=torch.nn.Linear(3, 2))
     frozen = replace(LINE, build=lambda: torch.nn.Sequential(parts), backbone=("backbone", "head"))
-    rows = [row for row in time_devices(frozen, SPLITS, [5], compile=True) if row.device == "cpu"]
+    rows = [
+        row
+        for row in time_devices(frozen, SPLITS, [5], TrainingOptions(compile=True))
+        if row.device == "cpu"
+    ]
     assert (rows[0].absent, rows[0].steps) == (None, STEPS)
     names = [row.precision for row in rows]
     assert names == ["float32", "float32 compiled", "bf16", "bf16 compiled"]
@@ -106,37 +107,6 @@ def test_the_crossover_is_above_the_last_batch_at_which_the_gpu_is_not_ahead() -
     gpu = [row for each in ("float32", "bf16") for row in rows_of("cuda", each, [30, 30, 30])]
     found = {each["precision"]: each["batch"] for each in find_crossovers([*cpu, *gpu])}
     assert found == {"float32": 8, "bf16": 150}
-
-
-def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
-    labels = np.zeros(len(IMAGES), np.int64)
-    splits = replace(SPLITS, train=Split({"image": IMAGES}, labels))
-    recipe = replace(LINE, augment={"crop": 2})
-    rows = time_augmentation(recipe, splits, [4, 1000])
-    cpu = [row for row in rows if row.device == "cpu"]
-    assert [row.batch for row in cpu] == [4, len(IMAGES)]
-    assert all(row.steps == STEPS and row.loader_ms.value > 0 < row.threads for row in cpu)
-    if not torch.cuda.is_available():
-        assert [row.absent for row in rows if row.device == "cuda"] == [NO_GPU] * 2
-    assert time_augmentation(LINE, SPLITS, [4]) == []  # which declares none
-
-
-def test_the_report_gives_the_crossover_of_augmentation() -> None:
-    absent = [devices.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)]
-    for gpu, sentence in (
-        ([50, 2000, 9000], "from batch 32 on (measured: 8, 32, 150)"),
-        ([50, 100, 300], "at no batch size (measured: 8"),
-        (None, f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."),
-    ):
-        on_gpu = rows_of("cuda", devices.AUGMENTED, gpu) if gpu else absent
-        rows = (*rows_of("cpu", devices.AUGMENTED, [200, 250, 300]), *on_gpu)
-        table = a_table(augmentation=rows, batch=32)
-        assert sentence in table.verdict[-1]
-        shown = devices_markdown(table).splitlines()
-        cells = [line.strip("| ").split(" | ") for line in shown if "| GPU augmented" in line]
-        times = [float(row[3].partition(" ")[0]) for row in cells if gpu]
-        expected = [gpu[0] / 200, gpu[1] / 250, gpu[2] / 300] if gpu else []
-        assert times == pytest.approx(expected)
 
 
 def a_table(recipe: str = "cats-dogs", **changed: Any) -> devices.DeviceTable:
@@ -236,4 +206,4 @@ def test_the_folder_holds_the_report_and_the_articles_claims(
         assert f"GPU: not measured, {NO_GPU}." in (folder / "report.md").read_text()
     (folder / "report.json").write_text("{}")
     with pytest.raises(BadInput, match=r"report\.json"):
-        devices.compare_devices(recipe, folder)
+        devices.compare_devices(recipe, folder, TrainingOptions())

@@ -59,9 +59,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
     assert not same_weights(first, other)
 
 
-def test_training_starts_from_given_weights() -> None:
+def test_training_starts_from_given_weights(tmp_path: Path) -> None:
     weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
-    trained = run_training(replace(LINE, learning_rate=1e-30), SPLITS, CPU, weights=weights)
+    torch.save(weights, tmp_path / "net.pt")
+    options = replace(CPU, weights=tmp_path / "net.pt")
+    trained = run_training(replace(LINE, learning_rate=1e-30), SPLITS, options)
     assert torch.equal(trained.module.weight, weights["weight"])
 
 
@@ -339,6 +341,8 @@ def test_the_verb_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.Mon
     given |= dict.fromkeys(("compile", "fsdp", "augment"), True) | {"tf32": False}
     given |= {"amp": "bf16", "device": "cpu", "learning_rate": 0.5, "unfreeze": 0.25}
     given |= {"checkpoint": tmp_path / "c.ckpt", "tensorboard": tmp_path / "t"}
+    given["weights"] = tmp_path / "w.pt"
+    given["weights"].write_bytes(b"any")
     assert {each.name for each in fields(TrainingOptions)} == set(given)
     seen = []
     monkeypatch.setattr(loop, "run_training", lambda *found, **_: seen.append(found[2]) or 1 / 0)

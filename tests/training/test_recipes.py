@@ -238,13 +238,15 @@ NOISE = Split({"image": PIXELS}, np.arange(40) % 5)
 FEW = Splits(NOISE, NOISE, NOISE, "noise", build_with={"classes": 5})
 
 
-def test_only_what_may_learn_changes() -> None:
+def test_only_what_may_learn_changes(tmp_path: Path) -> None:
     """A frozen backbone stays; one that learns keeps the statistics of its BatchNorm: eval mode."""
     weights = Net().state_dict()
-    frozen = run_training(TRANSFER, FEW, CPU, weights=weights).module
+    torch.save(weights, tmp_path / "net.pt")
+    options = replace(CPU, weights=tmp_path / "net.pt")
+    frozen = run_training(TRANSFER, FEW, options).module
     for name, value in frozen.backbone.state_dict().items():
         assert torch.equal(value, weights[f"backbone.{name}"])
-    moved = run_training(TRANSFER, FEW, replace(CPU, unfreeze=0.5), weights=weights).module
+    moved = run_training(TRANSFER, FEW, replace(options, unfreeze=0.5)).module
     running = "backbone.1.running_mean"
     assert torch.equal(moved.state_dict()[running], weights[running])
     assert not torch.equal(moved.backbone[0].weight, weights["backbone.0.weight"])
@@ -307,9 +309,14 @@ class Shifted(Net):
     ],
     ids=["not a head", "none", "sizes"],
 )
-def test_what_cannot_be_transferred_is_refused(recipe: Recipe, weights: Any, reason: str) -> None:
+def test_what_cannot_be_transferred_is_refused(
+    recipe: Recipe, weights: Any, reason: str, tmp_path: Path
+) -> None:
+    if weights is not None:
+        torch.save(weights, tmp_path / "other.pt")
+    start = None if weights is None else tmp_path / "other.pt"
     with pytest.raises(BadInput, match=reason):
-        run_training(recipe, FEW, CPU, weights=weights, weights_from=Path("other.pt"))
+        run_training(recipe, FEW, replace(CPU, weights=start))
 
 
 def test_resnet18_transfer_takes_a_folder_and_torchvisions_weights(

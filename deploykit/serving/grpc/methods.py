@@ -13,7 +13,7 @@ from typing import Any
 
 from deploykit.core.errors import NotFound, Unsupported, quote
 from deploykit.core.tensors import Bytes
-from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL, message_from
+from deploykit.engines.oip import FILES, MESSAGES, POOL, message_from
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.grpc.call import STATUS, GrpcCall, Method, Replying, fail_with, parse_head
 from deploykit.serving.http2 import Http2Limits, Http2Port

@@ -21,7 +21,7 @@ from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, did_you_m
 from deploykit.core.json_value import check_json_size
 from deploykit.core.task import CLASSIFY, DETECT, SEGMENT, TEXT_CLASSIFY
 from deploykit.core.tensors import Bytes
-from deploykit.engines.tasks.engine import PNG, RLE, Item
+from deploykit.engines.tasks import PNG, RLE, Item
 from deploykit.serving.models.inference import MOST_ITEMS, Items, ModelRoute, TaskCall, too_many
 from deploykit.serving.models.pipelines import NOT_JSON, Sent, ServedPipeline
 from deploykit.serving.oip.json import parse_document

@@ -20,7 +20,7 @@ import orjson
 from deploykit.core.errors import BadInput, Expired, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
+from deploykit.engines.tasks import RLE, Item, TaskSteps, answer
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending

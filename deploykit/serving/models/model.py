@@ -19,7 +19,7 @@ from deploykit.core.task import Task
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
-from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.tasks import TaskSteps
 from deploykit.pipelines.threads import FairGate
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets

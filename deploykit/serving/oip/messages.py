@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
 from deploykit.core.tensors import Bytes
-from deploykit.engines.oip.protobuf import CONTENTS, MESSAGES, DecodeError
+from deploykit.engines.oip import CONTENTS, MESSAGES, DecodeError
 from deploykit.serving.oip.request import (
     LARGE_BYTES,
     Binary,

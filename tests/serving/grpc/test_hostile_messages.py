@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.engines.oip.protobuf import MESSAGES
+from deploykit.engines.oip import MESSAGES
 from deploykit.serving.oip import messages
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (

@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.oip.protobuf import DESCRIPTORS, FILES, MESSAGES
+from deploykit.engines.oip import DESCRIPTORS, FILES, MESSAGES
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.request import Request, RequestedOutput, Result, signature
 from deploykit.serving.shared_memory import Region

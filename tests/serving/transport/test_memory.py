@@ -23,7 +23,7 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.engine import Arrays
-from deploykit.engines.oip.protobuf import MESSAGES
+from deploykit.engines.oip import MESSAGES
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.connection import HttpLimits

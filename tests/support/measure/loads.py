@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deploykit.loadtest.client import Client, SendPlan
+from deploykit.loadtest.client import Client, Load, RunRecord, SendPlan
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.schedule import Load, RunRecord
 from deploykit.loadtest.server import find_server
 from deploykit.loadtest.target import find_model, make_requests
-from deploykit.reporting.points import LoadResult
+from deploykit.reporting.report import LoadResult
 
 TRIES = 5
 

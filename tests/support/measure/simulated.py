@@ -10,8 +10,7 @@ import numpy as np
 from deploykit.core.evidence import Interval
 from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import throughput
-from deploykit.reporting.points import CLOSED_LOOP, Point
-from deploykit.reporting.report import Report
+from deploykit.reporting.report import CLOSED_LOOP, Point, Report
 
 ROUNDS, CALLS, BATCHES = 5, 800, (1, 2, 4)
 MACHINE = {

@@ -8,11 +8,11 @@ from itertools import groupby
 
 import numpy as np
 
-from deploykit.benchmarking.timing import Setup, Timing, sweep
+from deploykit.benchmarking.timing import Setup, Timing, Turns, make_point
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.reporting.points import Point
+from deploykit.reporting.report import Point
 from tests.support.fake_engine import FakeEngine
 
 QUICK = Timing(warmup_s=0.0, seconds=1.0, rounds=2)
@@ -90,7 +90,8 @@ class Bench:
         timing: Timing = QUICK,
         on_progress: Progress = no_progress,
     ) -> list[Point]:
-        return sweep(setups, batches, timing, self.feeds, on_progress, clock=self.clock)
+        turns = Turns(timing, on_progress, self.clock)
+        return [make_point([each]) for each in turns.measure(setups, batches, self.feeds)]
 
     @property
     def order(self) -> str:

@@ -1,26 +1,26 @@
-"""Write a report as one HTML file that needs no network, no second file and no script.
+"""Write a report as one HTML file without network, second file or script, and as Markdown.
 
 Every string of the document is escaped, and the page's policy forbids it to load or run anything.
-The same document gives the same bytes.
+Markdown has the order of the page. The same document gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import LOOK
 from deploykit.evaluation.formatting import Table, html_table, safe
-from deploykit.reporting.charts import Chart, draw
-from deploykit.reporting.figures import charts, served_chart
+from deploykit.reporting.charts import Chart, charts, draw, served_chart
 from deploykit.reporting.tables import (
     details,
+    gates,
     machine,
     serving_table,
     summary,
-    text_columns,
 )
 
 CSS = "".join(p.read_text(encoding="utf-8") for p in (LOOK, Path(__file__).with_name("report.css")))
@@ -40,17 +40,11 @@ def report_page(document: Mapping[str, Any]) -> str:
         for each in details(document)
     ]
     sentences = [f"<li>{safe(sentence)}</li>" for sentence in document["verdict"][1:]]
-    gates = "".join(
-        f'<li class="{"met" if gate["passed"] else "unmet"}">'
-        f"<strong>{'✓ met' if gate['passed'] else '✗ NOT met'}</strong> "
-        f"{safe(gate['name'])} <span>{safe(gate['detail'])}</span></li>"
-        for gate in document["gates"]
-    )
     conclusions = f"<ul>{''.join(sentences[:CONCLUSIONS])}</ul>" * bool(sentences)
     if more := "".join(sentences[CONCLUSIONS:]):
         title = "Further conclusions"
         folded.insert(0, f"<details><summary>{title}</summary><ul>{more}</ul></details>")
-    conclusions += f'<ul class="gates">{gates}</ul>' * bool(gates)
+    conclusions += html_table(gates(document), caption=False) * bool(document["gates"])
     busy = any(sentence.startswith(DISTURBED) for sentence in document["verdict"][:1])
     short = html_table(summary(document), caption=False)
     notes = "".join(f"<li>{safe(note)}</li>" for note in document["notes"])
@@ -102,13 +96,9 @@ def section_html(title: str, name: str, content: str) -> str:
 
 
 def figure_html(figure: Chart) -> str:
-    """Return a chart with its finding, and the data that no table of the report has."""
-    table = Table(figure.title, figure.columns, figure.rows, text_columns(figure.columns))
-    rows = html_table(table, caption=False)
-    data = f"<details><summary>The figures of this chart</summary>{rows}</details>" * bool(rows)
     return (
         f"<figure><h2>{safe(figure.title)}</h2>{draw(figure)}"
-        f"<figcaption>{safe(figure.finding)}</figcaption>{data}</figure>"
+        f"<figcaption>{safe(figure.finding)}</figcaption></figure>"
     )
 
 
@@ -155,3 +145,51 @@ def _frame(drawn: Sequence[Chart]) -> str:
         f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
         f'style="width: 100%; height: 560px; border: 0"></iframe>'
     )
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """Return the same Markdown for the same document. Strings of the document are escaped."""
+    drawn, missing = charts(document)
+    command = document["command"].splitlines() or ["(command not recorded)"]
+    sentences = [_text(sentence) for sentence in document["verdict"]]
+    everything = (gates(document), *details(document))
+    lines = [
+        f"# {_text(document['title'])}\n",
+        *(f"{sentence}\n" for sentence in sentences[: 1 + CONCLUSIONS]),
+        *table_lines(summary(document)),
+        "## What the measurements show\n",
+        *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in drawn),
+        *(f"- {_text(sentence)}" for sentence in missing),
+        "\n## How it was measured\n",
+        f"Made {_text(document['created'])} with:\n",
+        *(f"    {line}" for line in command),
+        "",
+        *(f"- {_text(note)}" for note in document["notes"]),
+        "",
+        *table_lines(machine(document)),
+        "## Everything\n",
+        *(f"- {sentence}" for sentence in sentences[1 + CONCLUSIONS :]),
+        "",
+        *(line for table in everything for line in table_lines(table, level=3)),
+    ]
+    return re.sub("\n{3,}", "\n\n", "\n".join(lines).rstrip()) + "\n"
+
+
+def table_lines(table: Table, level: int = 2) -> list[str]:
+    if not table.rows:
+        return []
+    rule = ["---" if i in table.text else "---:" for i in range(len(table.columns))]
+    rows = [_row(table.columns), "| " + " | ".join(rule) + " |", *map(_row, table.rows)]
+    note = ["", _text(table.note)] if table.note else []
+    return [f"{'#' * level} {_text(table.title)}", "", *rows, *note, ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(_text(cell) for cell in cells) + " |"
+
+
+def _text(text: str) -> str:
+    """Return `text` on one line, escaped for Markdown."""
+    line = re.sub(r"[ \r\n]", " ", text)
+    line = re.sub(r"([\\`*_|\[\]])", r"\\\1", line)
+    return line.replace("<", "&lt;").replace(">", "&gt;")
