@@ -33,7 +33,7 @@ from deploykit.core.tensors import TensorSpec, concrete
 if TYPE_CHECKING:
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.engines.torch.presets import Preset
-    from deploykit.exporting.heads import TaskHead
+    from deploykit.exporting.heads.head import TaskHead
 
 _IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
 # TensorRT's TopK takes no more boxes
@@ -122,7 +122,7 @@ def with_task(
         from deploykit.engines.torch.loaded import with_preprocess
 
         return Tasked(with_preprocess(loaded, pixels) if pixels else loaded, pixels=pixels)
-    from deploykit.exporting.heads import own_module
+    from deploykit.exporting.heads.head import own_module
     from deploykit.exporting.library import check_answers
 
     takes, image = options.kind.takes, any(len(spec.shape) == 4 for spec in loaded.inputs)
@@ -145,7 +145,7 @@ def with_task(
 def _head(
     loaded: Loaded, options: TaskOptions, config: dict[str, Any], size: tuple[int, int] = (0, 0)
 ) -> TaskHead:
-    from deploykit.exporting.heads import HeadRequest
+    from deploykit.exporting.heads.head import HeadRequest
 
     kind = options.kind.name
     if loaded.preset and loaded.preset.unfit:
@@ -383,7 +383,7 @@ def _with_text(loaded: Loaded, model: Path | None, options: TaskOptions) -> Task
         low, _ = loaded.limits.get(axis, (1, None))
         loaded = replace(loaded, limits={**loaded.limits, axis: (low, text.max_length)})
     if "pooling" in options.kind.options:
-        from deploykit.exporting.heads import with_pooling
+        from deploykit.exporting.heads.embed import with_pooling
 
         loaded = with_pooling(loaded, options.pooling, folder)
     head = _head(loaded, options, config)

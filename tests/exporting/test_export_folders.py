@@ -31,7 +31,7 @@ from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.engines.data.images import place  # noqa: E402
 from deploykit.engines.torch.loaded import load_live  # noqa: E402
 from deploykit.engines.torch.open import load_folder  # noqa: E402
-from deploykit.exporting.heads import own_module  # noqa: E402
+from deploykit.exporting.heads.head import own_module  # noqa: E402
 from deploykit.exporting.library import check_answers, check_pixels, preset_of_folder  # noqa: E402
 from deploykit.exporting.task import read_options, with_task  # noqa: E402
 from tests.support.bert import save_tiny_bert  # noqa: E402
