@@ -52,10 +52,10 @@ from deploykit.serving.transport.connection import (
 )
 from deploykit.serving.transport.encodings import (
     COMPRESSED,
+    check_charset,
     choose_encoding,
     compress,
     decompress,
-    unknown_charset,
 )
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi, status
@@ -365,7 +365,7 @@ class Routes:
             verb, route = self._table.get(head.path) or self._find(head.path)
             if head.method == verb or (head.method == "HEAD" and verb == "GET"):
                 if head.charset is not None and len(call.body):
-                    raise unknown_charset(head.charset)
+                    check_charset(head.charset, call.body)
                 route(call)
                 return
             allow = "GET, HEAD" if verb == "GET" else verb
