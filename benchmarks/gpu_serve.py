@@ -1,4 +1,4 @@
-"""The server on an NVIDIA GPU: worker processes, tensors and JPEGs. Not yet run on a GPU.
+"""The server on an NVIDIA GPU: worker processes, tensors and JPEGs.
 
     python benchmarks/gpu_serve.py [--parts workers,front-ends] [--workers 1,2,4,8,16]
         [--out out/gpu-serve] [--limit-s 570]
@@ -29,6 +29,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 HERE, NAME = str(Path(__file__).resolve()), "gpu_serve"
 PARTS = ("workers", "front-ends")
 WORKERS, CONNECTIONS = (1, 2, 4, 8, 16), (1, 32, 256)
+IN_TURN = 6, 26  # rows of batches that a server of 32 connections was seen to make
 STAND_IN = str(BENCHMARKS / "serve" / "servers" / "stand_in.py")
 Row = dict[str, Any]
 
@@ -96,14 +98,26 @@ def run_one(options: argparse.Namespace) -> int:
 
 
 def make(work: Path, rehearse: bool) -> Row:
-    """m.onnx, a classifier in fp16 that takes uint8 images, and m.jpg."""
+    """m.onnx, a classifier in fp16 that takes uint8 images, and m.jpg.
+
+    Its batch norms have the statistics of photos. With those of a new model each photo gets the
+    same scores, which proves nothing about its rows, so that the server would not join them.
+    """
+    import torch
     from gpu_zoo import member
 
     import deploykit as dk
-    from tests.support.zoo.members import prepare
+    from tests.support.zoo.members import photos, prepare
+
+    def tune(module: Any, _sample: Any) -> None:
+        module.train()
+        with torch.no_grad():
+            for seed in range(4 if rehearse else 20):
+                module(torch.from_numpy(photos(4 if rehearse else 16, seed)))
+        module.eval()
 
     name = "resnet18" if rehearse else "resnet50"
-    files = prepare(member(name), work, samples=16)
+    files = prepare(replace(member(name), tune=tune), work, samples=16)
     dk.export(files.model, out=work / "fp32.onnx", arch=name, task="classify")
     made = dk.quantize(work / "fp32.onnx", "fp16", work / "m.onnx")
     (work / "m.jpg").write_bytes(jpeg(224))
@@ -124,7 +138,7 @@ def jpeg(side: int) -> bytes:
 
 
 def engine_alone(work: Path, seconds: float, rehearse: bool) -> Iterator[Row]:
-    """Images per second of bare calls."""
+    """Images per second of bare calls: of one batch size, and of two in turn, as servers have."""
     from contextlib import nullcontext
 
     import deploykit as dk
@@ -133,12 +147,30 @@ def engine_alone(work: Path, seconds: float, rehearse: bool) -> Iterator[Row]:
     from scripts.gpu.cpu_as_gpu import cpu_as_gpu
 
     with cpu_as_gpu() if rehearse else nullcontext(), dk.load(work / "m.onnx", "cuda") as engine:
-        for batch in (1, 4) if rehearse else (1, 32, 128):
-            feeds = random_feeds(engine.inputs, {"N": batch})
+        calls = {n: random_feeds(engine.inputs, {"N": n}) for n in (1, 8, 32, 128, *IN_TURN)}
+        for batch in (1, 8) if rehearse else (1, 8, 32, 128):
             block = run_block(
-                [engine], feeds, batch, seconds, time.perf_counter_ns, settle_s=seconds / 2
+                [engine], calls[batch], batch, seconds, time.perf_counter_ns, settle_s=seconds / 2
             )
-            yield {"batch": batch, "per_s": block.rate, "device": engine.device}
+            yield {"batch": str(batch), "per_s": block.rate, "device": engine.device}
+        sizes = " and ".join(map(str, IN_TURN))
+        for how in ("", ", prepared as in a server"):
+            if how:
+                engine.prepare((calls[n] for n in (32, 8, 1)), joined=True)
+            rate = in_turn(engine, [calls[n] for n in IN_TURN], seconds)
+            yield {"batch": f"{sizes} in turn{how}", "per_s": rate, "device": engine.device}
+
+
+def in_turn(engine: Any, calls: Sequence[Any], seconds: float) -> float:
+    """Rows per second of calls of different sizes, one after the other, after one of each."""
+    for feeds in calls:
+        engine(feeds)
+    rows, started = 0, time.perf_counter()
+    while time.perf_counter() < started + seconds:
+        for feeds in calls:
+            engine(feeds)
+        rows += sum(IN_TURN)
+    return rows / (time.perf_counter() - started)
 
 
 def serve(which: str, work: Path, count: int, rehearse: bool) -> Iterator[Row]:
@@ -152,6 +184,9 @@ def serve(which: str, work: Path, count: int, rehearse: bool) -> Iterator[Row]:
         command = [PYTHON, "-m", program, "serve", f"m={work / 'm.onnx'}", "--device", "cuda"]
         command += ["--workers", str(count), "--http-port", str(port), "--grpc-port=none"]
     with started(command, lambda: ready(port), cwd=BENCHMARKS.parent) as running:
+        if which == "serve" and not joins(port):
+            yield {"error": "the server runs requests one by one: its log says why"}
+            return
         for kind, more in kinds.items():
             for connections in (8,) if rehearse else CONNECTIONS:
                 row = load(running, port, connections, more, rehearse)
@@ -164,6 +199,12 @@ def ready(port: int) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+def joins(port: int) -> bool:
+    """Whether the server puts requests into batches."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/m/config", timeout=5) as reply:
+        return bool(json.load(reply)["max_batch_size"] > 1)
 
 
 def load(running: Running, port: int, connections: int, more: Sequence[str], rehearse: bool) -> Row:

@@ -1,4 +1,4 @@
-"""`deploykit bench` of five models on an NVIDIA GPU against the tuned CPU. Not yet run on a GPU.
+"""`deploykit bench` of five models on an NVIDIA GPU against the tuned CPU.
 
     python benchmarks/gpu_zoo.py [--models resnet50,lstm] [--out out/gpu-zoo] [--limit-s 570]
     python benchmarks/gpu_zoo.py --rehearse     small, the CPU in the GPU's place: no figure counts

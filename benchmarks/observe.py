@@ -22,7 +22,7 @@ from opentelemetry.trace import set_span_in_context
 from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.logs import configure
-from deploykit.serving.observe.prometheus import expositions
+from deploykit.serving.observe.metrics import expositions
 from deploykit.serving.observe.tracing import Tracer
 from deploykit.serving.options import ServeOptions
 

@@ -158,7 +158,7 @@ def step_costs_us(engine, rows: np.ndarray, max_batch: int) -> dict[str, float]:
     return {
         "decode": each_us(lambda: oip.decode(body, json_bytes, model)),
         f"stack, batch {max_batch}": each_us(lambda: stack(batch)) / max_batch,
-        "encode": each_us(lambda: oip.encode("m", "1", request, outputs, model)),
+        "encode": each_us(lambda: oip.encode("m", request, outputs, model)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The articles' experiment and the tables of devices, in one command. Not yet run on a GPU.
+"""The articles' experiment and the tables of devices, in one command.
 
     python benchmarks/training.py [--out out/training] [--limit-s 470] [--rehearse]
 
@@ -70,7 +70,7 @@ def planned(out: Path, rehearse: bool, gpus: int) -> Iterator[Step]:
     for each in RECIPES:
         options = ("--compare-devices", "--json", "--force", "-o", out / f"devices-{each}", *small)
         chosen = recipe if each == "cats-dogs" else each
-        yield step("devices", each, 90, *train, chosen, *options)
+        yield step("devices", each, 180 if each == "cats-dogs" else 90, *train, chosen, *options)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     on = [f"--device={each}" for each in device.values()]
     for name, option in (("DDP", on), ("FSDP", [*on, "--fsdp"])):

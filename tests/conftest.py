@@ -37,13 +37,14 @@ gc.disable()  # until all is collected: little of that is garbage
 
 DIED = pytest.StashKey[bool]()
 
-EXPORTS = (
+EXPORTS = (  # and what else imports the slow parts of torch, torchvision and scikit-learn
+    "tests/cli/test_first_error.py",
+    "tests/engines/test_torch",
     "tests/evaluation/test_compare.py",
     "tests/exporting/",
     "tests/test_examples.py",
     "tests/test_find_shapes.py",
-    "tests/training/test_folders.py",
-    "tests/training/test_loop.py",
+    "tests/training/",
     "tests/zoo/test_recipes.py",
     "tests/zoo/test_small.py",
 )

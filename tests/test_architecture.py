@@ -16,7 +16,7 @@ from deploykit.core.runtime import ALL as RUNTIMES
 PACKAGE = Path(__file__).resolve().parent.parent / "deploykit"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "_data" not in path.parts)
 DOCUMENT = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-LINES = 60_441  # of the package, blank lines and docstrings included; whoever merges lowers it
+LINES = 60_076  # of the package, blank lines and docstrings included; whoever merges lowers it
 
 MAY_IMPORT: dict[str, set[str]] = {}  # room -> the rooms that its files may import
 for room, others in re.findall(r"^\| `(\w+)` \| (.*?) \|", DOCUMENT, re.MULTILINE):
@@ -37,7 +37,7 @@ OWNERS = {
     "timm": {"engines/torch/presets.py"},
     "safetensors": {"engines/torch/files.py"},
     "PIL": {"engines/data/images.py"},
-    "tokenizers": {"engines/tasks/texts.py"},
+    "tokenizers": {"engines/data/texts.py"},
     "onnx": {
         *("graph/", "quantization/", "exporting/", "planning/probe.py"),
         *("evaluation/divergence.py", "evaluation/simulate.py"),
@@ -47,16 +47,16 @@ OWNERS = {
         "quantization/calibrate.py",
     },
     "sklearn": {"training/data.py"},
-    "tensorrt": {"engines/tensorrt/", "building/tensorrt/module.py", "building/tensorrt/build.py"},
-    "tensorrt_rtx": {"building/tensorrt/module.py"},
+    "tensorrt": {"engines/tensorrt/", "building/tensorrt.py"},
+    "tensorrt_rtx": {"building/tensorrt.py"},
     "cuda": {"engines/cuda/driver.py"},
-    "httptools": {"serving/server.py", "serving/http/head.py"},
+    "httptools": {"serving/server.py", "serving/http/connection.py"},
     "uvloop": {"serving/server.py"},
     "orjson": {"serving/"},
-    "hpack": {"serving/http2/", "loadtest/grpc.py"},
-    "google": {"engines/oip/protobuf.py", "graph/parse.py"},
+    "hpack": {"serving/http2.py", "loadtest/grpc.py"},
+    "google": {"engines/oip/__init__.py", "graph/parse.py"},
     "pynvml": {"engines/devices.py"},
-    "prometheus_client": {"serving/observe/prometheus.py"},
+    "prometheus_client": {"serving/observe/metrics.py"},
     "opentelemetry": {"serving/observe/tracing.py"},
     "ray": {"deploying/ray_app.py", "evaluation/ray_data.py"},
     "starlette": {"deploying/ray_app.py"},

@@ -14,8 +14,7 @@ from deploykit.serving.models import reload, shadow
 from deploykit.serving.models.pipelines import PipelineCounts
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
-from deploykit.serving.observe.metrics import Sampler
-from deploykit.serving.observe.prometheus import METRICS, Sample
+from deploykit.serving.observe.metrics import METRICS, Sample, Sampler
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.scrapes import exposition

@@ -78,7 +78,7 @@ def test_the_engine_is_compared_run_and_timed_and_doctor_knows_it(place: Place) 
     assert place.run("compare", "model.onnx", "model.wrapped").code == 0
     ran = place.answer("predict", "model.wrapped", "samples.npz", "-o", "y.npz")
     assert ran["samples"] == 8
-    timed = ("--against", "model.onnx", "--batches", "1", "--quick", "--seconds", "0.3")
+    timed = ("--against", "model.onnx", "--batches", "1", "--quick", "--seconds", "0.05")
     report = place.answer("bench", "model.wrapped", *timed)
     assert {"wrapped 1.0"} < {point["runtime"] for point in report["points"]}
     named = {check["command"]: check["works"] for check in place.answer("doctor")["checks"]}

@@ -122,7 +122,7 @@ def open_entry(
     if artefact.runtime.name == "torch":
         from deploykit.engines.torch.engine import describes_itself  # needs torch
 
-        if artefact.format == "torch" and not describes_itself(artefact.path):  # weights only
+        if not describes_itself(artefact.path):  # weights only
             if arch is None:
                 raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
             return replace(entry, options={"arch": arch}, opened_as_built=False)

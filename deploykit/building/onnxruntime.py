@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from deploykit.building.builder import BuildResult, Shapes
+from deploykit.building.builder import BuildResult, Shapes, check_one_file
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import require
@@ -20,10 +20,8 @@ from deploykit.engines.onnxruntime.engine import (
     read_weights,
     session_options,
 )
-from deploykit.graph.facts import onnx_files
 
 ort = require("onnxruntime")
-_MOST_BYTES = (1 << 31) - 1  # limit of a protobuf message
 
 
 def build_engine(
@@ -40,7 +38,7 @@ def build(path: Path, out: Path) -> dict[str, str]:
     ONNX Runtime refuses, and for a full disk; `out` is complete or unchanged.
     """
     check_readable(path)
-    _check_size(path)
+    check_one_file(path)
     options = session_options(None, exact=False)  # loading makes it exact where needed
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     weights = read_weights(path, options)  # else the result would look for them next to itself
@@ -66,14 +64,3 @@ def build(path: Path, out: Path) -> dict[str, str]:
         "device": "cpu",
         "optimisation": "extended",
     }
-
-
-def _check_size(path: Path) -> None:
-    """Raise Unsupported where the result, which is one file, could not hold the weights."""
-    size = sum(file.stat().st_size for file in onnx_files(path) if file.is_file())
-    if size > _MOST_BYTES:
-        raise Unsupported(
-            f"{path}: has {size:,} bytes with its weights; a build for a CPU is one ONNX file, "
-            f"which holds at most {_MOST_BYTES:,}",
-            hint="serve, bench and predict need no build; a lower precision is smaller (quantize)",
-        )

@@ -13,7 +13,7 @@ from deploykit.core.task import EMBED
 from deploykit.evaluation.formatting import SPACE, Table, number, spread
 
 if TYPE_CHECKING:
-    from deploykit.building.tensorrt.build import BuildCheck
+    from deploykit.building.tensorrt import BuildCheck
     from deploykit.core.evidence import Evidence, Interval, Parity, ParityRow, SearchRecord
     from deploykit.core.task import Task
     from deploykit.demonstration import DemoResult

@@ -24,7 +24,7 @@ INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 COLOURS = ("RGB", "BGR", "L")
 TOKENIZER = ".tokenizer.json"  # appended to the artefact's name
 _HEADS = "deploykit.exporting.heads"
-_ANSWERS = "deploykit.engines.tasks.engine"
+_ANSWERS = "deploykit.engines.tasks"
 
 
 @dataclass(frozen=True)

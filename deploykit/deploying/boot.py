@@ -38,10 +38,10 @@ from deploykit.deploying.slots import (
     decide,
 )
 from deploykit.engines.engine import check_device
-from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.tasks import TaskSteps
 from deploykit.evaluation.artefacts import span
 from deploykit.evaluation.verify import open_proven, prove_engine
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.serve import serve_until_stopped
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from deploykit.building.build import build
-from deploykit.building.runtime import few_integers
-from deploykit.building.tensorrt.options import AxisRange, parse_axis, parse_batch, ranges
+from deploykit.building.build import build, few_integers
+from deploykit.building.builder import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, Unsupported, did_you_mean, quote
 from deploykit.core.evidence import Evidence

@@ -15,7 +15,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.deploying.folder import Bundle
 from deploykit.deploying.slots import EngineKey
 from deploykit.engines.engine import check_device
-from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here
+from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here, read_machine
 from deploykit.evaluation.doctor import (
     first_jetpack,
     in_range,
@@ -38,9 +38,8 @@ def gpu_number(device: str) -> int:
 def read_gpu(number: int, _on_progress: object = None) -> Here:
     """Read GPU and TensorRT. Raises MissingExtra without TensorRT, Unsupported without a GPU."""
     from deploykit.engines.cuda.driver import CudaDevice
-    from deploykit.engines.tensorrt.open import here
 
-    return here(CudaDevice(number))
+    return read_machine(CudaDevice(number))
 
 
 def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[str]:

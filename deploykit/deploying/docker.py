@@ -29,7 +29,7 @@ from deploykit.deploying.wheels import (
     read_lock,
     write_requirements,
 )
-from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.oip.request import to_bytes
 
 
 def sbom(contents: Contents, image: Image, packages: Sequence[Locked], wheel_sha256: str) -> str:

@@ -39,7 +39,7 @@ from deploykit.core.task import TOKENIZER
 from deploykit.engines.data.samples import INPUTS, read_npz
 from deploykit.evaluation.artefacts import copy_checked
 from deploykit.evaluation.outputs import check_inputs, check_owned, overwrites, paths
-from deploykit.graph.facts import external_files
+from deploykit.graph.parse import external_files
 
 # The name is also part of the names of files, a systemd unit and a container image.
 SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")

@@ -19,7 +19,7 @@ from deploykit.core.precision import names_of
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.deploying.folder import Contents, fill_templates, sample_rows
 from deploykit.engines.batching import why_no_batch
-from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.oip.request import to_bytes
 
 _MODEL = "model.onnx"
 # precision of a graph besides float32 -> value of Triton's `precision_mode` for ONNX Runtime's

@@ -27,8 +27,7 @@ from deploykit.core.memory import memory_errors
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import adds_exactly, external_weights
-from deploykit.graph.facts import Value, read_facts
-from deploykit.graph.parse import damaged
+from deploykit.graph.parse import Value, damaged, read_facts
 
 ov = require("openvino")
 frontend = require("openvino.frontend")

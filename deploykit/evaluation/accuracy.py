@@ -10,9 +10,9 @@ import numpy as np
 from deploykit.core.errors import BadInput, GateFailed, first_line
 from deploykit.core.evidence import Drop
 from deploykit.core.files import import_object
-from deploykit.engines.answers import class_axis
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.tasks import class_axis
 from deploykit.evaluation.statistics import paired_drop, relative_rise
 
 TOP1 = "top-1 accuracy"

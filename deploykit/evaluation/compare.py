@@ -150,7 +150,7 @@ def _open_both(
     pytorch = [each for each in pair if each.runtime.name == "torch"]
     bare = []
     if pytorch:
-        from deploykit.engines.torch.engine import describes_itself, open_engine
+        from deploykit.engines.torch.engine import describes_itself, open_like
 
         bare = [each for each in pytorch if not describes_itself(each.path)]
     elif arch is not None or allow_pickle:
@@ -170,9 +170,7 @@ def _open_both(
     for each in sorted(pair, key=lambda each: each in bare):
         if each in bare or (each in pytorch and arch is not None and not bare):
             inputs = next(iter(opened.values())).inputs if each in bare else ()
-            engine: Engine = open_engine(
-                each, device, arch=arch, inputs=inputs, allow_pickle=allow_pickle
-            )
+            engine: Engine = open_like(each, inputs, device, arch, allow_pickle)
         else:
             engine = load(each, each.runtime.usable(device), trust=trust)
         opened[each] = stack.enter_context(engine)

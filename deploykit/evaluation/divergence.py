@@ -24,7 +24,7 @@ from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.parity import Tally
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import dtype_name
-from deploykit.graph.validate import RUNTIME_DOMAINS
+from deploykit.graph.storage import RUNTIME_DOMAINS
 
 # The writers of deploykit keep the name of a tensor, or add a suffix to it. Two graphs from
 # different exporters share no names: no pair is found.

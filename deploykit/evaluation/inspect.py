@@ -64,7 +64,7 @@ def _onnx(artefact: Artefact) -> Found:
     from deploykit.graph import cost
     from deploykit.graph.graph import Graph
     from deploykit.graph.preflight import placed_for, why_not_tensorrt
-    from deploykit.graph.skeleton import all_nodes
+    from deploykit.graph.storage import all_nodes
 
     graph = Graph.open(artefact.path)
     summary = graph.summary

@@ -26,7 +26,7 @@ from deploykit.core.files import (
 from deploykit.core.manifest import load_manifest
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER
-from deploykit.graph.facts import external_files
+from deploykit.graph.parse import external_files
 
 PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
 ANSWERS = "answers"  # JSON Lines: a file and its answer

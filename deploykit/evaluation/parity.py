@@ -15,8 +15,8 @@ import numpy as np
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Parity, ParityRow
 from deploykit.core.tensors import TensorSpec, batch_places
-from deploykit.engines.answers import class_axis
 from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.tasks import class_axis
 from deploykit.evaluation.accuracy import Matches, pair
 
 MAX_ERROR = 1e-3

@@ -46,7 +46,7 @@ from deploykit.engines.data.samples import (
     write_npz,
 )
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
+from deploykit.engines.tasks import MOST_ROWS, TaskEngine
 from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.feeds import rows_that_run

@@ -17,7 +17,6 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.task import Task
 from deploykit.core.tensors import BATCH, TensorSpec
-from deploykit.engines.data.preprocess import load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.evaluation.artefacts import (
     Made,
@@ -114,13 +113,14 @@ def export(
     )
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
-    pixels, placing = load_preprocess(preprocess)
-    from deploykit.exporting.onnx import (  # MissingExtra without torch
+    from deploykit.engines.torch.loaded import load_preprocess  # MissingExtra without torch
+    from deploykit.exporting.onnx import (
         DEFAULT_OPSET,
         example_sizes,
         export_module,
     )
 
+    pixels, placing = load_preprocess(preprocess)
     if opset is None:
         opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)

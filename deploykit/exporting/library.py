@@ -25,10 +25,10 @@ from deploykit.core.task import (
     Task,
 )
 from deploykit.core.tensors import concrete
-from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.tasks import TaskSteps
 from deploykit.engines.torch.files import module_errors
-from deploykit.engines.torch.folder import PROCESSOR, load_processor, without_messages
 from deploykit.engines.torch.loaded import FromBytes, Loaded
+from deploykit.engines.torch.open import PROCESSOR, load_processor, without_messages
 from deploykit.engines.torch.presets import INPUT, Preset
 
 torch = require("torch")
@@ -82,7 +82,7 @@ def _levels_off(made_CHW: Sequence[Any], image: ImageInput, pixels: Preprocess) 
 
     `made_CHW`: what the library makes of them. 255 where one has another size.
     """
-    from deploykit.engines.tasks.images import place
+    from deploykit.engines.data.images import place
 
     mean, std = (np.reshape(values, (-1, 1, 1)) for values in (pixels.mean, pixels.std))
     off = []

@@ -59,7 +59,6 @@ def open_source(
     arch: str | None,
     allow_pickle: bool,
 ) -> ExportSource:
-    from deploykit.engines.torch import folder as folders
     from deploykit.engines.torch import loaded as live
     from deploykit.engines.torch import open as runtime
 
@@ -91,7 +90,7 @@ def open_source(
     loaded = runtime.load_module(
         path, arch=arch, inputs=specs, allow_pickle=allow_pickle, example=given
     )
-    hashes = tuple(map(sha256, folders.weight_files(path) if path.is_dir() else [path]))
+    hashes = tuple(map(sha256, runtime.weight_files(path) if path.is_dir() else [path]))
     code = Path((arch or "").rpartition(":")[0])  # the user's own file; else a package's module
     record = SourceRecord(
         loaded.source,

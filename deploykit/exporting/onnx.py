@@ -28,13 +28,13 @@ from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.engines.data.examples import Example
-from deploykit.engines.torch.advice import (
+from deploykit.engines.torch.files import (
     is_users,
     is_written_for_tracing,
+    quiet,
     rewrite_for,
     source_place,
 )
-from deploykit.engines.torch.files import quiet
 from deploykit.exporting.operators import recurrent_layers_whole, translations
 from deploykit.exporting.reasons import (
     BY_DATA_HINT,

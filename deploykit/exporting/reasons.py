@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from deploykit.core.errors import BadInput, causes, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.torch.advice import (
+from deploykit.engines.torch.files import (
+    dtype_of,
     innermost,
     is_users,
     is_written_for_tracing,
@@ -29,7 +30,6 @@ from deploykit.engines.torch.advice import (
     rewrite_for,
     source_place,
 )
-from deploykit.engines.torch.files import dtype_of
 
 torch: ModuleType = require("torch")
 _dispatch: Any = require("torch.utils._python_dispatch")

@@ -399,8 +399,8 @@ def _describe_text(
     Raises BadInput for a file that is no tokenizer or not the model's, MissingExtra without the
     package that opens it.
     """
-    from deploykit.engines.tasks.texts import Tokens
-    from deploykit.engines.torch.folder import read_settings
+    from deploykit.engines.data.texts import Tokens
+    from deploykit.engines.torch.open import read_settings
 
     tokenizer = read_json(path)
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
@@ -439,7 +439,7 @@ def _describe_text(
 
 def _config(loaded: Loaded, folder: Path | None) -> dict[str, Any]:
     """Return the configuration of a transformers model; else what config.json in `folder` holds."""
-    from deploykit.engines.torch.folder import read_settings
+    from deploykit.engines.torch.open import read_settings
 
     found: list[Any] = [getattr(part, "config", None) for part in loaded.module.modules()]
     own = [each.to_dict() for each in found if hasattr(each, "problem_type")]

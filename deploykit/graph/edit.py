@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from deploykit.core.errors import BadInput
 from deploykit.graph import storage
 from deploykit.graph.graph import Graph, opset
-from deploykit.graph.skeleton import all_nodes, read_names, unused_name
+from deploykit.graph.storage import all_nodes, read_names, unused_name
 
 
 class Editor:
@@ -213,19 +213,13 @@ def _same(node: onnx.NodeProto, now: int, least: int) -> bool:
         return False  # opset 19 corrected the number of windows
     if new.deprecated or now < _CHANGED.get(node.op_type, 0) <= least:
         return False
-    added = [each for name, each in new.attributes.items() if name not in old.attributes]
-    return (
-        all(_kept(old.attributes[name], new.attributes.get(name)) for name in old.attributes)
-        and not any(attribute.required for attribute in added)
-        and _names(old.inputs) == _names(new.inputs)[: len(old.inputs)]
-        and new.min_input <= old.min_input
-        and _names(old.outputs) == _names(new.outputs)[: len(old.outputs)]
+    before, after = old.attributes, new.attributes
+    kept = all(
+        name in after
+        and (each.type, each.default_value) == (after[name].type, after[name].default_value)
+        for name, each in before.items()
     )
-
-
-def _kept(old: defs.OpSchema.Attribute, new: defs.OpSchema.Attribute | None) -> bool:
-    return new is not None and old.type == new.type and old.default_value == new.default_value
-
-
-def _names(formal: Sequence[defs.OpSchema.FormalParameter]) -> list[str]:
-    return [parameter.name for parameter in formal]
+    tensors = ((old.inputs, new.inputs), (old.outputs, new.outputs))
+    names = [tuple([each.name for each in formal] for formal in pair) for pair in tensors]
+    same = all(ours == theirs[: len(ours)] for ours, theirs in names)
+    return kept and same  # no version needs another input or attribute while all of these stay

@@ -23,15 +23,17 @@ from deploykit.core.precision import FLOATS
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, axis_name
 from deploykit.graph import storage
 from deploykit.graph.parse import dtype_name
-from deploykit.graph.skeleton import (
+from deploykit.graph.storage import (
+    RUNTIME_DOMAINS,
     all_nodes,
+    for_checker,
     infer_shapes,
     make_skeleton,
+    read_model,
     stored_bytes,
     stored_elements,
     unused_name,
 )
-from deploykit.graph.validate import RUNTIME_DOMAINS, for_checker, read_model
 
 # The output of these operators is another name for the input's memory.
 VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))

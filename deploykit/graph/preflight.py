@@ -18,8 +18,7 @@ from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES, Runtime
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import dtype_name
-from deploykit.graph.skeleton import all_nodes
-from deploykit.graph.validate import RUNTIME_DOMAINS, STANDARD_DOMAINS
+from deploykit.graph.storage import RUNTIME_DOMAINS, STANDARD_DOMAINS, all_nodes
 
 _STANDARD = ("", "ai.onnx")
 # Source: https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md

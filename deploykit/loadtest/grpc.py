@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
-from deploykit.engines.oip.protobuf import CONTENTS, MESSAGES, DecodeError, Message
+from deploykit.engines.oip import CONTENTS, MESSAGES, DecodeError, Message
 from deploykit.loadtest.wire import (
     MOST_BYTES,
     MOST_HEAD,

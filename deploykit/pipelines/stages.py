@@ -25,7 +25,7 @@ from deploykit.core.errors import BadInput, DeploykitError, StageFailed, did_you
 from deploykit.core.json_value import ONE_JSON, json_value
 from deploykit.core.tensors import TensorSpec, carrier, concrete, mismatch
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.engines.tasks.engine import TaskSteps, answer
+from deploykit.engines.tasks import TaskSteps, answer
 
 _KINDS = {bytes: "bytes", str: "text", np.ndarray: "image"} | dict.fromkeys(
     (dict, list, int, float, bool, Any), "json"
@@ -201,7 +201,7 @@ class Ports:
         if not isinstance(value, np.ndarray) or image is None:
             prepared = self.task.read(value)
             return prepared.feeds, prepared.placed
-        from deploykit.engines.tasks.images import place_pixels  # needs Pillow
+        from deploykit.engines.data.images import place_pixels  # needs Pillow
 
         placed = place_pixels(value, image)
         return {image.tensor: placed.pixels[None]}, placed
@@ -410,7 +410,7 @@ class StageGraph:
     def read(self, data: bytes, *, own_file: bool = False) -> Any:
         """Decode a request's bytes as the input; an image is uint8 (H, W, 3). Raises BadInput."""
         if self.kind == "image":
-            from deploykit.engines.tasks.images import read_pixels  # needs Pillow
+            from deploykit.engines.data.images import read_pixels  # needs Pillow
 
             return read_pixels(data, own_file=own_file)
         if self.kind == "bytes":

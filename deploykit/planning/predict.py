@@ -18,13 +18,14 @@ from deploykit.graph.cost import (
     MEMORY,
     Ceilings,
     NodeCost,
+    TensorShapes,
     costs_of,
+    fixed_shapes,
     node_time,
     peak_bytes,
 )
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import dtype_name
-from deploykit.graph.shapes import TensorShapes, fixed_shapes
 from deploykit.planning.probe import CpuCalibration
 
 # Assumptions about a target: ceilings, precisions, and how well these are known.

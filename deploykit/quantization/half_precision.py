@@ -25,7 +25,7 @@ from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
 from deploykit.graph.preflight import NO_BFLOAT16
-from deploykit.graph.skeleton import inner_reads, reads, stored_elements
+from deploykit.graph.storage import inner_reads, reads, stored_elements
 from deploykit.quantization.qdq_placement import box_nodes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from onnx import TensorProto
 
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
-from deploykit.graph.skeleton import read_names
+from deploykit.graph.storage import read_names
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.qdq import RANGES_KEY, to_pairs
 from deploykit.quantization.qdq_placement import MOVES, operators, place_pairs, quantizable_nodes

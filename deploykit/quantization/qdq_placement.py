@@ -19,7 +19,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import subgraphs
-from deploykit.graph.skeleton import all_nodes, read_names
+from deploykit.graph.storage import all_nodes, read_names
 
 _PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 _CHOOSES = "NonMaxSuppression"

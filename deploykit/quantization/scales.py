@@ -30,7 +30,7 @@ from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
-from deploykit.graph.skeleton import read_names
+from deploykit.graph.storage import read_names
 from deploykit.quantization import half_precision, qdq, weights
 from deploykit.quantization.calibrate import Calibration, calibrate
 from deploykit.quantization.formats import transposed

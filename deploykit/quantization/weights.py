@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph
-from deploykit.graph.skeleton import stored_elements
+from deploykit.graph.storage import stored_elements
 from deploykit.quantization.formats import (
     INT4,
     channel_axis,

@@ -18,13 +18,8 @@ from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import (
-    Call,
-    Head,
-    MemoryBudget,
-    body_too_large,
-    reply_exception,
-)
+from deploykit.serving.transport.connection import Call, Head, MemoryBudget, reply_exception
+from deploykit.serving.transport.encodings import body_too_large
 
 log = logging.getLogger(__name__)
 

@@ -25,32 +25,28 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import deliver_inline
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.http.connection import Listener
-from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.connection import HttpLimits, Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import PipelineGraph
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import ServeOptions, read_token
-from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.connection import Connection, MemoryBudget, Port, Turns
 from deploykit.serving.transport.listener import (
     UNIX,
     Acceptor,
-    Connection,
-    Port,
     address_of,
     is_loopback,
     remove_path,
 )
 from deploykit.serving.transport.security import AccessControl, Watched, tls_context
-from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
 from deploykit.serving.workers.group import Hooks, ServerGroup
 from deploykit.serving.workers.signals import Signals
 
 if TYPE_CHECKING:
-    from deploykit.serving.http2.connection import Http2Limits
+    from deploykit.serving.http2 import Http2Limits
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +111,7 @@ class Server:
         self._sockets = [group.bind(options.host, options.http_port, "`http_port`")]
         self._loop = uvloop.new_event_loop()
         self._signals = Signals(self._loop, self._begin_drain)
-        self._finished = Turns(turn_s=DELIVERY_S)  # continuations of work on other threads
+        self._finished = Turns()  # continuations of work on other threads
         try:
             self.host, self.port = address_of(self._sockets[0])
             loopback = is_loopback(self.host)
@@ -152,7 +148,7 @@ class Server:
         self._acceptors.append(accept(self._sockets[0], self._listener, tls))
         if self.grpc_port is not None:
             from deploykit.serving.grpc.methods import GrpcPort
-            from deploykit.serving.http2.connection import Http2Limits
+            from deploykit.serving.http2 import Http2Limits
 
             grpc_limits = grpc_limits or Http2Limits(
                 stall_s=options.stall_s,
@@ -163,13 +159,7 @@ class Server:
             streams = math.ceil(grpc_limits.all_streams / group.count)
             grpc_limits = replace(grpc_limits, connections=places, all_streams=streams)
             self._grpc = GrpcPort(
-                self.repository,
-                options,
-                access,
-                memory,
-                self._offload,
-                grpc_limits,
-                group,
+                self.repository, access, memory, self._offload, grpc_limits, group
             )
             tls = tls_context(options, _PROTOCOLS[1])
             self._acceptors.append(accept(self._sockets[1], self._grpc, tls))

@@ -59,7 +59,7 @@ class WaitClock:
     """Measures how long `device` was idle because its next batch was not there.
 
     On the CPU this is the time inside of `with`. A GPU still computes then: its own clock takes the
-    time from the end of a step to the arrival of the next batch. Not yet run on a GPU.
+    time from the end of a step to the arrival of the next batch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -423,7 +423,7 @@ def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Proc
 
 
 def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
-    """Return the one that makes batches in less time. Not yet run on a GPU."""
+    """Return the one that makes batches in less time."""
     times_ms = on_cpu.times_ms = {"cpu": time_batches(on_cpu)}
     try:
         on_gpu = make_on_gpu()

@@ -28,10 +28,9 @@ from deploykit.core.json_value import json_value
 from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.data.folders import large_array
-from deploykit.engines.torch.files import module_errors
+from deploykit.engines.torch.files import list_names, module_errors
 from deploykit.engines.torch.loaded import before
-from deploykit.engines.torch.open import load_weights, save_whole
-from deploykit.engines.torch.weights import copy_weights, list_names
+from deploykit.engines.torch.open import copy_weights, load_weights, save_whole
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.training.data import choose_batches, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state

@@ -129,10 +129,8 @@ def train(
                     place,
                     trained.module,
                     recipe,
-                    chosen.inputs,
-                    chosen.outputs,
+                    chosen,
                     splits,
-                    preprocess=chosen.preprocess,
                     on_written=lambda file: write_json(
                         about, replace(manifest, sha256=sha256(file)).to_dict()
                     ),

@@ -74,9 +74,16 @@ class OnGpu:
 
 
 def bound(engine: Any) -> Any:
-    from deploykit.engines.onnxruntime.engine import Binding, ort
+    from deploykit.engines.onnxruntime.engine import BatchSizes, Binding, ort
 
-    return Binding(ort, engine.session, engine.inputs, engine.outputs, ("cpu", 0))
+    class Copied(Binding):
+        """Its outputs are the caller's, as those from a GPU's memory are."""
+
+        def __call__(self, feeds: Any) -> Any:
+            return {name: array.copy() for name, array in super().__call__(feeds).items()}
+
+    binding = Copied(ort, engine.session, engine.inputs, engine.outputs, ("cpu", 0))
+    return BatchSizes(binding, lambda: binding)
 
 
 def main() -> None:

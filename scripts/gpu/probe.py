@@ -29,11 +29,11 @@ answer = {**device.describe(), "free_bytes": free, "total_bytes": total,
           "bindings": version("cuda-bindings")}
 """,
     "tensorrt": """
-from deploykit.engines.tensorrt import open as opening
-from deploykit.engines.tensorrt.log import logger
-trt = opening.trt
+import tensorrt as trt
+from deploykit.engines.tensorrt.compatibility import tensorrt_cuda
+from deploykit.engines.tensorrt.compatibility import logger
 builder = trt.Builder(logger(trt))
-answer = {"version": trt.__version__, "file": trt.__file__, "cuda": opening.tensorrt_cuda(),
+answer = {"version": trt.__version__, "file": trt.__file__, "cuda": tensorrt_cuda(),
           "dla_cores": builder.num_DLA_cores, "runtime": trt.Runtime(logger(trt)) is not None}
 """,
     "onnxruntime": """

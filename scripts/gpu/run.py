@@ -97,12 +97,14 @@ def main() -> int:
 
 
 def use_site(site: Path | None) -> None:
-    """Put a folder of packages before all others, here and in the processes of the steps."""
-    if site is not None:
-        place = str(site.resolve())
-        sys.path.insert(0, place)
-        paths = [place, os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    """Start this program again with a folder of packages before all others, also in its steps.
+
+    What it has imported by now may come from elsewhere.
+    """
+    paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    if site is not None and (place := str(site.resolve())) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([place, *paths])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def has_gpu() -> bool:

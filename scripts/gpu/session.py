@@ -5,9 +5,8 @@
 Each step is a process with its own limit, and everything lies in DIR as soon as it is known:
 `summary.json` and `summary.md`, `probe.json`, and `session.log` with what all steps wrote. Exit
 codes as those of `scripts.gpu.run`, but for TensorRT, which such a machine may lack: training and
-torch's engine are what else proves something there. Not yet run
-on a GPU. What is measured there has calls of its own: benchmarks/gpu_zoo.py, gpu_serve.py and
-training.py.
+torch's engine are what else proves something there. What is measured there has calls of its own:
+benchmarks/gpu_zoo.py, gpu_serve.py and training.py.
 
 What the machine lacks travels before, each part in a call of its own, one right after another, with
 `scripts/gpu/carry.py` (sizes in CONTRIBUTING.md). TensorRT does not: its last wheel on PyPI, 8.6.0,

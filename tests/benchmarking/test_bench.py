@@ -376,12 +376,23 @@ def test_rows_are_repeated_and_lengths_stay_within_their_rows() -> None:
 
 
 @pytest.mark.torch
-def test_weights_alone_are_an_engine_with_their_arch(affine_onnx: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_weights_alone_are_an_engine_with_their_arch(
+    affine_onnx: Path, tmp_path: Path, ending: str
+) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    arch, weights = tmp_path / "net.py", tmp_path / "weights.pt"
+    arch, weights = tmp_path / "net.py", tmp_path / f"weights.{ending}"
     arch.write_text(AFFINE)
-    torch.save({"two": torch.tensor(2.0), "one": torch.tensor(1.0)}, weights)
-    with pytest.raises(BadInput, match=r"weights\.pt: is a PyTorch file, an \.onnx or \.trt file"):
+    state = {"two": torch.tensor(2.0), "one": torch.tensor(1.0)}
+    if ending == "pt":
+        torch.save(state, weights)
+    else:
+        pytest.importorskip("safetensors.torch", reason="safetensors is not installed").save_file(
+            state, weights
+        )
+    with pytest.raises(
+        BadInput, match=rf"weights\.{ending}: is a .* file, an \.onnx or \.trt file"
+    ):
         timed(weights)
     found = open_entries([weights], [affine_onnx], arch=f"{arch}:Net")
     assert [each.runtime for each in found] == ["onnxruntime", "torch"]

@@ -291,7 +291,7 @@ def test_a_checkpoint_is_timed_in_processes_of_its_own_in_both_precisions(tmp_pa
 
     recipe = load_recipe("mnist-cnn")
     checkpoint = tmp_path / "mnist.pt"
-    save_checkpoint(checkpoint, recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+    save_checkpoint(checkpoint, recipe.build(), "mnist-cnn", recipe)
     model = save(mnist_like(), tmp_path / "model.onnx")
     every = open_entries([model, checkpoint])
     assert (every[1].runtime, every[1].precision) == ("torch", "fp32")

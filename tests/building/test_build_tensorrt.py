@@ -23,8 +23,8 @@ from onnx import helper
 import deploykit as dk
 from deploykit.building.build import check_build
 from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
-from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.prove import build_engine, prove_plan
+from deploykit.building.prove import check_here, prove_plan
+from deploykit.building.tensorrt import build_engine
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.files import sha256
@@ -363,11 +363,11 @@ def test_the_gpu_or_board_that_was_chosen_must_be_the_target(
     wrong: str,
 ) -> None:
     here = replace(this_machine(), **machine_is)
-    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: here)
+    monkeypatch.setattr("deploykit.building.prove.this_machine", lambda: here)
     with replaced("tensorrt", FakeTensorRt()):
-        build_tensorrt.check_here(load_profile(right), Artefact(rig.model), number)
+        check_here(load_profile(right), Artefact(rig.model), number)
         with pytest.raises(dk.Unsupported, match=f"'{wrong}' is not this machine"):
-            build_tensorrt.check_here(load_profile(wrong), Artefact(rig.model), number)
+            check_here(load_profile(wrong), Artefact(rig.model), number)
 
 
 def test_a_target_of_another_machine_is_refused_with_what_works_here(rig: Rig) -> None:
@@ -415,7 +415,7 @@ def build_apart(
 ) -> BuildResult:
     """Build in a process that runs this code, in the test's folder."""
     command = [sys.executable, "-c", code]
-    patch.setattr(build_tensorrt, "run_apart", run_apart)
+    patch.setattr("deploykit.building.tensorrt.run_apart", run_apart)
     patch.setattr(
         "deploykit.core.subprocesses.module_command", lambda _, number: [*command, number]
     )

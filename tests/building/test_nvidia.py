@@ -14,11 +14,11 @@ import onnx
 import pytest
 
 from deploykit.building.build import check_build
-from deploykit.building.tensorrt import module
-from deploykit.building.tensorrt.build import build, check
-from deploykit.building.tensorrt.options import AxisRange
+from deploykit.building.builder import AxisRange
+from deploykit.building.tensorrt import build, check, module
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.engines.tensorrt.log import LogErrors, logger
+from deploykit.engines.tensorrt.compatibility import logger
+from deploykit.engines.tensorrt.engine import LogErrors
 from tests.support.builders.nvidia_cases import ask, checked, needs, options
 from tests.support.graphs.protos import to_half
 from tests.support.graphs.small import parse
@@ -179,7 +179,7 @@ def test_a_build_after_a_failed_one_reports_its_own_reason(tmp_path: Path) -> No
 
 def test_a_refused_plan_has_its_own_reason_on_each_of_several_threads() -> None:
     """The library logs a refusal on the thread that calls it."""
-    nv, together = module.module(), threading.Barrier(2)
+    nv, together = module(), threading.Barrier(2)
     runtime = nv.Runtime(logger(nv))
 
     def reason(content: bytes) -> str:

@@ -19,21 +19,24 @@ import onnx
 import pytest
 
 import deploykit as dk
-from deploykit.building.tensorrt.build import (
+from deploykit.building.builder import AxisRange, note_dla, parse_axis, parse_batch, ranges
+from deploykit.building.tensorrt import (
+    Reason,
+    build_refusal,
     cache_path,
     check,
+    error_of,
     monitor,
+    parser_reasons,
     workspace_that_fits,
 )
-from deploykit.building.tensorrt.module import Reason, build_refusal, error_of, parser_reasons
-from deploykit.building.tensorrt.options import AxisRange, note_dla, parse_axis, parse_batch, ranges
 from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, NotFound, Unsupported
 from deploykit.core.evidence import Layer
 from deploykit.core.extras import install_command
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import parse_spec
-from deploykit.engines.tensorrt.log import LogLines
+from deploykit.engines.tensorrt.compatibility import LogLines
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, mnist_like, save
 from tests.support.runtimes.fake_tensorrt import NO_FORMATS, FakeTensorRt, Rig, options, replaced

@@ -16,8 +16,8 @@ if not find_spec("torchvision"):
     pytest.skip("torchvision is not installed", allow_module_level=True)
 
 from deploykit.engines.torch.files import read  # noqa: E402
+from deploykit.engines.torch.open import build_module, copy_weights  # noqa: E402
 from deploykit.engines.torch.presets import build_named  # noqa: E402
-from deploykit.engines.torch.weights import build_module, copy_weights  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

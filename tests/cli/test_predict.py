@@ -14,7 +14,7 @@ from tests.support.installed import needs
 
 needs("PIL", "tokenizers")
 
-from deploykit.engines.tasks.engine import TaskEngine  # noqa: E402
+from deploykit.engines.tasks import TaskEngine  # noqa: E402
 from deploykit.reporting.report import read  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.runtimes.tiles import page, png, write_pipeline  # noqa: E402

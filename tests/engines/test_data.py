@@ -257,7 +257,7 @@ def test_arrays_that_cannot_be_joined_are_named(folder: Path, other: dict[str, n
 FOLDERS: dict[str, tuple[list[str], str]] = {
     "empty": ([".hidden"], "data: the folder is empty"),
     "a text": (["README.txt"], r"README\.txt: is not a data file"),
-    "images too": (["b.PNG", "a.npy"], r"both images \(b\.PNG\) and arrays \(a\.npy\)"),
+    "images too": (["b.PNG", "a.npy"], r"b\.PNG: is not a data file"),
     "folders too": (["class/a.npy", "a.npy"], r"both files \(a\.npy\) and folders \(class\)"),
     "arrays of a class": (["class/a.npy"], r"a\.npy: is not a data file"),  # they hold their labels
     "an empty class": (["class/.hidden"], "class: the class folder is empty"),

@@ -18,9 +18,9 @@ import pytest
 from deploykit.core.errors import BadInput, NotFound, TooLarge
 from deploykit.core.task import IMAGENET, LETTERBOX, ImageInput, Task, TaskOutputs
 from deploykit.core.tensors import parse_spec
-from deploykit.engines.data.preprocess import image_input as image_input_of
-from deploykit.engines.data.preprocess import load_preprocess
 from deploykit.engines.data.samples import Samples, find_source, read_batches, read_samples
+from deploykit.engines.torch.loaded import image_input as image_input_of
+from deploykit.engines.torch.loaded import load_preprocess
 from tests.support.installed import needs
 
 needs("PIL")
@@ -28,7 +28,7 @@ needs("PIL")
 from PIL import Image, ImageOps  # noqa: E402
 from PIL.PngImagePlugin import PngInfo  # noqa: E402
 
-from deploykit.engines.tasks.images import check_image_input, read_image  # noqa: E402
+from deploykit.engines.data.images import check_image_input, read_image  # noqa: E402
 from tests.support.runtimes.pictures import encoded, image_input, noise, photo  # noqa: E402
 
 COLOUR = (parse_spec("image:uint8[N,4,6,3]"),)

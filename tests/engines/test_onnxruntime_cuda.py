@@ -21,6 +21,7 @@ ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 from deploykit.engines.onnxruntime import engine as onnxruntime_engine  # noqa: E402
 from deploykit.engines.onnxruntime.engine import (  # noqa: E402
+    BatchSizes,
     Binding,
     check_placement,
     onnxruntime_errors,
@@ -98,6 +99,87 @@ def test_buffers_of_a_shape_are_made_once(
     for batch in batches:
         call({"x": np.zeros((batch, 4), np.float32)})
     assert module.made == [(n, 4) for n in made]
+
+
+class Session:
+    """A bound session of y = 2 x that plans anew, for `plan_us`, when its input's shape changes."""
+
+    def __init__(self, clock: list[int], plan_us: int, fails: bool = False) -> None:
+        self.clock, self.plan_us, self.fails = clock, plan_us, fails
+        self.seen: list[int] = []
+        self.last_copies_us = (len(clock), 0)
+        self.open = True
+
+    def __call__(self, feeds: Any) -> dict[str, np.ndarray]:
+        if self.fails:
+            raise OutOfMemory("no memory")
+        x = feeds["x"]
+        planned = self.seen and self.seen[-1] == len(x)
+        self.clock[0] += 1000 + (0 if planned else 1000 * self.plan_us)
+        self.seen.append(len(x))
+        return {"y": 2 * x}
+
+    def close(self) -> None:
+        self.open = False
+
+
+def prepared(plan_us: int, sizes: list[int], fails_from: int = 99) -> tuple[BatchSizes, list[Any]]:
+    clock, made = [0], list[Any]()
+
+    def reopen() -> Any:
+        made.append(Session(clock, plan_us, fails=len(made) >= fails_from))
+        return made[-1]
+
+    call = BatchSizes(reopen(), reopen, lambda: clock[0])
+    call.prepare({"x": np.zeros((rows, 2), np.float32)} for rows in sizes)
+    for session in made:
+        session.seen = session.seen[-1:]
+    return call, made
+
+
+def test_batches_of_any_size_make_no_session_plan_anew() -> None:
+    call, made = prepared(100, [32, 16, 8, 4, 2, 1])
+    assert call.sizes == (1, 8, 32)
+    for rows in (6, 26, 1, 32, 8, 9, 2, 1):
+        x = np.random.default_rng(rows).random((rows, 2), np.float32)
+        np.testing.assert_array_equal(call({"x": x})["y"], 2 * x)
+    assert [set(session.seen) for session in made] == [{32}, {8}, {1}]
+    call.close()
+    assert not any(session.open for session in made)
+
+
+@pytest.mark.parametrize(("plan_us", "sizes"), [(0, [32, 8, 1]), (1, [32, 8, 1]), (100, [1])])
+def test_one_session_is_enough_where_a_new_size_costs_little(
+    plan_us: int, sizes: list[int]
+) -> None:
+    call, made = prepared(plan_us, sizes)
+    assert (call.sizes, len(made)) == ((), 1)
+    assert call({"x": np.ones((5, 2), np.float32)})["y"].shape == (5, 2)
+
+
+def test_calls_of_no_prepared_shape_run_as_they_are() -> None:
+    call, made = prepared(100, [4, 2, 1])
+    for shape in ((5, 2), (0, 2), (3, 7)):
+        assert call({"x": np.ones(shape, np.float32)})["y"].shape == shape
+    assert made[0].seen[-3:] == [5, 0, 3]
+
+
+def test_without_memory_for_a_second_session_batches_are_filled_up_to_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    call, made = prepared(100, [32, 8, 1], fails_from=1)
+    assert (call.sizes, len(made)) == ((32,), 2)
+    assert "batches of 8 rows or fewer are filled up to 32" in caplog.text
+    assert call({"x": np.ones((3, 2), np.float32)})["y"].shape == (3, 2)
+
+
+def test_inputs_in_another_order_use_the_same_session() -> None:
+    clock = [0]
+    first = Session(clock, 100)
+    call = BatchSizes(first, lambda: Session(clock, 100), lambda: clock[0])
+    call.prepare({"x": np.zeros((n, 2)), "z": np.zeros((n, 3))} for n in (4, 1))
+    call({"z": np.ones((3, 3)), "x": np.ones((3, 2))})
+    assert (call.sizes, first.seen[-1]) == ((1, 4), 4)
 
 
 def test_cuda_with_every_node_on_the_cpu_is_refused(affine_onnx: Path) -> None:
@@ -206,6 +288,23 @@ def test_the_libraries_are_loaded_before_a_session_on_cuda_and_not_for_the_cpu(
     # its default times every algorithm at each new batch size, under load
     options = {"device_id": "0", "cudnn_conv_algo_search": "HEURISTIC"}
     assert calls == ["CPUExecutionProvider", "preload", ("CUDAExecutionProvider", options)]
+
+
+@pytest.mark.gpu
+def test_a_server_prepares_sessions_by_batch_size_where_cudnn_would_plan_anew(
+    tmp_path: Path,
+) -> None:
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("this onnxruntime has no CUDA provider")
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    random = np.random.default_rng(0)
+    calls = [np.zeros((rows, 1, 28, 28), np.float32) for rows in (32, 16, 8, 4, 2, 1)]
+    with open_engine(path, "cuda") as gpu, open_engine(path, "cpu") as cpu:
+        gpu.prepare(({"image": call} for call in calls), joined=True)
+        for batch in (6, 26, 1, 32, 40, 0, 2, 6):
+            feeds = {"image": random.random((batch, 1, 28, 28), dtype=np.float32)}
+            got, wanted = gpu(feeds)["logits"], cpu(feeds)["logits"]
+            np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3)  # TF32 convolutions
 
 
 @pytest.mark.gpu

@@ -24,9 +24,9 @@ needs("PIL", "tokenizers")
 
 from PIL import Image  # noqa: E402
 
-from deploykit.engines.tasks.engine import TaskEngine, TaskSteps, answer  # noqa: E402
-from deploykit.engines.tasks.images import PlacedImage, read_image  # noqa: E402
-from deploykit.engines.tasks.texts import Tokens  # noqa: E402
+from deploykit.engines.data.images import PlacedImage, read_image  # noqa: E402
+from deploykit.engines.data.texts import Tokens  # noqa: E402
+from deploykit.engines.tasks import TaskEngine, TaskSteps, answer  # noqa: E402
 from tests.support.runtimes.pictures import encoded, image_input, noise  # noqa: E402
 from tests.support.runtimes.tokenizer import WORDS, write_tokenizer  # noqa: E402
 

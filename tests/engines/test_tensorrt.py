@@ -5,8 +5,6 @@ Here on a TensorRT made of Python and our CUDA driver; `make gpu-test` runs the 
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import shutil
 import threading
 import time
@@ -24,7 +22,9 @@ from deploykit.core.extras import installed
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost, cuda_error
-from deploykit.engines.tensorrt.log import LogErrors, logger
+from deploykit.engines.tensorrt import compatibility, engine
+from deploykit.engines.tensorrt.compatibility import check_version, logger
+from deploykit.engines.tensorrt.engine import LogErrors
 from tests.support.campaign import rounds
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, replaced, tensor
 from tests.support.runtimes.gpu_machine import Opened, X, Y, right
@@ -143,9 +143,9 @@ def test_engines_that_share_weights_take_memory_for_contexts_only() -> None:
         for other in others:  # the weights stay until the last one is closed
             assert right(other, 5)
             other.close()
-    for engine in (found.engine, *others):
+    for each in (found.engine, *others):
         with pytest.raises(DeploykitError, match="is closed"):
-            engine({"x": rows(1)})
+            each({"x": rows(1)})
 
 
 @pytest.mark.parametrize("ended", ["closed", "lost"])
@@ -724,11 +724,12 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
     library.write_bytes(content)
     maps = tmp_path / "maps"
     maps.write_text(f"7f00-7f01 r-xp 0000 08:01 12   {library}\n7f02-7f03 rw-p 0 0:0 0 [heap]\n")
+    monkeypatch.setattr(compatibility, "_MAPS", maps)
+    compatibility.tensorrt_cuda.cache_clear()
     with replaced("tensorrt", FakeTensorRt()):
-        opening = importlib.import_module("deploykit.engines.tensorrt.open")
-        monkeypatch.setattr(opening, "_MAPS", maps)
-        assert opening.tensorrt_cuda() == major
-        machine = opening.here(FakeCuda())
+        assert compatibility.tensorrt_cuda() == major
+        machine = compatibility.read_machine(FakeCuda())
+    compatibility.tensorrt_cuda.cache_clear()
     assert machine.facts().get("cuda", "") == major  # never that of the driver
 
 
@@ -736,13 +737,12 @@ def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
 def test_what_the_real_module_refuses(tmp_path: Path) -> None:
     if not installed("tensorrt"):
         pytest.skip("tensorrt is not installed")
-    module = importlib.import_module("deploykit.engines.tensorrt.open")
     with pytest.raises(Unsupported, match=r"TensorRT 8\.6\.1 is installed"):
-        module.check_version("8.6.1")
+        check_version("8.6.1")
     for version in ("10.3.0", "10.13.3.9.post1", "11.4.0.106"):
-        module.check_version(version)
+        check_version(version)
     with pytest.raises(Unsupported, match="runs on a GPU only"):
-        module.open_engine(tmp_path / "m.trt", "cpu")
+        engine.open_engine(tmp_path / "m.trt", "cpu")
     if not shutil.which("nvidia-smi"):  # before the plan is read
         with pytest.raises(Unsupported, match="no NVIDIA driver"):
-            module.open_engine(tmp_path / "m.trt")
+            engine.open_engine(tmp_path / "m.trt")

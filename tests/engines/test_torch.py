@@ -20,10 +20,16 @@ from deploykit.core.recipe import load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
 from deploykit.engines.torch import engine as layers  # noqa: E402
 from deploykit.engines.torch.engine import TorchEngine, open_engine  # noqa: E402
-from deploykit.engines.torch.files import module_errors  # noqa: E402
+from deploykit.engines.torch.files import Content, module_errors  # noqa: E402
 from deploykit.engines.torch.loaded import Loaded, describe_module, load_live  # noqa: E402
-from deploykit.engines.torch.open import load_module, load_weights, look, save_checkpoint  # noqa: E402
-from deploykit.engines.torch.weights import build_module, copy_weights  # noqa: E402
+from deploykit.engines.torch.open import (  # noqa: E402
+    build_module,
+    copy_weights,
+    load_module,
+    load_weights,
+    look,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -60,7 +66,7 @@ def weights(tmp_path: Path) -> Path:
 def test_a_checkpoint_comes_back_with_its_specs_and_weights(tmp_path: Path, arch: str) -> None:
     module, path = torch.nn.Linear(4, 2), tmp_path / "m.pt"
     output = parse_spec("y:float32[N,2]")
-    save_checkpoint(path, module, "mine", [INPUT], [output])
+    save_checkpoint(path, module, "mine", SimpleNamespace(inputs=[INPUT], outputs=[output]))
     loaded = load_module(path, arch=arch, inputs=[INPUT])
     assert (loaded.inputs, loaded.outputs) == ((INPUT,), (output,))
     assert torch.equal(loaded.module.state_dict()["module.weight"], module.weight)
@@ -73,7 +79,8 @@ def test_a_checkpoint_comes_back_with_its_specs_and_weights(tmp_path: Path, arch
 def test_a_checkpoint_of_somebody_elses_recipe_asks_for_the_architecture(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
     for name in (f"{tmp_path}/evil.py", "os:system", "../../evil"):
-        save_checkpoint(tmp_path / "m.pt", torch.nn.Linear(4, 2), name, [INPUT], [INPUT])
+        recipe: Any = SimpleNamespace(inputs=[INPUT], outputs=[INPUT])
+        save_checkpoint(tmp_path / "m.pt", torch.nn.Linear(4, 2), name, recipe)
         with pytest.raises(BadInput, match="does not come with deploykit") as caught:
             load_module(tmp_path / "m.pt")
         assert "`arch`" in str(caught.value.hint)
@@ -90,7 +97,7 @@ def test_the_file_of_a_users_recipe_opens_its_checkpoint_as_a_packaged_ones_name
     module, bytes_in = recipe.build(), torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8)
     answers = []
     for name, arch in (("cats-dogs", None), (str(mine), str(mine))):
-        save_checkpoint(tmp_path / "m.pt", module, name, recipe.inputs, recipe.outputs)
+        save_checkpoint(tmp_path / "m.pt", module, name, recipe)
         loaded = load_module(tmp_path / "m.pt", arch=arch)
         assert (loaded.inputs, loaded.recipe) == (recipe.inputs, name)
         answers.append(loaded.module(bytes_in))
@@ -227,7 +234,7 @@ class Takes(torch.nn.Module):  # type: ignore[misc]  # torch is Any here
 
 def engine_of(module: Any, *shape: str | int) -> TorchEngine:
     spec = TensorSpec("x", "float32", ("N", *shape))
-    return TorchEngine(describe_module("m", module, [spec], "module"), "m", "cpu", None)
+    return TorchEngine(describe_module("m", Content("module", module), [spec]), "m", "cpu", None)
 
 
 def test_a_module_has_its_own_time_and_all_add_up_to_the_call(

@@ -31,6 +31,7 @@ from deploykit.engines.torch.engine import TorchEngine  # noqa: E402
 from deploykit.engines.torch.files import read  # noqa: E402
 from deploykit.engines.torch.loaded import Loaded  # noqa: E402
 from deploykit.engines.torch.open import load_module, load_weights  # noqa: E402
+from tests.support.campaign import rounds  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -175,6 +176,11 @@ def test_the_marker_shows_that_a_payload_runs_with_permission(tmp_path: Path, ki
     assert (tmp_path / "marker").exists()
 
 
+def test_weights_from_a_file_whose_code_ran_are_marked_so(tmp_path: Path) -> None:
+    torch.save({"model": MODULE.state_dict(), "made_by": os.getcwd}, tmp_path / "m.pt")
+    assert load_module(tmp_path / "m.pt", arch=ARCH, inputs=[INPUT], allow_pickle=True).ran_pickle
+
+
 ASKED: dict[str, tuple[bytes, bool, str]] = {
     "a function": (pickle.dumps(os.getcwd, 2), False, r"\(posix\.getcwd\)"),
     "an error of its own": (pickle.dumps(Grenade(), 2), True, "PrivateError: boom$"),
@@ -263,7 +269,7 @@ def test_changed_bytes_are_never_another_exception(tmp_path: Path, saved: Path, 
     good = (saved / kind).read_bytes()
     random = np.random.default_rng(3)
     path = tmp_path / "bad.pt"
-    for _ in range(300):
+    for _ in range(rounds(80, 300)):
         content = bytearray(good)
         for at in random.integers(0, len(good), 3):
             content[at] = random.integers(256)

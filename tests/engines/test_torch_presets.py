@@ -84,7 +84,7 @@ def test_an_image_that_was_placed_for_a_detector_is_not_resized_again(models: An
 
 def test_a_segmentation_of_the_photos_ratio_sees_what_torchvision_shows_it(models: Any) -> None:
     image = pytest.importorskip("PIL.Image")
-    from deploykit.engines.tasks.images import place
+    from deploykit.engines.data.images import place
 
     name = "lraspp_mobilenet_v3_large"
     preset = preset_of(torch.nn.Identity(), name)

@@ -17,8 +17,8 @@ import pytest
 from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
 from deploykit.core.tensors import parse_spec
-from deploykit.engines.answers import class_axis
 from deploykit.engines.data.samples import Samples, random_feeds
+from deploykit.engines.tasks import class_axis
 from deploykit.evaluation.accuracy import (
     Metric,
     find_metric,

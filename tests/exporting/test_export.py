@@ -314,24 +314,15 @@ class Packed(torch.nn.Module):  # type: ignore[misc, name-defined]
 X, BIAS = torch.randn(2, 4), torch.randn(2, 3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "example", "rewrite"),
-    [
-        (("x", "bias"), {"x": X, "bias": BIAS}, "def forward(self, x, bias)"),
-        (("x", "bias"), ({"x": X, "bias": BIAS},), "self.model({'x': x, 'bias': bias})"),
-        ((0, 1), ([X, BIAS],), "self.model([batch_0, batch_1])"),
-        ((0, 1), ((X, BIAS),), "self.model((batch_0, batch_1))"),
-        (("a.b", "c"), ({"a.b": X, "c": BIAS},), "self.model({'a.b': a_b, 'c': c})"),
-    ],
-    ids=["dict", "dict-in-a-tuple", "list", "tuple", "names"],
-)
+@pytest.mark.parametrize("example", [{"x": X, "bias": BIAS}, ([X, BIAS],)], ids=["dict", "list"])
 def test_a_model_that_takes_its_tensors_in_one_argument_is_refused_with_the_rewrite(
-    tmp_path: Path, keys: Any, example: Any, rewrite: str
+    tmp_path: Path, example: Any
 ) -> None:
+    keys = tuple(example) if isinstance(example, dict) else (0, 1)
     with pytest.raises(dk.DeploykitError) as caught:
         dk.export(Packed(*keys), example, out=tmp_path / "m.onnx")
     assert caught.value.exit_code == 2
-    assert rewrite in str(caught.value.hint)
+    assert "whose forward takes them one by one" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["x first", "scalar first"])

@@ -29,9 +29,9 @@ from deploykit.core.extras import installed  # noqa: E402
 from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.task import CLASSIFY, SEGMENT, TEXT_CLASSIFY, TaskOutputs, TextInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
-from deploykit.engines.tasks.images import place  # noqa: E402
-from deploykit.engines.torch.folder import load_folder  # noqa: E402
+from deploykit.engines.data.images import place  # noqa: E402
 from deploykit.engines.torch.loaded import load_live  # noqa: E402
+from deploykit.engines.torch.open import load_folder  # noqa: E402
 from deploykit.exporting.heads.head import own_module  # noqa: E402
 from deploykit.exporting.library import check_answers, check_pixels, preset_of_folder  # noqa: E402
 from deploykit.exporting.load import ExportSource  # noqa: E402

@@ -17,7 +17,7 @@ needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
-from deploykit.engines.tasks.engine import TaskEngine  # noqa: E402
+from deploykit.engines.tasks import TaskEngine  # noqa: E402
 from deploykit.engines.torch import presets  # noqa: E402
 
 pytestmark = pytest.mark.torch

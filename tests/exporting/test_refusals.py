@@ -204,7 +204,7 @@ def bfloat16() -> Any:
 
 @refused(
     "axis N is not dynamic",
-    "axis 0 of 'h' is not the batch: `inputs`, 'h:float32[2,N,8]'",
+    "or its name to the axis that it is",
     example_inputs=(torch.randn(3, 6, 4), torch.randn(2, 3, 8)),
 )
 class Recurrent(nn.Module):  # type: ignore[misc, name-defined]

@@ -22,13 +22,13 @@ from deploykit.graph.cost import (
     Curve,
     NodeCost,
     costs_of,
+    fixed_shapes,
     node_time,
     peak_bytes,
     predicted_s,
     savings_s,
 )
 from deploykit.graph.graph import Graph
-from deploykit.graph.shapes import fixed_shapes
 from deploykit.planning import probe as chains
 from deploykit.planning.probe import Chain
 from tests.support.graphs.data import samples
@@ -342,6 +342,7 @@ def test_a_recurrent_node_takes_each_step_after_the_other_and_a_copy_follows_its
     measured = replace(SIMPLE, launch_s=0.0, curves=curves)
     node = cost(1000, 1, kind=kinds.RECURRENT, steps=100)
     assert node_time(node, measured).seconds == pytest.approx(100 * 1e-6)
+    assert node_time(node, SIMPLE).launch_s == pytest.approx(100 * SIMPLE.launch_s)  # on a GPU
     time = node_time(cost(0, 1000, kind=kinds.MOVEMENT), replace(measured, launch_s=1e-6))
     assert time.seconds == pytest.approx(1e-5)
 

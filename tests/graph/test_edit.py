@@ -104,6 +104,7 @@ def node(call: str) -> onnx.ModelProto:
         (18, 'GridSample <mode = "bilinear"> (x, x)'),  # its modes have other names
         (20, "GroupNormalization <num_groups = 1> (x, one, one)"),
         (12, "ReduceSum <axes = [1]> (x)"),
+        (9, "BatchNormalization(x, one, one, one, one)"),  # its further outputs
     ],
 )
 def test_an_operator_that_changed_its_meaning_is_named(now: int, call: str) -> None:

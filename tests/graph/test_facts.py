@@ -14,8 +14,8 @@ from onnx import TensorProto, numpy_helper
 
 from deploykit.core.errors import BadInput
 from deploykit.graph import parse
-from deploykit.graph.facts import FLOAT16, external_files, read_facts
 from deploykit.graph.graph import Graph
+from deploykit.graph.parse import FLOAT16, external_files, read_facts
 from deploykit.graph.storage import varint
 from tests.support.onnx_zoo import save
 
@@ -184,7 +184,7 @@ def test_large_weights_are_not_read_and_a_file_that_was_replaced_is_read_again(
 def test_facts_load_neither_onnx_nor_its_checker(tmp_path: Path) -> None:
     path = write(tmp_path, "y = Identity(x)")
     code = (
-        "import sys; from pathlib import Path; from deploykit.graph.facts import read_facts; "
+        "import sys; from pathlib import Path; from deploykit.graph.parse import read_facts; "
         f"read_facts(Path({str(path)!r})); sys.exit('onnx' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

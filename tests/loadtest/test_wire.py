@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.engines.oip.protobuf import message_from
+from deploykit.engines.oip import message_from
 from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.wire import WRONG, AnswerCheck, Http1, NotHttpError

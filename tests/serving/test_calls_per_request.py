@@ -14,7 +14,7 @@ import pytest
 
 import deploykit
 from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http2.connection import (
+from deploykit.serving.http2 import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -27,7 +27,7 @@ from deploykit.serving.http2.connection import (
 from deploykit.serving.models import model
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
-from deploykit.serving.transport import turns
+from deploykit.serving.transport import connection as shared
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import INFER, infer_bytes
 from tests.support.serving.running import binary_request
@@ -42,8 +42,8 @@ HTTP_CALLS, GRPC_CALLS = 64, 107  # of Python and C functions per request
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It runs batches on this thread and does not wait for the next request."""
     monkeypatch.setattr(model, "SPIN_US", 0)
-    monkeypatch.setattr(turns, "TURN_S", 60)  # the profiler makes requests slow
-    monkeypatch.setattr(turns, "_SHORT_S", 60)
+    monkeypatch.setattr(shared, "TURN_S", 60)  # the profiler makes requests slow
+    monkeypatch.setattr(shared, "_SHORT_S", 60)
     found = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0))
     found.repository.models["m"].batcher.inline_max_rows = CLIENTS
     yield found

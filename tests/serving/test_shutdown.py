@@ -195,7 +195,7 @@ def test_a_second_sigterm_at_any_moment_of_the_end_does_not_change_the_exit_code
     tmp_path: Path, workers: str
 ) -> None:
     """Python and uvloop put the default handlers back before the process ends."""
-    for _ in range(rounds(2, 40)):
+    for _ in range(rounds(1, 40)):
         env = {"FAULT_ECHO_S": "600"}
         with Process(tmp_path, "--workers", workers, env=env) as server:
             server.popen.send_signal(signal.SIGTERM)

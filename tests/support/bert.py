@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 import deploykit.engines.torch.files  # noqa: F401 - declares torchvision's operators
 
 
 def save_tiny_bert(folder: Path, kind: str = "BertForSequenceClassification", **more: Any) -> Path:
     """Write a folder as `save_pretrained` does; `kind`: the class, `more`: of its configuration."""
+    import transformers
+
     config = transformers.BertConfig(
         vocab_size=32,
         hidden_size=16,

@@ -19,8 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.recipe import Split
@@ -59,29 +57,39 @@ def train_two_layers(options: dict[str, Any], group: Processes) -> dict[str, Any
     }
 
 
-def train_here() -> None:
+def train_here(options: dict[str, Any], out: str) -> None:
     with join_processes("cpu") as group:
-        made = train_two_layers(json.loads(sys.argv[1]), group)
+        made = train_two_layers(options, group)
         if group.first:
-            Path(sys.argv[2]).write_text(json.dumps(made))
+            Path(out).write_text(json.dumps(made))
 
 
-def torchrun(*words: object, cwd: Path = ROOT) -> str:
-    """Start two processes on a free port; returns what they print."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def launch(options: dict[str, Any], out: str) -> None:
+    """As `torchrun --standalone --nproc-per-node=2`, but torch is imported once for both."""
+    import torch._dynamo  # noqa: F401 - not in each of them
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
+    )
+    elastic_launch(config, train_here)(options, out)
+
+
+def run(*words: object, cwd: Path = ROOT) -> str:
+    """Run Python with these words; returns what it and its processes print."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*launch, *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=300
+        [sys.executable, *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def train_in_two(folder: Path, **options: object) -> dict[str, Any]:
-    program = "from tests.training.test_parallel import train_here; train_here()"
-    (folder / "run.py").write_text(program)
-    torchrun(folder / "run.py", json.dumps(options), folder / "out.json")
-    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    out = folder / "out.json"
+    program = "from tests.training.test_parallel import launch"
+    run("-c", f"{program}; launch({options!r}, {str(out)!r})")
+    found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
@@ -125,7 +133,8 @@ def test_two_processes_go_on_from_a_checkpoint(tmp_path: Path) -> None:
 def test_torchrun_starts_the_command(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     words = ["train", ROOT / "examples/own_recipe.py", "-o", "m.pt", "--epochs", "2", "--json"]
-    printed = torchrun("-m", "deploykit", *words, "--device", "cpu", cwd=tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    printed = run(*torchrun, "-m", "deploykit", *words, "--device", "cpu", cwd=tmp_path)
     figures = json.loads(printed)["manifest"]["evidence"]["training"]["figures"]
     assert figures["processes"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt", "m.pt.json"]
@@ -206,6 +215,9 @@ class Layers(torch.nn.Module):
 def test_fsdp_shards_the_blocks_inside_of_lists_and_wrappers_on_the_cpu_next_to_a_gpu(
     wrap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 pytest.importorskip("tensorrt", reason="tensorrt is not installed", exc_type=ImportError)
 
 import deploykit as dk  # noqa: E402
@@ -18,6 +17,8 @@ from tests.support.installed import needs  # noqa: E402
 from tests.support.runtimes.tokenizer import write_tokenizer  # noqa: E402
 from tests.support.zoo.keeper import SMALL, Keeper  # noqa: E402
 from tests.support.zoo.nvidia import trt, verdict  # noqa: E402
+
+needs("onnxscript")
 
 pytestmark = [pytest.mark.torch, pytest.mark.nvidia]
 nn = torch.nn

@@ -19,7 +19,7 @@ import numpy as np
 
 from deploykit.core.errors import DeploykitError
 from deploykit.core.subprocesses import INSIDE
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import Specs, TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost, unless_lost
 from deploykit.engines.engine import Arrays, Closing
 
@@ -91,6 +91,17 @@ Work = Any
 MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory) -> Work
 
 
+@dataclass(frozen=True)
+class Model:
+    """What a pipeline runs. `scratch_bytes`: device memory for the work of each slot."""
+
+    driver: CudaDevice
+    make: MakeWork
+    inputs: Specs
+    outputs: Specs
+    scratch_bytes: int = 0
+
+
 @dataclass
 class _Layout:
     """The views into the staging memory and the copies for calls of certain shapes.
@@ -120,8 +131,9 @@ class StreamSlot:
     """
 
     def __init__(self, owner: Pipeline) -> None:
-        self.driver, self.make = owner.driver, owner.make
-        self.inputs, self.outputs = owner.inputs, owner.outputs
+        model = owner.model
+        self.driver, self.make = model.driver, model.make
+        self.inputs, self.outputs = model.inputs, model.outputs
         self.notes: list[str] = []  # reasons why a graph was refused
         self.copies_us = (0, 0)  # the last call's copies on the host, to and from pinned memory
         self.stream = self.event = self.scratch = 0
@@ -135,8 +147,8 @@ class StreamSlot:
         try:
             self.stream = self.driver.open_stream()
             self.event = self.driver.open_event()
-            if owner.scratch_bytes:
-                self.scratch = self.driver.allocate(owner.scratch_bytes)
+            if model.scratch_bytes:
+                self.scratch = self.driver.allocate(model.scratch_bytes)
         except DeploykitError:
             self.release()
             raise
@@ -339,27 +351,15 @@ class Pipeline(Closing):
     """Runs calls of one model, up to `slots` of them in flight, for one thread at a time.
 
     `graphs`: batch sizes captured with their copies as a CUDA graph at their second run; other
-    sizes are enqueued step by step. `scratch_bytes`: device memory for the work of each slot.
+    sizes are enqueued step by step.
     """
 
-    def __init__(
-        self,
-        driver: CudaDevice,
-        make: MakeWork,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        *,
-        slots: int = 2,
-        graphs: Sequence[int] = (),
-        scratch_bytes: int = 0,
-    ) -> None:
-        self.driver, self.make = driver, make
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+    def __init__(self, model: Model, *, slots: int = 2, graphs: Sequence[int] = ()) -> None:
+        self.model, self.driver, self.inputs = model, model.driver, model.inputs
         self.graphs = tuple(sorted(graphs))
-        first = {spec.shape[:1] for spec in (*inputs, *outputs)}
-        self._paddable = len(first) == 1 and bool(inputs) and inputs[0].batched
+        first = {spec.shape[:1] for spec in (*model.inputs, *model.outputs)}
+        self._paddable = len(first) == 1 and bool(self.inputs) and self.inputs[0].batched
         self.pad = False  # see `prepare`
-        self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
         self.slots = slots
         self.last_copies_us = (0, 0)  # the last ended call's `StreamSlot.copies_us`

@@ -25,7 +25,7 @@ from deploykit.core.task import ImageInput
 from deploykit.engines.data.samples import list_class, list_entries
 
 if TYPE_CHECKING:
-    from deploykit.engines.tasks.images import PlacedImages  # it needs Pillow
+    from deploykit.engines.data.images import PlacedImages  # it needs Pillow
 
 _TRAIN, _CALIBRATION, _TEST = "train", "calibrate", "test"  # the use of a split
 _SPLITS = {
@@ -62,7 +62,7 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
             f"{folder}: holds {len(names)} classes ({found}), {wanted} are needed",
             hint="put the images of each class into a sub-folder of its own: DIR/cat, DIR/dog",
         )
-    from deploykit.engines.tasks.images import PlacedImages
+    from deploykit.engines.data.images import PlacedImages
 
     reader = PlacedImages(image)
     skipped = [f"{path}: is in no class folder" for path in loose]

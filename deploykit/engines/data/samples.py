@@ -2,16 +2,22 @@
 
 The data may be an `.npz` with one array per input name and optionally `labels`; an `.npy` (or an
 `.npz` with one array of any name) for a model with one input; a folder of such files; a folder of
-images, whose sub-folders are the classes. Pickled objects are never loaded.
+images, whose sub-folders are the classes.
+
+Archives are not trusted: headers are read first, as a small file can declare, or unpack to, any
+size, and pickled objects are never loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
 import os
+import tokenize
 import zipfile
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +30,10 @@ import numpy as np
 from numpy.lib import format as npy
 
 from deploykit.core.artefact import file_stamp
-from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.files import atomic_write
+from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.machine import usable_cores
-from deploykit.core.memory import check_fits
+from deploykit.core.memory import check_fits, does_not_fit
 from deploykit.core.task import Task
 from deploykit.core.tensors import (
     BATCH,
@@ -39,14 +45,6 @@ from deploykit.core.tensors import (
     fits_shape,
     mismatch,
     steps_counted,
-)
-from deploykit.engines.data.archives import (
-    Header,
-    damage,
-    is_npy,
-    open_array,
-    read_arrays,
-    read_headers,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +105,7 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
     images: Images | None = None
     if of_images:  # the decoders import Pillow, which arrays do not need
         if task is not None and task.image is not None:
-            from deploykit.engines.tasks.images import PlacedImages
+            from deploykit.engines.data.images import PlacedImages
 
             images = PlacedImages(task.image)
         else:
@@ -252,20 +250,15 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
         labels += [number] * len(images) if named or len(names) in (0, len(classes)) else []
     if not files:
         raise BadInput(f"{folder}: the folder is empty")
+    of_images = bool(classes) or files[0].suffix.lower() in IMAGES
+    kinds = " ".join(IMAGES if of_images else ARRAYS)
     for file in files:
-        if file.suffix.lower() not in IMAGES + (() if classes else ARRAYS):
+        if file.suffix.lower() not in kinds.split():
             raise BadInput(
-                f"{file}: is not a data file",
-                hint=f"a data folder contains {' '.join(IMAGES)} or {' '.join(ARRAYS)} files and "
-                "nothing else; class folders contain images",
+                f"{file}: is not a data file like the others",
+                hint=f"the folder contains {kinds} files, and nothing else",
             )
-    images = [file for file in files if file.suffix.lower() in IMAGES]
-    if images and len(images) < len(files):
-        other = next(file for file in files if file not in images)
-        raise BadInput(
-            f"{folder}: contains both images ({images[0].name}) and arrays ({other.name})"
-        )
-    return files, labels, bool(images)
+    return files, labels, of_images
 
 
 def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -629,3 +622,107 @@ def read_ahead(items: Iterable[Item]) -> Iterator[Item]:
         while (item := ready.popleft().result()) is not None:
             ready.append(thread.submit(next, rest, None))
             yield item
+
+
+_DATA = (
+    "data is an .npz or .npy file, which numpy.savez and numpy.save write, or a folder of images"
+)
+_DAMAGED = (
+    ValueError,
+    OSError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one array. `start`: the position in its member where the values begin."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    in_rows: bool  # C order: the rows of axis 0 are contiguous
+    start: int
+    member: str = ""  # the name in the archive; "" for an .npy
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_headers(path: Path) -> dict[str, Header]:
+    """Return a file's headers by name; an .npy's is "array". Raises NotFound or BadInput."""
+    with damage(path):
+        if is_npy(path):
+            with path.open("rb") as handle:
+                return {"array": _header(f"{path}: the array", handle, path.stat().st_size)}
+        found = {}
+        with zipfile.ZipFile(path) as archive:
+            for info in (each for each in archive.infolist() if not each.is_dir()):
+                name = info.filename.removesuffix(".npy")
+                with archive.open(info) as member:
+                    where = f"{path}: '{name}'"
+                    found[name] = _header(where, member, info.file_size, info.filename)
+    if not found:
+        raise BadInput(f"{path}: contains no arrays")
+    return found
+
+
+def read_arrays(path: Path, headers: Mapping[str, Header]) -> dict[str, np.ndarray]:
+    """Return the arrays of a file whose headers were checked."""
+    with damage(path), contextlib.ExitStack() as stack:
+        return {
+            name: npy.read_array(open_array(path, header, stack), allow_pickle=False)
+            for name, header in headers.items()
+        }
+
+
+def open_array(path: Path, header: Header, stack: contextlib.ExitStack) -> IO[bytes]:
+    """Open the array's member at its start, until `stack` closes. Raises as zipfile does."""
+    if not header.member:
+        return stack.enter_context(path.open("rb"))
+    archive = stack.enter_context(zipfile.ZipFile(path))
+    return stack.enter_context(archive.open(header.member))
+
+
+def is_npy(path: Path) -> bool:
+    """Return whether the file is a single array. Raises NotFound or BadInput."""
+    with check_readable(path).open("rb") as handle:
+        return handle.read(6) == npy.MAGIC_PREFIX
+
+
+@contextlib.contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """Turn the errors of zipfile, zlib and numpy on damaged or encrypted files into BadInput."""
+    try:
+        yield
+    except _DAMAGED as exc:
+        if isinstance(exc, MemoryError) and "allocate" in str(exc):  # an array, not the parser
+            raise does_not_fit(path, first_line(exc)) from exc
+        kind = ".npy" if path.suffix == ".npy" else ".npz"
+        what = f"{path}: is not a readable {kind} file: {first_line(exc)}"
+        raise BadInput(what, hint=_DATA) from exc
+
+
+def _header(where: str, member: IO[bytes], file_bytes: int, name: str = "") -> Header:
+    version = npy.read_magic(member)
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, by_columns, dtype = read_header(member)
+    found = Header(shape, dtype, not by_columns or len(shape) < 2, member.tell(), name)
+    if dtype.hasobject:
+        raise BadInput(
+            f"{where} contains Python objects, which are not loaded",
+            hint="save numbers: np.savez(path, x=np.asarray(values, dtype='float32'))",
+        )
+    if found.start + found.nbytes != file_bytes or min(shape, default=0) < 0:
+        raise BadInput(
+            f"{where}: its header declares {dtype}{list(shape)}, "
+            f"but the data has {file_bytes - found.start} bytes"
+        )
+    return found

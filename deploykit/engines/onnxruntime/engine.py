@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,9 @@ from deploykit.engines.onnxruntime.file import (
     rounds_sums,
     save_at,
 )
-from deploykit.graph.facts import FLOAT8, FLOAT16, INTEGER_PRODUCTS, onnx_files, read_facts
-from deploykit.graph.parse import damaged
+from deploykit.graph.parse import FLOAT8, FLOAT16, INTEGER_PRODUCTS, damaged, onnx_files, read_facts
+
+log = logging.getLogger(__name__)
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -128,6 +131,126 @@ class Binding:
         for spec in self._outputs:
             bound.bind_output(spec.name, *self._device)
         return bound, values
+
+
+_Rest = frozenset[tuple[str, tuple[int, ...]]]  # the shapes of inputs without their first axis
+_MOST_SESSIONS = 9
+_DEAR = 2.0  # times a steady call
+_RUNS = 3
+
+
+class BatchSizes:
+    """Calls of any number of rows, on sessions that each see one batch size if that is faster.
+
+    cuDNN plans every convolution anew when the shapes of a session's inputs change. The batches of
+    a server differ, so that it would wait for plans most of the time: a ResNet-50 took 54 ms for
+    batches that take 2 to 5 ms on an H200 (ONNX Runtime 1.31.1; its issue 23006).
+    """
+
+    def __init__(
+        self,
+        first: Binding,
+        reopen: Callable[[], Binding],
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        """`reopen` returns a binding of another session of the same file."""
+        self._first = self._used = first
+        self._reopen = reopen
+        self._clock_ns = clock_ns
+        self._sized: dict[_Rest, list[_Sized]] = {}
+
+    @property
+    def last_copies_us(self) -> tuple[int, int]:
+        return self._used.last_copies_us
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows that calls are filled up to; none before `prepare`, or if it does not pay."""
+        return tuple(sorted({each.rows for sized in self._sized.values() for each in sized}))
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self._sized:
+            rows, rest = _rows_and_rest(feeds)
+            for sized in self._sized.get(rest, ()):
+                if 0 < rows <= sized.rows:
+                    self._used = sized.binding
+                    return sized(feeds, rows)
+        self._used = self._first
+        return self._first(feeds)
+
+    def prepare(self, calls: Iterable[Arrays]) -> None:
+        """Open a session for one row, a quarter of the largest batch and all of it, if that pays.
+
+        The rows of the model must be independent. Raises OutOfMemory.
+        """
+        shapes: dict[_Rest, dict[int, Arrays]] = {}
+        for feeds in calls:
+            rows, rest = _rows_and_rest(feeds)
+            shapes.setdefault(rest, {})[rows] = feeds
+        for rest, by_rows in shapes.items():
+            most = max(by_rows)
+            quarter = max((rows for rows in by_rows if 4 * rows <= most), default=most)
+            chosen = sorted({min(by_rows), quarter, most}, reverse=True)
+            opened = sum(map(len, self._sized.values()))
+            if len(chosen) == 1 or opened + len(chosen) > _MOST_SESSIONS:
+                continue
+            if not self._sized and not self._dear(by_rows[most], by_rows[chosen[-1]]):
+                return
+            self._sized[rest] = sized = list[_Sized]()
+            for rows in chosen:
+                try:
+                    binding = self._reopen() if opened or sized else self._first
+                    sized.insert(0, _Sized(binding, by_rows[rows]))
+                except Exception as exc:
+                    if not sized:
+                        raise
+                    text = "batches of %d rows or fewer are filled up to %d: no second session: %s"
+                    log.warning(text, rows, sized[0].rows, first_line(exc))
+                    break
+
+    def close(self) -> None:
+        for binding in [self._first, *(s.binding for each in self._sized.values() for s in each)]:
+            binding.close()
+        self._sized.clear()
+
+    def _dear(self, large: Arrays, small: Arrays) -> bool:
+        """Return whether a call after one of another size takes far longer than one after its like.
+
+        The shortest of a few counts: other programs can make any of them long.
+        """
+        changed, steady = list[int](), list[int]()
+        for _ in range(_RUNS):
+            self._first(large)
+            for found in (changed, steady):
+                started_ns = self._clock_ns()
+                self._first(small)
+                found.append(self._clock_ns() - started_ns)
+        return min(changed) > _DEAR * min(steady)
+
+
+class _Sized:
+    """A session that sees calls of `rows` rows only: smaller ones are filled up.
+
+    Rows of earlier calls do for that: no row has an effect on another one's outputs.
+    """
+
+    def __init__(self, binding: Binding, feeds: Arrays) -> None:
+        self.rows = _rows_and_rest(feeds)[0]
+        self.binding = binding
+        self._full = {name: array.copy() for name, array in feeds.items()}
+        binding(self._full)
+
+    def __call__(self, feeds: Arrays, rows: int) -> dict[str, np.ndarray]:
+        if rows == self.rows:
+            return self.binding(feeds)
+        for name, array in self._full.items():
+            array[:rows] = feeds[name]
+        return {name: array[:rows] for name, array in self.binding(self._full).items()}
+
+
+def _rows_and_rest(feeds: Arrays) -> tuple[int, _Rest]:
+    rows = len(next(iter(feeds.values())))
+    return rows, frozenset([(name, array.shape[1:]) for name, array in feeds.items()])
 
 
 def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
@@ -278,9 +401,8 @@ class OnnxRuntimeEngine(Engine):
                 self.session = _mapped(path, shared, threads, spinning)
             except (DeploykitError, OSError) as exc:
                 self.notes = (f"{path}: its weights are not shared: {first_line(exc)}",)
-        self.session = self.session or _session(
-            path, device, threads, optimise=optimise, spinning=spinning, profile=profile
-        )
+        reopen = partial(_session, path, device, threads, optimise=optimise, spinning=spinning)
+        self.session = self.session or reopen(profile=profile)
         used = self.session.get_session_options()
         if rounds_sums(used):
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
@@ -304,12 +426,15 @@ class OnnxRuntimeEngine(Engine):
             any(spec.dtype == "string" for spec in self.inputs) or read_facts(path).slowed_by_values
         )
         self._arena = Arena(ort)
-        self._binding: Binding | None = None
+        self._binding: BatchSizes | None = None
         if self.device != "cpu" and not strings:  # GPU memory holds no strings
             kind, _, number = self.device.partition(":")
-            placed = (kind, int(number))
             self.notes += check_placement(path, self.session, ort.__version__)
-            self._binding = Binding(ort, self.session, self.inputs, self.outputs, placed)
+
+            def bind(session: Any) -> Binding:
+                return Binding(ort, session, self.inputs, self.outputs, (kind, int(number)))
+
+            self._binding = BatchSizes(bind(self.session), lambda: bind(reopen()))
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self.session is None:
@@ -327,6 +452,15 @@ class OnnxRuntimeEngine(Engine):
         except Exception:  # mapped and raised below: a `with` would slow down every call
             with onnxruntime_errors(self.path, self.device):
                 raise
+
+    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None:
+        """On CUDA, open a session for each of a few batch sizes if that is faster.
+
+        Raises OutOfMemory.
+        """
+        if self._binding is not None and joined:
+            with self._guard, onnxruntime_errors(self.path, self.device):
+                self._binding.prepare(calls)
 
     def trim(self) -> bool:
         self._arena = Arena(ort)  # its first run frees memory
@@ -398,6 +532,7 @@ def _session(
         chosen = {"device_id": str(number), "cudnn_conv_algo_search": "HEURISTIC"}
         providers.insert(0, ("CUDAExecutionProvider", chosen))
         preload(ort)
+        ort.set_default_logger_severity(3)  # 1.31 warns that CUDA's provider is no plugin
     exact = True
     while True:
         half = FLOAT16 in facts.element_types

@@ -19,8 +19,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, Unsupported, os_reason, quote
 from deploykit.core.files import check_data_file, open_readable
 from deploykit.core.machine import cpu_features, file_text
-from deploykit.graph.facts import SCALED_IN_EACH_CALL, onnx_files, read_facts
-from deploykit.graph.parse import dtype_name
+from deploykit.graph.parse import SCALED_IN_EACH_CALL, dtype_name, onnx_files, read_facts
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 

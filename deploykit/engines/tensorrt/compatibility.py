@@ -2,21 +2,30 @@
 
 TensorRT crashes on some damaged plans and accepts others: only a plan that its manifest describes
 is loaded. A plan can contain code or need plugins: `built_here` decides whether to trust these. An
-error names each difference and the command that builds the plan again.
+error names each difference and the command that builds the plan again. At the end: the plugins and
+the log of TensorRT, one for all builds and engines of a process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import hashlib
+import logging
+import mmap
 import os
+import platform
 import re
 import shlex
 import stat
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import (
@@ -28,11 +37,14 @@ from deploykit.core.errors import (
     os_reason,
     quote,
 )
-from deploykit.core.extras import install_command
+from deploykit.core.extras import install_command, require
 from deploykit.core.files import cache_folder, make_folder, manifest_path, sha256
+from deploykit.core.machine import file_text
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
-from deploykit.engines.tensorrt.log import logger
+
+if TYPE_CHECKING:
+    from deploykit.engines.cuda.driver import CudaDevice
 
 # Opening a version compatible plan, which contains host code, or a plugin, which is a library, runs
 # code. The manifest next to it proves nothing, as the plan's author wrote it too. So `build` adds
@@ -124,6 +136,36 @@ class Here:
         return {key: value for key, value in facts.items() if value}
 
 
+_MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
+_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
+
+
+def read_machine(driver: CudaDevice) -> Here:
+    """Return the facts of the GPU and of the installed TensorRT. Raises MissingExtra."""
+    version, major = str(require("tensorrt").__version__), tensorrt_cuda()
+    return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
+
+
+@functools.cache
+def tensorrt_cuda() -> str:
+    """Return the CUDA major of TensorRT; empty if it is not known.
+
+    pip's packages have it in their names. A library of another origin, as of a .deb or of an image,
+    names the libcudart that it loads.
+    """
+    found = set()
+    for major in ("12", "13"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(f"tensorrt-cu{major}-bindings")
+            found.add(major)
+    if not found:
+        for path in set(re.findall(r"(?m)/\S*/libnvinfer\.so\.[\d.]+$", file_text(_MAPS))):
+            with contextlib.suppress(OSError, ValueError), Path(path).open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                found |= {each.decode() for each in _CUDART.findall(content)}
+    return found.pop() if len(found) == 1 else ""
+
+
 def place_of(built: Mapping[str, str]) -> str:
     """Return the GPU and the TensorRT in a `built_on` or `Here.facts`; empty if one is missing."""
     names = [built.get(key, "") for key in ("gpu", "compute_capability", "tensorrt")]
@@ -134,20 +176,20 @@ def place_of(built: Mapping[str, str]) -> str:
 class PlanFile:
     """The bytes of a plan that may be loaded; `notes` are warnings, one sentence each."""
 
+    path: Path
     content: bytes
+    manifest: Manifest | None
     notes: tuple[str, ...]
-    host_code: bool  # a version compatible plan contains its own runtime
+    host_code: bool = False  # a version compatible plan contains its own runtime
     dla: int | None = None  # the DLA core that some of its layers run on
 
 
-def open_plan(
-    source: ArtefactLike, here: Here, trust: bool = False
-) -> tuple[PlanFile, Manifest | None]:
-    """Return the plan, as `check_plan` does, and its manifest. An Artefact is not hashed again."""
+def open_plan(source: ArtefactLike, here: Here, trust: bool = False) -> PlanFile:
+    """Return the plan, as `check_plan` does. An Artefact is not hashed again."""
     artefact = Artefact.open(source)
     if artefact.format != "tensorrt":
         raise wrong_format(artefact, artefact.format, "a TensorRT engine")
-    return check_plan(artefact.path, artefact.manifest, here, trust), artefact.manifest
+    return check_plan(artefact.path, artefact.manifest, here, trust)
 
 
 def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> PlanFile:
@@ -164,7 +206,7 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
     name = manifest_path(path).name
     if manifest is None and trust:
         note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
-        return PlanFile(content, (note,), host_code=False)
+        return PlanFile(path, content, None, (note,))
     if manifest is None:
         raise BadInput(
             f"{path}: has no manifest ({name}), so its origin and target are unknown",
@@ -198,7 +240,7 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
         )
     core, notes = manifest.built_on.get("dla", ""), tuple(_notes(path, manifest, here))
     dla = int(core) if re.fullmatch("[0-9]", core) else None
-    return PlanFile(content, notes, manifest.version_compatible, dla)
+    return PlanFile(path, content, manifest, notes, manifest.version_compatible, dla)
 
 
 def differences(
@@ -358,3 +400,50 @@ def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
             )
         found.append(path)
     return found
+
+
+# TensorRT gives its errors only in its log. It keeps the first logger of a process and ignores any
+# other, so that one serves all engines: it keeps the lines of each thread, as engines of several
+# threads fail apart from each other.
+
+_logger = logging.getLogger(__name__)
+_KEPT = 50  # lines
+
+
+@dataclass
+class LogLines:
+    """Errors and warnings that TensorRT logged, oldest first."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@functools.cache
+def logger(nv: Any) -> Any:
+    """Return the process's ILogger for `nv`; every line also goes to `logging`, at level debug.
+
+    A build sets `sink` to collect its lines, also from TensorRT's own threads; otherwise error
+    lines stay in `errors` of the thread that they came from.
+    """
+    base: Any = nv.ILogger
+    severity: Any = base.Severity
+
+    class Log(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            base.__init__(self)
+            self.sink: LogLines | None = None
+            self._of_thread = threading.local()
+
+        @property
+        def errors(self) -> deque[str]:
+            lines: deque[str] = vars(self._of_thread).setdefault("errors", deque(maxlen=_KEPT))
+            return lines
+
+        def log(self, level: Any, text: str) -> None:
+            if level in (severity.INTERNAL_ERROR, severity.ERROR):
+                (self.errors if self.sink is None else self.sink.errors).append(text)
+            elif level == severity.WARNING and self.sink is not None:
+                self.sink.warnings.append(text)
+            _logger.debug("%s: %s", level, text)
+
+    return Log()

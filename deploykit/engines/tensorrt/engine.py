@@ -1,4 +1,4 @@
-"""Run a TensorRT plan as an `Engine`, with its execution contexts.
+"""Open a `.trt` plan as an `Engine`, after a check against its manifest and this machine.
 
 Supports TensorRT 10.3 to 11.4. TensorRT returns None or False and gives the reason only in its log,
 so errors are made from the log's lines.
@@ -9,21 +9,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.extras import require
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
-from deploykit.engines.cuda.errors import out_of_memory
-from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
+from deploykit.engines.cuda.errors import USE_LESS_MEMORY, out_of_memory
+from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
-from deploykit.engines.tensorrt.compatibility import PlanFile
-from deploykit.engines.tensorrt.log import LogErrors, logger
+from deploykit.engines.tensorrt.compatibility import (
+    PlanFile,
+    check_version,
+    load_plugins,
+    logger,
+    open_plan,
+    place_of,
+    read_machine,
+    recorded_plugins,
+)
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -116,14 +128,13 @@ class TensorRtEngine(Engine):
         self,
         nv: Any,
         driver: CudaDevice,
-        path: Path,
         plan: PlanFile,
-        manifest: Manifest | None,
         *,
         slots: int = 2,
         graphs: Sequence[int] = (),
     ) -> None:
-        self.path, self.device, self._nv, self._driver = path, driver.device, nv, driver
+        self.path = path = plan.path
+        self.device, self._nv, self._driver = driver.device, nv, driver
         self._guard = CallGuard(path.name)
         self.runtime = f"tensorrt {nv.__version__}"
         driver.use()
@@ -142,7 +153,7 @@ class TensorRtEngine(Engine):
         )
         self._engine: trt.ICudaEngine | None = engine
         ask = self._log_errors.call
-        self.inputs, self.outputs = ask("tensors", specs, engine, path, manifest)
+        self.inputs, self.outputs = ask("tensors", specs, engine, path, plan.manifest)
         self.ranges: Ranges = ask("optimisation profile", size_ranges, engine, path, self.inputs)
         batched = [spec.name for spec in self.inputs if spec.batched]
         self.max_batch = min((self.ranges[name][2][0] for name in batched), default=None)
@@ -160,15 +171,9 @@ class TensorRtEngine(Engine):
 
     def _open_pipeline(self, slots: int, graphs: Sequence[int]) -> Pipeline:
         scratch_bytes, most = int(self._opened().device_memory_size_v2), self.max_batch
-        pipeline = Pipeline(
-            self._driver,
-            self._context,
-            self.inputs,
-            self.outputs,
-            slots=slots,
-            graphs=sorted({size if most is None else min(size, most) for size in graphs}),
-            scratch_bytes=scratch_bytes,
-        )
+        model = Model(self._driver, self._context, self.inputs, self.outputs, scratch_bytes)
+        sizes = {size if most is None else min(size, most) for size in graphs}
+        pipeline = Pipeline(model, slots=slots, graphs=sorted(sizes))
         try:
             with self._sizes_of_memory():
                 pipeline.reserve(self._optimum())
@@ -249,15 +254,7 @@ class TensorRtEngine(Engine):
             context.handle.profiler = profiler
             return context
 
-        pipeline = Pipeline(
-            self._driver,
-            profiled,
-            self.inputs,
-            self.outputs,
-            slots=1,
-            scratch_bytes=self._pipeline.scratch_bytes,
-        )
-        with pipeline:
+        with Pipeline(replace(self._pipeline.model, make=profiled), slots=1) as pipeline:
             pipeline(feeds)
             times.clear()
             pipeline(feeds)
@@ -379,6 +376,47 @@ def _shape_of(context: trt.IExecutionContext, name: str) -> Shape:
     return tuple(context.get_tensor_shape(name))  # the bindings raise for a rank of -1
 
 
+_NO_MEMORY = re.compile(
+    r"\bout ?of ?memory\b|Requested amount of GPU memory|ALLOC\w*_FAILED", re.IGNORECASE
+)
+_WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # a place in TensorRT's source
+
+
+@dataclass(frozen=True)
+class LogErrors:
+    """Makes errors of the plan `path` on `device` from the log's lines.
+
+    TensorRT logs errors even in calls that succeed: `call` forgets them before each.
+    """
+
+    nv: Any
+    path: Path
+    device: str
+
+    def call(self, what: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a member of TensorRT returns, which is neither None nor False.
+
+        Raises the refusal: NVIDIA's bindings return one of these, or raise, each member as it is.
+        """
+        logger(self.nv).errors.clear()
+        try:
+            answer = run(*arguments)
+        except (RuntimeError, TypeError, ValueError) as exc:  # a null pointer, a rank of -1
+            raise self.refusal(f"{what} ({first_line(exc)})") from exc
+        if answer is None or answer is False:
+            raise self.refusal(what)
+        return answer
+
+    def refusal(self, what: str) -> DeploykitError:
+        """Return the error for the lines of the last call, whose first one is the root cause."""
+        lines = [*logger(self.nv).errors]
+        if any(map(_NO_MEMORY.search, lines)):
+            text = f"{self.path}: {self.device}: out of memory in {what}"
+            return OutOfMemory(text, hint=USE_LESS_MEMORY)
+        why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
+        return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
+
+
 @functools.cache
 def _output_allocator(nv: Any) -> Any:
     """Return the class that allocates memory for one output of data-dependent shape."""
@@ -421,3 +459,37 @@ def _output_allocator(nv: Any) -> Any:
             self.address = self.size = 0
 
     return OutputAllocator
+
+
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,  # noqa: ARG001 - a GPU engine uses no CPU threads
+    trust: bool = False,
+    *,
+    slots: int = 2,
+    graphs: Sequence[int] = (),
+) -> TensorRtEngine:
+    """Open a plan on "cuda:N" ("auto" and "cuda": the first GPU).
+
+    `trust`: also open a plan without a manifest, or with code from elsewhere. `slots`, `graphs`:
+    see `Pipeline`. Raises BadInput for a plan that is damaged, not described or not trusted,
+    Unsupported for a plan of another machine, or without a GPU.
+    """
+    path = Path(source)
+    if device == "cpu":
+        raise Unsupported(
+            f"{path}: a TensorRT engine runs on a GPU only",
+            hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
+        )
+    nv = require("tensorrt")
+    check_version(str(nv.__version__))
+    from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT's check
+
+    driver = CudaDevice(int(device.partition(":")[2] or 0))
+    machine = read_machine(driver)
+    plan = open_plan(source, machine, trust)
+    load_plugins(nv, recorded_plugins(path, plan.manifest.plugins if plan.manifest else {}))
+    engine = TensorRtEngine(nv, driver, plan, slots=slots, graphs=graphs)
+    engine.place = place_of(machine.facts())
+    return engine

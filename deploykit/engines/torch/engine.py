@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from deploykit.core.artefact import ArtefactLike, torch_kind
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import require
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import Specs
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.torch.files import RunsCode, module_errors, read
 from deploykit.engines.torch.loaded import Loaded, Undescribed
@@ -31,29 +31,36 @@ def open_engine(
     trust: bool = False,  # noqa: ARG001 - no code of the file runs here
     *,
     arch: str | None = None,
-    inputs: Sequence[TensorSpec] = (),
-    allow_pickle: bool = False,
     bf16: bool = False,
 ) -> TorchEngine:
-    """Open a deploykit checkpoint, or a file that `load_module` opens with `arch` and `inputs`.
+    """Open a deploykit checkpoint, or another file whose module `arch` builds.
 
-    A program of torch.export states its inputs itself. Raises BadInput for a file without enough
-    information.
+    Raises BadInput for a file without enough information.
     """
     path = Path(source)
-    whole = inputs and path.is_file() and torch_kind(path) == "torch.export"
     try:
-        loaded = load_module(
-            path, arch=arch, inputs=() if whole else inputs, allow_pickle=allow_pickle
-        )
+        loaded = load_module(path, arch=arch)
     except (RunsCode, Undescribed) as exc:
-        if arch is None and not inputs:
+        if arch is None:
             known = getattr(exc, "arch", "")
             exc.hint = f"export it first: deploykit export {path}" + f" --arch {known}" * bool(
                 known
             )
         raise
     return TorchEngine(loaded, path.name, device, threads, bf16=bf16)
+
+
+def open_like(
+    source: ArtefactLike, inputs: Specs, device: str, arch: str | None, allow_pickle: bool
+) -> TorchEngine:
+    """Open a file that `load_module` opens with `arch` and `inputs`.
+
+    A program of torch.export states its inputs itself.
+    """
+    path = Path(source)
+    own = path.is_file() and torch_kind(path) == "torch.export"
+    loaded = load_module(path, arch=arch, inputs=() if own else inputs, allow_pickle=allow_pickle)
+    return TorchEngine(loaded, path.name, device, None)
 
 
 def describes_itself(path: Path) -> bool:

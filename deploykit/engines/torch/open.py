@@ -1,20 +1,25 @@
 """Open a PyTorch file or a Hugging Face folder as a module in eval mode with its specs.
 
 Nothing in a file runs as code unless `allow_pickle` says so: a checkpoint names a recipe that comes
-with deploykit, and no other Python object.
+with deploykit, and no other Python object; a folder's model is a class of the installed
+transformers. Bare weights go into the user's architecture; a note reports everything that is not a
+plain copy.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, NotFound, users_code
+from deploykit.core.errors import BadInput, NotFound, first_line, users_code
 from deploykit.core.extras import require
-from deploykit.core.files import atomic_write
+from deploykit.core.files import atomic_write, check_readable, import_object, read_json
 from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
@@ -24,14 +29,20 @@ from deploykit.engines.torch.files import (
     Content,
     dtype_of,
     is_state_dict,
+    list_names,
     module_errors,
+    quiet,
     read,
 )
-from deploykit.engines.torch.folder import load_folder
 from deploykit.engines.torch.loaded import Loaded, before, by_position, describe_module, undescribed
-from deploykit.engines.torch.outputs import adapt, binding, flatten_outputs, output_names
-from deploykit.engines.torch.presets import Preset, preset_of
-from deploykit.engines.torch.weights import build_module, copy_weights, in_float32
+from deploykit.engines.torch.outputs import (
+    adapt,
+    binding,
+    flatten_outputs,
+    output_names,
+    parameter_names,
+)
+from deploykit.engines.torch.presets import Preset, build_named, common_prefix, preset_of, recognise
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
 torch = require("torch")
@@ -88,33 +99,43 @@ _LARGEST_SIZE = 1_000_000  # limits what a checkpoint's recipe builds, such as c
 _WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint has besides its weights. `sizes`: the arguments of the recipe's `build`."""
+
+    recipe: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+    image: ImageInput | None = None
+    preprocess: Preprocess | None = None
+
+
 def save_checkpoint(
     out: Path,
     module: Any,
-    recipe: str,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
+    name: str,
+    recipe: Recipe,
     splits: Splits | None = None,
     *,
-    preprocess: Preprocess | None = None,
     on_written: Callable[[Path], object] = lambda _: None,
 ) -> None:
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
     `splits`: the training data, of which the checkpoint keeps the arguments of the recipe's
-    `build`, the names of the classes, and the conversion of an image to the input; `preprocess`
-    normalised its pixels. `on_written` gets the temporary file before it replaces `out`.
+    `build`, the names of the classes, and the conversion of an image to the input. `on_written`
+    gets the temporary file before it replaces `out`.
     """
+    inputs, outputs = (tuple(map(str, specs)) for specs in (recipe.inputs, recipe.outputs))
+    saved = Checkpoint(name, inputs, outputs)
+    if splits:
+        saved = replace(saved, sizes=splits.build_with, classes=splits.classes)
+        saved = replace(saved, image=splits.image, preprocess=recipe.preprocess)
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
-        "recipe": recipe,
-        "inputs": [str(spec) for spec in inputs],
-        "outputs": [str(spec) for spec in outputs],
-        "sizes": dict(splits.build_with) if splits else {},
-        "classes": list(splits.classes) if splits else [],
-        "image": json_value(splits.image) if splits else None,
+        **json_value(saved, without=() if splits else ("preprocess",)),
         "state_dict": module.state_dict(),
-        **({"preprocess": json_value(preprocess)} if splits else {}),
     }
     save_whole(document, out, on_written)
 
@@ -165,16 +186,10 @@ def load_module(
         raise undescribed(path, arch=True, inputs=not inputs, weights=content.value)
     module, built_with = build_module(arch, content.arguments, content.value)
     copied = copy_weights(path, module, content.value, content.source)
+    content = replace(content, value=module, notes=(*content.notes, *built_with, *copied))
     with module_errors(path):
-        return describe_module(
-            path,
-            module,
-            inputs,
-            content.source,
-            notes=(*content.notes, *built_with, *copied),
-            example=example,
-            preset=preset_of(module, arch, path),
-        )
+        preset = preset_of(module, arch, path)
+        return describe_module(path, content, inputs, example=example, preset=preset)
 
 
 def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
@@ -209,16 +224,8 @@ def _from_whole_model(
                 raise BadInput(f"{path}: states its own inputs", hint=hint)
             return _from_program(path, content)
         module, notes = in_float32(content.value.cpu())
-        return describe_module(
-            path,
-            module,
-            inputs,
-            content.source,
-            ran_pickle=content.ran_pickle,
-            notes=(*content.notes, *notes),
-            example=example,
-            preset=preset_of(module),
-        )
+        content = replace(content, value=module, notes=(*content.notes, *notes))
+        return describe_module(path, content, inputs, example=example, preset=preset_of(module))
 
 
 def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
@@ -233,22 +240,23 @@ def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
 def _from_checkpoint(
     path: Path, content: Content, arch: str | None, wanted: Sequence[TensorSpec]
 ) -> Loaded:
-    document = content.value
-    name, version = document.get("recipe"), document["deploykit_checkpoint"]
-    listed = [document.get("inputs"), document.get("outputs")]
+    document, where = content.value, f"{path}: is a damaged deploykit checkpoint"
+    version = document["deploykit_checkpoint"]
     if version != CHECKPOINT_VERSION:
         raise BadInput(
             f"{path}: is a checkpoint of version {version}, this is {CHECKPOINT_VERSION}"
         )
-    if not isinstance(name, str) or not all(isinstance(item, list) for item in listed):
-        raise BadInput(f"{path}: is a damaged deploykit checkpoint")
-    sizes = document.get("sizes", {})
-    if not isinstance(sizes, dict) or not all(
-        isinstance(key, str) and type(size) is int and 0 < size <= _LARGEST_SIZE
-        for key, size in sizes.items()
+    saved: Checkpoint = from_json(Checkpoint, document, where)
+    name, sizes, image, preprocess = saved.recipe, saved.sizes, saved.image, saved.preprocess
+    if not all(isinstance(key, str) and 0 < size <= _LARGEST_SIZE for key, size in sizes.items()):
+        raise BadInput(f"{where}: its sizes are {sizes}")
+    if image is not None and min(image.height, image.width) < 1:
+        raise BadInput(f"{where}: its 'image' has {image.width}x{image.height} pixels")
+    if preprocess and (
+        len(preprocess.mean) != len(preprocess.std) or min(preprocess.std, default=0) <= 0
     ):
-        raise BadInput(f"{path}: is a damaged deploykit checkpoint: its sizes are {sizes}")
-    inputs, outputs = (tuple(parse_spec(str(spec)) for spec in item or []) for item in listed)
+        raise BadInput(f"{where}: its 'preprocess' is {preprocess}")
+    inputs, outputs = (tuple(map(parse_spec, specs)) for specs in (saved.inputs, saved.outputs))
     if wanted and tuple(wanted) != inputs:
         raise BadInput(
             f"{path}: its inputs are {', '.join(map(str, inputs))}",
@@ -260,41 +268,22 @@ def _from_checkpoint(
     else:
         with users_code(f"{path}: the recipe's build failed with the sizes {sizes}"):
             module = recipe.sized_for(sizes).build()
-    preprocess = recipe.preprocess if recipe else None
     notes = copy_weights(path, module, _weights_of(path, content))
-    if "preprocess" in document:
-        where = f"{path}: is a damaged deploykit checkpoint: its preprocess"
-        stored = from_json(Preprocess | None, document["preprocess"], where)
-        if stored and not (len(stored.mean) == len(stored.std) and min(stored.std, default=0) > 0):
-            raise BadInput(f"{where} has mean {stored.mean} and std {stored.std}")
-        if recipe is not None and stored != preprocess:
-            changed = f"pixels are normalised as in training, {stored}; the recipe has {preprocess}"
-            notes = (*notes, changed)
-        preprocess = stored
+    if recipe is not None and "preprocess" not in document:
+        preprocess = recipe.preprocess
+    elif recipe is not None and preprocess != recipe.preprocess:
+        own = f"pixels are normalised as in training, {preprocess}"
+        notes = (*notes, f"{own}; the recipe has {recipe.preprocess}")
     bind, more = binding(module, [spec.name for spec in inputs])
     if preprocess is not None:
         module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]
     adapter = adapt(module.eval(), bind, len(inputs))
-    preset = _preset_of_training(path, document, inputs, preprocess)
+    preset = None
+    if image is not None or saved.classes:
+        source = f"the training of {name}"
+        preset = Preset("", inputs, image, preprocess, saved.classes, source=source)
     notes = (*notes, *more)
     return Loaded(adapter, inputs, outputs, content.source, name, notes=notes, preset=preset)
-
-
-def _preset_of_training(
-    path: Path,
-    document: Mapping[str, Any],
-    inputs: tuple[TensorSpec, ...],
-    preprocess: Preprocess | None,
-) -> Preset | None:
-    where = f"{path}: is a damaged deploykit checkpoint: its"
-    image = from_json(ImageInput | None, document.get("image"), f"{where} image")
-    classes = from_json(tuple[str, ...], document.get("classes", []), f"{where} classes")
-    if image is not None and min(image.height, image.width) < 1:
-        raise BadInput(f"{where} image has {image.width}x{image.height} pixels")
-    if image is None and not classes:
-        return None
-    source = f"the training of {document['recipe']}"
-    return Preset("", inputs, image, preprocess, classes, source=source)
 
 
 def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
@@ -313,3 +302,316 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
             hint="`arch` names that recipe again, as ./file.py or pkg.mod:RECIPE; its code runs",
         ) from None
     return load_recipe(name)
+
+
+_SHOWN = 2  # names of each kind in an error
+_AVERAGED = "n_averaged"  # AveragedModel adds this name
+
+
+def build_module(
+    arch: str,
+    arguments: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
+) -> tuple[Any, tuple[str, ...]]:
+    """Build a module on the CPU by `arch`, `pkg.mod:callable` or `./file.py:callable`.
+
+    The callable gets those of `arguments` that it names; a note lists them. A library's model,
+    such as "resnet18", is built to fit `weights`. Raises BadInput, NotFound, MissingExtra.
+    """
+    given: dict[str, Any] = {}
+    with module_errors(f"`arch` {arch}"):
+        named = build_named(arch, weights or {})
+    found: Any = named if named is not None else import_object(arch)
+    if not isinstance(found, torch.nn.Module):
+        given = _arguments(arch, found, arguments or {})
+        with module_errors(f"`arch` {arch}"):
+            found = found(**given)
+    if not isinstance(found, torch.nn.Module):
+        raise BadInput(f"`arch` {arch}: returned a {type(found).__name__}, not a torch.nn.Module")
+    note = "built with the file's hyper_parameters: "
+    notes = (note + ", ".join(f"{k}={v!r}" for k, v in given.items()),) if given else ()
+    return found.cpu(), notes
+
+
+def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `offered` that `function` takes. Raises BadInput if it needs others."""
+    if not callable(function):
+        raise BadInput(f"`arch` {arch}: is a {type(function).__name__}, a callable is needed")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it is written in C
+        return {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = {p.name: offered[p.name] for p in parameters if p.kind in named and p.name in offered}
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
+    lacking = [name for name in needed if name not in given]
+    if lacking:
+        raise BadInput(
+            f"`arch` {arch}: needs the arguments {', '.join(lacking)}",
+            hint="write a function without arguments and name that: "
+            f"def build(): return {arch.rpartition(':')[2]}(...)  ->  `arch` ./file.py:build",
+        )
+    return given
+
+
+def in_float32(module: Any) -> tuple[Any, tuple[str, ...]]:
+    """Convert a module saved in float16, as Ultralytics does, to float32; return it and a note."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module, ()
+    count = sum(tensor.dtype == torch.float16 for tensor in module.state_dict().values())
+    note = f"{count} tensors converted from float16 to float32"
+    return (module.float(), (note,)) if count else (module, ())
+
+
+def copy_weights(
+    where: Path, module: Any, weights: Mapping[str, Any], source: str = ""
+) -> tuple[str, ...]:
+    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit.
+
+    `source`: a "Lightning" checkpoint may hold more than the model, such as a loss with weights.
+    """
+    own = module.state_dict()
+    notes: list[str] = []
+    if source == "Lightning":
+        weights, notes = _of_attribute(own, weights)
+    weights, removed = _without_prefix(module, weights)
+    notes += removed
+    pairs = {
+        key: (value, own[key])
+        for key, value in weights.items()
+        if key in own and _is_tensor(value, own[key])
+    }
+    wrong = [
+        f"{key} is {dtype_of(theirs)} in the file, {dtype_of(ours)} in the model"
+        for key, (theirs, ours) in pairs.items()
+        if theirs.is_floating_point() != ours.is_floating_point()
+        or theirs.is_complex() != ours.is_complex()
+    ]
+    if wrong:  # torch would convert them silently
+        raise _misfit(where, weights, {"": wrong})
+    try:
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+    except RuntimeError as exc:
+        shapes = [
+            f"{key} {list(theirs.shape)} in the file, {list(ours.shape)} in the model"
+            for key, (theirs, ours) in pairs.items()
+            if theirs.shape != ours.shape
+        ]
+        raise _misfit(where, weights, {"size mismatch: ": shapes or [first_line(exc)]}) from exc
+    holders: dict[int, set[str]] = {}  # names that share a parameter
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name)
+    groups = {name: names for names in holders.values() for name in names}
+    tied = [key for key in missing if not groups.get(key, {key}) <= set(missing)]
+    if tied:
+        notes.append(f"not in the file, as they share another's weights: {list_names(tied)}")
+    missing = [key for key in missing if key not in tied]
+    if missing or unexpected:
+        raise _misfit(where, weights, {"missing ": missing, "unexpected ": unexpected})
+    casts = Counter(
+        f"{dtype_of(theirs)} to {dtype_of(ours)}"
+        for theirs, ours in pairs.values()
+        if theirs.dtype != ours.dtype
+    )
+    notes += [f"{count} tensors converted from {cast}" for cast, count in casts.items()]
+    return tuple(notes)
+
+
+def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Drop a wrapper's prefix from every name, if the module has no such names itself."""
+    notes = []
+    if _AVERAGED in weights and not hasattr(module, _AVERAGED):
+        weights = {key: value for key, value in weights.items() if key != _AVERAGED}
+        notes.append("took the averaged weights of a torch.optim.swa_utils.AveragedModel")
+    own = [name for name, _ in module.named_children()]
+    own += [name for name, _ in module.named_parameters(recurse=False)]
+    while (prefix := common_prefix(weights)) and prefix[:-1] not in own:
+        weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+        notes.append(f"removed '{prefix}' from the front of every name")
+    return weights, notes
+
+
+def _of_attribute(
+    own: Mapping[str, Any], weights: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the weights of the LightningModule's attribute that has all the names in `own`."""
+    prefixes = dict.fromkeys(f"{key.partition('.')[0]}." for key in weights)
+    fitting = [each for each in prefixes if all(f"{each}{name}" in weights for name in own)]
+    if not own or len(fitting) != 1:
+        return weights, []
+    prefix = fitting[0]
+    others = [key for key in weights if not key.startswith(prefix)]
+    notes = [f"took the weights under '{prefix}'; not used: {list_names(others)}"]
+    own_part = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    return own_part, notes
+
+
+def _misfit(
+    where: Path, weights: Mapping[str, Any], reasons: Mapping[str, Sequence[str]]
+) -> BadInput:
+    """Return the error with a few of the names by reason, and the number of the others."""
+    known = recognise(weights, where)
+    listed = (f"{why}{list_names(names, _SHOWN)}" for why, names in reasons.items() if names)
+    return BadInput(
+        f"{where}: weights do not fit the model: {'; '.join(listed)}",
+        hint=f"these are the weights of {known[0]}: `arch` {known[1]}" if known else None,
+    )
+
+
+def _is_tensor(*values: Any) -> bool:
+    """Return whether all are tensors with a shape: a lazy module's parameters have none yet."""
+    return all(
+        isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+        for value in values
+    )
+
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+PROCESSOR = "preprocessor_config.json"
+_USUAL_CHANNELS = 3
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the folder's safetensors files. Raises BadInput if there are none."""
+    if not (folder / CONFIG).is_file():
+        raise BadInput(
+            f"{folder}: is a folder without {CONFIG}",
+            hint="name a file, or a folder that transformers' save_pretrained wrote",
+        )
+    index, whole = folder / INDEX, folder / "model.safetensors"
+    if whole.is_file() or not index.is_file():
+        if not whole.is_file():
+            raise BadInput(
+                f"{folder}: has no model.safetensors",
+                hint="save the model again with save_pretrained(folder), which writes one",
+            )
+        return [whole]
+    names = set(read_settings(folder, INDEX).get("weight_map", {}).values())
+    return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
+
+
+def load_folder(
+    folder: Path, arch: str | None, inputs: Sequence[TensorSpec], example: Example | None = None
+) -> Loaded:
+    """Load the model that config.json names under `architectures`, in float32.
+
+    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
+    MissingExtra.
+    """
+    if arch is not None:
+        raise BadInput(
+            f"{folder}: config.json names the model, so `arch` {arch} has nothing to build",
+            hint=f"leave `arch` out, or export {folder / 'model.safetensors'} with it",
+        )
+    weight_files(folder)
+    names = read_settings(folder, CONFIG).get("architectures") or []
+    transformers = require("transformers")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    with module_errors(folder):
+        found = getattr(transformers, name, None)
+    if not hasattr(found, "from_pretrained"):
+        if not name:
+            raise undescribed(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)
+        raise BadInput(
+            f"{folder}: transformers {transformers.__version__} has no model '{name}'",
+            hint="export its model.safetensors with `arch` and `inputs`, or upgrade transformers",
+        )
+    module = _load(folder, found)
+    specs = tuple(inputs) or _inputs(folder, module)
+    with module_errors(folder):
+        content = Content("Hugging Face", module)
+        loaded = describe_module(folder, content, specs, example=example)
+    return replace(loaded, model_class=f"transformers.{name}")
+
+
+@contextmanager
+def without_messages() -> Iterator[None]:
+    """Keep transformers from writing messages and progress bars."""
+    logging = require("transformers.utils.logging")
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with quiet("transformers", "sentence_transformers"):
+            yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _load(folder: Path, found: Any) -> Any:
+    with module_errors(f"{folder}: transformers cannot load it"), without_messages():
+        module, report = found.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    wrong = {
+        key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
+    }
+    if any(wrong.values()):  # transformers fills these with random numbers
+        reasons = [f"{key} {list_names(names, 2)}" for key, names in wrong.items() if names]
+        raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
+    return module
+
+
+def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
+    main, known = str(getattr(module, "main_input_name", "")), parameter_names(module)
+    after = [make_spec(name, "int64", ["N", "U"]) for name in known if name == "decoder_input_ids"]
+    if main == "input_ids":
+        names = [name for name in ("input_ids", "attention_mask") if name in known]
+        return (*(make_spec(name, "int64", ["N", "T"]) for name in names), *after)
+    shape = _shape_of(main, module.config, read_settings(folder, PROCESSOR))
+    if shape is None:
+        where = f"{folder} ({type(module).__name__}, main input '{main}')"
+        raise undescribed(where, inputs=True)
+    return (make_spec(main, "float32", ["N", *shape]), *after)
+
+
+def _shape_of(main: str, config: Any, processor: dict[str, Any]) -> list[int | str] | None:
+    """Return the shape of one sample of the input `main`; None where the folder does not say it.
+
+    `processor`: the settings of the folder's own processor of images.
+    """
+    inner = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    parts = [part for part in (config, *inner) if part is not None]
+
+    def stated(name: str) -> Any:
+        found = (getattr(part, name, None) for part in parts)
+        return next((each for each in found if each is not None), None)
+
+    size, bins = stated("image_size"), stated("num_mel_bins")
+    if size is None:
+        size = processor.get("crop_size") or processor.get("size")
+    if main == "pixel_values":
+        size = [size.get("height"), size.get("width")] if isinstance(size, dict) else size
+        pair = [size, size] if isinstance(size, int) else list(size or ())
+        whole = len(pair) == 2 and all(type(each) is int for each in pair)
+        return [stated("num_channels") or _USUAL_CHANNELS, *pair] if whole else None
+    if main == "input_values":  # sound itself, but for a model of spectrograms
+        return [stated("max_length"), bins] if bins else ["T"]
+    if main != "input_features":
+        return None
+    width, each = stated("feature_projection_input_dim"), stated("input_feat_per_channel")
+    if width or each:
+        return ["T", width or each * (stated("input_channels") or 1)]
+    if bins and stated("max_source_positions"):  # a convolution halves Whisper's spectrograms
+        return [bins, 2 * stated("max_source_positions")]
+    return [1, "T", bins] if bins else None
+
+
+def load_processor(folder: Path, kind: str) -> Any:
+    """Load the processor of images or sound in `folder`. Raises BadInput, MissingExtra."""
+    with module_errors(folder / PROCESSOR), without_messages():
+        library = getattr(require("transformers"), kind)
+        return library.from_pretrained(folder, local_files_only=True)
+
+
+def read_settings(folder: Path | None, name: str) -> dict[str, Any]:
+    """Return the object in the JSON file `name` of `folder`; {} where there is none."""
+    path = folder / name if folder else None
+    found = read_json(path) if path is not None and path.is_file() else {}
+    return found if isinstance(found, dict) else {}

@@ -145,20 +145,10 @@ def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]
     return (lambda inputs: (inputs, {})), (note,) if known else ()
 
 
-def wrapper_for(name: str, packed: Mapping[Any, Any] | Sequence[Any]) -> str:
-    """Return code that passes the argument `name` as `packed`, a dict or list of tensors."""
-    if isinstance(packed, Mapping):
-        names = [re.sub(r"\W", "_", str(key)) for key in packed]
-        whole = ", ".join(f"{key!r}: {each}" for key, each in zip(packed, names, strict=True))
-        whole = f"{{{whole}}}"
-    else:
-        names = [f"{name}_{number}" for number in range(len(packed))]
-        whole = ", ".join(names)
-        whole = f"({whole})" if isinstance(packed, tuple) else f"[{whole}]"
-    return (
-        "a graph has one input for each tensor: wrap the model in a module with "
-        f"`def forward(self, {', '.join(names)}): return self.model({whole})`"
-    )
+WRAP = (
+    "a graph has one input for each tensor: wrap the model in a module whose forward takes them "
+    "one by one, and packs them for it"
+)
 
 
 def parameter_names(module: Any) -> list[str]:
@@ -352,25 +342,9 @@ class _Probe:
             raise BadInput(
                 f"{self.where}: axis {axis} is not dynamic in this model, which takes a size of "
                 f"{size}: {failure}",
-                hint=self._batch_elsewhere(axis)
-                or f"give axis {axis} a fixed size in `inputs`, or change the model",
+                hint=f"in `inputs`, give {axis} a fixed size, or its name to the axis that it is",
             )
         return found, most
-
-    def _batch_elsewhere(self, axis: str) -> str | None:
-        """Say which axis of an input is the batch, where it is not axis 0, as of a state."""
-        rows = {len(array) for array in self.example.arrays.values() if array.ndim}
-        for number, spec in enumerate(self.inputs[1:], 1):
-            shape = self.example.arrays.get(spec.name, np.zeros(())).shape
-            for place in [at for at, size in enumerate(shape) if at and size in rows]:
-                axes = [axis if at == place else each for at, each in enumerate(spec.shape)]
-                axes[0] = shape[0]
-                specs = list(self.inputs)
-                specs[number] = make_spec(spec.name, spec.dtype, axes)
-                with contextlib.suppress(SizeRefused):
-                    replace(self, inputs=specs).at(axis, self.sizes[axis] + 1)
-                    return f"axis 0 of '{spec.name}' is not the batch: `inputs`, '{specs[number]}'"
-        return None
 
     def _largest(self, axis: str, runs: int, fails: int) -> int | None:
         """Find by bisection the size above which the model takes none, as a table's; else None."""
@@ -461,11 +435,8 @@ def _sizes_near(
 def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:
     names = parameter_names(adapter.module)
     if isinstance(exc, TypeError) and names:  # the call has wrong arguments
-        found = f"the model's forward takes: {', '.join(names)}"
-        if len(names) > 1 or len(inputs) == 1:
-            return found
-        as_dict = {spec.name: spec for spec in inputs}
-        return f"{found}; if that is a dict of tensors, {wrapper_for(names[0], as_dict)}"
+        packs = len(names) == 1 < len(inputs)
+        return f"the model's forward takes: {', '.join(names)}" + f"; {WRAP}" * packs
     if any(spec.batched for spec in inputs):
         return None
     lone = inputs[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import struct
@@ -14,7 +13,7 @@ from urllib.parse import quote as percent_encode
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.http2.connection import (
+from deploykit.serving.http2 import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -27,14 +26,13 @@ from deploykit.serving.http2.connection import (
     literal,
 )
 from deploykit.serving.models.pipelines import Receiver
-from deploykit.serving.transport.call import BUG, About, decompress, message_of, refusal_of
-from deploykit.serving.transport.listener import extend
+from deploykit.serving.transport.connection import BUG, About, extend, message_of, refusal_of
+from deploykit.serving.transport.encodings import decompress
 
 log = logging.getLogger(__name__)
 
 PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
-_SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
 _CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
@@ -219,10 +217,10 @@ class GrpcCall(Stream):
         self._inflating = False  # a message is being decompressed
         self._received_one = False
         self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
-        self.begun_s = shared.clock_s() if shared.records else 0.0
+        self.begun_s = shared.turns.clock_s() if shared.records else 0.0
         self.about: About | None = None
         timeout_us = head.timeout_us
-        deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
+        deadline_s = None if timeout_us is None else shared.turns.clock_s() + timeout_us / 1e6
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
 
     @property
@@ -238,11 +236,11 @@ class GrpcCall(Stream):
         """Return the time until the client's deadline; None without one."""
         if self.deadline_s is None:
             return None
-        return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
+        return int((self.deadline_s - self.link.shared.turns.clock_s()) * 1e6)
 
     def _is_late(self) -> bool:
         """Return whether the client's deadline has passed; the call has failed then."""
-        if self.deadline_s is None or self.link.shared.clock_s() < self.deadline_s:
+        if self.deadline_s is None or self.link.shared.turns.clock_s() < self.deadline_s:
             return False
         self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
         return True
@@ -354,51 +352,38 @@ class GrpcCall(Stream):
             fail_with(self, exc)
 
     def _decompress(self, method: Method, data: bytes) -> None:
-        """Deliver a compressed message, at once if it is small."""
-        encoding, limit = self.head.encoding, method.max_bytes
+        """Deliver a compressed message, which another thread decompresses."""
+        encoding = self.head.encoding
         if data[0] != 1 or encoding == b"identity":
             self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
             return
 
-        def work(limit: int = limit) -> bytes:
-            return bytes(decompress(data[PREFIX_BYTES:], encoding, limit))
-
-        if len(data) <= _SMALL_BYTES:
-            with contextlib.suppress(DeploykitError):
-                plain = work(min(limit, _SMALL_BYTES))
-                self._on_plain(method, lambda: plain)
-                return
-        self._inflating = True
-
         def then(result: Callable[[], bytes]) -> None:
             self._inflating = False
-            self._on_plain(method, result)
+            if self.gone or self.trailers is not None:
+                return
+            try:
+                plain = result()
+                if self._sizes:
+                    self._sizes[-1] += len(plain)
+                if self._reserve(len(plain)):
+                    method.message(self, plain, 0)
+            except UnknownEncoding:
+                text = f"grpc-encoding is {quote(encoding)}"
+                self.fail("UNIMPLEMENTED", f"{text}; send gzip, deflate or plain messages")
+            except Exception as exc:  # noqa: BLE001 - every error is a reply
+                fail_with(self, exc)
             self.read()
 
+        def work() -> bytes:
+            return bytes(decompress(data[PREFIX_BYTES:], encoding, method.max_bytes))
+
+        self._inflating = True
         try:
             self.link.shared.offload(work, then, peer=self.peer)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
-            self.fail(exc.grpc_status, exc.message)
-
-    def _on_plain(self, method: Method, result: Callable[[], bytes]) -> None:
-        if self.gone or self.trailers is not None:
-            return
-        try:
-            plain = result()
-        except UnknownEncoding:
-            text = f"grpc-encoding is {quote(self.head.encoding)}"
-            self.fail("UNIMPLEMENTED", f"{text}; send gzip, deflate or plain messages")
-        except DeploykitError as exc:
-            self.fail(exc.grpc_status, exc.message)
-        else:
-            if self._sizes:
-                self._sizes[-1] += len(plain)
-            if self._reserve(len(plain)):
-                try:
-                    method.message(self, plain, 0)
-                except Exception as exc:  # noqa: BLE001 - every error is a reply
-                    fail_with(self, exc)
+            fail_with(self, exc)
 
     # -- memory ----------------------------------------------------------------------------------
 

@@ -1,24 +1,35 @@
-"""The gRPC port: the methods of the Open Inference Protocol, health checks, and reflection."""
+"""The gRPC port: inference, as one call or as a stream, and the protocol's other methods.
+
+Those are the methods of the Open Inference Protocol, health checks, and reflection.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from deploykit.core.errors import NotFound, Unsupported, quote
-from deploykit.engines.oip.protobuf import FILES, MESSAGES, POOL, message_from
-from deploykit.serving.grpc.call import STATUS, GrpcCall, Method, fail_with, parse_head
-from deploykit.serving.grpc.infer import InferMethods
-from deploykit.serving.http2.connection import Http2Limits, Http2Port
+from deploykit.core.tensors import Bytes
+from deploykit.engines.oip import FILES, MESSAGES, POOL, message_from
+from deploykit.pipelines.threads import Peer
+from deploykit.serving.grpc.call import STATUS, GrpcCall, Method, Replying, fail_with, parse_head
+from deploykit.serving.http2 import Http2Limits, Http2Port
+from deploykit.serving.models.inference import Inference, Items, ModelRoute, TaskCall
 from deploykit.serving.models.offload import Lane, Offload
+from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository, Served
-from deploykit.serving.oip import messages as infer
-from deploykit.serving.options import VERSION, ServeOptions
-from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.oip import messages
+from deploykit.serving.oip.request import Request, Result, collect_results
+from deploykit.serving.options import VERSION
+from deploykit.serving.transport.connection import About, MemoryBudget
 from deploykit.serving.transport.security import AccessControl
-from deploykit.serving.workers.group import Result, ServerGroup, of_model
+from deploykit.serving.workers.group import Result as Collected
+from deploykit.serving.workers.group import ServerGroup, of_model
+
+log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 _HEALTH = "grpc.health.v1.Health"
@@ -36,8 +47,127 @@ _SERVICE_BYTES = 256  # the longest service name in those calls
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
 Make = Callable[[Any], Mapping[str, Any]]  # makes the reply to a request, as for JSON
-Then = Callable[[Result], None]  # takes a function that returns the reply or raises
+Then = Callable[[Collected], None]  # takes a function that returns the reply or raises
 Handler = Callable[[Any, Then], None]  # takes the request, and the function to call with the result
+LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread above this size
+_LONG_BYTES = 128 << 10  # above this size, together with other long ones
+_LARGE_ITEMS_BYTES = 256 << 10  # images or sentences above this size are split on another thread
+Message = tuple[messages.Split, bytes, int]  # the arguments of `messages.decode`
+
+
+def _timeout_us(request: Request, client: Replying) -> int | None:
+    """Return how long a request may wait: by its parameter and by the deadline of its call."""
+    waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
+    return max(1, min(waits_us)) if waits_us else None
+
+
+class GrpcTaskCall(TaskCall):
+    """ModelInfer of a model with images or sentences: one BYTES input, answered with JSON.
+
+    The input is "image" or "text", of shape [N]; the output is "answer", of the same shape.
+    """
+
+    client: Replying
+
+    def items(self, source: Message) -> Items:
+        request = messages.decode(*source, self.signature, self.route.memory)
+        return self.items_of(request._replace(timeout_us=_timeout_us(request, self.client)))
+
+    def reply(self, answers: Sequence[bytes]) -> None:
+        found, name = self.outputs_of(answers), self.route.model.name
+        self.client.reply(messages.encode(name, self.request.id, found))
+
+    def refuse(self, error: Exception) -> None:
+        fail_with(self.client, error)
+
+
+def infer_pipeline(
+    pipeline: ServedPipeline, client: Replying, source: Message, trace: str | None
+) -> None:
+    """Answer ModelInfer of a pipeline, with one BYTES element, with one of BYTES.
+
+    An input image may be a UINT8 tensor [height, width, 3] instead. Raises Overloaded.
+    """
+
+    def decode() -> Request:
+        sends_bytes = messages.sends_bytes(source[0].head)
+        signature = pipeline.signature if sends_bytes else pipeline.tensors
+        return messages.decode(*source, signature, pipeline.memory)
+
+    def reply(request: Request, found: list[Result]) -> None:
+        client.reply(messages.encode(pipeline.name, request.id, found))
+
+    pipeline.infer(decode, reply, partial(fail_with, client), client, trace, client.left_us)
+
+
+class GrpcInference(Inference):
+    """One inference message. Its source is the message with the result of `split_request`."""
+
+    __slots__ = ()
+
+    client: Replying
+
+    def decode(self, source: Message) -> Request:
+        request = messages.decode(*source, self.route.model.signature, self.route.memory)
+        if self.client.left_us is None:
+            return request
+        return request._replace(timeout_us=_timeout_us(request, self.client))
+
+    def encodes_slowly(self) -> bool:
+        large = self.route.model.largest_output_bytes > _LONG_BYTES
+        return large and self.set_lane(self.slow_bytes(), _LONG_BYTES)
+
+    def encode(self) -> tuple[list[Bytes]]:
+        model, request = self.route.model, self.request
+        found = collect_results(request, self.pending.outputs, model.signature, self.route.memory)
+        return (messages.encode(model.name, request.id, found),)
+
+    def fail(self, error: Exception) -> None:
+        fail_with(self.client, error)
+
+
+class ReplySlot:
+    """The place of one reply in a streaming call: replies keep the order of the messages."""
+
+    __slots__ = ("_call", "about", "cancel", "parts")
+
+    def __init__(self, call: GrpcCall) -> None:
+        self._call = call
+        self.parts: list[Bytes] | None = None
+        self.about: About | None = None
+        self.cancel: Callable[[], object] | None = None
+
+    @property
+    def gone(self) -> bool:
+        return self._call.gone or self._call.trailers is not None  # both end the slot
+
+    @property
+    def peer(self) -> Peer:
+        return self._call.peer
+
+    @property
+    def left_us(self) -> int | None:
+        return self._call.left_us
+
+    def reserve(self, size: int) -> bool:
+        return self._call.reserve(size, self._call.slots.index(self))
+
+    def reply(self, parts: list[Bytes]) -> None:
+        self._put(messages.wrap_in_stream(parts))
+
+    def fail(self, status: str, message: str) -> None:
+        log.info("%s: %s %s", quote(self._call.head.path), status, quote(message))
+        self._put(messages.stream_error(message))
+
+    def _put(self, parts: list[Bytes]) -> None:
+        self.parts = parts
+        call = self._call
+        slots = call.slots
+        if not slots or slots[0].parts is None:
+            return
+        while slots and slots[0].parts is not None:
+            call.send_message(slots.pop(0).parts)
+        call.read()  # reads messages that waited for this reply, or ends the call
 
 
 class GrpcPort(Http2Port):
@@ -46,7 +176,6 @@ class GrpcPort(Http2Port):
     def __init__(
         self,
         repository: ModelRepository,
-        options: ServeOptions,
         access: AccessControl,
         memory: MemoryBudget,
         offload: Offload,
@@ -55,7 +184,10 @@ class GrpcPort(Http2Port):
     ) -> None:
         self._repository = repository
         self._group = group
-        self.inference = inference = InferMethods(repository, offload)
+        self.routes = {
+            name: ModelRoute(repository, model, offload)
+            for name, model in repository.models.items()
+        }
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # calls by the name of the service
         self._health_sent: dict[str, int] = {}
         at_once: dict[str, Make] = {
@@ -77,8 +209,8 @@ class GrpcPort(Http2Port):
                 handlers[f"SystemSharedMemory{action}"] = partial(self._change, action)
         handlers |= {name: _at_once(make) for name, make in at_once.items()}
         methods = {
-            f"/{SERVICE}/ModelInfer": Method(inference.infer),
-            f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
+            f"/{SERVICE}/ModelInfer": Method(self.infer),
+            f"/{SERVICE}/ModelStreamInfer": Method(self.stream, _end_stream),
             f"/{_HEALTH}/Check": _small("HealthCheck", _at_once(self._check), public=True),
             f"/{_HEALTH}/Watch": Method(self._watch, public=True, max_bytes=_SMALL_BYTES),
         }
@@ -90,7 +222,7 @@ class GrpcPort(Http2Port):
         for name, handler in handlers.items():
             public = name in ("ServerLive", "ServerReady")
             methods[f"/{SERVICE}/{name}"] = _small(name, handler, public=public)
-        most = options.max_body_bytes
+        most = repository.options.max_body_bytes
         methods = {
             path: replace(each, max_bytes=min(each.max_bytes, most))
             for path, each in methods.items()
@@ -108,6 +240,53 @@ class GrpcPort(Http2Port):
                 for call in list(calls):
                     _send_health(call, now)
         super().tick(now_s)
+
+    # -- inference -----------------------------------------------------------------------------
+
+    def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
+        slot = ReplySlot(call)
+        call.slots.append(slot)
+        if call.cancel is None:
+
+            def cancel(slots: list[ReplySlot] = call.slots) -> None:
+                for each in slots:
+                    if each.cancel is not None:
+                        each.cancel()
+                slots.clear()
+
+            call.cancel = cancel
+        self.infer(call, data, at, slot)
+
+    def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
+        """Start one message of a call; `slot` takes the answer if the call is a stream."""
+        client: Replying = call if slot is None else slot
+        trace = call.head.trace
+        try:
+            split = messages.split_request(data, at)
+            head, _, name, version = split
+            source = (split, data, at)
+            if name in self._repository.pipelines and version in ("", VERSION):
+                pipeline = self._repository.pipelines[name]
+                infer_pipeline(pipeline, client, source, trace)
+                return
+            model = self._repository.find(name, version or VERSION)
+            route = self.routes[model.name]
+            if model.task.ready and messages.sends_bytes(head):
+                task = GrpcTaskCall(route, client, trace)
+                task.split(source, task.items, large=len(data) > _LARGE_ITEMS_BYTES)
+                return
+            inference = GrpcInference(route, client, source, trace)
+            slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes
+            if slow or (route.memory is not None and messages.names_regions(head)):
+                large = not slow or len(data) > _LONG_BYTES
+                inference.lane = Lane.LARGE if large else Lane.SMALL
+                del split, head, data, source
+                inference.start_offloaded()
+                return
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            fail_with(client, exc)
+            return
+        inference.start()
 
     # -- unary methods ---------------------------------------------------------------------------
 
@@ -156,7 +335,7 @@ class GrpcPort(Http2Port):
         return {"status": status}
 
     def _watch(self, call: GrpcCall, data: bytes, at: int) -> None:
-        name, link = infer.parse("HealthCheckRequest", data[at:]).service, call.link
+        name, link = messages.parse("HealthCheckRequest", data[at:]).service, call.link
         links = [each.link for calls in self._watching.values() for each in calls]
         if len(links) >= _WATCHES or links.count(link) >= _WATCHES_EACH:
             text = f"of at most {_WATCHES_EACH} Watch calls of a client and {_WATCHES} of all"
@@ -177,6 +356,12 @@ class GrpcPort(Http2Port):
             del self._watching[name], self._health_sent[name]
 
 
+def _end_stream(call: GrpcCall) -> None:
+    """End a call after the client's last message."""
+    if not call.slots:
+        call.complete()
+
+
 def _send_health(call: GrpcCall, status: int) -> None:
     message = message_from("HealthCheckResponse", {"status": status})
     call.send_message([message.SerializeToString()])
@@ -190,7 +375,7 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
     """Return a method whose requests and replies are one small message each."""
 
     def message(call: GrpcCall, data: bytes, at: int) -> None:
-        def then(result: Result) -> None:
+        def then(result: Collected) -> None:
             try:
                 reply = message_from(f"{name}Response", result()).SerializeToString()
             except Exception as exc:  # noqa: BLE001 - every error is a reply
@@ -198,7 +383,7 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
             else:
                 call.reply([reply])
 
-        handle(infer.parse(f"{name}Request", data[at:]), then)
+        handle(messages.parse(f"{name}Request", data[at:]), then)
 
     return Method(message, public=public, max_bytes=_SMALL_BYTES)
 
@@ -209,7 +394,7 @@ def _not_offered(_call: GrpcCall, _data: bytes, _at: int) -> None:
 
 def _reflect(call: GrpcCall, data: bytes, at: int) -> None:
     """Describe a service or a file to grpcurl, Postman and other tools; no file imports another."""
-    request = infer.parse("ServerReflectionRequest", data[at:])
+    request = messages.parse("ServerReflectionRequest", data[at:])
     kind = request.WhichOneof("message_request") or ""
     find = {"file_by_filename": POOL.FindFileByName, "file_containing_symbol": _file_with}
     answer = MESSAGES["ServerReflectionResponse"](valid_host=request.host, original_request=request)

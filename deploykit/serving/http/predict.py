@@ -21,12 +21,12 @@ from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, did_you_m
 from deploykit.core.json_value import check_json_size
 from deploykit.core.task import CLASSIFY, DETECT, SEGMENT, TEXT_CLASSIFY
 from deploykit.core.tensors import Bytes
-from deploykit.engines.tasks.engine import PNG, RLE, Item
+from deploykit.engines.tasks import PNG, RLE, Item
 from deploykit.serving.models.inference import MOST_ITEMS, Items, ModelRoute, TaskCall, too_many
 from deploykit.serving.models.pipelines import NOT_JSON, Sent, ServedPipeline
 from deploykit.serving.oip.json import parse_document
-from deploykit.serving.transport import call as compression
-from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, reply_with
+from deploykit.serving.transport.connection import JSON, Call, Head, reply_exception, reply_with
+from deploykit.serving.transport.encodings import decompress, other_charset, unknown_charset
 
 _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
 _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
@@ -78,8 +78,9 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     content: Bytes = body[start + end + 4 : stop]
-    kind = fields.get(b"content-type", b"")
-    return name, compression.to_utf8(content, kind) if b"text/" in kind else content
+    if charset := other_charset(fields.get(b"content-type")):
+        raise unknown_charset(charset)
+    return name, content
 
 
 def split_urlencoded(body: Bytes) -> list[Field] | None:
@@ -112,6 +113,7 @@ _UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)
 _URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
 _MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
 _URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
+_CHARSET_BYTES = 40  # of the name of a charset
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
 
@@ -131,7 +133,7 @@ class PredictRoute(ModelRoute):
         call.body = b""
 
         def unpack(body: Bytes) -> Items:
-            body = compression.decompress(body, head.encoding, self.max_body_bytes)
+            body = decompress(body, head.encoding, self.max_body_bytes)
             return split_items(content_type, text, body)
 
         if head.encoding is None and (len(body) <= _SMALL_BYTES or _is_item(content_type, body)):
@@ -156,22 +158,16 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     kind, first = _kind(content_type), bytes(body[:1])
     is_json = kind == b"application/json" or kind.endswith(b"+json")
     if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
-        return _split_json(text, content_type, body)
+        return _split_json(text, bytes(body))
     fields = _fields(kind, content_type, body)
-    if kind == b"text/plain" and text:
-        body = compression.to_utf8(body, content_type)
-    elif kind not in (_FORM, *_UNNAMED) and (text or not kind.startswith(b"image/")):
+    kinds = (_FORM, *_UNNAMED, b"text/plain") if text else (_FORM, *_UNNAMED)
+    if kind not in kinds and (text or not kind.startswith(b"image/")):
         raise UnknownEncoding(
             f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
         )
     if fields is None:
         return Items([body], several=False)  # the bytes of an image say what it is
     known = (*(_TEXT if text else _IMAGE), "file")
-    charsets = [content for name, content in fields if name == "_charset_"]
-    if charsets:  # from a browser, for each string
-        named = b";charset=" + bytes(charsets[0][:40])
-        rest = [each for each in fields if each[0] != "_charset_"]
-        fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             hint = f"possible: {', '.join(known)}"
@@ -184,10 +180,15 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
 
 
 def _fields(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None:
-    """Return the fields of a form; None if the body is not one."""
+    """Return the fields of a form; None if the body is not one. Raises UnknownEncoding."""
+    fields = split_urlencoded(body) if kind == _URL_FORM else None
     if kind == _FORM:
-        return split_parts(body, content_type)
-    return split_urlencoded(body) if kind == _URL_FORM else None
+        fields = split_parts(body, content_type)
+    for name, content in fields or ():
+        named = b";charset=" + bytes(content[:_CHARSET_BYTES])
+        if name == "_charset_" and (charset := other_charset(named)):  # of its strings
+            raise unknown_charset(charset)
+    return fields and [each for each in fields if each[0] != "_charset_"]
 
 
 class HttpTaskCall(TaskCall):
@@ -201,8 +202,7 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
-    data = bytes(compression.to_utf8(body, content_type))
+def _split_json(text: bool, data: bytes) -> Items:
     check_json_size(data, _hint(text))
     document = parse_document(data)
     kind = "text" if text else "image"
@@ -290,9 +290,8 @@ _BYTES = b"Content-Type: application/octet-stream\r\n"
 class PipelineRoute:
     """Answers the predict requests of one pipeline: the body is its input, its answer the reply."""
 
-    def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
+    def __init__(self, pipeline: ServedPipeline) -> None:
         self._pipeline = pipeline
-        self._max_body_bytes = max_body_bytes
 
     def __call__(self, call: Call) -> None:
         """Start the pipeline. Raises Overloaded during the shutdown."""
@@ -307,10 +306,8 @@ class PipelineRoute:
         content_type, name = head.content_type or b"", self._pipeline.input
         kind, takes = _kind(content_type), self._pipeline.takes
         is_json = kind == b"application/json"
-        body = compression.decompress(body, head.encoding, self._max_body_bytes)
+        body = decompress(body, head.encoding, self._pipeline.options.max_body_bytes)
         fields = _fields(kind, content_type, body)
-        if is_json or kind.startswith(b"text/"):
-            body = compression.to_utf8(body, content_type)
         if fields is not None:
             chosen = [each for each in fields if each[0] == name]
             if not chosen and kind == _FORM:

@@ -1,16 +1,20 @@
 """The routes of the HTTP server in a table: each gets a Call and replies once.
 
-No name in a target becomes a file path; an unknown one is a plain 404.
+Inference decodes the call's body and encodes the outputs as its reply; large JSON and compressed
+bodies are offloaded to another thread. No name in a target becomes a file path; an unknown one is a
+plain 404.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -23,28 +27,40 @@ from deploykit.core.errors import (
     Unsupported,
     quote,
 )
-from deploykit.serving.http.infer import InferRoute, PipelineInferRoute
-from deploykit.serving.http.predict import PipelineRoute, PredictRoute
-from deploykit.serving.models.offload import Offload, Result, run_inline
+from deploykit.core.tensors import Bytes
+from deploykit.serving.http.predict import (
+    HttpTaskCall,
+    PipelineRoute,
+    PredictRoute,
+    from_base64,
+)
+from deploykit.serving.models.inference import Inference, Items, ModelRoute
+from deploykit.serving.models.offload import Lane, Offload, run_inline
+from deploykit.serving.models.offload import Result as Offloaded
+from deploykit.serving.models.pipelines import over_budget
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.prometheus import Sample, expositions
-from deploykit.serving.oip.json import parse_json
+from deploykit.serving.observe.metrics import Sample, expositions
+from deploykit.serving.oip import json
+from deploykit.serving.oip.json import LARGE_BYTES
+from deploykit.serving.oip.request import Request, Result, array_bytes
 from deploykit.serving.options import VERSION
-from deploykit.serving.transport.call import (
-    COMPRESSED,
+from deploykit.serving.transport.connection import (
     JSON,
     Call,
-    choose_encoding,
-    compress,
-    decompress,
+    Head,
     reply_error,
     reply_exception,
     reply_with,
-    to_utf8,
+)
+from deploykit.serving.transport.encodings import (
+    COMPRESSED,
+    choose_encoding,
+    compress,
+    decompress,
+    unknown_charset,
 )
 from deploykit.serving.transport.security import PREFLIGHT
-from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi
-from deploykit.serving.web.status import Status
+from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi, status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
@@ -62,9 +78,158 @@ _NOT_OFFERED = (
     "/v2/repository/models",
 )  # fmt: skip
 
+_BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
+_INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
+
 Wanted = tuple[str, bytes | None]  # Accept, and the coding of Accept-Encoding
 Expositions = dict[Wanted, tuple[bytes, str]]
 Route = Callable[[Call], None]
+
+
+class InferRoute(ModelRoute):
+    """Answers the inference requests of one model."""
+
+    def __call__(self, call: Call) -> None:
+        """Answer a request."""
+        head, body = call.head, call.body
+        json_bytes = head.json_bytes
+        if self.model.task.ready and _sends_bytes(head, body):
+            large = len(body) > LARGE_BYTES or head.encoding is not None
+            task = HttpTaskInference(self, call, head.trace)
+            call.body = b""
+            task.split(body, task.items, large=large)
+            return
+        call.body = b""
+        large = self.model.largest_output_bytes > LARGE_BYTES
+        if large and not call.reserve(0):  # checked before the engine runs in vain
+            raise over_budget()
+        slow = json_bytes is None or len(body) > self.slow_bytes
+        slow_bytes = len(body) if slow else json_bytes or 0
+        inference = HttpInference(self, call, body, head.trace)
+        del body
+        if slow_bytes > LARGE_BYTES or head.encoding is not None:
+            inference.set_lane(slow_bytes, LARGE_BYTES)
+            inference.start_offloaded()
+        else:
+            inference.start()
+
+
+class HttpInference(Inference):
+    """One inference call. Its source is the body."""
+
+    __slots__ = ()
+
+    client: Call
+    route: InferRoute
+
+    def decode(self, source: Bytes) -> Request:
+        route = self.route
+        return json.decode(source, self.client.head.json_bytes, route.model.signature, route.memory)
+
+    def decode_large(self) -> Request:
+        body = source = self.take_source()
+        route, encoding = self.route, self.client.head.encoding
+        if encoding is not None:
+            limit = route.max_body_bytes
+            limit = limit if self.lane else min(limit, LARGE_BYTES)
+            try:
+                body = decompress(body, encoding, limit)
+            except TooLarge:
+                if limit < route.max_body_bytes:  # it waits with the large requests
+                    self._source, self.lane = source, Lane.LARGE
+                raise
+        request = self.decode(body)
+        if encoding is None:
+            return request
+        return request._replace(copied_bytes=max(request.copied_bytes, len(body)))
+
+    def encodes_slowly(self) -> bool:
+        large = self.route.model.largest_output_bytes > LARGE_BYTES
+        slow = large and self.set_lane(self.slow_bytes(), LARGE_BYTES)
+        accept = self.client.head.accept_encoding
+        if slow or accept is None or choose_encoding(accept) is None:
+            return slow
+        size = sum(map(array_bytes, self.pending.outputs.values()))
+        self.set_lane(size, LARGE_BYTES)
+        return size > _INLINE_BYTES
+
+    def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:
+        route, request, outputs = self.route, self.request, self.pending.outputs
+        name, signature = route.model.name, route.model.signature
+        parts, json_bytes = json.encode(name, request, outputs, signature, route.memory)
+        headers = JSON if json_bytes is None else _BINARY % json_bytes
+        accept = self.client.head.accept_encoding
+        coding = choose_encoding(accept) if accept else None
+        if coding is None:
+            return 200, headers, parts
+        return 200, headers + COMPRESSED % coding, [compress(parts, coding)]
+
+    def fail(self, error: Exception) -> None:
+        reply_exception(self.client, error)
+
+
+def _sends_bytes(head: Head, body: Bytes) -> bool:
+    """Return whether the JSON part has a BYTES tensor: images or sentences, not a model's input."""
+    if head.encoding is not None:  # the tensors are described at its beginning
+        with contextlib.suppress(zlib.error):
+            start = bytes(body[:LARGE_BYTES])
+            return b'"BYTES"' in zlib.decompressobj(47).decompress(start, LARGE_BYTES)
+    return b'"BYTES"' in bytes(body[: head.json_bytes])
+
+
+def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -> None:
+    parts, json_bytes = json.encode_results(name, request.id, results)
+    call.reply(200, JSON if json_bytes is None else _BINARY % json_bytes, parts)
+
+
+class HttpTaskInference(HttpTaskCall):
+    """A request with images, which JSON has in base64, or sentences: one BYTES input."""
+
+    route: InferRoute
+
+    def items(self, source: Bytes) -> Items:
+        head = self.client.head
+        body = decompress(source, head.encoding, self.route.max_body_bytes)
+        request = json.decode(body, head.json_bytes, self.signature, self.route.memory)
+        found = self.items_of(request)
+        if self.steps.task.image is None:
+            return found
+        images = cast("Sequence[bytes]", found.items)
+        return Items([_from_json(item, number) for number, item in enumerate(images, 1)])
+
+    def reply(self, answers: Sequence[bytes]) -> None:
+        _reply(self.client, self.route.model.name, self.request, self.outputs_of(answers))
+
+
+def _from_json(item: bytes, number: int) -> bytes:
+    """Return an image that came as it is, or in base64 where it came as a string of JSON."""
+    with contextlib.suppress(UnicodeDecodeError, BadInput):
+        return from_base64(item.decode("ascii"), number)
+    return item
+
+
+class PipelineInferRoute(PipelineRoute):
+    """Answers inference requests of a pipeline: a BYTES input, or an image's UINT8 pixels."""
+
+    def __call__(self, call: Call) -> None:
+        """Start the pipeline. Raises Overloaded at the shutdown."""
+        pipeline, body, json_bytes = self._pipeline, call.body, call.head.json_bytes
+        call.body = b""
+
+        def decode() -> Request:
+            plain = decompress(body, call.head.encoding, pipeline.options.max_body_bytes)
+            sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
+            signature = pipeline.signature if sends_bytes else pipeline.tensors
+            request = json.decode(plain, json_bytes, signature, pipeline.memory)
+            if sends_bytes and pipeline.takes == "image":
+                (image,) = request.feeds.values()
+                plain_image = image.copy()
+                plain_image[0] = _from_json(image[0], 1)
+                request = request._replace(feeds={pipeline.input: plain_image})
+            return request
+
+        reply, fail = partial(_reply, call, pipeline.name), partial(reply_exception, call)
+        pipeline.infer(decode, reply, fail, call, call.head.trace)
 
 
 class Scrapes:
@@ -89,7 +254,7 @@ class Scrapes:
         calls, self._waiting, self._busy = self._waiting, [], True
         self._group.collect("samples", partial(self._expose, calls))
 
-    def _expose(self, calls: list[Call], samples: Result[Iterable[Sample]]) -> None:
+    def _expose(self, calls: list[Call], samples: Offloaded[Iterable[Sample]]) -> None:
         wanted = {_wanted(call) for call in calls}
         try:
             self._offload(lambda: _expose(samples(), wanted), partial(self._reply, deque(calls)))
@@ -98,7 +263,7 @@ class Scrapes:
             for call in calls:
                 reply_exception(call, exc)
 
-    def _reply(self, calls: deque[Call], result: Result[Expositions]) -> None:
+    def _reply(self, calls: deque[Call], result: Offloaded[Expositions]) -> None:
         for _ in range(min(_REPLIES, len(calls))):
             call = calls.popleft()
             try:
@@ -151,10 +316,15 @@ class Routes:
         self._repository = repository
         self._scheme = scheme
         self._grpc_port = grpc_port
-        self.status = Status(repository)
         self.group = group or ServerGroup()
         self._root_path = repository.options.root_path.rstrip("/")
-        self._offer()
+        reports: dict[str, Callable[[], object]] = {  # that other processes may ask of this one
+            "samples": repository.samples,
+            "statistics": repository.statistics,
+            "status": partial(status, repository),
+        }
+        names = () if repository.memory is None else ("register", "unregister")
+        self.group.offer(reports, {name: getattr(repository.memory, name) for name in names})
         self._table: dict[str, tuple[str, Route]] = {
             **dict.fromkeys(("/v2", "/v2/"), ("GET", _value(repository.metadata))),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
@@ -181,9 +351,8 @@ class Routes:
             self._add(name, "/infer", "POST", InferRoute(repository, model, offload))
             self._add(name, "/predict", "POST", PredictRoute(repository, model, offload))
         for name, pipeline in repository.pipelines.items():
-            most = repository.options.max_body_bytes
-            self._add(name, "/predict", "POST", PipelineRoute(pipeline, most))
-            self._add(name, "/infer", "POST", PipelineInferRoute(pipeline, most))
+            self._add(name, "/predict", "POST", PipelineRoute(pipeline))
+            self._add(name, "/infer", "POST", PipelineInferRoute(pipeline))
 
     def _add(self, name: str, rest: str, verb: str, route: Route) -> None:
         for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
@@ -198,6 +367,8 @@ class Routes:
                 return
             verb, route = self._table.get(head.path) or self._find(head.path)
             if head.method == verb or (head.method == "HEAD" and verb == "GET"):
+                if head.charset is not None and len(call.body):
+                    raise unknown_charset(head.charset)
                 route(call)
                 return
             allow = "GET, HEAD" if verb == "GET" else verb
@@ -226,18 +397,6 @@ class Routes:
             version = parts[5] if len(parts) > 5 and parts[4] == "versions" else VERSION
             self._repository.find(parts[3], version)
         raise NotFound(f"there is no route {quote(path)}")
-
-    def _offer(self) -> None:
-        """Offer the reports and the changes that other processes may ask of this one."""
-        repository, status, memory = self._repository, self.status, self._repository.memory
-        reports: dict[str, Callable[[], object]] = {
-            "samples": repository.samples,
-            "statistics": repository.statistics,
-            "status": status.now,
-        }
-        names = () if memory is None else ("register", "unregister")
-        changes = {name: getattr(memory, name) for name in names}
-        self.group.offer(reports, changes)
 
     def _status(self, call: Call) -> None:
         self.group.collect("status", lambda found: reply_with(call, lambda: orjson.dumps(found())))
@@ -277,7 +436,7 @@ def _document(call: Call) -> dict[str, Any]:
     if len(call.body) > _DOCUMENT_BYTES:
         raise TooLarge(f"the body is above {_DOCUMENT_BYTES} bytes, more than this route needs")
     body = decompress(call.body, call.head.encoding, _DOCUMENT_BYTES)
-    return parse_json(bytes(to_utf8(body, call.head.content_type or b"")))
+    return json.parse_json(bytes(body))
 
 
 def _value(make: Callable[[], object]) -> Route:

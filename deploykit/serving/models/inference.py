@@ -20,7 +20,7 @@ import orjson
 from deploykit.core.errors import BadInput, Expired, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
+from deploykit.engines.tasks import RLE, Item, TaskSteps, answer
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
@@ -28,9 +28,14 @@ from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import HUGE_BYTES, Lane, Offload, Result
 from deploykit.serving.models.pipelines import Receiver, over_budget
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip.request import Request, Signature, collect_results
+from deploykit.serving.oip.request import (
+    Request,
+    Signature,
+    array_bytes,
+    collect_results,
+    make_slot,
+)
 from deploykit.serving.oip.request import Result as Output
-from deploykit.serving.oip.tensors import array_bytes, make_slot
 
 _LEAST_ENCODE_S = 0.1  # the least time for outputs that were computed just in time
 _FEW_STRINGS = 32 << 10  # few enough to add up their sizes; each may be long

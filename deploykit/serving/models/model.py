@@ -19,17 +19,15 @@ from deploykit.core.task import Task
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
-from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.tasks import TaskSteps
 from deploykit.pipelines.threads import FairGate
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
-from deploykit.serving.observe.metrics import ModelMetrics
-from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.oip.request import Request, Signature, signature
-from deploykit.serving.oip.tensors import Slot
+from deploykit.serving.observe.metrics import ModelMetrics, Sample
+from deploykit.serving.oip.request import Request, Signature, Slot, signature
 from deploykit.serving.options import VERSION, ServeOptions
 
 
@@ -176,7 +174,7 @@ class ServedModel:
         # engines, and the event loop, from other clients
         self.items = FairGate(max(_LEAST_ITEMS, 2 * self.max_batch) * len(engines))
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
-        self.metrics = ModelMetrics(name, VERSION)
+        self.metrics = ModelMetrics(name)
         self._watchers: list[Watcher] = [self.metrics]
         self._deliver = deliver
         self._clock_us = clock_us

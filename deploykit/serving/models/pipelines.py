@@ -36,8 +36,15 @@ from deploykit.pipelines.threads import FairThreads, Peer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, inference_stats, split_by
-from deploykit.serving.observe.prometheus import Histogram, Sample
+from deploykit.serving.observe.metrics import (
+    OUTCOMES,
+    REQUEST_US,
+    US,
+    Histogram,
+    Sample,
+    inference_stats,
+    split_by,
+)
 from deploykit.serving.oip.request import Request, Result, Signature, collect_results, signature
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory

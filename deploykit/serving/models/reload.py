@@ -21,9 +21,9 @@ from deploykit.core.errors import DeploykitError, NotFound, first_line
 from deploykit.core.files import manifest_path
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
-from deploykit.graph.facts import external_files
+from deploykit.graph.parse import external_files
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import VERSION
 
 if TYPE_CHECKING:

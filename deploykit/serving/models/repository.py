@@ -14,8 +14,7 @@ from deploykit.serving.batching.batcher import CallSoon, countdown, deliver_inli
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.pipelines import PipelineGraph, ServedPipeline
-from deploykit.serving.observe.metrics import Sampler
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample, Sampler
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 

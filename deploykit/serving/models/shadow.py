@@ -23,12 +23,12 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, first_line
 from deploykit.core.subprocesses import INSIDE
-from deploykit.engines.answers import class_axis
 from deploykit.engines.engine import Arrays, Closing, Engine
+from deploykit.engines.tasks import class_axis
 from deploykit.evaluation.statistics import proportion
 from deploykit.serving.batching.buckets import relative_errors
 from deploykit.serving.batching.queue import BatchRun, Watcher
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 
 from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Closing
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 
 QUEUE_RECORDS = 1000  # records that may be queued
 MAX_LINE = 16_384  # characters

@@ -1,28 +1,162 @@
-"""Count what one model served, for `/stats`, the dashboard and Prometheus.
+"""The table of all metrics, what is counted for one model, and the response of /metrics.
 
-The statistics of the Open Inference Protocol and the metrics under our names and Triton's use the
-same counters, which never decrease. The times of batches are stored and counted for many batches at
-once, which costs a tenth of counting each: integers in microseconds, and one lock per batch.
+The statistics of the Open Inference Protocol and the metrics under our names (`deploykit_`),
+Triton's (`nv_`) and the standard ones of a process (`process_`) use the same counters, which never
+decrease. The times of batches are stored and counted for many batches at once, which costs a tenth
+of counting each: integers in microseconds, and one lock per batch. prometheus_client writes the
+response of /metrics.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, Expired
 from deploykit.engines.devices import THROTTLES, Devices, GpuState
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
-from deploykit.serving.observe.prometheus import BucketCounts, Histogram, Sample
+from deploykit.serving.options import VERSION
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
+    # requests
+    "deploykit_requests_total": ("counter", "Inference requests by outcome."),
+    "deploykit_request_seconds": ("histogram", "Time in the server of a successful request."),
+    "deploykit_stage_seconds": ("histogram", "Time of each stage of a successful request's batch."),
+    "deploykit_queue_seconds": ("histogram", "Time a request waited for the engine."),
+    "deploykit_compute_seconds": ("histogram", "Time of a request's batch, copies included."),
+    "deploykit_batch_rows": ("histogram", "Rows in each batch that the engine ran."),
+    "deploykit_batch_wait_seconds_total": ("counter", "Time requests waited for a fuller batch."),
+    "deploykit_queue_depth": ("gauge", "Requests waiting for the engine now."),
+    "deploykit_requests_in_flight": ("gauge", "Requests accepted and not answered yet."),
+    "nv_inference_request_success": ("counter", "Requests that succeeded."),
+    "nv_inference_request_failure": ("counter", "Requests that failed."),
+    "nv_inference_count": ("counter", "Rows inferred."),
+    "nv_inference_exec_count": ("counter", "Batches that the engine ran."),
+    "nv_inference_pending_request_count": ("gauge", "Requests waiting for the engine now."),
+    "nv_inference_request_duration_us": ("counter", "Total time of successful requests."),
+    "nv_inference_queue_duration_us": ("counter", "Total time successful requests waited."),
+    "nv_inference_compute_input_duration_us": ("counter", "Total time to join and copy inputs."),
+    "nv_inference_compute_infer_duration_us": ("counter", "Total time in the engine."),
+    "nv_inference_compute_output_duration_us": ("counter", "Total time to copy and split outputs."),
+    # models
+    "deploykit_model_ready": ("gauge", "1 while the model is ready."),
+    "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime, device and file."),
+    "deploykit_model_generation": ("gauge", "1, and one more for each file that was reloaded."),
+    "deploykit_model_loaded_timestamp_seconds": ("gauge", "When the file in use was loaded."),
+    "deploykit_model_notes": ("gauge", "Settings that could not be met; see the dashboard."),
+    "deploykit_model_batched": ("gauge", "1 while requests are joined, 0 while each runs alone."),
+    "deploykit_engines": ("gauge", "Engines (instances) of the model."),
+    "deploykit_engines_hung": ("gauge", "Engines that do not return from a request."),
+    "deploykit_batch_limit_rows": ("gauge", "Most rows per batch; `slo_ms` adjusts it."),
+    "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where `slo_ms` bounds them."),
+    "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
+    "deploykit_reloads_total": ("counter", "Times a replaced engine file was loaded."),
+    "deploykit_reloads_given_up_total": ("counter", "Replaced engine files that took too long."),
+    "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
+    "deploykit_previous_engine": ("gauge", "1 while the new engine failed or was rolled back."),
+    "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
+    "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
+    "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
+    "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
+    "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than `shadow_alarm` allows."),
+    # pipelines
+    "deploykit_pipeline_requests_total": ("counter", "Requests of a pipeline by outcome."),
+    "deploykit_pipeline_seconds": ("histogram", "Time of a successful request of a pipeline."),
+    "deploykit_pipeline_in_flight": ("gauge", "Requests in a pipeline now."),
+    "deploykit_pipeline_stage_requests_total": ("counter", "Requests of a stage by outcome."),
+    "deploykit_pipeline_stage_seconds": ("histogram", "Time of a stage, with the wait for it."),
+    "deploykit_pipeline_stage_in_flight": ("gauge", "Requests in a stage now, hanging ones too."),
+    "deploykit_pipeline_stage_waiting": ("gauge", "Requests that wait for a thread of a stage."),
+    # the server
+    "deploykit_http_responses_total": ("counter", "HTTP replies by status, refusals included."),
+    "deploykit_grpc_responses_total": ("counter", "gRPC calls by status, refusals included."),
+    "deploykit_held_bytes": ("gauge", "Bytes of large requests and answers in the server."),
+    "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests and answers."),
+    "deploykit_workers": ("gauge", "Worker processes that serve now, of a server with several."),
+    "deploykit_worker_restarts_total": ("counter", "Worker processes that were replaced."),
+    "deploykit_log_lines_dropped_total": ("counter", "Log lines that no reader took in time."),
+    "deploykit_spans_dropped_total": ("counter", "Traced requests that no collector took in time."),
+    "process_resident_memory_bytes": ("gauge", "Resident memory of this process."),
+    "process_cpu_seconds_total": ("counter", "Processor time of this process, user and system."),
+    "process_start_time_seconds": ("gauge", "Start of this process, in seconds since 1970."),
+    "process_open_fds": ("gauge", "Open file descriptors."),
+    "process_max_fds": ("gauge", "Limit of open file descriptors."),
+    "process_threads": ("gauge", "Threads of this process."),
+    # GPUs
+    "nv_gpu_utilization": ("gauge", "Share of recent time in which the GPU was busy, 0 to 1."),
+    "nv_gpu_power_usage": ("gauge", "Power in watts; on a Jetson, of the whole module."),
+    "nv_gpu_power_limit": ("gauge", "Power limit in watts."),
+    "nv_energy_consumption": ("counter", "Energy in joules since the driver was loaded."),
+    "nv_gpu_memory_total_bytes": ("gauge", "Memory of the GPU; on a Jetson, shared with the CPU."),
+    "nv_gpu_memory_used_bytes": ("gauge", "Memory of the GPU in use."),
+    "deploykit_gpu_info": ("gauge", "Always 1; the labels name the GPU and the source."),
+    "deploykit_gpu_clock_hertz": ("gauge", "Clock of the GPU now."),
+    "deploykit_gpu_temperature_celsius": ("gauge", "Temperature of the GPU."),
+    "deploykit_gpu_throttled": ("gauge", "1 while the GPU's clock is reduced for this reason."),
+    "deploykit_board_power_watts": ("gauge", "Power of each rail of a Jetson."),
+    "deploykit_board_temperature_celsius": ("gauge", "Temperature of each zone of a Jetson."),
+}
+
+
+class BucketCounts(NamedTuple):
+    """A histogram's counts, cumulative by upper bound, and the sum of its values."""
+
+    counts: list[tuple[str, int]]
+    total: float
+
+
+class Sample(NamedTuple):
+    """One value of a metric in METRICS."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float | BucketCounts
+
+
+class Histogram:
+    """Counts per bucket; a value equal to a bound belongs to that bound's bucket.
+
+    `bounds` and values are integers; `per` of them make one unit of the metric: microseconds and
+    1,000,000 for a histogram in seconds.
+    """
+
+    def __init__(self, bounds: Sequence[int], per: int = 1) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0
+        self._per = per
+        self._ends = [*(str(bound if per == 1 else bound / per) for bound in bounds), "+Inf"]
+
+    def add(self, values: np.ndarray, times: np.ndarray | None = None) -> None:
+        """Count integers, shape (values,), each once or as often as in `times`."""
+        at = np.searchsorted(self.bounds, values)
+        found = np.bincount(at, times, len(self.counts))
+        self.counts = [old + int(new) for old, new in zip(self.counts, found, strict=True)]
+        self.total += int(values.sum() if times is None else values @ times)
+
+    def add_one(self, value: int) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def buckets(self) -> BucketCounts:
+        cumulative = itertools.accumulate(self.counts)
+        return BucketCounts(list(zip(self._ends, cumulative, strict=True)), self.total / self._per)
+
 
 OUTCOMES = ("success", "rejected", "expired", "bad_request", "failed", "cancelled")
 TRITON_REASONS: Mapping[str, tuple[str, ...]] = {
@@ -61,9 +195,8 @@ def inference_stats(
 
 
 class ModelMetrics(Watcher):
-    def __init__(self, name: str, version: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.version = version
         self._lock = threading.Lock()
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._fail_us = 0
@@ -172,7 +305,7 @@ class ModelMetrics(Watcher):
             count, times_us = int(self._compute[3]), self._times_us()
             return {
                 "name": self.name,
-                "version": self.version,
+                "version": VERSION,
                 "last_inference": int(self._last_s * 1000),
                 "inference_count": self._rows,
                 "execution_count": self._runs,
@@ -200,7 +333,7 @@ class ModelMetrics(Watcher):
 
     def samples(self, waiting: int, unanswered: int) -> list[Sample]:
         """Return the samples for Prometheus; `waiting` and `unanswered` are the current numbers."""
-        labels = {"model": self.name, "version": self.version}
+        labels = {"model": self.name, "version": VERSION}
         with self._lock:
             self._count_recent()
             counts, times_us = dict(self._outcomes), self._times_us()
@@ -240,7 +373,6 @@ def split_by(
 
 
 INTERVAL_S = 1.0
-KEEP_ON_S = 90.0  # how long to sample after the last call; above the usual scrape interval
 STALE_S = 5.0
 _PROCESS = {
     "process_resident_memory_bytes": "resident_bytes",
@@ -264,8 +396,7 @@ class Snapshot:
 class Sampler:
     """Samples the process and the GPUs in the background: no scrape waits for a driver.
 
-    While `latest` is called now and then, a thread takes a snapshot every second; otherwise it
-    sleeps. The first call starts the thread. Thread-safe.
+    The first call of `latest` starts a thread that takes a snapshot every second. Thread-safe.
     """
 
     def __init__(
@@ -273,22 +404,19 @@ class Sampler:
     ) -> None:
         self._devices = devices
         self._clock_s = clock_s
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._newest: Snapshot | None = None
-        self._called_s = clock_s()
-        self._closing = False
+        self._closing = threading.Event()
 
     def latest(self) -> Snapshot | None:
         """Return the newest snapshot, None if there is no recent one. Never waits."""
-        with self._changed:
-            now_s = self._called_s = self._clock_s()
-            if self._thread is None and not self._closing:
+        with self._lock:
+            if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
                 self._thread.start()
-            self._changed.notify()
-            fresh = self._newest is not None and now_s - self._newest.at_s <= STALE_S
-            return self._newest if fresh else None
+        newest = self._newest
+        return newest if newest and self._clock_s() - newest.at_s <= STALE_S else None
 
     def samples(self) -> list[Sample]:
         """Return the state of the process and the GPUs for Prometheus."""
@@ -302,30 +430,23 @@ class Sampler:
         ]
 
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        with self._lock:
+            self._closing.set()
         if self._thread is not None:
             self._thread.join(INTERVAL_S)  # a daemon: this does not wait for a driver that hangs
 
     def _loop(self) -> None:
         devices = self._devices
         try:
-            while True:
+            while not self._closing.is_set():
                 at_s = self._clock_s()
                 try:
                     devices = devices or Devices()
                     process = this_process()
                 except OSError:  # the process has no file descriptor left
                     process = {}
-                snapshot = Snapshot(at_s, process, devices.read() if devices else ())
-                with self._changed:
-                    self._newest = snapshot
-                    self._changed.wait_for(lambda: self._closing, INTERVAL_S)
-                    while not self._closing and self._clock_s() - self._called_s > KEEP_ON_S:
-                        self._changed.wait()
-                    if self._closing:
-                        return
+                self._newest = Snapshot(at_s, process, devices.read() if devices else ())
+                self._closing.wait(INTERVAL_S)
         finally:
             if devices:
                 devices.close()
@@ -386,3 +507,52 @@ def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
         yield Sample("deploykit_board_power_watts", {**uuid, "rail": rail}, watts)
     for zone, degrees in gpu.zones:
         yield Sample("deploykit_board_temperature_celsius", {**uuid, "zone": zone}, degrees)
+
+
+class _Collector:
+    """Yields the samples by metric in the order of METRICS, for prometheus_client."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client import core
+
+        families = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        for name in sorted(self._by_name, key=_ORDER.__getitem__):
+            kind, description = METRICS[name]
+            make = families[kind]
+            if kind == "counter" and not name.endswith("_total"):  # as OpenMetrics requires
+                make = core.UnknownMetricFamily
+            samples = self._by_name[name]
+            family = make(name, description, labels=list(samples[0].labels))
+            for _, labels, value in samples:
+                values = value if isinstance(value, BucketCounts) else (value,)
+                family.add_metric(list(labels.values()), *values)
+            yield family
+
+
+_ORDER = {name: place for place, name in enumerate(METRICS)}
+
+
+def expositions(samples: Iterable[Sample], accepts: Iterable[str]) -> dict[str, tuple[bytes, str]]:
+    """Write samples as (text, content type), by Accept header, which may ask for OpenMetrics."""
+    from prometheus_client.exposition import choose_encoder, generate_latest
+
+    encoded: dict[str, bytes] = {}  # by content type: clients may vary their headers freely
+    found, collector = {}, _Collector(samples)
+    for accept in accepts:
+        encode, content_type = choose_encoder(accept)
+        if content_type not in encoded:
+            text = encode(collector)
+            if encode is generate_latest:  # untyped metrics are Triton's counters without _total
+                text = text.replace(b" untyped\n", b" counter\n")
+            encoded[content_type] = text
+        found[accept] = encoded[content_type], content_type
+    return found

@@ -20,7 +20,7 @@ from deploykit.core.extras import require
 from deploykit.engines.engine import Closing
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 
 log = logging.getLogger(__name__)
 

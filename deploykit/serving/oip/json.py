@@ -30,25 +30,18 @@ from deploykit.serving.oip.request import (
     collect_results,
     fill,
     find_region,
+    number_bytes,
     plan,
+    to_bytes,
+    to_json,
 )
-from deploykit.serving.oip.tensors import number_bytes, to_bytes, to_json
+from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 
 LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
 MAX_NESTING = 100
 _PART = 1 << 16  # values converted at once, which takes about 2 ms
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
-
-
-@lru_cache(maxsize=256)
-def header_length(text: bytes | None) -> int | None:
-    """Parse Inference-Header-Content-Length; return None without it. Raises BadInput."""
-    if text is None:
-        return None
-    if not text.isdigit() or len(text) > 18:
-        raise BadInput(f"Inference-Header-Content-Length is {quote(text)}, not a number of bytes")
-    return int(text)
 
 
 def decode(
@@ -64,8 +57,8 @@ def decode(
         json_bytes = size
     elif json_bytes == 0:
         return _raw(body, model)
-    elif json_bytes > size:
-        raise BadInput(f"Inference-Header-Content-Length is {json_bytes}, the body is {size} bytes")
+    elif not 0 < json_bytes <= size:
+        raise BadInput(f"Inference-Header-Content-Length must be a number from 0 to {size}")
     head = bytes(body[:json_bytes])
     read = _read_cached if json_bytes <= _CACHED_HEAD_BYTES else _read
     planned, binary_bytes = read(head, model)
@@ -180,7 +173,6 @@ def _raw(body: Bytes, model: Signature) -> Request:
 
 def encode(
     name: str,
-    version: str,
     request: Request,
     outputs: Mapping[str, np.ndarray],
     model: Signature,
@@ -195,15 +187,15 @@ def encode(
         requested = request.outputs
         arrays = [outputs[wanted.name] for wanted in requested]
         shapes = tuple([array.shape for array in arrays])
-        head = _cached_head(name, version, requested, shapes, model)
+        head = _cached_head(name, requested, shapes, model)
         if head is not None:
             return [head, *map(number_bytes, arrays)], len(head)
     results = collect_results(request, outputs, model, memory)
-    return encode_results(name, version, request.id, results)
+    return encode_results(name, request.id, results)
 
 
 def encode_results(
-    name: str, version: str, request_id: str | None, results: Sequence[Result]
+    name: str, request_id: str | None, results: Sequence[Result]
 ) -> tuple[list[Bytes], int | None]:
     """Return a response as `encode` does."""
     items: list[dict[str, Any]] = []
@@ -219,17 +211,15 @@ def encode_results(
         else:
             item["data"] = to_json(array, datatype, output)
         items.append(item)
-    parts = _json_parts(name, version, request_id, items)
+    parts = _json_parts(name, request_id, items)
     return [*parts, *tails], sum(map(len, parts)) if any(tails) else None
 
 
-def _json_parts(
-    name: str, version: str, request_id: str | None, items: list[dict[str, Any]]
-) -> list[Bytes]:
+def _json_parts(name: str, request_id: str | None, items: list[dict[str, Any]]) -> list[Bytes]:
     """Return the JSON part; many values are written in steps, between other threads."""
     if all(len(item.get("data", ())) <= _PART for item in items):
-        return [_head(name, version, request_id, items)]
-    parts: list[Bytes] = [_head(name, version, request_id, [])[:-2]]  # without its "]}"
+        return [_head(name, request_id, items)]
+    parts: list[Bytes] = [_head(name, request_id, [])[:-2]]  # without its "]}"
     for number, item in enumerate(items):
         values = item.pop("data", None)
         about = orjson.dumps(item)
@@ -244,8 +234,8 @@ def _json_parts(
     return [*parts, b"]}"]
 
 
-def _head(name: str, version: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:
-    document: dict[str, Any] = {"model_name": name, "model_version": version}
+def _head(name: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:
+    document: dict[str, Any] = {"model_name": name, "model_version": VERSION}
     if request_id is not None:
         document["id"] = request_id
     document["outputs"] = items
@@ -255,7 +245,6 @@ def _head(name: str, version: str, request_id: str | None, items: list[dict[str,
 @lru_cache(maxsize=256)
 def _cached_head(
     name: str,
-    version: str,
     requested: tuple[RequestedOutput, ...],
     shapes: tuple[tuple[int, ...], ...],
     model: Signature,
@@ -271,4 +260,4 @@ def _cached_head(
             return None
         item = {"name": each.name, "datatype": slot.datatype, "shape": shape}
         items.append({**item, "parameters": {"binary_data_size": size}})
-    return _head(name, version, None, items)
+    return _head(name, None, items)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
 from deploykit.core.tensors import Bytes
-from deploykit.engines.oip.protobuf import CONTENTS, MESSAGES, DecodeError
+from deploykit.engines.oip import CONTENTS, MESSAGES, DecodeError
 from deploykit.serving.oip.request import (
     Binary,
     InputData,
@@ -27,8 +27,9 @@ from deploykit.serving.oip.request import (
     fill,
     find_region,
     plan,
+    to_bytes,
 )
-from deploykit.serving.oip.tensors import to_bytes
+from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 
 _RAW_INPUT = 7  # its field number in ModelInferRequest
@@ -271,9 +272,7 @@ def _parameters(message: Any) -> dict[str, Any]:
     return values
 
 
-def encode(
-    name: str, version: str, request_id: str | None, results: Sequence[Result]
-) -> list[Bytes]:
+def encode(name: str, request_id: str | None, results: Sequence[Result]) -> list[Bytes]:
     """Encode a ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
     outputs = []
     contents: list[Bytes] = []
@@ -281,7 +280,7 @@ def encode(
         outputs.append((output, datatype, shape, requested.region if array is None else None))
         raw = b"" if array is None else to_bytes(array, datatype)
         contents += (_RAW_OUTPUT + _varint(len(raw)), raw)
-    head = _response_head(name, version, tuple(outputs))
+    head = _response_head(name, tuple(outputs))
     if request_id is None:
         return [head, *contents]
     text = request_id.encode()
@@ -301,8 +300,8 @@ def wrap_in_stream(parts: list[Bytes]) -> list[Bytes]:
 
 
 @lru_cache(maxsize=256)
-def _response_head(name: str, version: str, outputs: tuple[tuple[Any, ...], ...]) -> bytes:
-    response = MESSAGES["ModelInferResponse"](model_name=name, model_version=version)
+def _response_head(name: str, outputs: tuple[tuple[Any, ...], ...]) -> bytes:
+    response = MESSAGES["ModelInferResponse"](model_name=name, model_version=VERSION)
     for output, datatype, shape, region in outputs:
         made = response.outputs.add(name=output, datatype=datatype, shape=shape)
         if region is not None:

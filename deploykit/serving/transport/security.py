@@ -21,7 +21,7 @@ from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, quote
 from deploykit.core.files import StrPath
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import Refusal
+from deploykit.serving.transport.connection import Refusal
 from deploykit.serving.transport.listener import reason_of
 
 log = logging.getLogger(__name__)

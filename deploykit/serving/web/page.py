@@ -1,4 +1,4 @@
-"""The dashboard's files by path, and the page /docs with programs that call each model.
+"""The dashboard's files by path and its figures, and the page /docs with programs for each model.
 
 The files are read once and load nothing from other sites. The programs use the model's names, types
 and shapes; every name is escaped. /docs works without scripts: docs.js adds tabs and copy buttons.
@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
+from deploykit import __version__
 from deploykit.core.files import LOOK
 from deploykit.core.tensors import concrete
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.oip.tensors import BINARY_ONLY, Slot
+from deploykit.serving.observe.metrics import REQUEST_US
+from deploykit.serving.oip.request import BINARY_ONLY, Slot
 
 HTML = "text/html; charset=utf-8"
 _TYPES: Mapping[str, str] = {
@@ -41,6 +45,54 @@ def openapi(root_path: str) -> bytes:
     """Return the OpenAPI document of a server at this path."""
     servers = f'"servers": [{{"url": "{root_path}"}}], "paths"'.encode()
     return _OPENAPI.replace(b'"paths"', servers, 1) if root_path else _OPENAPI
+
+
+def status(repository: ModelRepository) -> dict[str, Any]:
+    """Return the dashboard's figures of this process, in about 20 µs per model, without waiting.
+
+    Totals since the start, times in µs: two responses give the rates between them.
+    """
+    sample = repository.sampler.latest()
+    process = {**sample.process, "at_s": sample.at_s} if sample and sample.process else None
+    return {
+        "version": __version__,
+        "at_us": time.monotonic_ns() // 1000,
+        "at_s": time.time(),
+        "not_ready": repository.why_not_ready(),
+        "process": process,
+        "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
+        "buckets_us": REQUEST_US,
+        "models": [
+            {
+                **(_model_status(each) if isinstance(each, ServedModel) else each.status()),
+                "not_ready": repository.why_not_ready(each),
+            }
+            for each in repository.served.values()
+        ],
+    }
+
+
+def _model_status(model: ServedModel) -> dict[str, Any]:
+    metadata, policy = model.metadata(), model.batcher.policy
+    return {
+        "name": model.name,
+        "platform": metadata["platform"],
+        "device": model.engines[0].device,
+        "runtime": model.engines[0].runtime,
+        "engines": model.batcher.engines,
+        "max_batch": model.max_batch,
+        "batch_limit": policy.max_batch,
+        "delay_us": policy.max_delay_us,
+        "queue": policy.queue,
+        "notes": list(model.notes),
+        "task": model.task.facts,
+        **model.in_use._asdict(),
+        "inputs": metadata["inputs"],
+        "outputs": metadata["outputs"],
+        "waiting": model.take_most_waiting(),  # when it is asked, few may wait
+        "in_flight": model.unanswered,
+        **model.metrics.status(),
+    }
 
 
 _GUIDE = Path(__file__).with_name("guide.html")

@@ -27,7 +27,7 @@ from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
 from deploykit.serving.batching.queue import BatchPolicy, Pending
 from deploykit.serving.models.model import InUse, ModelTask, ServedModel
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import VERSION
 from deploykit.serving.workers.blocks import BlockAllocator, Shapes, TensorCodec
 from deploykit.serving.workers.link import Link, Message

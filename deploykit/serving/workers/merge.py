@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
+from deploykit.serving.observe.metrics import METRICS, BucketCounts, Sample
 
 Report = Mapping[str, Any]  # "samples", "statistics" and "status", of an ended worker "counts"
 Figures = dict[str, Any]

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Overloaded, Unsupported, os_reason
-from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import address_of, remove_path, reserve, share_address
 from deploykit.serving.workers import merge

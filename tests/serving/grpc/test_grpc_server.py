@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from deploykit.engines.oip.protobuf import MESSAGES
-from deploykit.serving.http2.connection import Http2Limits
+from deploykit.engines.oip import MESSAGES
+from deploykit.serving.http2 import Http2Limits
 from tests.support.serving.faults import Process, until
 from tests.support.serving.grpc_cases import (
     LIVE,

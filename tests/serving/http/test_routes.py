@@ -15,8 +15,8 @@ import pytest
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.http import routes as scrapes
 from deploykit.serving.http.routes import Scrapes
-from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.transport.call import Head
+from deploykit.serving.observe.metrics import Sample
+from deploykit.serving.transport.connection import Head
 from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import frames, infer_bytes
@@ -115,11 +115,11 @@ READY = b'{"ready":true}'
 @pytest.mark.parametrize(
     ("body", "headers", "status"),
     [
-        (b"", {}, 200),
+        (b"", {"Content_Type": "text/plain; charset=latin1"}, 200),
         (READY + b" " * ((64 << 10) - len(READY)), {}, 200),
         (READY + b" " * (64 << 10), {}, 413),  # 30 MB stopped the event loop for a second
         (gzip.compress(READY), {"Content_Encoding": "gzip"}, 200),
-        (READY.decode().encode("utf-16"), {"Content_Type": "a/json; charset=utf-16"}, 200),
+        (READY.decode().encode("utf-16"), {"Content_Type": "a/json; charset=utf-16"}, 415),
         (READY, {"Content_Encoding": "br"}, 415),
         (gzip.compress(bytes(1 << 20)), {"Content_Encoding": "gzip"}, 413),
     ],

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from deploykit.serving import http2 as connection
 from deploykit.serving.grpc import call
-from deploykit.serving.http2 import connection
-from deploykit.serving.http2.connection import CLOSED as IS_CLOSED
-from deploykit.serving.http2.connection import IN_HEADERS, PREFACE, Http2Limits
-from deploykit.serving.transport import listener as places
+from deploykit.serving.http2 import CLOSED as IS_CLOSED
+from deploykit.serving.http2 import IN_HEADERS, PREFACE, Http2Limits
+from deploykit.serving.transport import connection as places
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
@@ -448,8 +448,8 @@ def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> N
         shared = running.grpc
 
         def pass_time(seconds: float = 4000) -> None:
-            clock_s, tick = shared.clock_s, shared.tick
-            shared.clock_s = lambda: clock_s() + seconds
+            clock_s, tick = shared.turns.clock_s, shared.tick
+            shared.turns.clock_s = lambda: clock_s() + seconds
             shared.tick = lambda now_s: tick(now_s + seconds)
 
         def links() -> list[Any]:

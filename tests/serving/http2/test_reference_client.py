@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from deploykit.serving.http2.connection import CLOSED
+from deploykit.serving.http2 import CLOSED
 from tests.support.campaign import rounds
 from tests.support.serving.wired import Wired
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.tasks import TaskSteps
 from deploykit.pipelines.threads import FairThreads, Peer, _Share
 from deploykit.serving.models.offload import ThreadOffload
 from tests.support.installed import needs

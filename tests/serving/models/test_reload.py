@@ -23,7 +23,7 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.engines.engine import Engine, load
-from deploykit.engines.oip.protobuf import message_from
+from deploykit.engines.oip import message_from
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository

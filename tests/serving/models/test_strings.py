@@ -18,9 +18,8 @@ from deploykit.engines.engine import load
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Runner, Splitter, stack
-from deploykit.serving.oip import tensors
-from deploykit.serving.oip.request import Binary, InputData, plan, signature
-from deploykit.serving.oip.tensors import array_bytes
+from deploykit.serving.oip import request as oip
+from deploykit.serving.oip.request import Binary, InputData, array_bytes, plan, signature
 from tests.support.serving.grpc_cases import Echo
 from tests.support.serving.loops import KEY
 from tests.support.serving.running import running
@@ -28,14 +27,14 @@ from tests.support.string_labels import labels_of, samples, write_classifier
 
 
 def test_strings_are_measured_and_encoded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_BLOCK", 4)
+    monkeypatch.setattr(oip, "_BLOCK", 4)
     array = np.array([["a" * n for n in range(5)], [b"\xff", "é", 1, "", "z"]], object)
-    assert [block.size for block in tensors.string_blocks(array)] == [4, 4, 2]
+    assert [block.size for block in oip.string_blocks(array)] == [4, 4, 2]
     wanted = b"".join(
         len(data).to_bytes(4, "little") + data
         for data in (b"", b"a", b"aa", b"aaa", b"aaaa", b"\xff", "é".encode(), b"1", b"", b"z")
     )
-    assert tensors.to_bytes(array, "BYTES") == wanted
+    assert oip.to_bytes(array, "BYTES") == wanted
     assert array_bytes(array) == array.nbytes + sum(map(sys.getsizeof, array.flat))
 
 

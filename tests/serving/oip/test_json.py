@@ -22,9 +22,9 @@ from deploykit.serving.oip.request import (
     RequestedOutput,
     Signature,
     classify,
+    to_bytes,
 )
 from deploykit.serving.oip.request import signature as signature_of
-from deploykit.serving.oip.tensors import to_bytes
 from tests.support.campaign import rounds
 from tests.support.serving.requests import (
     DTYPES,
@@ -81,7 +81,7 @@ def test_a_long_answer_is_written_in_steps_and_is_one_document() -> None:
     specs = [TensorSpec("p", "float32", ("N", "W")), TensorSpec("q", "int64", ("N",))]
     wanted = (RequestedOutput("p", False), RequestedOutput("q", True))
     signature = signature_of(specs, specs, 8, LIMIT)
-    parts, json_bytes = oip.encode("m", "1", Request({}, 2, (), wanted), outputs, signature)
+    parts, json_bytes = oip.encode("m", Request({}, 2, (), wanted), outputs, signature)
     body = b"".join(parts)
     p, q = json.loads(body[:json_bytes])["outputs"]
     assert (p["shape"], p["data"], q["shape"]) == ([2, 70_000], list(range(140_000)), [2])
@@ -93,7 +93,7 @@ def test_a_non_contiguous_slice_of_a_batch_is_encoded() -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)})
     request = oip.decode(body, json_bytes, model())
     whole = np.arange(24, dtype=np.float32).reshape(4, 6).T  # not contiguous
-    parts, _ = oip.encode("m", "1", request, {"y": whole[2:3]}, model())
+    parts, _ = oip.encode("m", request, {"y": whole[2:3]}, model())
     assert json.loads(parts[0])["outputs"][0]["data"] == [2, 8, 14, 20]
 
 
@@ -153,7 +153,7 @@ def test_a_raw_request_has_one_row_and_a_binary_answer(
     request = oip.decode(wire(dtype, array), 0, signature)
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
     assert request.rows == 1
-    parts, header = oip.encode("m", "1", request, {"y": array}, signature)
+    parts, header = oip.encode("m", request, {"y": array}, signature)
     assert parts[1] == wire(dtype, array)
     assert header == len(parts[0])
     assert "id" not in json.loads(parts[0])
@@ -194,7 +194,7 @@ def test_an_input_is_read_from_and_an_output_written_to_shared_memory(dtype: str
 
     request = oip.decode(body, None, signature, memory)
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
-    parts, header = oip.encode("m", "1", request, {"y": array}, signature, memory)
+    parts, header = oip.encode("m", request, {"y": array}, signature, memory)
     assert memory.bytes[8 + len(payload) :] == payload
     assert header is None
     (output,) = json.loads(parts[0])["outputs"]
@@ -220,7 +220,7 @@ def packed(*elements: bytes) -> bytes:
 
 def answer(array: np.ndarray, *, binary: bool) -> list[bytes]:
     request = Request({}, 1, (), (RequestedOutput("y", binary),))
-    return oip.encode("m", "1", request, {"y": array}, SIGNATURE)[0]
+    return oip.encode("m", request, {"y": array}, SIGNATURE)[0]
 
 
 def test_an_output_that_is_not_utf8_is_sent_as_binary_only() -> None:
@@ -591,10 +591,10 @@ def test_encoded_outputs_decode_to_the_same_array(
     request = Request({}, len(array), (), (RequestedOutput("y", binary),), id="7")
     if not binary and array.dtype.kind == "f" and not np.isfinite(array).all():
         with pytest.raises(BadInput, match="NaN or infinity") as caught:
-            oip.encode("m", "1", request, {"y": array}, signature)
+            oip.encode("m", request, {"y": array}, signature)
         assert "binary_data" in (caught.value.hint or "")
         return
-    parts, json_bytes = oip.encode("m", "1", request, {"y": array}, signature)
+    parts, json_bytes = oip.encode("m", request, {"y": array}, signature)
     body = b"".join(parts)
     output = json.loads(body[:json_bytes])["outputs"][0]
     if not binary:

@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorSet
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.oip.protobuf import DESCRIPTORS, FILES, MESSAGES
+from deploykit.engines.oip import DESCRIPTORS, FILES, MESSAGES
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.request import Request, RequestedOutput, Result, signature
 from deploykit.serving.shared_memory import Region
@@ -158,7 +158,7 @@ def test_an_encoded_answer_is_read_by_protobuf() -> None:
         Result("z", "INT8", (1, 3), None, RequestedOutput("z", True, region=region)),
         Result("t", "BYTES", (200,), np.array(["abc"] * 200, object), RequestedOutput("t", True)),
     ]
-    parts = infer.encode("m", "1", "die Nr. 7 ü", found)
+    parts = infer.encode("m", "die Nr. 7 ü", found)
     response = MESSAGES["ModelInferResponse"].FromString(b"".join(parts))
     assert (response.model_name, response.model_version, response.id) == ("m", "1", "die Nr. 7 ü")
     assert [(o.name, o.datatype, list(o.shape)) for o in response.outputs] == [
@@ -174,7 +174,7 @@ def test_an_encoded_answer_is_read_by_protobuf() -> None:
     response.parameters["triton_final_response"].bool_param = True
     assert streamed.infer_response == response
     without = MESSAGES["ModelInferResponse"].FromString(
-        b"".join(infer.encode("m", "1", None, found[:1]))
+        b"".join(infer.encode("m", None, found[:1]))
     )
     assert without.id == ""
 

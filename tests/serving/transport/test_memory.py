@@ -23,16 +23,16 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.engine import Arrays
-from deploykit.engines.oip.protobuf import MESSAGES
+from deploykit.engines.oip import MESSAGES
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
-from deploykit.serving.http.head import HttpLimits
-from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.http.connection import HttpLimits
+from deploykit.serving.http.routes import InferRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip import messages
 from deploykit.serving.oip import request as requests
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import Head, MemoryBudget
+from deploykit.serving.transport.connection import Head, MemoryBudget
 from deploykit.serving.web.page import FILES
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
@@ -73,7 +73,7 @@ Eventually = Callable[[Callable[[], bool]], None]
 def test_the_limit_is_a_quarter_of_memory_but_at_least_one_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deploykit.serving.transport.call.memory_bytes", lambda: 4000)
+    monkeypatch.setattr("deploykit.serving.transport.connection.memory_bytes", lambda: 4000)
     limits = [MemoryBudget(*of).limit for of in ((None, 64), (None, 2000), (300, 2000))]
     assert limits == [1000, 2000, 300]
 

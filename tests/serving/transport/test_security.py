@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.connection import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport import listener
@@ -221,7 +221,9 @@ def test_clients_without_a_tls_hello_make_room_for_others(
     """4,096 silent connections kept all others out, health checks too, for 10 s."""
     cert, key = pem
     monkeypatch.setattr(listener, "SPARE", 1)
-    with running(None, HttpLimits(connections=2), tls_cert=cert, tls_key=key) as server:
+    with running(
+        None, HttpLimits(connections=2, header_s=600), tls_cert=cert, tls_key=key
+    ) as server:
         silent = [server.connect() for _ in range(6)]
         client = secure(server.port, cert)
         reply = client.ask(request("GET", "/v2/health/live"))

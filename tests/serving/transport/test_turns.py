@@ -12,20 +12,17 @@ from unittest.mock import patch
 import pytest
 
 from deploykit.serving.grpc.call import GrpcCall, Method
-from deploykit.serving.http.connection import Exchange, HttpConnection
-from deploykit.serving.http.head import ChunkedBody
-from deploykit.serving.http2.connection import (
-    DATA,
-    HEADERS,
-    PREFACE,
-    SETTINGS,
-    Http2Connection,
-    frame,
-)
+from deploykit.serving.http.connection import ChunkedBody, Exchange, HttpConnection
+from deploykit.serving.http2 import DATA, HEADERS, PREFACE, SETTINGS, Http2Connection, frame
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
-from deploykit.serving.transport.listener import LEAST_BYTES_S, unread_bytes
-from deploykit.serving.transport.turns import BUSY_BYTES, TURN_S, Turns
+from deploykit.serving.transport.connection import (
+    BUSY_BYTES,
+    LEAST_BYTES_S,
+    TURN_S,
+    Turns,
+    unread_bytes,
+)
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving import wired
 from tests.support.serving.faults import until

@@ -11,9 +11,9 @@ import pytest
 from deploykit.core.errors import Overloaded
 from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.prometheus import BucketCounts, Sample
+from deploykit.serving.observe.metrics import BucketCounts, Sample
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.web.status import Status
+from deploykit.serving.web.page import status
 from deploykit.serving.workers import merge
 from deploykit.serving.workers import parent as hub
 from deploykit.serving.workers.parent import Forked
@@ -31,7 +31,7 @@ def report(*sizes: int) -> merge.Report:
     found = {
         "samples": with_one.samples(),
         "statistics": with_one.statistics(),
-        "status": Status(with_one).now(),
+        "status": status(with_one),
     }
     with_one.close()
     return found

@@ -113,9 +113,18 @@ def ask(
 
 def engines(server: Process) -> int:
     """The pid of the process that runs them: others connect to a socket of it alone."""
+    return listener(server)[0]
+
+
+def listener(server: Process) -> tuple[int, str]:
+    """The pid of the process that runs the engines, and the address of its socket."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    listening = {f"socket:[{row[6]}]" for row in rows if int(row[3], 16)}
-    (found,) = [pid for pid in workers(server) if sockets(pid) & listening]
+    listening = {f"socket:[{row[6]}]": row[-1] for row in rows if int(row[3], 16)}
+    (found,) = [
+        (pid, listening[each].replace("@", "\0"))
+        for pid in workers(server)
+        for each in sockets(pid) & listening.keys()
+    ]
     return found
 
 
@@ -624,25 +633,31 @@ def files(pid: int) -> set[int]:
     return {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
 
 
-def leave_files(pid: int, count: int | None) -> None:
-    """Let the process open so many files more; None: as many as it may."""
+def leave_no_file(pid: int) -> None:
+    """Let the process open no file more."""
     hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
     soft = hard
-    for _ in range(50 * (count is not None)):  # it may have one open for a moment
-        soft = min(soft, min(set(range(1000)) - files(pid)) + (count or 0))
+    for _ in range(50):  # it may have one open for a moment
+        soft = min(soft, *(set(range(1000)) - files(pid)))
         time.sleep(0.01)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def leave_files(pid: int) -> None:
+    """Let the process open as many files as it may."""
+    hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def test_a_worker_that_cannot_be_replaced_is_tried_again_until_it_can(tmp_path: Path) -> None:
     """First no process can be started for it, then it cannot open its model; at last none can."""
     env = {"FAULT_OPENS": "2", "FAULT_DELAY_S": "0.01"}
     with Process(tmp_path, *TWO, env=env) as server:
-        leave_files(server.popen.pid, 0)
+        leave_no_file(server.popen.pid)
         kill(server, workers(server)[0])
         until(lambda: logged(server, "cannot be started: Too many open files") > 2)
         assert server.infer(1.0) == (200, [3.0])
-        leave_files(server.popen.pid, None)
+        leave_files(server.popen.pid)
         until(lambda: logged(server, "cannot be opened once more") > 1)
         assert server.infer(2.0) == (200, [5.0])
         for each in tmp_path.glob("opened.*"):
@@ -660,19 +675,28 @@ def test_a_worker_that_cannot_be_replaced_is_tried_again_until_it_can(tmp_path: 
 def test_a_connection_to_the_engines_that_no_file_is_left_for_is_made_once_there_is(
     tmp_path: Path,
 ) -> None:
-    with Process(tmp_path, *SHARED, env={"FAULT_CONNECT_S": "0.05"}) as server:
-        runs_them = engines(server)
+    """To refuse a connection, the process closes a file that it opened early, and opens it again.
+
+    So no lower number is to be free, or the connection waits unanswered: others fill the gaps.
+    """
+    with Process(tmp_path, *SHARED, env={"FAULT_CONNECT_S": "0.05"}) as server, ExitStack() as gaps:
+        runs_them, address = listener(server)
         before = len(files(runs_them))
         (victim, *_) = fronts(server)
         os.kill(server.popen.pid, signal.SIGSTOP)  # which would start another one meanwhile
         os.kill(victim, signal.SIGKILL)
         until(lambda: len(files(runs_them)) < before)
-        leave_files(runs_them, 0)
+        while len(found := files(runs_them)) <= max(found):
+            connected = len(sockets(runs_them))
+            gaps.enter_context(socket.socket(socket.AF_UNIX)).connect(address)
+            until(lambda connected=connected: len(sockets(runs_them)) > connected)
+        leave_no_file(runs_them)
         os.kill(server.popen.pid, signal.SIGCONT)
         until(lambda: logged(server, "cannot connect to the engines") > 5)
-        assert len(files(runs_them)) < before
+        assert server.gauge("deploykit_workers") == 1
         assert server.status("/v2/health/ready") in (200, 503)
-        leave_files(runs_them, None)
+        gaps.close()
+        leave_files(runs_them)
         until(lambda: server.gauge("deploykit_workers") == 2)
         until(lambda: statuses(server, *INFER) == {200})
         until(lambda: len(files(runs_them)) == before)

@@ -10,8 +10,8 @@ from typing import Any
 import onnx
 import pytest
 
-from deploykit.building.tensorrt.build import BuildCheck, check
-from deploykit.building.tensorrt.options import Options
+from deploykit.building.builder import Options
+from deploykit.building.tensorrt import BuildCheck, check
 from deploykit.core.profile import load_profile
 from tests.support.onnx_zoo import save
 from tests.support.runtimes import fake_tensorrt

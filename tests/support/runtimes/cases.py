@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,14 +178,14 @@ def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
     build = import_object(arch)
     assert callable(build)
     path = source.with_suffix(".pt")
-    save_checkpoint(path, build(), case.name, case.input_specs, case.output_specs)
+    specs: Any = SimpleNamespace(inputs=case.input_specs, outputs=case.output_specs)
+    save_checkpoint(path, build(), case.name, specs)
     return TorchEngine(load_module(path, arch=arch), path.name, device, None)
 
 
 def plan_options(folder: Path, case: Case) -> Any:
     """Batches of 1 to `LARGEST_BATCH`, or the one that the case has."""
-    from deploykit.building.builder import Shapes
-    from deploykit.building.tensorrt.options import AxisRange, Options
+    from deploykit.building.builder import AxisRange, Options, Shapes
     from deploykit.core.profile import choose_profile
 
     dynamic = any("T" in spec.shape for spec in case.input_specs)
@@ -201,7 +202,7 @@ def plan_of(name: str) -> tuple[bytes, Mapping[str, str]]:
 
     Once for all processes that share the folder DEPLOYKIT_GPU_PLANS.
     """
-    from deploykit.building.tensorrt import build as builder
+    from deploykit.building import tensorrt as builder
 
     case = next(each for each in CASES if each.name == name)
     with tempfile.TemporaryDirectory() as own:

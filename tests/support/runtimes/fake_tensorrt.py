@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.building.builder import BuildResult, Shapes
-from deploykit.building.tensorrt.build import build
-from deploykit.building.tensorrt.options import AxisRange, Options
+from deploykit.building.builder import AxisRange, BuildResult, Options, Shapes
+from deploykit.building.tensorrt import build
 from deploykit.core.profile import Profile, load_profile
 from tests.support.onnx_zoo import linear, save
 
@@ -44,10 +43,7 @@ MAGIC = b"ptrt"
 WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}
 
 # a module -> our files with `require` of it at their top, and what is inside it
-HOLDERS = {
-    "tensorrt": ("deploykit.engines.tensorrt.open",),
-    "cuda": ("deploykit.engines.cuda.driver", "cuda.bindings", "cuda.bindings.driver"),
-}
+HOLDERS = {"cuda": ("deploykit.engines.cuda.driver", "cuda.bindings", "cuda.bindings.driver")}
 
 
 @contextlib.contextmanager

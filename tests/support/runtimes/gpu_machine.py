@@ -52,7 +52,7 @@ def in_this_process(patch: pytest.MonkeyPatch) -> None:
     def run(_what: str, function: Any, *arguments: Any, on_progress: Any = None) -> Any:
         return function(*arguments, on_progress or (lambda *_: None))
 
-    patch.setattr("deploykit.building.tensorrt.prove.run_apart", run)
+    patch.setattr("deploykit.building.tensorrt.run_apart", run)
 
 
 @contextmanager
@@ -120,8 +120,8 @@ class Opened:
         self.nv = fake.FakeTensorRt(self.cuda, computes=computes)
         self.nv.fail = fail or {}
         content = fake.plan_bytes(tensors, profiles, scratch=scratch, **memory or {})
-        plan = PlanFile(content, notes, host_code=False, dla=dla)
-        self.engine = TensorRtEngine(self.nv, self.cuda, Path("m.trt"), plan, manifest, **options)
+        plan = PlanFile(Path("m.trt"), content, manifest, notes, dla=dla)
+        self.engine = TensorRtEngine(self.nv, self.cuda, plan, **options)
 
     def __enter__(self) -> Opened:
         return self

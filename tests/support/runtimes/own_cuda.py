@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
+from deploykit.engines.cuda.execution import Model, Pipeline, Shape, byte_count
 from scripts.nvidia import fetch
 from tests.support.installed import needs
 
@@ -273,4 +273,4 @@ def rows(count: int, start: float = 0.0) -> np.ndarray:
 
 def pipeline(cuda: CudaDevice, **options: Any) -> Pipeline:
     """Y = x on float32[N,4]."""
-    return Pipeline(cuda, functools.partial(Copy, cuda), [X], [Y], **options)
+    return Pipeline(Model(cuda, functools.partial(Copy, cuda), (X,), (Y,)), **options)

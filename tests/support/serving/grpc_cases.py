@@ -15,9 +15,9 @@ import numpy as np
 from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.oip.protobuf import MESSAGES
+from deploykit.engines.oip import MESSAGES
 from deploykit.serving import server as server_module
-from deploykit.serving.http2.connection import Http2Limits
+from deploykit.serving.http2 import Http2Limits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.transport.call import Call, Head, MemoryBudget
+from deploykit.serving.transport.connection import Call, Head, MemoryBudget
 from tests.support.serving.running import Raw, Running, request
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.connection import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from deploykit.serving.observe.prometheus import Sample, expositions
+from deploykit.serving.observe.metrics import Sample, expositions
 
 
 def exposition(samples: Iterable[Sample], accept: str = "") -> tuple[bytes, str]:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from deploykit.serving.grpc.call import GrpcCall, Method, parse_head
-from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
-from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.http2 import Http2Connection, Http2Limits, Http2Port
+from deploykit.serving.transport.connection import MemoryBudget
 from tests.support.serving.grpc_cases import LIVE
 
 
@@ -94,9 +94,10 @@ class Wired:
         self.now_s = 0.0
         self.memory = MemoryBudget(1 << 30, max_bytes)
         self.shared = Http2Port(
-            parse, GrpcCall, limits, max_bytes, self.memory,
-            lambda work, then: then(work), lambda: self.now_s,
-        )  # fmt: skip
+            parse, GrpcCall, limits, max_bytes, self.memory, lambda work, then: then(work)
+        )
+        self.shared.turns.clock_s = lambda: self.now_s
+        self.shared.now_s = 0.0
         self.wire = Wire()
         self.connection = Http2Connection(self.shared)
         self.turn(self.connection.connection_made, self.wire)

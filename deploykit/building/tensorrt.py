@@ -14,49 +14,47 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploykit.building.builder import BuildResult
-from deploykit.building.tensorrt.module import (
-    FAILURES,
-    RTX_MAGIC,
-    Reason,
-    Refused,
-    build_warnings,
-    collect_log,
-    error_of,
-    given,
-    module,
-    parser_reasons,
-    reason_of,
-    start,
-    version,
-)
-from deploykit.building.tensorrt.options import (
+from deploykit.building.builder import (
+    BuildResult,
     Options,
     ShapeRange,
+    Shapes,
     check_graph,
     check_options,
     check_target,
+    parse_axis,
+    parse_batch,
     ranges,
 )
+from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
+from deploykit.core.extras import installed, require
 from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import ALL
+from deploykit.core.profile import Profile
+from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.tensorrt.compatibility import load_plugins
-from deploykit.engines.tensorrt.log import LogLines, logger
+from deploykit.engines.tensorrt.compatibility import (
+    LogLines,
+    check_version,
+    load_plugins,
+    logger,
+    read_machine,
+    version_numbers,
+)
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.graph.facts import external_files, onnx_files, read_facts
 from deploykit.graph.graph import Graph
+from deploykit.graph.parse import external_files, onnx_files, read_facts
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -125,15 +123,12 @@ def _with_own_axes(model: Path) -> Iterator[Path]:
         yield Path(folder, model.name)
 
 
-def element_types(network: trt.INetworkDefinition) -> set[str]:
-    """Return the names of the TensorRT DataTypes of all tensors, such as {"FLOAT", "HALF"}."""
-    inputs = map(network.get_input, range(network.num_inputs))
-    return {tensor.dtype.name for tensor in (*inputs, *_tensors(network))}
-
-
-def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
-    """Return the builder flags that a weakly typed network of these element types needs."""
-    present = set(dtypes)
+def precision_flags(network: trt.INetworkDefinition) -> tuple[str, ...]:
+    """Return the builder flags that a weakly typed network needs for its tensors' types."""
+    layers = map(network.get_layer, range(network.num_layers))
+    outputs = [layer.get_output(at) for layer in layers for at in range(layer.num_outputs)]
+    tensors = [*map(network.get_input, range(network.num_inputs)), *outputs]
+    present = {tensor.dtype.name for tensor in tensors if tensor is not None}  # None: unused
     return tuple(x.builder_flag for x in ALL if x.builder_flag and x.tensorrt_type in present)
 
 
@@ -161,16 +156,6 @@ def add_profile(
     for spec in dynamic:
         profile.set_shape(spec.name, *sizes[spec.name])
     config.add_optimization_profile(profile)  # a refused one fails the build, with a reason
-
-
-def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
-    """Return the outputs of every layer; TensorRT gives None for an unused one."""
-    for number in range(network.num_layers):
-        layer = network.get_layer(number)
-        for place in range(layer.num_outputs):
-            tensor: trt.ITensor | None = layer.get_output(place)
-            if tensor is not None:
-                yield tensor
 
 
 # TensorRT's timing cache keeps its measurements of kernels between builds. Two builds that start
@@ -323,12 +308,11 @@ def build(
     facts: dict[str, str] = {}
     try:
         from deploykit.engines.cuda.driver import CudaDevice
-        from deploykit.engines.tensorrt.open import here as facts_of
 
         driver = CudaDevice(options.shapes.device)
         driver.use()  # TensorRT builds for this thread's GPU
         options = replace(options, free_bytes=driver.memory()[0])
-        facts = facts_of(driver).facts()
+        facts = read_machine(driver).facts()
     except DeploykitError:  # without CUDA TensorRT itself reports what is missing
         if options.shapes.device:  # it would build for the first GPU
             raise
@@ -394,7 +378,8 @@ def _build_plan(
     for location in external_files(model):
         check_data_file(model, location, str(model))
     check_options(options)
-    check_graph(options, model)
+    if options.shapes.dla is not None:
+        check_graph(options, Graph.open(model))
     on_progress("parsing", 0.0)
     attempt = partial(_Attempt, nv, start(nv), model, options, on_progress, here, checking)
     load_plugins(nv, map(Path, options.shapes.plugins))
@@ -463,7 +448,7 @@ class _Attempt:
             if space < asked:
                 text = f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short"
                 self.notes.append(text)
-        self.flags += [STRONG] if strong else precision_flags(element_types(network))
+        self.flags += [STRONG] if strong else precision_flags(network)
         self._configure(config)
         named = options.shapes.timing_cache
         cache = Path(named) if named else cache_path(f"tensorrt-{nv.__version__}", self.here)
@@ -530,3 +515,223 @@ class _Attempt:
             **self.timings,
         }
         return {key: str(value) for key, value in facts.items() if value not in (None, "")}
+
+
+# TensorRT reports the condition that failed in its source ("false") or only writes to its log; the
+# messages matched here were collected by giving it files that it refuses.
+
+NO_DRIVER = "cudaError 35"  # follows every other error of a machine without a driver
+NO_REASON = "TensorRT gave no reason in its log"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """The reason for a refused file or build. `damaged`: invalid, not just unsupported."""
+
+    text: str
+    hint: str | None = None
+    damaged: bool = False
+
+
+# pattern in an operator's name, the parser's message or the builder's log -> hint
+_HINTS = {
+    "must have same input types|must be of same type": (
+        "write the precision into the file: deploykit quantize MODEL --to fp16"
+    ),
+    "QLinear|QGemm|QAttention|MatMulInteger|ConvInteger|type Int32 but must|Non-zero zero point"
+    "|unsupported input type of UINT8": (
+        "TensorRT takes symmetric Q/DQ pairs: deploykit quantize MODEL --to int8 --calib DATA"
+    ),
+    "Could not infer output types for dequantize": (  # 10.16.2 on Orin, with float16 scales
+        "quantize again without `other_nodes` fp16, or build with another TensorRT"
+    ),
+    "workspace limit|insufficient workspace|increase the .*workspace": (
+        "a larger `workspace_bytes` in the profile"
+    ),
+    "libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch": (
+        "a version compatible plan needs TensorRT's lean runtime, which is not installed"
+    ),
+    "out of memory|OutOfMemory|Requested amount of GPU memory": (
+        "stop other programs that use the GPU, or choose a smaller batch"
+    ),
+}
+_DAMAGED = re.compile(
+    "Failed to parse the ONNX model|Failed to import initializer|must have same input types"
+    "|must be of same type"
+)
+_WARNINGS = 5  # number that a note repeats
+
+
+def parser_refusal(error: trt.ParserError) -> Reason:
+    """Explain one parser error: its node and its own words."""
+    operator, message = error.node_operator(), error.desc()
+    name = error.node_name() or (f"#{error.node()}" if operator else "")
+    node = f"{operator or 'a node'} '{name}'" if name else operator
+    own = [line for line in message.splitlines() if not line.startswith("Invalid Node - ")]
+    # `Assertion failed: (the condition in C++): the reason`, or `the condition && "the reason"`
+    why = re.sub(r'^.*(\): |&& "(?=.*"$))', "", first_sentence("\n".join(own))).rstrip('".')
+    text = f"{node}: {why}" if node else why
+    if str(error.code()).endswith("UNSUPPORTED_NODE") and node:
+        reason = "" if why in ("", "false", NO_REASON) else f": {why}"
+        text = f"operator {node} is not supported by TensorRT{reason}"
+    return Reason(text, _hint(f"{operator} {message}"), bool(_DAMAGED.search(message)))
+
+
+def build_refusal(errors: Sequence[str]) -> Reason:
+    """Explain why a build produced no plan, from the error lines of its log, oldest first."""
+    lines = [line for line in errors if NO_DRIVER not in line]
+    if lines:
+        cause = next(filter(_hint, lines), lines[0])
+        return Reason(first_sentence(cause), _hint(cause))
+    if errors:
+        return Reason("no NVIDIA driver on this machine", "see: deploykit doctor")
+    return Reason(NO_REASON)
+
+
+def _hint(text: str) -> str | None:
+    found = (hint for pattern, hint in _HINTS.items() if re.search(pattern, text, re.IGNORECASE))
+    return next(found, None)
+
+
+def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
+    """Return BadInput or Unsupported with all refusals in its message and the first one's hint."""
+    first = refusals[0]
+    text = "; ".join(refusal.text for refusal in refusals)
+    kind = BadInput if first.damaged else Unsupported
+    return kind(f"{where}: {text}", hint=first.hint)
+
+
+def build_warnings(lines: Sequence[str]) -> list[str]:
+    """Return TensorRT's warnings as notes, each once; those of the timing cache have their own."""
+    found = [first_sentence(line) for line in lines if "timing cache" not in line.lower()]
+    distinct = list(dict.fromkeys(line for line in found if NO_DRIVER not in line))
+    notes = [f"TensorRT warns: {line}" for line in distinct[:_WARNINGS]]
+    if len(distinct) > _WARNINGS:
+        notes.append(f"TensorRT gave {len(distinct) - _WARNINGS} more warnings: see `--debug`")
+    return notes
+
+
+def first_sentence(text: str) -> str:
+    """Return the first log line without TensorRT's function name, error code and position."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), NO_REASON)
+    line = re.sub(r"^(\[\S+?\]|\w+::\w+:)\s*", "", line)
+    line = re.sub(r"^Error Code \d+: [\w ]+ \((.*)\)$", r"\1", line)
+    line = re.sub(r"\.? In \w+ at \S+:\d+\)?$", "", line)
+    return re.sub(r"^Assertion failed: ", "", line)
+
+
+RTX_MAGIC = b"vtrt"  # the first bytes of a plan of TensorRT for RTX, whatever the module's name
+_T = TypeVar("_T")
+
+
+def module(*, rtx: bool = False) -> Any:
+    """Import `tensorrt`; with `rtx` TensorRT for RTX, where that alone is installed.
+
+    Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when it is not
+    installed, Unsupported when it does not load or is older than TensorRT 10.
+    """
+    if rtx and installed("tensorrt_rtx") and not installed("tensorrt"):
+        return require("tensorrt_rtx")
+    found = require("tensorrt")
+    check_version(str(found.__version__))
+    return found
+
+
+def version(nv: Any) -> tuple[int, ...]:
+    return version_numbers(str(nv.__version__))[:2]
+
+
+@contextlib.contextmanager
+def collect_log(nv: Any) -> Iterator[LogLines]:
+    """Collect TensorRT's log lines during the block; one thread at a time."""
+    lines = LogLines()
+    with _busy:
+        log = logger(nv)
+        before, log.sink = log.sink, lines
+        try:
+            yield lines
+        finally:
+            log.sink = before
+
+
+_busy = threading.RLock()
+
+FAILURES = (RuntimeError, TypeError, ValueError)  # a null pointer, a failed call, a rank of -1
+
+
+class Refused(Exception):  # noqa: N818 - a result of a check, not an error
+    """TensorRT's reasons against a file or a build."""
+
+    def __init__(self, reasons: tuple[Reason, ...]) -> None:
+        super().__init__(reasons[0].text)
+        self.reasons = reasons
+
+
+def given(value: _T | None) -> _T:
+    """Return what TensorRT returned. Raises RuntimeError for None, by which it reports failure."""
+    if value is None:
+        raise RuntimeError(NO_REASON)
+    return value
+
+
+def reason_of(exc: Exception, lines: LogLines) -> Reason:
+    """Explain one of FAILURES, by the log where it says more."""
+    return build_refusal(lines.errors or [str(exc)])
+
+
+def start(nv: Any) -> trt.Builder:
+    """Create a builder. Raises Unsupported where TensorRT cannot start, as without a driver."""
+    with collect_log(nv) as lines:
+        try:
+            builder: trt.Builder = given(nv.Builder(logger(nv)))
+            return builder
+        except FAILURES as exc:
+            reason = reason_of(exc, lines)
+            raise Unsupported(
+                f"TensorRT {nv.__version__} cannot start: {reason.text}", hint=reason.hint
+            ) from exc
+
+
+def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[Reason, ...]:
+    """Explain why `parser` refused a file: one reason or more, each once."""
+    errors = (parser.get_error(number) for number in range(parser.num_errors))
+    return tuple(dict.fromkeys(map(parser_refusal, errors))) or (build_refusal(lines.errors),)
+
+
+DEFAULT_BATCH = "1,8,32"
+
+
+def build_engine(
+    model: Artefact,
+    out: Path,
+    target: Profile,
+    shapes: Shapes,
+    on_progress: Progress | None = None,
+) -> BuildResult:
+    """Write the plan in a process of its own, as `build` does.
+
+    So Ctrl-C acts while TensorRT computes, a crash is an error, and the builder's memory is free
+    for the proof: on a Jetson, GPU and CPU share theirs.
+    """
+    options = options_of(target, shapes, model)
+    built: BuildResult = run_apart(
+        str(model), build, model.path, out, options, on_progress=on_progress
+    )
+    return built
+
+
+def check_engine(
+    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
+) -> BuildCheck:
+    """Parse and build in a process of its own, as `check` does; keep nothing."""
+    options = options_of(target, shapes, model)
+    found: BuildCheck = run_apart(str(model), check, model.path, options, on_progress=on_progress)
+    return found
+
+
+def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
+    """Return the builder's options. Raises BadInput for invalid sizes."""
+    batched = any(spec.batched for spec in Graph.open(model.path).inputs)
+    batch = parse_batch(shapes.batch or (DEFAULT_BATCH if batched else "1"))
+    debug = logging.getLogger(__name__).isEnabledFor(logging.DEBUG)
+    return Options(target, shapes, batch, dict(map(parse_axis, shapes.axes)), debug=debug)

@@ -1,4 +1,4 @@
-"""One HTTP/2 connection: frames in, streams, flow control in both directions, deadlines, the end.
+"""One HTTP/2 connection: frames and headers in, streams, flow control, deadlines, the end.
 
 `benchmarks/grpc_stacks.md` has the measurement that chose this over grpcio's servers.
 """
@@ -9,21 +9,19 @@ import asyncio
 import logging
 import math
 import random
+import re
 import struct
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, cast
 
-from hpack import HPACKError
+from hpack import Decoder, HPACKDecodingError, HPACKError
 from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs
-from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Connection, Port
+from deploykit.serving.transport.connection import Connection, Limits, MemoryBudget, Port
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +49,16 @@ _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
 _UNCHECKED_BYTES = 4096  # of frames, each with _FRAME_COST more, that are read between two looks
 _FRAME_COST = 256  # at the clock: HPACK can encode a header in a single byte
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
+
+_CACHED = 64
+_TABLE_SIZES = 2  # table sizes that a header block may begin with (RFC 7541, section 4.2)
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")  # RFC 9113, section 8.2.1: no upper case
+_VALUE = re.compile(rb"[^\0\r\n \t](?:[^\0\r\n]*[^\0\r\n \t])?|")
+_REQUEST = frozenset((b":method", b":scheme", b":path"))
+_OPTIONAL = frozenset((b":authority",))
+_HOP_BY_HOP = b"connection proxy-connection keep-alive transfer-encoding upgrade".split()
+
+Pairs = list[tuple[bytes, bytes]]
 
 
 class ConnectionFault(Exception):  # noqa: N818 - RFC 9113 calls it a connection error
@@ -163,22 +171,84 @@ class Stream:
         self.link.drop(self)
 
 
-@dataclass(frozen=True)
-class Http2Limits:
-    """Limits of one connection, and of all together: sizes, counts and times."""
+class _Decoder(Decoder):
+    """Bounds the changes of the table's size, which cost time but yield no header."""
 
-    connections: int = 4096
+    sizes = 0  # in this block
+
+    def _update_encoding_context(self, data: bytes | memoryview) -> int:
+        self.sizes += 1
+        if self.sizes > _TABLE_SIZES:
+            raise HPACKDecodingError("too many changes of the table's size")
+        return super()._update_encoding_context(data)
+
+
+class MalformedHeaders(Exception):  # noqa: N818 - RFC 9113 calls them malformed
+    """The request's headers are not allowed (RFC 9113, section 8): a stream error."""
+
+
+class HeaderReader:
+    """Reads the header blocks of one connection; `parse` makes a head from names and values."""
+
+    def __init__(self, parse: Callable[[Pairs], Any], max_bytes: int) -> None:
+        self._parse = parse
+        self._decoder = _Decoder(max_bytes)
+        self._known: dict[bytes, Any] = {}
+
+    def read(self, block: bytes) -> Any:
+        """Return the head. Raises MalformedHeaders, and HPACKError, which ends the connection."""
+        head = self._known.get(block)
+        if head is not None:
+            return head
+        pairs, changed = self.decode(block)
+        check_request(pairs)
+        head = self._parse(pairs)
+        if not changed and len(self._known) < _CACHED:
+            self._known[block] = head
+        return head
+
+    def decode(self, block: bytes) -> tuple[Pairs, bool]:
+        """Decode a block without other checks. Raises HPACKError.
+
+        Also returns whether it changed HPACK's table, and so what equal blocks mean.
+        """
+        entries = self._decoder.header_table.dynamic_entries
+        newest, count = (entries[0] if entries else None), len(entries)
+        self._decoder.sizes = 0
+        pairs = cast("Pairs", self._decoder.decode(block, raw=True))
+        changed = len(entries) != count or (count > 0 and entries[0] is not newest)
+        if changed:
+            self._known.clear()
+        return pairs, changed
+
+
+def check_request(pairs: Pairs) -> None:
+    """Raise MalformedHeaders unless the headers are those of a request, without forbidden ones."""
+    count = 0
+    while count < len(pairs) and pairs[count][0].startswith(b":"):
+        count += 1
+    pseudo = [name for name, _ in pairs[:count]]
+    if not _REQUEST <= set(pseudo) <= _REQUEST | _OPTIONAL or len(set(pseudo)) < count:
+        raise MalformedHeaders("a request has :method, :scheme and :path once, and no others")
+    for name, value in pairs[:count]:
+        if not _VALUE.fullmatch(value) or not (value or name in _OPTIONAL):
+            raise MalformedHeaders("a pseudo-header is empty or has characters it cannot have")
+    for name, value in pairs[count:]:
+        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+            raise MalformedHeaders("a header has characters that it cannot have, or is misplaced")
+        if name in _HOP_BY_HOP or (name == b"te" and value != b"trailers"):
+            raise MalformedHeaders("a header is about the connection, which HTTP/2 forbids")
+
+
+@dataclass(frozen=True)
+class Http2Limits(Limits):
+    """Limits of one connection, and of all together."""
+
     streams: int = 512  # concurrent, per connection
     outstanding: int = 256  # unsent replies of one stream
     all_streams: int = 16384  # on all connections; each costs memory and time while it is open
-    header_bytes: int = 64 << 10
-    headers: int = 100
     empty_frames: int = 2000  # per second: pings, resets, refused calls, ...
-    header_s: float = 10.0  # until the preface arrives; until a header block is complete
-    stall_s: float = 30.0  # a pause in a message, or of a client that does not read its reply
-    idle_s: float = 75.0  # without a stream
     max_age_s: float = math.inf  # then the client is asked to connect again
-    linger_s: float = 2.0  # for reading the reason of a close
 
 
 class Http2Port(Port):
@@ -189,6 +259,8 @@ class Http2Port(Port):
     then `then` on the event loop's.
     """
 
+    limits: Http2Limits
+
     def __init__(
         self,
         parse: Callable[[Pairs], Any],
@@ -197,15 +269,12 @@ class Http2Port(Port):
         max_message_bytes: int,
         memory: MemoryBudget,
         offload: Callable[..., None],
-        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(limits.connections, limits.header_s, memory, clock_s)
+        super().__init__(limits, memory)
         self.parse = parse
         self.open = open
-        self.limits = limits
         self.max_message_bytes = max_message_bytes
         self.offload = offload
-        self.clock_s = clock_s
         self.open_streams = 0  # on all connections
         self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
         self._written: list[Http2Connection] = []  # those with output for the end of this turn
@@ -249,7 +318,7 @@ class Http2Connection(Connection):
     """One client's connection: its streams, its windows and its unsent output."""
 
     def __init__(self, shared: Http2Port) -> None:
-        super().__init__(shared, shared.limits.stall_s)
+        super().__init__(shared)
         self.shared = shared
         self.phase = AWAIT_PREFACE
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block

@@ -1,35 +1,34 @@
-"""Prove a TensorRT engine that was built, or check whether one could be built."""
+"""Prove a TensorRT engine that was built, and check before whether it can be built here."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from deploykit.building.builder import BuildJob, BuildResult, Shapes
-from deploykit.building.tensorrt import build as plans
-from deploykit.building.tensorrt.options import Options, note_dla, parse_axis, parse_batch
+from deploykit.building.builder import (
+    BuildJob,
+    BuildResult,
+    count_precisions,
+    note_dla,
+)
+from deploykit.building.tensorrt import options_of
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
-from deploykit.core.evidence import BuildRecord, Evidence, Layer
+from deploykit.core.evidence import BuildRecord, Evidence
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import this_machine, tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
-from deploykit.core.subprocesses import run_apart
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import golden, verify
-from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
+from deploykit.evaluation.artefacts import Made, carry_task, keep, reject
 from deploykit.evaluation.feeds import feeds_at_sizes
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import evaluate_engine
@@ -53,7 +52,7 @@ def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
     read = evidence.precision
     on_dla = note_dla(read.layers if read else None, job.shapes.dla, name)
     if read is not None and read.known:
-        manifest = replace(manifest, precision=_count(read.layers or ()))
+        manifest = replace(manifest, precision=count_precisions(read.layers or ()))
     manifest = replace(manifest, evidence=evidence)
     if read is not None and not why and (read.wider or not read.known):
         why = read.why if read.known else f"not verified: {read.why}"
@@ -170,49 +169,3 @@ def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
             f"profile '{target.name}' needs TensorRT, which is not installed here",
             hint=install_hint("tensorrt"),
         )
-
-
-def _count(layers: Sequence[Layer]) -> dict[str, int]:
-    counts = Counter(layer.precision for layer in layers if layer.precision is not None)
-    return dict(sorted(counts.items()))
-
-
-DEFAULT_BATCH = "1,8,32"
-
-
-def build_engine(
-    model: Artefact,
-    out: Path,
-    target: Profile,
-    shapes: Shapes,
-    on_progress: Progress | None = None,
-) -> BuildResult:
-    """Write the plan in a process of its own, as `plans.build` does.
-
-    So Ctrl-C acts while TensorRT computes, a crash is an error, and the builder's memory is free
-    for the proof: on a Jetson, GPU and CPU share theirs.
-    """
-    options = options_of(target, shapes, model)
-    built: BuildResult = run_apart(
-        str(model), plans.build, model.path, out, options, on_progress=on_progress
-    )
-    return built
-
-
-def check_engine(
-    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
-) -> plans.BuildCheck:
-    """Parse and build in a process of its own, as `plans.check` does; keep nothing."""
-    options = options_of(target, shapes, model)
-    found: plans.BuildCheck = run_apart(
-        str(model), plans.check, model.path, options, on_progress=on_progress
-    )
-    return found
-
-
-def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
-    """Return the builder's options. Raises BadInput for invalid sizes."""
-    batched = any(spec.batched for spec in Graph.open(model.path).inputs)
-    batch = parse_batch(shapes.batch or (DEFAULT_BATCH if batched else "1"))
-    debug = logging.getLogger(__name__).isEnabledFor(logging.DEBUG)
-    return Options(target, shapes, batch, dict(map(parse_axis, shapes.axes)), debug=debug)

@@ -1,0 +1,106 @@
+"""The encodings of HTTP bodies and gRPC messages: charsets and compression."""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+from collections.abc import Iterable
+from functools import lru_cache
+
+from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
+from deploykit.core.tensors import Bytes
+
+COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
+_CHARSET = re.compile(rb';\s*charset="?([^\s;"]+)', re.I)
+_UTF8 = (b"utf-8", b"utf8", b"us-ascii", b"ascii", b"binary")
+_WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
+_PIECE_BYTES = 1 << 16  # input of zlib in one step
+_GROWTH_BYTES = 1 << 20  # output of zlib in one step
+_MEMBERS = 256  # members of one gzip body: each costs time, however short
+_QUALITY = re.compile(rb"0(\.\d{0,3})?|1(\.0{0,3})?")
+_FAST = 1  # compression level: higher ones cost a server more than they save
+
+
+def body_too_large(most_bytes: int, when: str = "") -> TooLarge:
+    hint = "start the server with a larger `max_body_bytes`"
+    return TooLarge(f"the body is above {most_bytes} bytes{when}", hint=hint)
+
+
+def other_charset(content_type: bytes | None) -> bytes | None:
+    """Return the charset that a Content-Type names, unless it is one that is read as UTF-8."""
+    match = _CHARSET.search(content_type or b"")
+    return None if match is None or match[1].lower() in _UTF8 else match[1]
+
+
+def unknown_charset(charset: bytes) -> UnknownEncoding:
+    name = quote(charset.decode("latin-1"))
+    return UnknownEncoding(f"the charset {name} is not offered", hint="send UTF-8")
+
+
+def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
+    """Return `body` decompressed; unchanged if the encoding is None or identity.
+
+    Raises UnknownEncoding unless it is gzip or deflate, BadInput for a truncated or damaged body or
+    trailing bytes, and TooLarge above `max_bytes`, which is checked during decompression.
+    """
+    if encoding is None:
+        return body
+    text = encoding.decode("latin-1")
+    names = [name.strip().removeprefix("x-") for name in text.lower().split(",")]
+    names = [name for name in names if name not in ("identity", "")]
+    if not names:
+        return body
+    name = names[0]
+    if len(names) > 1 or name.encode() not in _WINDOWS:
+        hint = "send gzip, deflate or plain bytes"
+        raise UnknownEncoding(f"Content-Encoding {quote(text)} is not supported", hint=hint)
+    try:
+        return _inflate(body, name, max_bytes)
+    except zlib.error as exc:
+        raise BadInput(f"the body is not valid {name}") from exc
+
+
+def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
+    out = io.BytesIO()
+    at, members, remaining = 0, 0, max_bytes
+    while at < len(body) or members == 0:
+        if members == _MEMBERS:
+            raise BadInput(f"the body is {name} in more than {_MEMBERS} parts")
+        members += 1
+        stream = zlib.decompressobj(_WINDOWS[name.encode()])
+        while not stream.eof:
+            piece: Bytes = stream.unconsumed_tail
+            if not piece:
+                piece, at = body[at : at + _PIECE_BYTES], at + _PIECE_BYTES
+            if not piece:
+                raise BadInput(f"the body ends in the middle of its {name} data")
+            got = stream.decompress(piece, min(remaining + 1, _GROWTH_BYTES))
+            if len(got) > remaining:
+                raise body_too_large(max_bytes, " when decompressed")
+            remaining -= len(got)
+            out.write(got)
+        at = min(at, len(body)) - len(stream.unused_data)
+        if name != "gzip" and at < len(body):  # only gzip may have several members
+            raise BadInput(f"{len(body) - at} bytes follow the body's {name} data")
+    return out.getvalue()
+
+
+@lru_cache(maxsize=256)
+def choose_encoding(accept: bytes) -> bytes | None:
+    """Return b"gzip" or b"deflate" if Accept-Encoding names and prefers it, else None."""
+    weights = {}
+    for item in accept.lower().split(b","):
+        name, *parameters = (part.strip() for part in item.split(b";"))
+        pairs = (parameter.partition(b"=") for parameter in parameters)
+        quality = next((value.strip() for key, _, value in pairs if key.strip() == b"q"), b"1")
+        weights[name] = float(quality) if _QUALITY.fullmatch(quality) else 0.0
+    best = max(_WINDOWS, key=lambda name: weights.get(name, 0.0))
+    weight = weights.get(best, 0.0)
+    return best if weight > 0 and weight >= weights.get(b"identity", 0.0) else None
+
+
+def compress(parts: Iterable[Bytes], coding: bytes) -> bytes:
+    """Return the parts as one compressed body; `coding` as returned by `choose_encoding`."""
+    stream = zlib.compressobj(_FAST, zlib.DEFLATED, _WINDOWS[coding])
+    return b"".join([*map(stream.compress, parts), stream.flush()])
