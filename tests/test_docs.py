@@ -23,6 +23,7 @@ from scripts.pages import BEGIN, begun, blocks, commands, place, run, run_page
 from scripts.shown_lines import ELSEWHERE, PAGES, README, SHOWN
 from tests.support.campaign import only_in_a_campaign
 from tests.support.cli.command import Run, one_process
+from tests.support.installed import needs
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = {"howto-resnet", "howto-detector", "howto-bert"}  # they take minutes of CPU time
@@ -52,8 +53,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def test_code_blocks_run(
     page: Path, tmp_path: Path, process: Run, request: pytest.FixtureRequest
 ) -> None:
-    for module in ("torch", "onnxscript", "sklearn", "onnxruntime", "tritonclient"):
-        pytest.importorskip(module)
+    needs("torch", "onnxscript", "sklearn", "onnxruntime", "tritonclient")
     for file in (ROOT / "docs" / "files").glob("*"):
         shutil.copy(file, tmp_path)
     done = BEGIN if BEGIN[0] in commands(page) else []
@@ -73,8 +73,7 @@ def test_code_blocks_run(
 @pytest.mark.torch
 @pytest.mark.nvidia
 def test_nvidias_parser_takes_what_the_readme_bundles(tmp_path: Path) -> None:
-    for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
-        pytest.importorskip(module)
+    needs("torch", "onnxscript", "sklearn", "onnxruntime")
     pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
     shutil.copytree(begun(tmp_path), tmp_path, dirs_exist_ok=True)
     bundled = 0
@@ -101,8 +100,7 @@ def test_a_line_in_a_console_block_parses(line: str) -> None:
 @only_in_a_campaign
 @pytest.mark.torch
 def test_every_line_in_a_console_block_runs(tmp_path: Path) -> None:
-    for module in ("torch", "onnxscript", "safetensors", "PIL"):
-        pytest.importorskip(module)
+    needs("torch", "onnxscript", "safetensors", "PIL")
     command = [sys.executable, "-m", "scripts.shown_lines", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == ""
@@ -136,8 +134,7 @@ def test_the_page_on_the_python_api_has_every_public_name_and_no_other() -> None
 
 def test_the_site_builds_as_the_makefile_does(tmp_path: Path) -> None:
     """`make docs` without its venv. With --quiet, --strict would count no warning."""
-    pytest.importorskip("material", reason="mkdocs-material is not installed")
-    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
+    needs("material", "mkdocstrings")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipe = re.search(r"^docs: venv\n\t\$\(BIN\)/mkdocs (.+)$", makefile, re.MULTILINE)
     assert recipe is not None

@@ -13,6 +13,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.files import load_py
+from tests.support.installed import needs
 from tests.support.onnx_zoo import mnist_like, save
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,8 +30,7 @@ def run(place: Path, *words: object) -> str:
 @pytest.mark.torch
 @pytest.mark.slow
 def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
-    for module in ("torch", "onnxscript", "sklearn"):
-        pytest.importorskip(module)
+    needs("torch", "onnxscript", "sklearn")
     recipe = str(ROOT / "examples/own_recipe.py")
     trained = dk.train(recipe, tmp_path / "d.pt", epochs=5, device="cpu").evidence.training
     assert trained is not None
@@ -51,8 +51,7 @@ def test_the_example_client_gets_an_answer(tmp_path: Path) -> None:
 
 
 def test_the_example_pipeline_reads_every_digit_of_its_page(tmp_path: Path) -> None:
-    for module in ("PIL", "sklearn", "onnxruntime"):
-        pytest.importorskip(module)
+    needs("PIL", "sklearn", "onnxruntime")
     pipeline = tmp_path / "examples" / "read_digits.py"
     pipeline.parent.mkdir()
     pipeline.write_text((ROOT / "examples/read_digits.py").read_text())

@@ -19,6 +19,7 @@ import pytest
 from deploykit.deploying.folder import read_bundle, verify
 from scripts import new_rows
 from tests.support.cli.command import Run, one_process
+from tests.support.installed import needs
 from tests.support.onnx_zoo import save, zoo
 
 WRAPPED = ("--profile", "./wrapped.toml")
@@ -111,8 +112,7 @@ def test_a_graph_is_written_in_the_new_precision_and_for_the_new_runtime(place: 
 
 
 def test_a_model_gets_the_outputs_of_the_new_task_and_answers_with_them(place: Place) -> None:
-    for package in ("torch", "onnxscript", "PIL"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
+    needs("torch", "onnxscript", "PIL")
     import torch
     from PIL import Image
 

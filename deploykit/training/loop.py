@@ -25,7 +25,7 @@ from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable, make_folder, write_errors
 from deploykit.core.json_value import json_value
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.data.folders import large_array
 from deploykit.engines.torch.files import list_names, module_errors

@@ -15,7 +15,7 @@ import torch
 
 from deploykit.core.arguments import check_arguments
 from deploykit.core.errors import BadInput, Unsupported, users_code
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests

@@ -18,6 +18,7 @@ from onnx import TensorProto, numpy_helper
 from deploykit.core.errors import BadInput
 from scripts.fuzz_models import verbs
 from tests.support.campaign import CAMPAIGN, rounds
+from tests.support.installed import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,7 +176,7 @@ MODELS = [("fuzz_models", str(seed), str(rounds(30, 2000))) for seed in range(ro
 def test_nothing_that_a_user_passes_is_called_a_bug(tmp_path: Path, words: tuple[str, ...]) -> None:
     program, *more = words
     if program == "fuzz_commands":
-        pytest.importorskip("torch")
+        needs("torch")
     command = [sys.executable, "-W", "ignore", "-m", f"scripts.{program}", tmp_path, *more]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = ran.stdout.splitlines()

@@ -13,6 +13,7 @@ import pytest
 
 from deploykit.core.files import read_toml
 from scripts.fuzz_commands import TINY
+from tests.support.installed import needs
 from tests.support.onnx_zoo import mnist_like, save
 
 LIMIT_S = 120.0
@@ -21,8 +22,9 @@ BEFORE = b"what was there before"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enough samples that going through them takes seconds."""
+    """Enough samples that going through them takes seconds; next to them is a recipe."""
     path = tmp_path_factory.mktemp("data") / "data.npz"
+    path.with_name("tiny.py").write_text(RECIPE)
     np.savez(path, x=np.random.default_rng(0).random((20_000, 1, 28, 28), dtype=np.float32))
     return path
 
@@ -83,7 +85,7 @@ VERBS = {  # the command line, when it is interrupted, what it needs
     "compare": ("compare model.onnx model.onnx --data data.npz", MAPPED, ()),
     "predict": ("predict model.onnx data.npz -o out --force --batch 1", MAPPED, ()),
     "bench": ("bench model.onnx -o report", MAPPED, ()),
-    "train": ("train ./tiny.py --epochs 100000 -o out --force", TRAINED, ("torch",)),
+    "train": ("train RECIPE --epochs 100000 -o out --force", TRAINED, ("torch",)),
     "export": ("export m.pt -o out --force", "any(Path().glob('.out.*'))", ("torch",)),
 }
 
@@ -95,12 +97,10 @@ VERBS = {  # the command line, when it is interrupted, what it needs
         for verb, (*_, packages) in VERBS.items()
     ],
 )
-def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
+def test_ctrl_c_leaves_nothing_half_done(place: Path, data: Path, verb: str) -> None:
     line, when, packages = VERBS[verb]
-    for package in packages:
-        pytest.importorskip(package)
+    needs(*packages)
     (place / "out").write_bytes(BEFORE)
-    (place / "tiny.py").write_text(RECIPE)
     if verb == "export":
         from deploykit.core.recipe import load_recipe
         from deploykit.engines.torch.open import save_checkpoint
@@ -108,7 +108,8 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
         recipe = load_recipe("mnist-cnn")
         save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe)
     before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
-    code, shown = interrupted(place, line.split(), when)
+    words = line.replace("RECIPE", str(data.with_name("tiny.py"))).split()
+    code, shown = interrupted(place, words, when)
     assert (code, "Traceback" in shown) == (130, False), shown
     parts = place / "out.parts"  # those of `predict`, from which the same command goes on
     files = (

@@ -1,4 +1,4 @@
-"""Skip a test file for want of a package, which only its tests import.
+"""Skip a test or a test file for want of a package, that it or its processes import.
 
 Every worker reads every test file: `pytest.importorskip` would import the package in all of them.
 """
@@ -23,7 +23,7 @@ def compiled(path: Path, code: str) -> Path:
 
 
 def needs(*packages: str) -> None:
-    """Skip the file that calls this where one of `packages` is not installed."""
+    """Skip the file or the test that calls this where one of `packages` is not installed."""
     for package in packages:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed", allow_module_level=True)
