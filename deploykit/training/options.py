@@ -84,11 +84,6 @@ class Settings:
     options: TrainingOptions
 
     @property
-    def channels_last(self) -> bool:
-        """Return whether images have their channels last in memory, as GPU convolutions want."""
-        return self.device.type == "cuda"
-
-    @property
     def precision(self) -> str:
         if self.amp_dtype is not None:
             return str(self.amp_dtype).removeprefix("torch.")
