@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 from scipy.signal import lfilter
 
-from deploykit.evaluation.latency import Latency
-from deploykit.evaluation.statistics import t_quantile, throughput
+from deploykit.evaluation.statistics import Latency, t_quantile, throughput
 
 PERCENTILES = (50, 90, 99)
 SIZES = (

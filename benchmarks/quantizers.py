@@ -36,10 +36,9 @@ from torch import nn
 
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.onnxruntime.engine import session_options
-from deploykit.evaluation.simulate import simulate
 from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import METHODS, calibrate
-from deploykit.quantization.half_precision import to_half
+from deploykit.quantization.half_precision import simulate, to_half
 from deploykit.quantization.qdq import to_pairs
 
 CALIBRATED, EVALUATED = 64, 128

@@ -48,8 +48,8 @@ def start(*arguments: str | Path) -> tuple[float, float, bool]:
 
 def prove(model: Path) -> Path:
     """Give a graph on float32[N,...] the manifest and the golden samples that a bundle needs."""
+    from deploykit.core.artefact import write_manifest
     from deploykit.core.evidence import Evidence
-    from deploykit.core.manifest import write_manifest
     from deploykit.engines.data.samples import random_feeds
     from deploykit.engines.engine import load
     from deploykit.evaluation import golden

@@ -4,10 +4,10 @@
 
 cats-dogs is trained as in the article, 20 epochs of 2,000 images at batch 150, in float32 on the
 GPU and on the CPU, then in mixed precision, then compiled too. `train --compare-devices` follows
-for four recipes: TF32, bf16 and fp16, and the loader apart. On a machine with two GPUs two
-processes train, with DDP and FSDP. Each part is a process with its own limit; `training.md` and
-`training.json` are written after each, and a part that fails or hangs stops no other. Under 8
-minutes: what no time is left for is skipped. A run that its limit ends
+for four recipes: TF32, bf16 and fp16, the loader apart, and where augmentation takes less time. On
+a machine with two GPUs two processes train, with DDP and FSDP. Each part is a process with its own
+limit; `training.md` and `training.json` are written after each, and a part that fails or hangs
+stops no other. Under 8 minutes: what no time is left for is skipped. A run that its limit ends
 counts for the epochs that it had done. Exit 0 when no part failed, else 1, 3 without a GPU.
 
 `--rehearse`: small sizes, and the CPU in the GPU's place: shows that the command works, no more.

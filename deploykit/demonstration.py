@@ -16,12 +16,10 @@ from deploykit.core.errors import GateFailed
 from deploykit.core.evidence import Gate
 from deploykit.core.extras import installed, missing, require
 from deploykit.core.files import StrPath
-from deploykit.core.json_value import json_value
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Shown, json_value
 from deploykit.evaluation import compare, predict
-from deploykit.evaluation.artefacts import Made, Progress, no_progress
+from deploykit.evaluation.artefacts import Made, Progress, claim_report, no_progress
 from deploykit.evaluation.doctor import NEEDS
-from deploykit.evaluation.outputs import claim_report
 from deploykit.exporting import export
 from deploykit.loadtest import load as load_test
 from deploykit.quantization import quantize

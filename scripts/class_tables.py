@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from deploykit.core.manifest import Manifest  # noqa: E402
+from deploykit.core.artefact import Manifest  # noqa: E402
 from deploykit.reporting.report import VERSION, Report  # noqa: E402
 
 PAGES = {ROOT / "docs" / "manifest.md": Manifest, ROOT / "docs" / "report.md": Report}

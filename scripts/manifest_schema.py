@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from deploykit.core.manifest import MANIFEST_VERSION, Manifest  # noqa: E402
+from deploykit.core.artefact import MANIFEST_VERSION, Manifest  # noqa: E402
 
 SCHEMA = ROOT / "deploykit" / "core" / "manifest.schema.json"
 SIMPLE = {str: "string", int: "integer", bool: "boolean"}

@@ -53,10 +53,9 @@ from deploykit.engines.data.samples import Samples, random_feeds, read_samples
 from deploykit.engines.devices import DeviceWatch
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import TOP1, top1_scores
-from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.artefacts import Progress, claim_report, no_progress
 from deploykit.evaluation.feeds import comparison_feeds, given_sizes
 from deploykit.evaluation.golden import find_samples, open_samples
-from deploykit.evaluation.outputs import claim_report
 from deploykit.evaluation.parity import compare_engines
 from deploykit.evaluation.statistics import paired_drop
 from deploykit.evaluation.verify import outputs_gate

@@ -20,7 +20,7 @@ from deploykit.core.extras import install_hint, installed
 from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
 from deploykit.core.runtime import ALL, BUILT, RUNTIMES
-from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation.verify import find_sources, open_proven
 from deploykit.graph.graph import Graph
 from deploykit.quantization.half_precision import to_half
@@ -79,8 +79,9 @@ class Entry:
         """Open the artefact with the default settings of its runtime."""
         if not self.opened_as_built:
             return self.open_session(None, device)
+        one = partial(load, overlap=False)
         return open_proven(
-            self.artefact, device, trust=self.trust, overlap=False, on_note=self.on_note
+            self.artefact, device, trust=self.trust, open_engine=one, on_note=self.on_note
         )[0]
 
     def open_session(self, settings: CpuSettings | None, device: str = "cpu") -> Engine:

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from deploykit.benchmarking.columns import Entry
 from deploykit.benchmarking.timing import Column, Setup
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
 from deploykit.core.machine import default_threads, file_text, this_machine
-from deploykit.core.profile import load_profile, recognise
+from deploykit.core.profile import load_profile, recognise, with_gpu
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import dynamic_sizes
 from deploykit.engines.devices import DeviceWatch

@@ -23,7 +23,7 @@ from deploykit.benchmarking.timing import Clock, Column, Setup, no_garbage_colle
 from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.latency import Latency
+from deploykit.evaluation.statistics import Latency
 from deploykit.reporting.report import Point, ScenarioResult
 
 OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = ("offline", "single-stream", "multi-stream", "server")

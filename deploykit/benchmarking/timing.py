@@ -26,8 +26,7 @@ from deploykit.core.subprocesses import Child, run_apart
 from deploykit.core.tensors import batch_places
 from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.evaluation.artefacts import Progress, no_progress, span
-from deploykit.evaluation.latency import CallHistogram, Latency
-from deploykit.evaluation.statistics import FEWEST_DEPENDENT, throughput
+from deploykit.evaluation.statistics import FEWEST_DEPENDENT, CallHistogram, Latency, throughput
 from deploykit.reporting.machine_load import Watch, Window, marks
 from deploykit.reporting.report import CLOSED_LOOP, Point
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploykit.building import tensorrt
 from deploykit.building.builder import (
@@ -46,6 +45,7 @@ from deploykit.evaluation.artefacts import (
     carry_task,
     destination,
     keep_if_equal,
+    named_files,
     no_progress,
     onnx_manifest,
     span,
@@ -59,12 +59,11 @@ from deploykit.evaluation.feeds import (
     rows_that_fit,
     small_batches,
 )
-from deploykit.evaluation.outputs import named_files
 from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_numbers
-from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import INTEGER_PRODUCTS, read_facts
+from deploykit.quantization.half_precision import open_rounded
 from deploykit.quantization.job import (
     Job,
     QuantizeRequest,
@@ -75,6 +74,8 @@ from deploykit.quantization.job import (
     golden_samples,
     prepare,
 )
+from deploykit.quantization.moving import move_pairs
+from deploykit.quantization.qdq import Calibration, Range
 from deploykit.quantization.quantize import (
     TARGETS,
     check_quantize_options,
@@ -82,9 +83,6 @@ from deploykit.quantization.quantize import (
     write_graph,
     write_quantized,
 )
-
-if TYPE_CHECKING:
-    from deploykit.quantization.calibrate import Range
 
 BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the graph
 
@@ -254,8 +252,7 @@ class Placed:
 
 def place_pairs(job: BuildJob) -> Placed:
     """Return the source's graph, its pairs moved where ranges are known. Raises BadInput."""
-    from deploykit.quantization.calibrate import Calibration, calibrate
-    from deploykit.quantization.moving import move_pairs
+    from deploykit.quantization.calibrate import calibrate
 
     source, runtime = job.source, RUNTIMES[job.target.runtime]
     graph, file, calib = Graph.open(source.path), job.tmp.with_name(_MOVED), job.request.calib
@@ -285,8 +282,6 @@ def place_pairs(job: BuildJob) -> Placed:
 
 def place_foreign(job: BuildJob, graph: Graph, built: Graph) -> Placed | None:
     """Move the pairs of a foreign graph, if few nodes run in integers where they are."""
-    from deploykit.quantization.moving import move_pairs
-
     if graph.path != job.source.path or not few_integers(graph, built):
         return None
     moved = move_pairs(graph, job.target.runtime, derive=True)

@@ -14,8 +14,7 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Layer
 from deploykit.core.files import StrPath
-from deploykit.core.json_value import Record
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Record, Shown
 from deploykit.core.precision import narrowest
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES

@@ -13,16 +13,14 @@ from deploykit.building.builder import (
     note_dla,
 )
 from deploykit.building.tensorrt import options_of
-from deploykit.core.artefact import Artefact
-from deploykit.core.cuda_order import with_gpu
+from deploykit.core.artefact import Artefact, Manifest, write_manifest
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
-from deploykit.core.evidence import BuildRecord, Evidence
+from deploykit.core.evidence import BuildRecord, Evidence, PrecisionReadBack
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import this_machine, tool_versions
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
-from deploykit.core.profile import Profile, fits
+from deploykit.core.profile import Profile, fits, with_gpu
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
@@ -100,7 +98,7 @@ def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manife
             **({"calib": calib.name} if calib else {}),
         },
         evidence=Evidence(
-            precision=verify.compare_layers(None, verify.asked_of(graph)),
+            precision=PrecisionReadBack(None, seen=0.0, asked=verify.asked_of(graph)),
             build=BuildRecord(
                 job.target.name, built.flags_used, shapes.version_compatible, built.plugins
             ),

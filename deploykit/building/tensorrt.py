@@ -33,15 +33,13 @@ from deploykit.building.builder import (
     ranges,
 )
 from deploykit.core.artefact import Artefact
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.extras import installed, require
 from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
-from deploykit.core.machine import Machine, this_machine
-from deploykit.core.memory import builder_bytes
+from deploykit.core.machine import Machine, builder_bytes, this_machine
 from deploykit.core.precision import ALL
-from deploykit.core.profile import Profile
+from deploykit.core.profile import Profile, with_gpu
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.tensorrt.compatibility import (

@@ -26,7 +26,7 @@ from deploykit.core.errors import (
     did_you_mean,
     os_error,
 )
-from deploykit.core.memory import does_not_fit, lacks_memory
+from deploykit.core.machine import does_not_fit, lacks_memory
 
 app = typer.Typer(
     name="deploykit",

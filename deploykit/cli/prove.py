@@ -263,7 +263,7 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
     from deploykit.benchmarking.bench import QUICK_S
     from deploykit.benchmarking.pipeline import bench_pipeline
     from deploykit.benchmarking.timing import FULL_S, Timing
-    from deploykit.evaluation.outputs import claim_report
+    from deploykit.evaluation.artefacts import claim_report
     from deploykit.pipelines.file import input_files
     from deploykit.pipelines.pipeline import pipeline
     from deploykit.reporting.report import write

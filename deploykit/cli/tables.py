@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from deploykit.evaluation.artefacts import Made
     from deploykit.evaluation.compare import Compared
     from deploykit.evaluation.inspect import Inspection
-    from deploykit.evaluation.latency import Latency
     from deploykit.evaluation.predict import Answered, Predicted
+    from deploykit.evaluation.statistics import Latency
     from deploykit.reporting.compare import ReportComparison
     from deploykit.reporting.report import LoadResult, Report
 

@@ -1,4 +1,4 @@
-"""Describe this machine: processor, memory, GPUs, Jetson release, installed packages.
+"""Describe this machine: processor, memory, GPUs, JetPack release, packages; and its free memory.
 
 Reading never raises: unknown values are None or empty. Tests pass a `root` in place of `/`.
 """
@@ -10,14 +10,15 @@ import datetime
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.jetpack import jetpack_name
+from deploykit.core.errors import OutOfMemory, first_line
 from deploykit.core.json_value import Record
 from deploykit.core.runtime import ALL
 
@@ -305,3 +306,166 @@ def _clocks(root: Path) -> dict[str, Any]:
 
 def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+# What a Jetson's L4T release brings, TensorRT above all. A board reports the L4T release
+# (`# R36 (release), REVISION: 4.3` is 36.4.3); the JetPack name is derived from it, never the
+# reverse, since some JetPack releases came with several. Sources: NVIDIA's archive of JetPack
+# downloads and the release notes of meta-tegra (docs/jetson.md).
+
+
+@dataclass(frozen=True)
+class JetPack:
+    """One release. `l4t` is its first L4T release; it reaches to the next row of the same major."""
+
+    version: str
+    l4t: str
+    python: str
+    tensorrt: str
+    compute_capabilities: tuple[str, ...]  # 7.2 is Xavier, 8.7 Orin, 11.0 Thor
+
+
+_5 = ("3.8", "8.5.2", ("7.2", "8.7"))
+_6 = ("3.10", "10.3.0", ("8.7",))
+_7_1 = ("3.12", "10.13.3", ("11.0",))
+_7_2 = ("3.12", "10.16.2", ("8.7", "11.0"))
+JETPACKS = (
+    JetPack("5.1", "35.2.1", *_5),
+    JetPack("5.1.1", "35.3.1", *_5),
+    JetPack("5.1.2", "35.4.1", *_5),
+    JetPack("5.1.3", "35.5.0", *_5),
+    JetPack("5.1.4", "35.6.0", *_5),
+    JetPack("5.1.5", "35.6.1", *_5),
+    JetPack("5.1.6", "35.6.4", *_5),
+    JetPack("6.0", "36.2.0", "3.10", "8.6.2", ("8.7",)),  # 36.2.0 was a preview
+    JetPack("6.1", "36.4.0", *_6),
+    JetPack("6.2", "36.4.3", *_6),
+    JetPack("6.2.1", "36.4.4", *_6),
+    JetPack("6.2.2", "36.5.0", *_6),
+    JetPack("7.0", "38.2.0", *_7_1),
+    JetPack("7.1", "38.4.0", *_7_1),
+    JetPack("7.2", "39.0", *_7_2),  # 39.0 was early access
+    JetPack("7.2.1", "39.2.1", *_7_2),
+)
+
+
+def release_numbers(release: str) -> tuple[int, ...]:
+    """Return `36.4` as (36, 4, 0), at least three numbers, to compare; () for anything else."""
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})*", release):
+        return ()
+    found = tuple(map(int, release.split(".")))
+    return found + (0,) * (3 - len(found))
+
+
+def find_jetpack(l4t: str | None) -> JetPack | None:
+    """Return the JetPack release of an L4T release, or the last one before it of the same major.
+
+    Return None if `l4t` is not a release, has an unknown major, or is older than the table.
+    """
+    wanted = release_numbers(l4t or "")
+    rows = [each for each in JETPACKS if release_numbers(each.l4t)[:1] == wanted[:1]]
+    return next((each for each in reversed(rows) if release_numbers(each.l4t) <= wanted), None)
+
+
+def jetpack_name(l4t: str | None) -> str | None:
+    """Return the JetPack version of an L4T release; past the table's end, `6.2.2 or later`."""
+    row = find_jetpack(l4t)
+    if row is None:
+        return None
+    last = [each for each in JETPACKS if each.l4t.split(".")[0] == row.l4t.split(".")[0]][-1]
+    newer = row is last and release_numbers(l4t or "") > release_numbers(row.l4t)
+    return f"{row.version} or later" if newer else row.version
+
+
+def jetpack_of(version: str) -> JetPack | None:
+    """Return the row of a JetPack version, such as `6.2.1`."""
+    return next((each for each in JETPACKS if each.version == version), None)
+
+
+# Free memory, and the error that names the sizes of what does not fit.
+
+USE_LESS = (
+    "use a smaller or a quantised model or a smaller batch, stop other programs, or allow more "
+    "memory (`ulimit -v`, a container's limit)"
+)
+# messages about missing memory: of C++, ONNX Runtime, PyTorch, and of starting a thread
+_NO_MEMORY = re.compile(
+    "bad_alloc|[Ff]ailed to allocate memory|not enough memory|can't allocate memory"
+    "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable|can't start new thread"
+)
+_LARGE_BYTES = 1 << 28  # smaller arrays are not compared with the free memory
+# Where CPU and GPU share memory, the parser, the builder and the plan each hold the weights, and
+# the builder loads libraries ("Init builder kernel library: CPU +666 MiB", TensorRT 8.6).
+_COPIES, _BUILDER_BYTES = 3, 1 << 30
+_NUMPY_ASKED = re.compile(r"Unable to allocate ([\d.]+ \w+)")
+ASKED_BYTES = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
+
+
+def builder_bytes(weights_bytes: int, shared: bool) -> int:
+    """Return what a TensorRT build holds on the device: all copies of the weights, the builder.
+
+    `shared`: the CPU's memory is the GPU's, so what the builder holds there counts too.
+    """
+    return _COPIES * weights_bytes + _BUILDER_BYTES if shared else weights_bytes
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory a process can still get without swapping, within a cgroup v2 limit."""
+    text = file_text(root / "proc/meminfo")
+    match = re.search(r"^MemAvailable:\s*([0-9]{1,15}) kB", text, re.MULTILINE)
+    available = int(match[1]) * 1024 if match else None
+    group = root / "sys/fs/cgroup"
+    read = (file_text(group / f"memory.{name}") for name in ("max", "current"))
+    limit, used = map(natural_number, read)
+    if available is None or limit is None or used is None:
+        return available
+    stat = file_text(group / "memory.stat")
+    cache = re.search(r"^inactive_file ([0-9]{1,18})$", stat, re.MULTILINE)
+    free = limit - used + (int(cache[1]) if cache else 0)
+    return min(available, max(0, free))
+
+
+def free_bytes() -> int | None:
+    """Return the memory this process can still get: the system's, or by its limits (`ulimit`)."""
+    status = file_text(Path("/proc/self/status"))
+    found = [available_bytes()]
+    for field, which in (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA)):
+        limit, used = resource.getrlimit(which)[0], re.search(rf"{field}:\s*(\d+) kB", status)
+        if limit != resource.RLIM_INFINITY and used:
+            found.append(max(0, limit - int(used[1]) * 1024))
+    return min((each for each in found if each is not None), default=None)
+
+
+def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> OutOfMemory:
+    """Return the error for missing memory; `where` begins it, `what` is a library's message."""
+    asked = ASKED_BYTES.search(what)
+    sizes = [f"{int(asked[1]) / 2**20:,.1f} MiB were needed at once"] if asked else []
+    sizes += [f"{size} were needed at once" for size in _NUMPY_ASKED.findall(what)]
+    if held := sum(each.stat().st_size for each in files if each.is_file()):
+        sizes.append(f"{held / 2**20:,.1f} MiB are in its files, to load it takes up to twice that")
+    if (free := free_bytes()) is not None:
+        sizes.append(f"{free / 2**20:,.1f} MiB are free")
+    text = f"{where}: does not fit into memory" if str(where) else "not enough memory"
+    return OutOfMemory(f"{text}: {'; '.join(sizes)}", hint=USE_LESS)
+
+
+def check_fits(what: str, nbytes: int) -> None:
+    """Raise OutOfMemory for arrays that the free memory cannot hold."""
+    if nbytes > _LARGE_BYTES and nbytes > (free_bytes() or nbytes):
+        raise does_not_fit(f"{what} of {nbytes / 2**20:,.0f} MiB")
+
+
+def lacks_memory(exc: BaseException) -> bool:
+    """Return whether `exc` is a MemoryError, or what a library raises in its place."""
+    return isinstance(exc, MemoryError) or bool(_NO_MEMORY.search(str(exc)))
+
+
+@contextlib.contextmanager
+def memory_errors(where: object, files: Iterable[Path] = ()) -> Iterator[None]:
+    """Turn MemoryError, and what libraries raise in its place, into OutOfMemory."""
+    try:
+        yield
+    except Exception as exc:
+        if isinstance(exc, OutOfMemory) or not lacks_memory(exc):
+            raise
+        raise does_not_fit(where, first_line(exc), files) from exc

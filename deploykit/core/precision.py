@@ -37,9 +37,7 @@ class Precision:
     max_stored: float = math.inf
     min_opset: int = 1
     max_engine_error: float = 1e-1  # engine against graph: kernels round elsewhere
-    # `simulated`: a CPU needs help to round as a GPU does; `cpu_note` warns the reader of a result
-    simulated: bool = False
-    cpu_note: str = ""
+    cpu_note: str = ""  # warns the reader of a result that was measured on a CPU
     # the levels of `--to auto`: "cpu" or "gpu" -> the precision of the other nodes
     auto: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,7 +68,6 @@ ALL = (
         inspector_names=("half", "fp16"),
         builder_flag="FP16",
         max_stored=65504.0,
-        simulated=True,
         auto={"gpu": "fp32"},
     ),
     Precision(
@@ -83,7 +80,6 @@ ALL = (
         inspector_names=("bfloat16", "bf16"),
         builder_flag="BF16",
         min_opset=13,  # the first opset whose Cast has it
-        simulated=True,
         cpu_note="ONNX Runtime's CPU provider does not run bfloat16: evaluated by rounding",
         auto={"gpu": "fp32"},
     ),

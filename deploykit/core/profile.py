@@ -10,22 +10,26 @@ reports (`memory.total` of nvidia-smi; MemTotal where CPU and GPU share the memo
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from deploykit.core import files as paths
-from deploykit.core.cuda_order import with_gpu
-from deploykit.core.errors import BadInput, NotFound, Unsupported, did_you_mean
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml
-from deploykit.core.jetpack import release_numbers
 from deploykit.core.json_value import Record, from_json
-from deploykit.core.machine import Machine, this_machine
+from deploykit.core.machine import Machine, release_numbers, this_machine
 from deploykit.core.precision import HARDWARE
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
+from deploykit.core.subprocesses import Child
 
 _GIVEN = ("name", "power_mode")  # these come from NAME@MODE, not from the file
 _VERSIONS = ("compute_capability", "tensorrt_min", "tensorrt_max")
@@ -262,3 +266,73 @@ def precisions_everywhere(runtime: str) -> list[str]:
     targets = [each for each in found if each.runtime == runtime and each.tensorrt_max is None]
     common = set.intersection(*(set(each.precisions) for each in targets))
     return [name for name in targets[0].precisions if name in common]
+
+
+# Which GPU CUDA calls `cuda:N` in this process. NVML and nvidia-smi order GPUs by their place on
+# the bus. CUDA has the fastest first, unless CUDA_DEVICE_ORDER says otherwise, and hides those that
+# CUDA_VISIBLE_DEVICES leaves out.
+
+_CUDA_S = 60.0  # limit of asking CUDA
+
+
+def cuda_order(uuids: Sequence[str]) -> list[int | None]:
+    """Return for each of CUDA's devices in this process its place in `uuids`, those of NVML.
+
+    None: it is none of these, as a part of a GPU (MIG) has a UUID of its own. Without CUDA the
+    order is that of `uuids`; there are none if CUDA_VISIBLE_DEVICES is set, as all may be hidden.
+    """
+    if devices := _ask():
+        digits = [uuid.removeprefix("GPU-").replace("-", "").lower() for uuid in uuids]
+        return [digits.index(uuid) if uuid in digits else None for uuid, _ in devices]
+    return [] if "CUDA_VISIBLE_DEVICES" in os.environ else list(range(len(uuids)))
+
+
+def with_gpu(machine: Machine, number: int) -> Machine:
+    """Return `machine` with the GPU `cuda:number` alone, with none where CUDA has no such GPU.
+
+    A part of a GPU (MIG) has a name of its own, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", with its
+    memory.
+    """
+    gpus = machine.gpus
+    if len(gpus) < 2 and (not gpus or "CUDA_VISIBLE_DEVICES" not in os.environ):
+        return machine
+    if devices := _ask():
+        (name,) = [name for _, name in devices[number : number + 1]] or [""]
+        found = [gpu for gpu in gpus if gpu.name == name]
+        part = re.search(r" MIG .*\.(\d+)gb", name)
+        whole = [gpu for gpu in gpus if part and name.startswith(gpu.name)]
+        found += [replace(gpu, name=name, memory_bytes=int(part[1]) << 30) for gpu in whole if part]
+    else:
+        places = cuda_order([""] * len(gpus))
+        found = [gpus[place] for place in places[number : number + 1] if place is not None]
+    return replace(machine, gpus=tuple(found[:1]))
+
+
+def _ask() -> tuple[tuple[str, str], ...]:
+    """Return UUID, in hexadecimal, and name of each of CUDA's devices; none without CUDA."""
+    return _answer(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+
+
+@functools.cache
+def _answer(_visible: str | None, _order: str | None) -> tuple[tuple[str, str], ...]:
+    """Ask in a process of its own: the forks of a process that has asked cannot use CUDA."""
+    found: tuple[tuple[str, str], ...] = ()
+    with (
+        contextlib.suppress(OSError, DeploykitError),
+        contextlib.closing(Child("CUDA", _send_devices)) as child,
+    ):
+        found = child.receive() if child.poll(_CUDA_S) else ()
+    return found
+
+
+def _send_devices(pipe: Connection[Any, Any]) -> None:
+    cuda, found = ctypes.CDLL("libcuda.so.1"), []
+    count, device = ctypes.c_int(), ctypes.c_int()
+    uuid, name = ctypes.create_string_buffer(16), ctypes.create_string_buffer(256)
+    if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)):
+        for number in range(count.value):
+            cuda.cuDeviceGet(ctypes.byref(device), number)
+            cuda.cuDeviceGetUuid_v2(uuid, device)
+            cuda.cuDeviceGetName(name, len(name), device)
+            found.append((uuid.raw.hex(), name.value.decode(errors="replace")))
+    pipe.send(tuple(found))

@@ -15,8 +15,7 @@ from typing import Any
 
 from deploykit.core import files as resources
 from deploykit.core.errors import BadInput, NotFound, did_you_mean
-from deploykit.core.json_value import Record
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Record, Shown
 from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import TensorSpec
 

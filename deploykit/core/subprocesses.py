@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from deploykit.core.errors import DeploykitError, OutOfMemory
-from deploykit.core.memory import does_not_fit, lacks_memory
+from deploykit.core.machine import does_not_fit, lacks_memory
 
 # Without -P, Python 3.13 imports `linecache` from the current folder before the first line runs.
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()

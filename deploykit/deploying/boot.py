@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.files import StrPath, write_errors
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
-from deploykit.core.profile import Profile, load_profile
+from deploykit.core.profile import Profile, load_profile, with_gpu
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.subprocesses import run_apart
 from deploykit.deploying import STARTED

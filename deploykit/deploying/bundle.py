@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from deploykit.building.build import build, few_integers
 from deploykit.building.builder import AxisRange, parse_axis, parse_batch, ranges
-from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
+from deploykit.core.artefact import Artefact, ArtefactLike, write_manifest, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, Unsupported, did_you_mean, quote
 from deploykit.core.evidence import Evidence
 from deploykit.core.files import StrPath, atomic_write
 from deploykit.core.json_value import Record
-from deploykit.core.manifest import write_manifest
 from deploykit.core.precision import CALIBRATED, max_engine_error, names_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
@@ -38,9 +37,9 @@ from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.feeds import parity_sizes
-from deploykit.evaluation.simulate import open_graph
 from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch
+from deploykit.quantization.half_precision import open_graph
 
 if TYPE_CHECKING:
     import numpy as np

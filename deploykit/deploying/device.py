@@ -8,8 +8,7 @@ from pathlib import Path
 
 from deploykit import __version__
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.jetpack import JETPACKS, find_jetpack, release_numbers
-from deploykit.core.machine import Machine
+from deploykit.core.machine import JETPACKS, Machine, find_jetpack, release_numbers
 from deploykit.core.profile import Profile, fits, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.deploying.folder import Bundle

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from deploykit import __version__
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, os_reason, quote
 from deploykit.core.files import (
     StrPath,
@@ -33,12 +33,16 @@ from deploykit.core.files import (
     write_errors,
 )
 from deploykit.core.json_value import Record, from_json
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import Profile
 from deploykit.core.task import TOKENIZER
 from deploykit.engines.data.samples import INPUTS, read_npz
-from deploykit.evaluation.artefacts import copy_checked
-from deploykit.evaluation.outputs import check_inputs, check_owned, overwrites, paths
+from deploykit.evaluation.artefacts import (
+    check_inputs,
+    check_owned,
+    copy_checked,
+    overwrites,
+    paths,
+)
 from deploykit.graph.parse import external_files
 
 # The name is also part of the names of files, a systemd unit and a container image.

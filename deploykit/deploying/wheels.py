@@ -21,7 +21,7 @@ from deploykit import __version__
 from deploykit.core import files as paths
 from deploykit.core.errors import BadInput, Unsupported, quote
 from deploykit.core.files import sha256
-from deploykit.core.jetpack import jetpack_of, release_numbers
+from deploykit.core.machine import jetpack_of, release_numbers
 from deploykit.core.profile import Profile
 from deploykit.core.subprocesses import module_command
 from deploykit.deploying.folder import epoch_s

@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.cuda_order import cuda_order
 from deploykit.core.extras import installed
 from deploykit.core.json_value import Record
 from deploykit.core.machine import board_model, file_text, natural_number, power_mode
+from deploykit.core.profile import cuda_order
 from deploykit.engines.engine import Closing
 
 # These bits of nvmlDeviceGetCurrentClocksEventReasons lower the clocks.

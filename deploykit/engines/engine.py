@@ -22,8 +22,8 @@ from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.extras import installed
+from deploykit.core.json_value import Shown
 from deploykit.core.machine import this_machine
-from deploykit.core.notebook import Shown
 from deploykit.core.tensors import Specs, mismatch
 
 Arrays = Mapping[str, np.ndarray]

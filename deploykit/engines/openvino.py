@@ -22,8 +22,7 @@ from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.evidence import Layer
 from deploykit.core.extras import require
-from deploykit.core.machine import default_threads
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import default_threads, memory_errors
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import adds_exactly, external_weights

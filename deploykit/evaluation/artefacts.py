@@ -1,20 +1,24 @@
-"""Write an artefact to a temporary path, then keep it, or reject it as `NAME.rejected.EXT`.
+"""The output of a command: checked before any work, written to a temporary path, kept or rejected.
 
-A rejected artefact leaves the previous file as it was. Weights (`NAME.data`) and golden samples
-move with it.
+An output is none of the command's inputs, its name does not promise another kind of file, and what
+it replaces was written by deploykit and not changed since, unless `force` is set: no file of the
+user's is lost. A rejected artefact is kept as `NAME.rejected.EXT`, and the previous file stays as
+it was. Weights (`NAME.data`) and golden samples move with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest, load_manifest, sniff, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.evidence import (
     Drop,
@@ -25,16 +29,216 @@ from deploykit.core.evidence import (
     SearchRecord,
     WeightsFile,
 )
-from deploykit.core.files import StrPath, check_inside, sha256, temporary_folder
+from deploykit.core.files import (
+    StrPath,
+    check_inside,
+    check_utf8,
+    check_writable,
+    make_folder,
+    manifest_path,
+    new_folder,
+    sha256,
+    temporary_folder,
+    write_errors,
+)
 from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
-from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER, Task
-from deploykit.evaluation.outputs import SIDECARS, claim, rejected
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
+from deploykit.graph.parse import external_files
 
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph
+
+PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
+ANSWERS = "answers"  # JSON Lines: a file and its answer
+ANSWER_TABLE = "answer table"  # the same as CSV
+CHECKPOINT = "checkpoint"  # the state of a training run
+REPORT = ("report.json", "report.md", "report.html")
+SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
+    "weights": ".data",
+    "golden": ".golden.npz",
+    "tokenizer": TOKENIZER,
+}
+_ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files end
+    **{each.opens[0]: (Path(each.suffix).suffix,) for each in RUNTIMES.values() if each.builder},
+    "tensorrt": (".trt", ".plan", ".engine"),
+    "torch": (".pt", ".pth", ".ckpt"),
+    PREDICTIONS: (".npz",),
+    SPLIT: (".npz",),
+    ANSWERS: (".jsonl",),
+    ANSWER_TABLE: (".csv",),
+    CHECKPOINT: (".ckpt",),
+}
+_MARKS = {  # kind -> what the first or the last bytes of a file of deploykit's hold
+    PREDICTIONS: b"deploykit predictions",
+    SPLIT: b"deploykit split",
+    ANSWERS: b'", "answer": ',
+    ANSWER_TABLE: b"file,error,",
+    CHECKPOINT: b"",  # any: the run that resumes checks its contents
+}
+_OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .svg"
+_KNOWN = {end for ends in _ENDS.values() for end in ends} | {".jpeg", *_OTHERS.split()}
+
+
+def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = False) -> Path:
+    """Return the path of an output once it, and the files next to it, may be written.
+
+    `kind`: one of `_ENDS`. `inputs`: all that the command reads: paths and artefacts; anything else
+    is skipped. Raises BadInput.
+    """
+    place = Path(out)
+    end = place.suffix.lower()
+    if end in _KNOWN - set(_ENDS[kind]):
+        raise BadInput(
+            f"{place}: the name says {end}, and the file would be {_ENDS[kind][0]}",
+            hint=f"`out` {place.with_suffix(_ENDS[kind][0])}",
+        )
+    check_writable(place)
+    given = tuple(paths(inputs))
+    if kind in _MARKS:
+        check_inputs((place,), given)
+        check_owned((place,), {place.name} if _marked(place, kind) else (), force)
+        return place
+    check_utf8(place)
+    written = [place, rejected(place)]
+    if kind == "tensorrt":  # the graph that fails its gate before it is built
+        written.append(rejected(place.with_suffix(".onnx")))
+    with write_errors(place):  # the names of the files next to it may be too long
+        for file in written:
+            ours = _artefact(file, kind)
+            check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
+            check_owned((file, *_next_to(file)), ours, force)
+    return place
+
+
+def claim_report(
+    folder: StrPath,
+    inputs: Iterable[object],
+    *,
+    force: bool = False,
+    keys: Collection[str] = ("report", "machine", "verdict"),
+) -> Path:
+    """Return the folder of a report, which can be made or written to; `keys`: of its JSON.
+
+    A missing folder is not made yet, so that an interrupted command leaves none. Raises
+    BadInput.
+    """
+    with new_folder(Path(folder)) as place:
+        files = tuple(place / name for name in REPORT)
+        check_inputs(files, tuple(paths(inputs)))
+        ours: Collection[str] = ()
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads(files[0].read_text(encoding="utf-8"))
+            ours = REPORT if isinstance(found, dict) and set(keys) <= set(found) else ()
+        check_owned(files, ours, force)
+    return place
+
+
+def claim_splits(folder: StrPath, inputs: Iterable[object], *, force: bool = False) -> list[Path]:
+    """Return the files of calibration and test data; the folder is made. Raises BadInput."""
+    place, given = make_folder(Path(folder)), tuple(inputs)
+    return [claim(place / f"{n}.npz", SPLIT, given, force=force) for n in ("calibration", "test")]
+
+
+def claim_run(
+    inputs: Iterable[object], *, checkpoint: Path | None = None, tensorboard: Path | None = None
+) -> None:
+    """Check what a training run writes next to its model. Raises BadInput.
+
+    `checkpoint` may exist: the run that resumes from it checks its contents.
+    """
+    if checkpoint is not None:
+        given = [Path(each) for each in inputs if isinstance(each, (str, os.PathLike))]
+        claim(checkpoint, CHECKPOINT, given)
+        if checkpoint.resolve() in (each.resolve() for each in given):
+            raise overwrites(checkpoint)
+    if tensorboard is not None:
+        make_folder(tensorboard)
+
+
+def named_files(*references: str | None) -> list[str]:
+    """Return the files in options that also take other values: `file.py:name`, `FILE.toml`."""
+    files = [each.rpartition(":")[0] if ".py:" in each else each for each in references if each]
+    return [each for each in files if each.endswith((".py", ".toml"))]
+
+
+def rejected(place: Path) -> Path:
+    """Return the path of a file that was written and fails its gate."""
+    return place.with_name(f"{place.stem}.rejected{place.suffix}")
+
+
+def _next_to(place: Path) -> tuple[Path, ...]:
+    names = (place.with_name(place.name + suffix) for suffix in SIDECARS.values())
+    return (manifest_path(place), *names)
+
+
+def paths(inputs: Iterable[object]) -> Iterator[Path]:
+    """Yield the files and folders that are read, with a model's weights and sidecars."""
+    for each in inputs:
+        if not isinstance(each, (str, os.PathLike, Artefact)):
+            continue
+        path = Path(each)
+        with contextlib.suppress(OSError, ValueError, DeploykitError):
+            if path.is_dir():
+                yield path
+            elif path.is_file():
+                yield path
+                others = list(_next_to(path))
+                if sniff(path) == "onnx":
+                    others += [path.parent / name for name in external_files(path)]
+                yield from filter(os.path.isfile, others)
+
+
+def check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool = False) -> None:
+    """Raise BadInput where a file is an input. `keeps`: an input folder may hold it already."""
+    for file in filter(Path.exists, files):
+        for given in inputs:
+            inside = not keeps and given.is_dir() and given.resolve() in file.resolve().parents
+            if inside or given.samefile(file):
+                raise overwrites(file)
+
+
+def overwrites(file: Path) -> BadInput:
+    return BadInput(
+        f"{file}: is an input of this command, and would be overwritten",
+        hint="choose another `out`",
+    )
+
+
+def check_owned(files: Iterable[Path], ours: Collection[str], force: bool) -> None:
+    """Raise BadInput for a file whose name is not among `ours`, those that deploykit wrote."""
+    for file in files:
+        if not force and os.path.lexists(file) and file.name not in ours:
+            raise BadInput(
+                f"{file}: exists, and is not what deploykit wrote there",
+                hint="choose another `out`, or replace the file with `force`",
+            )
+
+
+def _artefact(place: Path, kind: str) -> set[str]:
+    """Return the names of a model file, if it is unchanged or gone, and of its sidecars."""
+    with contextlib.suppress(DeploykitError, OSError):
+        there = os.path.lexists(place)
+        found = Artefact(place).manifest if there else load_manifest(place)
+        if found is not None and (found.format == kind or not there):
+            sidecars = (getattr(found.evidence, name, None) for name in SIDECARS)
+            names = {s.file for s in sidecars if s}
+            text = found.task.text if found.task else None
+            names |= {text.tokenizer} if text else set()
+            return {place.name, manifest_path(place).name, *names}
+    return set()
+
+
+def _marked(place: Path, kind: str) -> bool:
+    """Return whether a file begins or ends like those that deploykit writes."""
+    with contextlib.suppress(OSError), place.open("rb") as file:
+        head = file.read(1 << 16)
+        file.seek(-min(64, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        return _MARKS[kind] in head or _MARKS[kind] in file.read()
+    return False
+
 
 Progress = Callable[[str, float], None]  # the current step, share done 0..1
 

@@ -13,8 +13,7 @@ from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
 from deploykit.core.files import StrPath
-from deploykit.core.json_value import json_value
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Shown, json_value
 from deploykit.core.precision import BY_NAME, CALIBRATED
 from deploykit.engines.data.samples import check_finite, read_samples
 from deploykit.engines.engine import Engine, load

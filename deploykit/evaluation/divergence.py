@@ -39,19 +39,6 @@ _CONVERTS = frozenset(("Cast", "QuantizeLinear", "DequantizeLinear", "Identity")
 _MERGED = frozenset(("Conv", "ConvTranspose", "Gemm"))
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A tensor of `a` and its twin in `b`; `node` and `operator` compute it in `a`.
-
-    `node` is "" for a node without a name.
-    """
-
-    a_name: str
-    b_name: str
-    node: str
-    operator: str
-
-
 def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
     """Return a copy that also has these tensors as outputs, and their names there, in order.
 
@@ -81,24 +68,25 @@ def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
     return Graph(probed, graph.path), shown
 
 
-def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
-    """Return the tensors that both main graphs compute, in the order of `a`.
+def shared(a: Graph, b: Graph) -> dict[str, tuple[str, onnx.NodeProto]]:
+    """Return for each tensor of `a` that both main graphs compute its twin in `b`, and its node.
 
-    They have one name, or names that differ by what a transform adds: NAME_float16, NAME_bfloat16,
-    NAME_dequantized. A name that another operator computes in `b` is a coincidence and left out.
-    The result is empty where the graphs share no names, as after two exports.
+    They are in the order of `a`, and have one name, or names that differ by what a transform adds:
+    NAME_float16, NAME_bfloat16, NAME_dequantized. A name that another operator computes in `b` is a
+    coincidence and left out. The result is empty where the graphs share no names, as after two
+    exports.
     """
     twins = _makers(b)
     by_stem: dict[str, str] = {}
     for name in twins:
         # the first: a node computes it, a Cast copies it
         by_stem.setdefault(_TWIN.sub("", name), name)
-    pairs = []
+    pairs = {}
     for name, node in _makers(a).items():
         other = name if name in twins else by_stem.get(_TWIN.sub("", name))
         if other is not None and _same_work(node, twins[other]):
-            pairs.append(Pair(name, other, node.name, node.op_type))
-    return tuple(pairs)
+            pairs[name] = other, node
+    return pairs
 
 
 def _makers(graph: Graph) -> dict[str, onnx.NodeProto]:
@@ -161,20 +149,20 @@ def first_divergence(
     `a` is the reference. A pair of tensors whose shapes differ is left out. Returns None where
     nothing differs, or the graphs share no names. Stops at the chunk with the answer.
     """
-    pairs, before = shared(a, b), 0.0
+    pairs, before = [(name, *twin) for name, twin in shared(a, b).items()], 0.0
     for first in range(0, len(pairs), chunk):
         part = pairs[first : first + chunk]
-        left = _values(a, [pair.a_name for pair in part], feeds)
-        right = _values(b, [pair.b_name for pair in part], feeds)
-        for pair, x, y in zip(part, left, right, strict=True):
+        left = _values(a, [name for name, *_ in part], feeds)
+        right = _values(b, [other for _, other, _ in part], feeds)
+        for (name, _, node), x, y in zip(part, left, right, strict=True):
             if x.shape != y.shape:
                 continue
             error, problem = tensor_error(x, y)
             if error > max_error:
                 array = next(iter(feeds.values()), None)
                 batch = int(array.shape[0]) if array is not None and array.ndim else 1
-                node = (pair.node, pair.operator, pair.a_name)
-                return Divergence(*node, error, before, batch, problem, max_error)
+                made = (node.name, node.op_type, name)
+                return Divergence(*made, error, before, batch, problem, max_error)
             before = error
     return None
 

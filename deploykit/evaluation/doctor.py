@@ -9,9 +9,17 @@ from pathlib import Path
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_command, install_hint, installed
-from deploykit.core.jetpack import JETPACKS, JetPack, find_jetpack, release_numbers
 from deploykit.core.json_value import Record
-from deploykit.core.machine import Gpu, Machine, file_text, this_machine
+from deploykit.core.machine import (
+    JETPACKS,
+    Gpu,
+    JetPack,
+    Machine,
+    file_text,
+    find_jetpack,
+    release_numbers,
+    this_machine,
+)
 from deploykit.core.profile import Profile, recognise
 from deploykit.core.runtime import ALL, RUNTIMES, Runtime
 from deploykit.engines.devices import GpuState, read_gpus

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import GoldenSamples, Parity, RowIndependence
 from deploykit.core.files import check_inside, sha256
-from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, batch_axes, batch_places
 from deploykit.engines.batching import looks_batched, prove_rows
 from deploykit.engines.data.samples import read_npz, write_npz

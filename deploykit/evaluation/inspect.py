@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.artefact import Artefact, ArtefactLike, Manifest
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
-from deploykit.core.manifest import Manifest
 from deploykit.core.precision import names_of
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.core.tensors import Specs

@@ -7,8 +7,8 @@ shapes raise an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from deploykit.core.evidence import Parity, ParityRow
 from deploykit.core.tensors import TensorSpec, batch_places
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks import class_axis
-from deploykit.evaluation.accuracy import Matches, pair
 
 MAX_ERROR = 1e-3
 CLASSES, PIXELS, BOXES = "classes", "pixels", "boxes"  # `ParityRow.answers`
@@ -303,3 +302,148 @@ class Tally:
         if self.undefined:
             return f"{self.undefined} of {self.values} values are NaN or infinity on both sides"
         return ""
+
+
+# A detector gives as many boxes as it finds, sorted by score: a difference of 1e-6 swaps two rows
+# or drops one. So each row is compared with its counterpart, which has the same label and an IoU of
+# at least 0.5.
+
+LEAST_IOU = 0.5
+_LABELS = ("labels", "classes")
+_MORE = ("masks", "keypoints", "keypoints_scores")  # these outputs have one row per box, too
+_MOST = 4096  # boxes per image: the IoU of all pairs is in memory at once
+_CLOSE = 1e-3  # share of the largest coordinate: boxes without an area this close are equal
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Paired boxes. `iou`: the sum over pairs. `images`: of each image, those matched and all.
+
+    All are the boxes of both sides, pairs counted once.
+    """
+
+    iou: float
+    images: tuple[tuple[int, int], ...]
+
+    @property
+    def matched(self) -> int:
+        return sum(matched for matched, _ in self.images)
+
+    @property
+    def total(self) -> int:
+        return sum(total for _, total in self.images)
+
+
+def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matches]]:
+    """Return both with only the boxes that both have, in the order of `left`.
+
+    These outputs of `left` are recognised: [M,4] or [N,M,4] named "...boxes" with "...scores" and
+    "...labels" or "...classes" [M] or [N,M] (and torchvision's masks and keypoints); and [N,M,6]
+    that can only be corners, a score and a class. Others stay as they are. The `Matches` are by the
+    name of the output that holds the boxes.
+    """
+    found: dict[str, Matches] = {}
+    left, right = dict(left), dict(right)
+    for head in list(_heads(left)):
+        if any(left[name].shape[2:] != right[name].shape[2:] for name in head):
+            continue
+        mine, theirs = _rows(left, head), _rows(right, head)
+        if mine[0].ndim != theirs[0].ndim or mine[0].shape[:-2] != theirs[0].shape[:-2]:
+            continue
+        if single := mine[0].ndim == 2:
+            mine, theirs = ([array[None] for array in side] for side in (mine, theirs))
+        images = range(len(mine[0]))
+        pairs = [_pairs([a[n] for a in mine], [a[n] for a in theirs]) for n in images]
+        for name in head:
+            for side, outputs in enumerate((left, right)):
+                parts = [outputs[name]] if single else outputs[name]
+                taken = [part[each[side]] for part, each in zip(parts, pairs, strict=True)]
+                outputs[name] = np.concatenate(taken)
+        iou, counts = sum(each[2] for each in pairs), [(len(each[0]), each[3]) for each in pairs]
+        found[head[0]] = Matches(iou, tuple(counts))
+    return left, right, found
+
+
+def _heads(outputs: Arrays) -> Iterator[tuple[str, ...]]:
+    """Yield the outputs of each head: boxes, scores, labels and more; or the one that holds all."""
+    for name, array in outputs.items():
+        if array.dtype.kind != "f" or array.ndim not in (2, 3) or array.shape[-2] > _MOST:
+            continue
+        if name.endswith("boxes") and array.shape[-1] == 4:
+            stem = name.removesuffix("boxes")
+            label = next((stem + each for each in _LABELS if stem + each in outputs), "")
+            rows = [outputs[each] for each in (stem + "scores", label) if each in outputs]
+            fits = len(rows) == 2 and all(each.shape == array.shape[:-1] for each in rows)
+            if fits and _corners(array):
+                more = [stem + each for each in _MORE if array.ndim == 2 and stem + each in outputs]
+                more = [each for each in more if outputs[each].shape[:1] == array.shape[:1]]
+                yield (name, stem + "scores", label, *more)
+        elif array.ndim == 3 and array.shape[-1] == 6 and _only_boxes(array):
+            yield (name,)
+
+
+def _rows(outputs: Arrays, head: Sequence[str]) -> Sequence[np.ndarray]:
+    """Return corners [..., M, 4], scores [..., M] and labels [..., M]."""
+    if len(head) == 1:
+        rows = outputs[head[0]]
+        return rows[..., :4], rows[..., 4], rows[..., 5]
+    return [outputs[name] for name in head[:3]]
+
+
+def _corners(boxes: np.ndarray) -> bool:
+    finite = bool(np.isfinite(boxes).all())
+    return finite and bool((boxes[..., 2:] >= boxes[..., :2]).all())
+
+
+def _only_boxes(rows: np.ndarray) -> bool:
+    """Return whether all rows are corners, a score and a class, and some have an area."""
+    scores, classes = rows[..., 4], rows[..., 5]
+    shares = bool(((scores >= 0) & (scores <= 1)).all() and scores.any())
+    numbers = bool(((classes >= 0) & (np.trunc(classes) == classes)).all())
+    return shares and numbers and _corners(rows[..., :4]) and bool(_areas(rows[..., :4]).any())
+
+
+def _pairs(
+    left: Sequence[np.ndarray], right: Sequence[np.ndarray]
+) -> tuple[list[int], list[int], float, int]:
+    """Return the places of an image's paired boxes on both sides, their IoU, and all boxes."""
+    (boxes, scores, labels), (others, their_scores, their_labels) = left, right
+    mine, theirs = _real(boxes, scores), _real(others, their_scores)
+    iou = _iou(boxes[mine], others[theirs])
+    iou[labels[mine][:, None] != their_labels[theirs]] = 0
+    found: tuple[list[int], list[int]] = ([], [])
+    shared = 0.0
+    for row, place in enumerate(mine):
+        if not len(theirs) or iou[row].max() < LEAST_IOU:
+            continue
+        best = np.flatnonzero(iou[row] >= iou[row].max() - _CLOSE)
+        gaps = np.abs(their_scores[theirs[best]].astype(np.float64) - float(scores[place]))
+        column = best[gaps.argmin()]
+        shared += float(iou[row, column])
+        iou[:, column] = 0
+        found[0].append(int(place))
+        found[1].append(int(theirs[column]))
+    return *found, shared, len(mine) + len(theirs) - len(found[0])
+
+
+def _real(boxes: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Return the indices of the boxes, best first, without the zero rows that pad a fixed size."""
+    order = np.argsort(-scores.astype(np.float64), kind="stable")
+    return np.asarray(order[((scores != 0) | boxes.any(-1))[order]])
+
+
+def _areas(boxes: np.ndarray) -> np.ndarray:
+    sides = np.maximum(boxes[..., 2:] - boxes[..., :2], 0)
+    return np.asarray(sides[..., 0] * sides[..., 1])
+
+
+def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Intersection over union [L,R] of boxes [L,4] and [R,4]; 1 where they are all but equal."""
+    right = np.where(np.isfinite(right), right, 0)  # then it overlaps no box of `left` much
+    a, b = left.astype(np.float64)[:, None], right.astype(np.float64)[None]
+    low, high = np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])
+    shared = _areas(np.concatenate((low, high), -1))
+    union = _areas(a) + _areas(b) - shared
+    share = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    close = np.abs(a - b).max(-1) <= _CLOSE * np.abs(left).max(initial=0)
+    return np.where(close, 1.0, share)

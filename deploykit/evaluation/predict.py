@@ -48,9 +48,15 @@ from deploykit.engines.data.samples import (
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks import MOST_ROWS, TaskEngine
 from deploykit.evaluation.accuracy import top1
-from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.artefacts import (
+    ANSWER_TABLE,
+    ANSWERS,
+    PREDICTIONS,
+    Progress,
+    claim,
+    no_progress,
+)
 from deploykit.evaluation.feeds import rows_that_run
-from deploykit.evaluation.outputs import ANSWER_TABLE, ANSWERS, PREDICTIONS, claim
 from deploykit.evaluation.statistics import proportion
 from deploykit.evaluation.verify import open_proven
 

@@ -7,14 +7,13 @@ no ONNX Runtime.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.artefact import Artefact, ArtefactLike, Manifest, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
     AskedNode,
@@ -22,19 +21,17 @@ from deploykit.core.evidence import (
     Evidence,
     Gate,
     GoldenSamples,
-    Layer,
     Parity,
     PrecisionReadBack,
 )
 from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
-from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
+from deploykit.evaluation.accuracy import MAX_DROP, MIN_SQNR_DB
 from deploykit.evaluation.feeds import comparison_feeds, small_batches
 from deploykit.evaluation.parity import compare_engines
 
@@ -63,39 +60,32 @@ def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
     )
 
 
-def compare_layers(
-    layers: Sequence[Layer] | None, asked: Sequence[AskedNode], *, allow_wider: bool = False
-) -> PrecisionReadBack:
-    """Compare the precisions of a plan's layers with those that its graph asked for."""
-    read = PrecisionReadBack(None, seen=0.0, allow_wider=allow_wider, asked=tuple(asked))
-    if layers is None:
-        return read
+def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
+    """Compare the precisions of an open engine's layers with those that its graph asked for.
 
-    precisions = {node.name: node.precision for node in asked}
-    counted = any(node.operations for node in asked)
-    work = {node.name: node.operations if counted else 1 for node in asked}
+    Returns `before` where the engine does not report its layers.
+    """
+    try:
+        layers = inspector.read_layers(engine.layer_information())
+    except (DeploykitError, ValueError):
+        return before
+    precisions = {node.name: node.precision for node in before.asked}
+    counted = any(node.operations for node in before.asked)
+    work = {node.name: node.operations if counted else 1 for node in before.asked}
 
     def share(nodes: Iterable[str]) -> float:
         return sum([work[node] for node in nodes]) / (sum(work.values()) or 1)
 
     wider = inspector.mismatches(precisions, layers)
-    return replace(
-        read,
-        layers=tuple(layers),
-        wider=tuple(wider.values()),
-        shares=inspector.shares(layers),
+    return PrecisionReadBack(
+        tuple(layers),
+        tuple(wider.values()),
+        inspector.shares(layers),
         seen=1 - share(inspector.unseen(precisions, layers)),
         wider_share=share(wider),
+        allow_wider=before.allow_wider,
+        asked=before.asked,
     )
-
-
-def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
-    """Read the precisions of an open engine's layers; `before` where it does not report them."""
-    try:
-        layers = inspector.read_layers(engine.layer_information())
-    except (DeploykitError, ValueError):
-        return before
-    return compare_layers(layers, before.asked, allow_wider=before.allow_wider)
 
 
 def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
@@ -266,14 +256,12 @@ def open_proven(
     threads: int | None = None,
     trust: bool = False,
     instances: int = 1,
-    cuda_graphs: Sequence[int] = (),
-    overlap: bool = True,
-    shared: Path | None = None,
+    open_engine: Callable[..., Engine] = load,
     on_note: Callable[[str], None] = log.warning,
 ) -> list[Engine]:
     """Open an artefact `instances` times; the caller closes the engines.
 
-    TensorRT engines share their weights. `cuda_graphs`, `overlap`, `shared`: see `load`.
+    TensorRT engines share their weights. `open_engine`: `load`, with further options of its own.
     `trust`: open a TensorRT engine without a manifest too, one with code from elsewhere, or one
     that nothing here can prove; one whose outputs are wrong is never opened. `on_note` gets each
     warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput
@@ -284,11 +272,10 @@ def open_proven(
     artefact = Artefact.open(source)
     manifest = artefact.manifest if artefact.format == "tensorrt" else None
     engines: list[Engine] = []
-    open_engine = partial(load, device=device, threads=threads, trust=trust, shared=shared)
     with ExitStack() as stack:
         for _ in range(instances):
             engine = engines[0].share() if engines else None
-            engine = engine or open_engine(artefact, cuda_graphs=cuda_graphs, overlap=overlap)
+            engine = engine or open_engine(artefact, device, threads=threads, trust=trust)
             engines.append(engine)
             stack.callback(engine.close)
             if len(engines) == 1 and manifest is not None:

@@ -35,10 +35,15 @@ from deploykit.engines.torch.files import (
     rewrite_for,
     source_place,
 )
+from deploykit.engines.torch.loaded import Loaded
 from deploykit.exporting.operators import recurrent_layers_whole, translations
 from deploykit.exporting.reasons import (
+    BY_DATA,
     BY_DATA_HINT,
+    CAPTURED,
     DECIDES,
+    FINAL,
+    FIXED,
     FREE_HINT,
     CallWatch,
     Decision,
@@ -529,35 +534,31 @@ class Exported:
 
 
 def export_module(
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
+    loaded: Loaded,
     out: Path,
     *,
     opset: int = DEFAULT_OPSET,
     sizes: Mapping[str, int] | None = None,
-    example: Example | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
-    """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
+    """Write a module to `out`; past `max_bytes` of weights, these to OUT.data next to it.
 
-    `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
-    order of `outputs`. TorchScript goes through torch's older exporter; so does a module that the
-    current one fails on, where the reason does not make the older one's graph wrong. `sizes`: the
-    size to export at, by axis. `example`: the user's, for other values than zeros.
+    TorchScript goes through torch's older exporter; so does a module that the current one fails on,
+    where the reason does not make the older one's graph wrong. `sizes`: the size to export at, by
+    axis.
 
     Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
     code that it comes from.
     """
-    older = is_scripted(module)
+    older = is_scripted(loaded.module)
     offered = TORCHSCRIPT_OPSETS if older else OPSETS
     if opset not in offered:
         which = " for TorchScript" if older else ""
         raise BadInput(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
-    sizes = example_sizes(inputs, sizes)
-    job = ExportJob(module, inputs, outputs, opset, sizes, example or Example())
+    sizes = example_sizes(loaded.inputs, sizes)
+    job = ExportJob(loaded.module, loaded.inputs, loaded.outputs, opset, sizes, loaded.example)
     decided: tuple[Decision, ...] = ()
     why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
@@ -565,7 +566,7 @@ def export_module(
             try:
                 model, decided = _keep_axes(job)
             except NotExported as first:
-                if first.final:
+                if first.cause in (FINAL, FIXED):
                     raise _add_advice(first, job) from first.__cause__
                 model, why = _fall_back(job, Path(folder), first), first.message
         else:
@@ -631,7 +632,7 @@ def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
             return found
         except NotExported as exc:
             first = first or exc
-            if not first.fixed:
+            if first.cause != FIXED:
                 raise
     raise first or BadInput("no sizes to try")
 
@@ -640,7 +641,7 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     """Return the older exporter's graph; raises `first` where that fails as well."""
     if job.opset not in TORCHSCRIPT_OPSETS:
         raise _add_advice(first, job)
-    if first.by_data:
+    if first.cause == BY_DATA:
         watch = watch_calls(job)
         if watch.reads_inputs:
             stopped = first.message.removesuffix(DECIDES)  # maybe at a size in a tensor
@@ -654,12 +655,12 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
         model, frozen = by_torchscript(job, folder)
     except NotExported:
         raise _add_advice(first, job) from None
-    if frozen and not first.captured and not first.by_data:
+    if frozen and first.cause not in (CAPTURED, BY_DATA):
         what = _add_advice(first, job).message
         raise NotExported(
             f"{what}; and torch's older exporter would keep one branch at {frozen[0]}",
             hint=first.hint,
-            final=True,
+            cause=FINAL,
         )
     return model
 

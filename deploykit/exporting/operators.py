@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from deploykit.core.extras import require
-from deploykit.exporting.reasons import NotExported
+from deploykit.exporting.reasons import FINAL, NotExported
 
 torch: ModuleType = require("torch")
 onnxscript: ModuleType = require("onnxscript")
@@ -34,8 +34,8 @@ _PROJECTION_HINT = (
 )
 _library: Any = torch.library.Library("deploykit", "FRAGMENT")
 _library.define(
-    "recurrent(Tensor x, Tensor[] states, Tensor[] weights, str kind, bool biases, int layers,"
-    " bool both, bool batch_first, Tensor? lengths) -> (Tensor, Tensor, Tensor)"
+    "recurrent(Tensor x, Tensor[] states, Tensor[] weights, str kind, int layers, bool both,"
+    " Tensor? lengths) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "suppress(Tensor boxes, Tensor scores, Tensor classes, int count, float iou, int most)"
@@ -51,7 +51,7 @@ def translations() -> Mapping[Any, Callable[..., Any]]:
 
 @torch.library.register_fake("deploykit::recurrent", lib=_library)  # type: ignore[untyped-decorator]
 def _recurrent_shapes(x: Any, states: Sequence[Any], *options: Any) -> tuple[Any, Any, Any]:
-    _weights, _kind, _biases, _layers, both, *_ = options
+    _weights, _kind, _layers, both, *_ = options
     y = x.new_empty((*x.shape[:2], states[0].shape[2] * (2 if both else 1)))
     return y, torch.empty_like(states[0]), torch.empty_like(states[-1])
 
@@ -61,14 +61,12 @@ def _translate_recurrent(
     states: Sequence[VALUE],
     weights: Sequence[VALUE],
     kind: str,
-    biases: bool,
     layers: int,
     both: bool,
-    batch_first: bool,
     lengths: VALUE | None = None,
 ) -> Any:
     ways = 2 if both else 1
-    each = 4 if biases else 2
+    each = len(weights) // (layers * ways)  # 4 with biases, 2 without
     options: dict[str, Any] = {
         "direction": "bidirectional" if both else "forward",
         "hidden_size": weights[1].shape[1],
@@ -77,8 +75,6 @@ def _translate_recurrent(
         options["linear_before_reset"] = 1  # torch defines its GRU so
     elif kind == "rnn_relu":
         options["activations"] = ["Relu"] * ways
-    if batch_first:
-        x = op.Transpose(x, perm=[1, 0, 2])
     if lengths is not None:
         lengths = op.Cast(lengths, to=onnxscript.INT32.dtype)
     ends: list[list[Any]] = []
@@ -86,7 +82,7 @@ def _translate_recurrent(
         of_layer = [weights[(layer * ways + way) * each :][:each] for way in range(ways)]
         w, r = (_join([_in_order(one[at], kind) for one in of_layer]) for at in (0, 1))
         b = None
-        if biases:
+        if each == 4:
             both_b = [[_in_order(one[at], kind) for at in (2, 3)] for one in of_layer]
             b = _join([op.Concat(*pair, axis=0) for pair in both_b])
         at = layer * ways
@@ -96,8 +92,6 @@ def _translate_recurrent(
         y, *found = getattr(op, _LAYERS[kind])(x, w, r, b, lengths, *begins, **options)
         ends.append(found)
         x = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
-    if batch_first:
-        x = op.Transpose(x, perm=[1, 0, 2])
     states = [op.Concat(*one, axis=0) if layers > 1 else one[0] for one in zip(*ends, strict=True)]
     return x, states[0], states[-1]
 
@@ -141,20 +135,23 @@ def recurrent_layers_whole() -> Iterator[None]:
 def _calling(kind: str) -> Callable[..., Any]:
     def call(x: Any, *given: Any) -> Any:
         packed = given[0] if isinstance(given[0], _Packed) else None
-        hx, weights, biases, layers, _dropout, _train, both, *first = given[packed is not None :]
+        hx, weights, _biases, layers, _dropout, _train, both, *first = given[packed is not None :]
         states = list(hx) if kind == "lstm" else [hx]
         if states[0].shape[2] != states[-1].shape[2]:
             raise NotExported(
-                "ONNX's LSTM has no projection (`proj_size`)", hint=_PROJECTION_HINT, final=True
+                "ONNX's LSTM has no projection (`proj_size`)", hint=_PROJECTION_HINT, cause=FINAL
             )
+        batch_first = bool(first and first[0])
         if packed is not None:
             x = x.unflatten(0, (packed.steps, packed.rows))
+        elif batch_first:
+            x = x.transpose(0, 1)
         lengths = packed.lengths if packed is not None else None
-        y, h, c = torch.ops.deploykit.recurrent(
-            x, states, weights, kind, biases, layers, both, bool(first and first[0]), lengths
-        )
+        y, h, c = torch.ops.deploykit.recurrent(x, states, weights, kind, layers, both, lengths)
         if packed is not None:
             y = y.flatten(0, 1)
+        elif batch_first:
+            y = y.transpose(0, 1)
         return (y, h, c) if kind == "lstm" else (y, h)
 
     return call

@@ -77,28 +77,20 @@ BY_DATA_HINT = "write it with torch.where or torch.cond, or compute it outside t
 FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
 
-class NotExported(BadInput):
-    """`final`: the other exporter would write a graph that is wrong, so it must not be tried.
+FINAL = "final"  # the other exporter would write a graph that is wrong: it must not be tried
+FIXED = "fixed"  # final, as an axis became a constant; another way of tracing may keep it
+BY_DATA = "by data"  # a branch on a tensor
+CAPTURED = "captured"  # torch.export itself succeeded: nothing in the model depends on the data
 
-    `captured`: torch.export itself succeeded, so that nothing in the model depends on the data.
-    `fixed`: a size of an axis became a constant; another way of tracing may keep it. `by_data`: a
-    branch on a tensor. `operator`: what ONNX, or torch's exporter, lacks: "aten.median".
-    """
+
+class NotExported(BadInput):
+    """`cause`: one of those above, or "". `operator`: what ONNX or torch lacks: "aten.median"."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        hint: str | None = None,
-        final: bool = False,
-        captured: bool = False,
-        fixed: bool = False,
-        by_data: bool = False,
-        operator: str = "",
+        self, message: str, *, hint: str | None = None, cause: str = "", operator: str = ""
     ) -> None:
         super().__init__(message, hint=hint)
-        self.final, self.fixed = final or fixed, fixed
-        self.captured, self.by_data, self.operator = captured, by_data, operator
+        self.cause, self.operator = cause, operator
 
 
 def explain(
@@ -113,7 +105,7 @@ def explain(
     place = source_place(frame.filename, frame.lineno or 0, frame.name) if frame else ""
     own = next((item for item in chain if isinstance(item, NotExported)), None)
     if own is not None:
-        return NotExported(f"{own.message} ({place})", hint=own.hint, final=own.final)
+        return NotExported(f"{own.message} ({place})", hint=own.hint, cause=own.cause)
     kinds = [type(item) for item in chain]
     if any(
         kind.__name__ == "GuardOnDataDependentSymNode"
@@ -122,7 +114,7 @@ def explain(
     ):
         files = [at.filename for x in chain for at in traceback.extract_tb(x.__traceback__)]
         if any("distributions" in Path(file).parts for file in files):
-            return NotExported(f"{_CHECKED} ({place})", hint=_CHECKED_HINT, final=True)
+            return NotExported(f"{_CHECKED} ({place})", hint=_CHECKED_HINT, cause=FINAL)
         if frame and is_written_for_tracing(frame.filename):
             return NotExported(
                 f"torch.export does not take torchvision's selection of boxes ({place})",
@@ -131,7 +123,7 @@ def explain(
         return NotExported(
             f"{place or 'the model'}{DECIDES}",
             hint=hint_for(place, BY_DATA_HINT),
-            by_data=True,
+            cause=BY_DATA,
         )
     reason = first_line(chain[-1])
     if match := _SIZE_TAKEN.search(reason):  # one that must equal another, or be no smaller
@@ -144,14 +136,14 @@ def explain(
                         f"the model takes axis {axis} (axis {at} of input '{spec.name}') from "
                         f"{match[2]} on",
                         hint="give an example that is longer along it",
-                        fixed=True,
+                        cause=FIXED,
                     )
     if re.search("Constraints violated|Expected op to be '=='", reason):
         lines = [line.strip(" -") for line in str(chain[-1]).splitlines()[1:] if line.strip()]
         return NotExported(
             f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else reason)}",
             hint=FREE_HINT,
-            fixed=True,
+            cause=FIXED,
         )
     operator, reason = _operator(chain, reason)
     reason = textwrap.shorten(reason, _LONGEST, placeholder=" ...")
@@ -159,7 +151,7 @@ def explain(
     return NotExported(
         f"torch cannot export the model: {reason}{where}",
         hint=hint_for(place, None) if re.search("split|chunk|unbind", reason) else None,
-        captured=any(kind.__name__ == "ConversionError" for kind in kinds),
+        cause=CAPTURED if any(kind.__name__ == "ConversionError" for kind in kinds) else "",
         operator=operator,
     )
 
@@ -180,7 +172,7 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
         f"the model fixes axis {spec.shape[at]} (axis {at} of input '{spec.name}') {kind} {size}: "
         + (place or "something in it reads that size as a constant"),
         hint=hint_for(place, FREE_HINT),
-        fixed=True,
+        cause=FIXED,
     )
 
 

@@ -29,7 +29,6 @@ from deploykit.core.task import (
     TextInput,
 )
 from deploykit.core.tensors import TensorSpec, concrete
-from deploykit.exporting.load import ExportSource
 
 if TYPE_CHECKING:
     from deploykit.engines.torch.loaded import Loaded
@@ -107,37 +106,38 @@ def read_options(kind: str | None, **given: Any) -> TaskOptions | None:
 
 
 def with_task(
-    source: ExportSource,
+    loaded: Loaded,
+    path: Path | None,
     options: TaskOptions | None,
     pixels: Preprocess | None,
     rule: dict[str, Any],
 ) -> Tasked:
     """Put a model behind its preprocessing, and the outputs of its task behind it.
 
-    `options`: None for a model without a task. `pixels`, `rule`: what the user's `preprocess` says
-    of values, and about placing an image. Raises BadInput for a task that does not fit the model.
+    `path`: of the model's file or folder. `options`: None for a model without a task. `pixels`,
+    `rule`: what the user's `preprocess` says of values, and about placing an image. Raises BadInput
+    for a task that does not fit the model.
     """
     if options is None:
         from deploykit.engines.torch.loaded import with_preprocess
 
-        loaded = source.loaded
         return Tasked(with_preprocess(loaded, pixels) if pixels else loaded, pixels=pixels)
     from deploykit.exporting.heads.head import own_module
     from deploykit.exporting.library import check_answers
 
-    takes, image = options.kind.takes, any(len(spec.shape) == 4 for spec in source.loaded.inputs)
+    takes, image = options.kind.takes, any(len(spec.shape) == 4 for spec in loaded.inputs)
     if "text" not in takes or ("image" in takes and image):
-        job = _with_image(source, options, pixels, rule)
-        folder = source.path if source.path and source.path.is_dir() else None
+        job = _with_image(loaded, path, options, pixels, rule)
+        folder = path if path and path.is_dir() else None
     elif pixels or rule:
         raise BadInput(
             f"`preprocess` is for an image; `task` {options.kind.name} of the model has none"
         )
     else:
-        job = _with_text(source, options)
+        job = _with_text(loaded, path, options)
         folder = job.tokenizer and job.tokenizer.parent
     chosen = options.pooling is not None
-    model = own_module(source.loaded)
+    model = own_module(loaded)
     notes = check_answers(job.task, job.loaded, model, folder, pooled=chosen) if job.task else ()
     return replace(job, notes=job.notes + notes)
 
@@ -172,14 +172,17 @@ def _head(
 
 
 def _with_image(
-    source: ExportSource, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
+    loaded: Loaded,
+    path: Path | None,
+    options: TaskOptions,
+    pixels: Preprocess | None,
+    rule: dict[str, Any],
 ) -> Tasked:
     from deploykit.engines.torch.loaded import with_preprocess
     from deploykit.engines.torch.presets import ASSUMED, switch_resizing_off
     from deploykit.exporting.library import check_pixels, preset_of_folder
 
-    kind, loaded = options.kind, source.loaded
-    preset = loaded.preset
+    kind, preset = options.kind, loaded.preset
     compared: tuple[str, ...] = ()
     text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
     if text or len(loaded.inputs) > 1:
@@ -197,7 +200,7 @@ def _with_image(
     spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
     if spec is None:
         if pixels is None:
-            preset = preset or preset_of_folder(source.path, loaded)
+            preset = preset or preset_of_folder(path, loaded)
             compared = check_pixels(preset) if preset and not rule else ()
             pixels = preset.preprocess if preset else None
         if pixels is None:
@@ -350,8 +353,7 @@ def ids_of(names: Sequence[str]) -> str | None:
     return next((name for name in names if name in _IDS), None)
 
 
-def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
-    loaded = source.loaded
+def _with_text(loaded: Loaded, model: Path | None, options: TaskOptions) -> Tasked:
     names = [spec.name for spec in loaded.inputs]
     ids = ids_of(names)
     if ids is None:
@@ -366,7 +368,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
             + ", ".join(unfilled),
             hint="wrap the model in a module that makes the others itself",
         )
-    folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
+    folder = model if model is None or model.is_dir() else model.parent
     path = options.tokenizer or (folder and folder / "tokenizer.json")
     if path is None or not path.is_file():
         where = f"{path}: no such file" if path else "a live module has no folder"

@@ -22,7 +22,7 @@ from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, DeploykitError, os_reason
 from deploykit.core.extras import require
 from deploykit.core.files import open_readable
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors
 
 MAX_NESTED = 12  # nested graphs: ONNX Runtime 1.23 opens 12 levels in 0.2 s, 20 in 30 s
 SMALL_BYTES = 1024  # a smaller tensor may be a shape, whose value inference needs

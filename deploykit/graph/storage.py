@@ -23,7 +23,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 from deploykit.core.artefact import sniff, wrong_format
 from deploykit.core.errors import BadInput, first_line, os_reason
 from deploykit.core.files import atomic_write, check_data_file, open_readable
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors
 from deploykit.graph.parse import (
     GRAPH,
     INITIALIZER,

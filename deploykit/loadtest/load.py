@@ -26,10 +26,8 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Gate, Interval
 from deploykit.core.files import StrPath
 from deploykit.core.machine import now, provenance, this_machine, usable_cores
-from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.latency import Latency
-from deploykit.evaluation.outputs import claim_report
-from deploykit.evaluation.statistics import throughput
+from deploykit.evaluation.artefacts import Progress, claim_report, no_progress
+from deploykit.evaluation.statistics import Latency, throughput
 from deploykit.loadtest.client import Load, RunRecord, SendPlan, run_plans
 from deploykit.loadtest.server import find_server
 from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests, probe

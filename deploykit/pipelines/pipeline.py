@@ -14,12 +14,10 @@ from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import StrPath, atomic_write
-from deploykit.core.json_value import Record
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Record, Shown
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import Closing, Engine
-from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.outputs import ANSWERS, claim
+from deploykit.evaluation.artefacts import ANSWERS, Progress, claim, no_progress
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
 from deploykit.pipelines.stages import (

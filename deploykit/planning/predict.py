@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deploykit.core.json_value import Record
+from deploykit.core.machine import builder_bytes
 from deploykit.core.machine import memory_bytes as this_memory
-from deploykit.core.memory import builder_bytes
 from deploykit.core.precision import BY_NAME, narrowest
 from deploykit.core.profile import PowerMode, Profile
 from deploykit.graph import cost as kinds

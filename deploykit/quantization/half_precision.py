@@ -1,4 +1,4 @@
-"""Cast a float32 ONNX graph to half precision: float16 or bfloat16.
+"""Cast a float32 ONNX graph to half precision, float16 or bfloat16, and run it as a GPU would.
 
 Nodes whose activations come near 65504, the largest float16, stay float32: a CPU would not show the
 overflow, a GPU would. bfloat16 has the range of float32 and needs no guard. Inputs and outputs keep
@@ -13,24 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import onnx
 from onnx import TensorProto, defs, helper, numpy_helper
 
 from deploykit.core import precision
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
+from deploykit.core.extras import installed
+from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.engine import Engine, OpenEngine, load
 from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
 from deploykit.graph.preflight import NO_BFLOAT16
 from deploykit.graph.storage import inner_reads, reads, stored_elements
-from deploykit.quantization.qdq_placement import box_nodes
-
-if TYPE_CHECKING:
-    from deploykit.quantization.calibrate import Range
-
+from deploykit.quantization.qdq import Range, box_nodes
 
 # Half precision would round positions, lengths and sizes: float16 holds integers up to 2048,
 # bfloat16 up to 256. Values computed from integers and constants alone are followed until they meet
@@ -275,6 +276,7 @@ SMALLEST = 2.0**-25  # smaller values are rounded to 0
 _LARGEST_BFLOAT16 = 0xFF * 2.0**120  # just below float32's
 
 _FLOAT = TensorProto.FLOAT
+_NAMES_A_TYPE = ("to", "dtype", "output_dtype")  # attributes
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 PAIR_OPSET = 19  # the first whose pairs take half scales
 # A scale may be off by what INT8 itself rounds away: half a step of 127.
@@ -426,7 +428,9 @@ class _Writer:
                 self._need_float(name)
         for place in outputs:
             node.output[place] += self.suffix
-        _retype(node, self.half)
+        for attribute in node.attribute:
+            if attribute.name in _NAMES_A_TYPE and attribute.i == _FLOAT:
+                attribute.i = self.half.kind
         self.nodes.append(node)
         self.ready.update(node.output)
 
@@ -552,8 +556,82 @@ def _largest(array: np.ndarray) -> float:
     return max(high, -low) if low == low else low  # NaN comes back as NaN
 
 
-def _retype(node: onnx.NodeProto, half: _Half) -> None:
-    """Replace float32 in the attributes that name a type."""
-    for attribute in node.attribute:
-        if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
-            attribute.i = half.kind
+# A GPU's matrix units take half inputs and add up in float32: each result is rounded to its type,
+# and overflows to infinity. ONNX Runtime's own CPU kernels for float16 hide both: what they lack
+# they compute in float32, through a whole chain of nodes without rounding. For bfloat16 it has
+# hardly any. So on a CPU a graph is run in float32, with every half tensor rounded.
+
+_HALF_KINDS = frozenset(each.kind for each in _HALVES.values())
+
+
+def simulate(source: Graph) -> Graph:
+    """Return the graph with Casts to the half type and back after each node that makes it.
+
+    Inputs and outputs keep their names and types, and so do half tensors between, which hold the
+    rounded values. Nodes with bodies (If, Loop, Scan) stay as they are. ONNX Runtime 1.20 and newer
+    keep these pairs of casts at every level of optimisation; run it at ORT_DISABLE_ALL all the
+    same, since a fused node rounds less often. `source` is left as it is, and returned where it
+    has no half tensor.
+    """
+    types = source.element_types
+    if _HALF_KINDS.isdisjoint(types.values()):
+        return source
+    editor = Editor(source)
+    nodes: list[onnx.NodeProto] = []
+    twins: dict[str, str] = {}  # a half tensor -> its twin in float32, which all nodes read
+
+    def twin(name: str) -> str:
+        if types.get(name) not in _HALF_KINDS:
+            return name
+        if name not in twins and name in editor.constants:
+            twins[name] = editor.store(f"{name}_float32", editor.array(name).astype(np.float32))
+        elif name not in twins:
+            twins[name] = editor.fresh(f"{name}_float32")
+            nodes.append(editor.node("Cast", [name], twins[name], to=_FLOAT))
+        return twins[name]
+
+    for node in editor.graph.node:
+        casts = []
+        if not any(subgraphs(node)):
+            node.input[:] = [twin(name) for name in node.input]
+            for place, name in enumerate(node.output):
+                if types.get(name) in _HALF_KINDS:
+                    node.output[place] = editor.fresh(f"{name}_unrounded")
+                    casts.append(editor.node("Cast", [node.output[place]], name, to=types[name]))
+            for attribute in node.attribute:
+                _widen(attribute)
+        nodes += [node, *casts]
+    return editor.finish(nodes)
+
+
+def _widen(attribute: onnx.AttributeProto) -> None:
+    """Replace half types in attributes: Cast's `to`, `dtype`, the value of a Constant."""
+    if attribute.name in _NAMES_A_TYPE and attribute.i in _HALF_KINDS:
+        attribute.i = _FLOAT
+    elif attribute.HasField("t") and attribute.t.data_type in _HALF_KINDS:
+        values = numpy_helper.to_array(attribute.t).astype(np.float32)
+        attribute.t.CopyFrom(numpy_helper.from_array(values, attribute.t.name))
+
+
+def runs_graphs(runtime: str) -> bool:
+    """Return whether `runtime` opens ONNX files on this machine's CPU."""
+    found = RUNTIMES[runtime]
+    return "onnx" in found.opens and all(map(installed, found.modules))
+
+
+def open_graph(runtime: str, graph: Graph, folder: Path) -> Engine:
+    """Open a graph in its own runtime if that opens graphs here, else as `open_rounded` does."""
+    if not runs_graphs(runtime):
+        return open_rounded(graph, folder)
+    open_engine: OpenEngine = resolve_name(RUNTIMES[runtime].engine)
+    return open_engine(Artefact(graph.path), "cpu", None, False)
+
+
+def open_rounded(graph: Graph, folder: Path) -> Engine:
+    """Open a graph in ONNX Runtime, its half tensors rounded to their type as on a GPU."""
+    from deploykit.engines.onnxruntime.engine import open_as_written
+
+    rounded = simulate(graph)
+    if rounded is graph:
+        return load(graph.path, "cpu")
+    return open_as_written(rounded.save(folder / "rounded.onnx", temporary=True).path)

@@ -33,9 +33,16 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
-from deploykit.evaluation.accuracy import TOP1, Metric, find_metric
+from deploykit.evaluation.accuracy import (
+    MAX_DROP,
+    NOTHING_FOUND,
+    TOP1,
+    Criterion,
+    Metric,
+    evaluate,
+    find_metric,
+)
 from deploykit.evaluation.artefacts import Progress
-from deploykit.evaluation.evaluation import MAX_DROP, NOTHING_FOUND, evaluate
 from deploykit.evaluation.feeds import (
     MOST_SAMPLES,
     Feeds,
@@ -47,14 +54,19 @@ from deploykit.evaluation.feeds import (
     rows_that_run,
 )
 from deploykit.evaluation.parity import DRAWS_NUMBERS, compare_engines, draws_numbers
-from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
-from deploykit.quantization.half_precision import PAIR_OPSET, lacking_in
+from deploykit.quantization.half_precision import (
+    PAIR_OPSET,
+    lacking_in,
+    open_graph,
+    runs_graphs,
+    simulate,
+)
+from deploykit.quantization.qdq import Calibration, without_kernel
 
 if TYPE_CHECKING:
-    from deploykit.quantization.calibrate import Calibration
     from deploykit.quantization.scales import Scales
 
 
@@ -129,7 +141,6 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
-        from deploykit.quantization.qdq import without_kernel
         from deploykit.quantization.scales import convert
 
         converted, kept = convert(
@@ -304,13 +315,11 @@ def evaluate_engines(
     found = evaluate(
         reference,
         candidate,
-        samples=job.samples,
-        metric=job.metric,
-        max_drop=job.request.max_drop,
+        job.samples,
+        Criterion(job.metric, job.request.max_drop, share_outputs(job.source)),
         names=(job.model.name, name),
         batch_size=job.batch_size,
         random=feeds,
-        shares=share_outputs(job.source),
     )
     if found.passed:
         return found
@@ -325,7 +334,7 @@ def evaluate_engines(
         outputs = candidate(each).values()
         if all(np.isfinite(array).all() for array in outputs if array.dtype.kind == "f"):
             continue
-        first = first_divergence(job.source, round_halves(converted), each, sys.float_info.max)
+        first = first_divergence(job.source, simulate(converted), each, sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
     return found
 
@@ -363,15 +372,8 @@ def evaluate_engine(
     samples = samples.first(len(samples) // low * low)
     if low == 1 != high:
         size, _ = rows_that_run(reference, samples, size)
-    return evaluate(
-        reference,
-        engine,
-        samples=samples,
-        metric=find_metric(request.metric or DEFAULT_METRIC),
-        max_drop=request.max_drop,
-        names=names,
-        batch_size=size,
-    )
+    criterion = Criterion(find_metric(request.metric or DEFAULT_METRIC), request.max_drop)
+    return evaluate(reference, engine, samples, criterion, names=names, batch_size=size)
 
 
 def golden_samples(

@@ -21,9 +21,16 @@ from onnx import TensorProto
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import read_names
-from deploykit.quantization.calibrate import Calibration, Range
-from deploykit.quantization.qdq import RANGES_KEY, to_pairs
-from deploykit.quantization.qdq_placement import MOVES, operators, place_pairs, quantizable_nodes
+from deploykit.quantization.qdq import (
+    MOVES,
+    RANGES_KEY,
+    Calibration,
+    Range,
+    operators,
+    place_pairs,
+    quantizable_nodes,
+    to_pairs,
+)
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 

@@ -21,19 +21,19 @@ from deploykit.core.precision import (
 )
 from deploykit.core.profile import load_profile
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
+from deploykit.evaluation.accuracy import NOTHING_FOUND
 from deploykit.evaluation.artefacts import (
     Made,
     Progress,
     carry_task,
     destination,
     keep,
+    named_files,
     no_progress,
     onnx_manifest,
     reject,
     stage,
 )
-from deploykit.evaluation.evaluation import NOTHING_FOUND
-from deploykit.evaluation.outputs import named_files
 from deploykit.evaluation.parity import DRAW_NONE, DRAWS_NUMBERS
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (

@@ -26,15 +26,14 @@ from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.feeds import axis_sizes
-from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import read_names
 from deploykit.quantization import half_precision, qdq, weights
-from deploykit.quantization.calibrate import Calibration, calibrate
-from deploykit.quantization.formats import transposed
-from deploykit.quantization.qdq_placement import quantizable_nodes
+from deploykit.quantization.calibrate import calibrate
+from deploykit.quantization.half_precision import open_graph
+from deploykit.quantization.qdq import Calibration, by_rows, is_set, quantizable_nodes
 
 # The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 5e10
@@ -285,8 +284,7 @@ def smooth(
     constants, readers = editor.constants, dict[str, list[onnx.NodeProto]]()
     for place in quantizable_nodes(editor, ("Gemm", "MatMul")):
         node = editor.graph.node[place]
-        turned = any(each.name == "transA" and each.i for each in node.attribute)
-        if len(constants[node.input[1]].dims) == 2 and not turned:
+        if len(constants[node.input[1]].dims) == 2 and not is_set(node, "transA"):
             readers.setdefault(node.input[0], []).append(node)
     reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
     nodes, done = list[onnx.NodeProto](), list[str]()
@@ -305,7 +303,7 @@ def smooth(
             continue
         done.append(name)
         for node in readers[name]:
-            _multiply(editor, node, 1, factors[:, None] if _by_rows(node) else factors)
+            _multiply(editor, node, 1, factors[:, None] if by_rows(node) else factors)
         if reads[name] == len(readers[name]):  # nothing else reads it: no node is added
             for place in range(1, len(norm.input)):
                 _multiply(editor, norm, place, 1 / factors)
@@ -323,16 +321,11 @@ def _factors(editor: Editor, readers: Sequence[onnx.NodeProto], peaks: np.ndarra
     weights = np.zeros_like(peaks)
     for node in readers:
         magnitudes = np.abs(editor.array(node.input[1]))
-        weights = np.maximum(weights, magnitudes.max(axis=1 if _by_rows(node) else 0))
+        weights = np.maximum(weights, magnitudes.max(axis=1 if by_rows(node) else 0))
     known = (peaks > 0) & (weights > 0) & np.isfinite(peaks)
     ratio = np.log2(np.where(known, peaks, 1)) * ALPHA
     ratio -= np.log2(np.where(known, weights, 1)) * (1 - ALPHA)
     return np.asarray(np.exp2(np.rint(ratio - np.median(ratio))))
-
-
-def _by_rows(node: onnx.NodeProto) -> bool:
-    """Return whether a weight is [inputs, outputs]; otherwise it is [outputs, inputs]."""
-    return node.op_type == "MatMul" or not transposed(node)
 
 
 def _multiply(editor: Editor, node: onnx.NodeProto, place: int, factors: np.ndarray) -> None:

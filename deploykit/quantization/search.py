@@ -34,12 +34,12 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.feeds import axis_sizes
-from deploykit.evaluation.simulate import open_graph
 from deploykit.evaluation.statistics import ratio
 from deploykit.graph import cost, storage
 from deploykit.graph.cost import Ceilings, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.quantization import qdq
+from deploykit.quantization.half_precision import open_graph
 from deploykit.quantization.job import Job, evaluate_engines, open_both
 from deploykit.quantization.scales import Scales, noise_share
 from deploykit.quantization.weights import dynamic_nodes
@@ -310,7 +310,7 @@ def search_precision(
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
         candidates = _Candidates(job, Path(folder), name)
         on_progress(candidates.cost_note, 0.0)
-        outcome = Search(candidates, candidates.levels(), candidates.graph_cost_s(job.source))
+        outcome = Search(candidates, candidates.levels(), candidates.cost_s((job.source, [])))
 
         def report(step: SearchStep) -> None:
             count, result = len(step.float32_nodes), "passes" if step.passed else "fails"
@@ -394,9 +394,6 @@ class _Candidates:
         self.written += 1
         return graph.save(self.folder / f"{self.written}.onnx"), notes
 
-    def cost_s(self, model: _Candidate) -> float:
-        return self.graph_cost_s(model[0])
-
     def sensitivity(self, level: Level, name: str) -> float:
         self.reference = self.reference or self._outputs(self.job.source)
         alone, _ = self._convert(level.precision, frozenset(level.nodes) - {name})
@@ -427,8 +424,9 @@ class _Candidates:
     def _costs(self, graph: Graph) -> tuple[NodeCost, ...]:
         return cost.node_costs(graph, self.sizes)
 
-    def graph_cost_s(self, graph: Graph) -> float:
+    def cost_s(self, model: _Candidate) -> float:
         """Return seconds per call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
+        graph, _ = model
         if not self.measured:
             return cost.predicted_s(self._costs(graph), self.ceilings)
         feeds = self._feeds(COST_BATCH)

@@ -17,18 +17,17 @@ from deploykit.core.precision import BY_NAME, Precision
 from deploykit.graph.edit import Editor, raise_opset, replace
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import stored_elements
-from deploykit.quantization.formats import (
+from deploykit.quantization.qdq import (
     INT4,
+    by_rows,
     channel_axis,
+    edit_float32,
     int4_steps,
     int8_steps,
-    transposed,
-    weight_scale,
-)
-from deploykit.quantization.qdq_placement import (
-    edit_float32,
+    is_set,
     nothing_to_quantize,
     quantizable_nodes,
+    weight_scale,
 )
 
 _BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept
@@ -166,10 +165,10 @@ def _plain(editor: Editor, node: onnx.NodeProto) -> bool:
     if node.op_type == "LSTM":
         recurrent = editor.constants.get(node.input[2])
         floats = recurrent is not None and recurrent.data_type == TensorProto.FLOAT
-        return floats and not any(each.name == "layout" and each.i for each in node.attribute)
+        return floats and not is_set(node, "layout")
     factors = any(each.name in ("alpha", "beta") and each.f != 1 for each in node.attribute)
-    turned = any(each.name == "transA" and each.i for each in node.attribute)
-    return len(editor.constants[node.input[1]].dims) == 2 and not factors and not turned
+    matrix = len(editor.constants[node.input[1]].dims) == 2
+    return matrix and not factors and not is_set(node, "transA")
 
 
 class _Writer:
@@ -231,7 +230,7 @@ class _Writer:
         values = self.editor.array(name)
         scale = weight_scale(values, axis, name)
         levels = int8_steps(values, scale, axis)
-        if node.op_type == "Gemm" and transposed(node):
+        if not by_rows(node):
             levels = np.ascontiguousarray(levels.T)
         return self.editor.store(f"{name}_int8", levels), self.editor.store(f"{name}_scale", scale)
 

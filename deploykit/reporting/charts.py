@@ -17,7 +17,7 @@ from html import escape
 from itertools import accumulate
 
 from deploykit.evaluation.formatting import MISSING, SPACE, Json, number
-from deploykit.evaluation.latency import percentile_ms
+from deploykit.evaluation.statistics import percentile_ms
 from deploykit.reporting.tables import (
     accuracy_of,
     at_smallest,

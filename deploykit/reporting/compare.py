@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath
-from deploykit.core.json_value import Record
-from deploykit.core.notebook import table_of
+from deploykit.core.json_value import Record, table_of
 from deploykit.evaluation.formatting import number, spread
 from deploykit.evaluation.statistics import FASTER, PROCESS_SPREAD, SLOWER, difference, t_quantile
 from deploykit.reporting.report import CLOSED_LOOP, Point, Report, read

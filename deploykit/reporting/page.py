@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,31 @@ from deploykit.reporting.tables import (
 CSS = "".join(p.read_text(encoding="utf-8") for p in (LOOK, Path(__file__).with_name("report.css")))
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 CONCLUSIONS = 6  # most after the headline; the others are at the end
-DISTURBED = "The machine was busy"  # the beginning of the sentence that says so
 
 
-def report_page(document: Mapping[str, Any]) -> str:
+@dataclass(frozen=True)
+class Parts:
+    """Charts of a document, a sentence for each that has no data, its first tables, and others."""
+
+    charts: Sequence[Chart]
+    missing: Sequence[str]
+    short: Sequence[Table]
+    tables: Sequence[Table]
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Parts:
+        return cls(*charts(document), [summary(document)], details(document))
+
+
+def report_page(document: Mapping[str, Any], parts: Parts | None = None) -> str:
     """Return the page: headline, first chart, conclusions, tables, other charts, method, JSON."""
     document = printable(document)
-    drawn, missing = charts(document)
-    first, *others = [figure_html(each) for each in drawn] or [""]
-    others += [f"<p>{safe(sentence)}</p>" for sentence in missing]
+    parts = parts or Parts.of(document)
+    first, *others = [figure_html(each) for each in parts.charts] or [""]
+    others += [f"<p>{safe(sentence)}</p>" for sentence in parts.missing]
     folded = [
         f"<details><summary>{safe(each.title)}</summary>{html_table(each, caption=False)}</details>"
-        for each in details(document)
+        for each in parts.tables
     ]
     sentences = [f"<li>{safe(sentence)}</li>" for sentence in document["verdict"][1:]]
     conclusions = f"<ul>{''.join(sentences[:CONCLUSIONS])}</ul>" * bool(sentences)
@@ -45,8 +59,8 @@ def report_page(document: Mapping[str, Any]) -> str:
         title = "Further conclusions"
         folded.insert(0, f"<details><summary>{title}</summary><ul>{more}</ul></details>")
     conclusions += html_table(gates(document), caption=False) * bool(document["gates"])
-    busy = any(sentence.startswith(DISTURBED) for sentence in document["verdict"][:1])
-    short = html_table(summary(document), caption=False)
+    busy = bool(document.get("invalid"))
+    short = "".join(html_table(each, caption=len(parts.short) > 1) for each in parts.short)
     notes = "".join(f"<li>{safe(note)}</li>" for note in document["notes"])
     command, table = document["command"] or "not recorded", machine(document)
     method = f'<p>To repeat it:</p><pre tabindex="0"><code>{safe(command)}</code></pre>'
@@ -147,19 +161,19 @@ def _frame(drawn: Sequence[Chart]) -> str:
     )
 
 
-def markdown(document: Mapping[str, Any]) -> str:
+def markdown(document: Mapping[str, Any], parts: Parts | None = None) -> str:
     """Return the same Markdown for the same document. Strings of the document are escaped."""
-    drawn, missing = charts(document)
+    parts = parts or Parts.of(document)
     command = document["command"].splitlines() or ["(command not recorded)"]
     sentences = [_text(sentence) for sentence in document["verdict"]]
-    everything = (gates(document), *details(document))
+    everything = (gates(document), *parts.tables)
     lines = [
         f"# {_text(document['title'])}\n",
         *(f"{sentence}\n" for sentence in sentences[: 1 + CONCLUSIONS]),
-        *table_lines(summary(document)),
+        *(line for table in parts.short for line in table_lines(table)),
         "## What the measurements show\n",
-        *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in drawn),
-        *(f"- {_text(sentence)}" for sentence in missing),
+        *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in parts.charts),
+        *(f"- {_text(sentence)}" for sentence in parts.missing),
         "\n## How it was measured\n",
         f"Made {_text(document['created'])} with:\n",
         *(f"    {line}" for line in command),

@@ -22,8 +22,7 @@ from deploykit.core.files import StrPath, read_json, write_together
 from deploykit.core.json_value import Record, from_json, json_value
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.devices import Conditions
-from deploykit.evaluation.latency import CallHistogram, Latency
-from deploykit.evaluation.statistics import PRACTICAL, PROCESS_SPREAD, ratio
+from deploykit.evaluation.statistics import PRACTICAL, PROCESS_SPREAD, CallHistogram, Latency, ratio
 from deploykit.reporting.machine_load import Outside
 from deploykit.reporting.page import load_html, markdown, report_html, report_page
 

@@ -18,7 +18,6 @@ from deploykit.evaluation.statistics import (
     SLOWER,
     difference,
 )
-from deploykit.reporting.page import DISTURBED
 from deploykit.reporting.report import CpuSettings, LoadResult, Point, Report, best, crossover
 from deploykit.reporting.tables import accuracy_of, load_label
 
@@ -35,7 +34,7 @@ def verdict(report: Report) -> tuple[str, ...]:
 def _sentences(report: Report) -> Iterator[str]:
     if report.invalid:
         busy = "; ".join(reason.rstrip(".") for reason in report.invalid)
-        yield f"{DISTURBED}: {busy}. The figures are as measured; no speed-up is stated."
+        yield f"The machine was busy: {busy}. The figures are as measured; no speed-up is stated."
     if unmet := [f"{gate.name}: {gate.detail}" for gate in report.gates if not gate.passed]:
         wrong = " Wrong outputs have no speed-up." * bool(report.wrong)
         yield f"{len(unmet)} of {len(report.gates)} gates NOT met: {'; '.join(unmet)}.{wrong}"

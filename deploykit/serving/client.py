@@ -27,7 +27,7 @@ from deploykit.core.errors import (
     Unsupported,
 )
 from deploykit.core.files import StrPath, check_readable
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Shown
 from deploykit.serving.health import connect, reason_of, tls_error, unreachable
 
 _ERRORS: dict[int, type[DeploykitError]] = {

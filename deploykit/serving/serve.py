@@ -25,7 +25,7 @@ from deploykit.core.extras import check_installed
 from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks, usable_cores
 from deploykit.core.subprocesses import run_apart
-from deploykit.engines.engine import Closing, Engine
+from deploykit.engines.engine import Closing, Engine, load
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving import processes
@@ -369,14 +369,15 @@ def open_engines(file: Path, options: ServeOptions, shared: Path | None = None) 
         threads = max(1, usable_cores() // count)
     artefact = Artefact.open(file)
     artefact.sha256  # noqa: B018 - hashed now: later the file may be another one
-    opened = partial(open_proven, artefact, threads=threads, instances=count, shared=shared)
+    opened = partial(open_proven, artefact, threads=threads, instances=count)
+    graphs = partial(load, shared=shared, cuda_graphs=options.graph_sizes)
     try:
-        return opened(options.device, trust=options.trust, cuda_graphs=options.graph_sizes)
+        return opened(options.device, trust=options.trust, open_engine=graphs)
     except Unsupported as exc:
         cuda = options.device.startswith("cuda")
         if not (options.cpu_fallback and cuda and artefact.format == "onnx"):
             raise
-        engines: list[Any] = opened("cpu")
+        engines: list[Any] = opened("cpu", open_engine=partial(load, shared=shared))
         note = f"runs on the CPU, not on {options.device}: {exc.message}"
         for engine in engines:
             engine.notes = (*engine.notes, note)

@@ -14,27 +14,20 @@ from typing import Any
 
 import torch
 
-from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath, write_together
 from deploykit.core.json_value import Record
 from deploykit.core.machine import now, this_machine
+from deploykit.core.profile import with_gpu
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
-from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.formatting import MISSING, Table, count, html_table, safe, spread
-from deploykit.evaluation.outputs import claim_report, named_files
+from deploykit.evaluation.artefacts import Progress, claim_report, named_files, no_progress
+from deploykit.evaluation.formatting import MISSING, Table, count, spread
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting.charts import Chart, Mark, Series
-from deploykit.reporting.page import (
-    figure_html,
-    html_page,
-    printable,
-    raw_html,
-    section_html,
-    table_lines,
-)
-from deploykit.reporting.tables import NOT_MEASURED, machine
+from deploykit.reporting.page import Parts, markdown, printable, report_page
+from deploykit.reporting.tables import NOT_MEASURED
+from deploykit.training.data import Batches, free_cores, make_augmentation, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import (
@@ -51,6 +44,7 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("float32", "tf32", "bf16", "fp16"),
 }
 _NAMES = {"cpu": "CPU", "cuda": "GPU"}
+AUGMENTED = "augmented batches"  # in place of a precision
 NO_GPU = "no NVIDIA GPU on this machine"
 _FEWEST, _STEPS = 3, 20  # steps of a row at least, and as many as _LIMIT_S allows
 _LEAST_S, _LIMIT_S = 1.0, 10.0  # of a row's timed steps: a few milliseconds tell nothing
@@ -76,7 +70,8 @@ ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they me
 class DeviceRow(Record):
     """The cost of training on a device; `absent`: why it was not measured.
 
-    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
+    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. A row on
+    augmentation has no steps; its `threads` are those that make batches.
     """
 
     device: str
@@ -109,6 +104,7 @@ class DeviceTable(Record):
     crossovers: tuple[Mapping[str, Any], ...]
     verdict: tuple[str, ...] = ()
     augment: bool = False
+    augmentation: tuple[DeviceRow, ...] = ()
     articles: tuple[Mapping[str, str], ...] = ()
     devices: int = 1
 
@@ -127,8 +123,8 @@ def compare_devices(
 
     Writes report.json, report.md and report.html into the folder `out`. Of `options`, `batch_size`
     is the middle one of three; an eighth and four times as much, at most all samples, are the
-    others. `augment` and `compile` are as in `train`. Nothing is trained to the end, no accuracy is
-    measured. Raises BadInput.
+    others. `augment` and `compile` are as in `train`; augmentation on each processor is timed
+    anyway. Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
@@ -152,16 +148,18 @@ def compare_devices(
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if options.augment is None else options.augment,
+        augmentation=tuple(time_augmentation(chosen, splits, batches, progress)),
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
-    files = {"html": devices_html(table), "md": devices_markdown(table)}
-    files["json"] = json.dumps(table.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    document, parts = devices_document(table), devices_parts(table)
+    files = {"html": report_page(document, parts), "md": markdown(document, parts)}
+    files["json"] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     write_together(place, {f"report.{end}": each for end, each in files.items()})
     return table
 
 
-Times = tuple[float, float]  # seconds of making a batch and of the step on it
+Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
 Source = Generator[Times, None, None]
 
 
@@ -193,6 +191,36 @@ def time_devices(
         threads = None if absent else torch.get_num_threads()
         rows.append(DeviceRow(device, name, batch, threads, absent=absent))
         sources.append(_train(recipe, splits, own))
+    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
+
+
+def time_augmentation(
+    recipe: Recipe, splits: Splits, batches: Sequence[int], on_progress: Progress = no_progress
+) -> list[DeviceRow]:
+    """Return a row per batch size and processor that may augment; none without augmentation.
+
+    The time runs from the images in memory until the augmented batch is where the steps run.
+    """
+    if recipe.augment is None or recipe.backbone is not None:
+        return []
+    rows, sources = list[DeviceRow](), list[Source]()
+    trains_on = "cuda" if torch.cuda.is_available() else "cpu"
+    for batch, device in itertools.product(batches, PRECISIONS):
+        absent, cores = _lacks(device, AUGMENTED), max(1, free_cores(torch.device(trains_on)))
+        threads = None if absent else cores if device == "cpu" else 0
+        rows.append(DeviceRow(device, AUGMENTED, batch, threads, absent=absent))
+        options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
+        sources.append(_augment(recipe, splits.train, options, device))
+    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
+
+
+def _time_rows(
+    rows: list[DeviceRow],
+    sources: Sequence[Source],
+    samples: int,
+    epochs: int,
+    on_progress: Progress,
+) -> list[DeviceRow]:
     # the CPU's rows take turns, as the machine may be busy; a GPU's are alone, for its memory
     places = [at for at, row in enumerate(rows) if row.absent is None]
     on_cpu, done = [at for at in places if rows[at].device == "cpu"], 0
@@ -213,7 +241,7 @@ def time_devices(
                     spent_s[at] += (time.perf_counter() - started) * bool(times)
                     if not _enough(len(times), spent_s[at]):
                         continue
-                    rows[at] = _measured(row, times, len(splits.train.labels), recipe.epochs)
+                    rows[at] = _measured(row, times, samples, epochs)
                 sources[at].close()  # frees the model
                 del left[at]
                 done += 1
@@ -260,6 +288,14 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Source:
         yield times[1] - times[0], times[2] - times[1]
 
 
+def _augment(recipe: Recipe, train: Split, options: TrainingOptions, device: str) -> Source:
+    settings, where = settle(recipe, options), torch.device(device)
+    augmentation = make_augmentation(recipe, train, where)
+    batches = Batches(train, settings.device, settings.batch_size, 0, None, augmentation)
+    while True:
+        yield (time_batches(batches) / 1e3,)
+
+
 def _first(split: Split, count: int) -> Split:
     return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
 
@@ -271,15 +307,13 @@ def _enough(steps: int, seconds: float) -> bool:
 def _measured(row: DeviceRow, times: Sequence[Times], samples: int, epochs: int) -> DeviceRow:
     count, batch = len(times), min(row.batch, samples)
     rate = throughput([batch] * count, [sum(each) for each in times])
-    loader_ms, step_ms = (
-        _time_of(1e3, throughput([1] * count, each)) for each in zip(*times, strict=True)
-    )
+    parts = [_time_of(1e3, throughput([1] * count, each)) for each in zip(*times, strict=True)]
     return replace(
         row,
         batch=batch,
         samples_per_s=rate,
-        loader_ms=loader_ms,
-        step_ms=step_ms,
+        loader_ms=parts[0],
+        step_ms=parts[1] if len(parts) > 1 else None,
         run_s=_time_of(samples * epochs, rate),
         steps=count,
         load_1_min=round(os.getloadavg()[0], 2),
@@ -345,7 +379,18 @@ def conclude(table: Any) -> list[str]:
     for each in table.crossovers:
         against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
         found.append(f"GPU {each['precision']} is ahead of {against} {_from_batch(each)}.")
-    return found
+    return found + conclude_augmentation(table)
+
+
+def conclude_augmentation(table: Any) -> list[str]:
+    """Say where augmentation takes less time; say nothing where nothing was augmented."""
+    for each in find_crossovers(table.augmentation):
+        return [f"The GPU augments batches in less time than the CPU {_from_batch(each)}."]
+    for row in table.augmentation:
+        if row.batch == table.batch and row.loader_ms is not None:
+            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
+            return [f"{first}. {_no_gpu(table.augmentation)}"]
+    return []
 
 
 def _from_batch(crossover: Mapping[str, Any]) -> str:
@@ -358,48 +403,30 @@ def _no_gpu(rows: Sequence[DeviceRow]) -> str:
     return f"GPU: not measured, {absent}." if absent else ""
 
 
-# The report of `train --compare-devices` as HTML and Markdown.
+# The report of `train --compare-devices`.
 
 _METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
 CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
 intervals over the steps of one process; that of a ratio holds for any two values within. Where a \
-backbone is frozen, the head's steps are timed, on features in memory. Nothing was trained to the \
-end."""
+backbone is frozen, the head's steps are timed, on features in memory; augmentation is timed from \
+the images in memory until the batch is where the steps run. Nothing was trained to the end."""
 
 
-def devices_html(table: DeviceTable) -> str:
-    (first, *others), chart = table.verdict, _chart(table)
-    title = f"Training {table.recipe} on each device"
-    header = f'<header><p class="over">deploykit report · {safe(table.created)}</p>'
-    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{safe(table.command)}</code></pre>"
-    items = "".join(f"<li>{safe(each)}</li>" for each in others)
-    sections = [
-        ("Summary", f"<ul>{items}</ul>" * bool(items)),
-        *((each.title, html_table(each, caption=False)) for each in _tables(table)),
-        ("How it was measured", method),
-        ("Everything", raw_html(table.to_dict())),
-    ]
-    parts = [header + f'<h1>{safe(title)}</h1><p class="verdict">{safe(first)}</p></header>']
-    parts += [figure_html(chart)] if chart.series else []
-    parts += [
-        section_html(name, f"part-{at}", content)
-        for at, (name, content) in enumerate(sections)
-        if content
-    ]
-    page: str = printable(html_page(title, "\n".join(parts)))
-    return page
+def devices_document(table: DeviceTable) -> dict[str, Any]:
+    """Return the content of report.json, with what every report's page shows."""
+    shell = {"title": f"Training {table.recipe} on each device", "notes": [_METHOD], "gates": []}
+    return {**shell, "conditions": [], "throttled": [], "quick": False, **table.to_dict()}
 
 
-def devices_markdown(table: DeviceTable) -> str:
-    lines = [f"# Training {table.recipe} on each device", ""]
-    lines += [line for sentence in table.verdict for line in (sentence, "")]
-    lines += [line for each in _tables(table) for line in table_lines(each)]
-    return "\n".join([*lines, _METHOD, "", f"    {table.command}", ""])
+def devices_parts(table: DeviceTable) -> Parts:
+    table = replace(table, recipe=printable(table.recipe))
+    chart = _chart(table)
+    return Parts([chart] if chart.series else [], [], _tables(table), [])
 
 
 def device_rows(table: DeviceTable) -> Table:
     """Return each row, with its rate over the CPU's in the same precision and batch."""
-    own = {(row.device, row.precision, row.batch): row for row in table.rows}
+    own = {(row.device, row.precision, row.batch): row for row in table.rows + table.augmentation}
     rows = [
         (
             *_setup(row),
@@ -428,8 +455,7 @@ def _tables(table: DeviceTable) -> list[Table]:
     note = " ".join(f"“{each['claim']}”: {each['measured']}." for each in table.articles)
     columns = ("what", "CPU (s)", "GPU (s)", "times", "claim")
     articles = Table("Next to the articles", columns, rows, (0, 4), note)
-    here = machine({"machine": table.machine, "conditions": []})
-    return [each for each in (device_rows(table), articles, here) if each.rows]
+    return [each for each in (device_rows(table), articles) if each.rows]
 
 
 def _chart(table: DeviceTable) -> Chart:

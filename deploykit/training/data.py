@@ -19,8 +19,7 @@ import torch
 from deploykit.core.errors import BadInput, OutOfMemory, did_you_mean, users_code
 from deploykit.core.extras import require
 from deploykit.core.json_value import Record
-from deploykit.core.machine import natural_number, usable_cores
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors, natural_number, usable_cores
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.training.distributed import Processes
 from deploykit.training.options import Settings

@@ -25,7 +25,7 @@ from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable, make_folder, write_errors
 from deploykit.core.json_value import json_value
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.data.folders import large_array
 from deploykit.engines.torch.files import list_names, module_errors
@@ -374,7 +374,8 @@ class Run:
         self.group = group
         self.recipe, self.splits, self.settings = recipe, splits, settings
         options, device = settings.options, settings.device
-        layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+        last = device.type == "cuda"  # its convolutions want the channels of images last in memory
+        layout = torch.channels_last if last else torch.contiguous_format
         memory: Any = {"device": device, "memory_format": layout}
         where = f"the recipe's model cannot be moved to {device}"
         with users_code(where), memory_errors(where):
@@ -702,7 +703,7 @@ class Run:
             "amp": state.amp,
             "tf32": settings.tf32,
             "compile": settings.options.compile,
-            "channels_last": settings.channels_last,
+            "channels_last": settings.device.type == "cuda",
             "train_samples": samples,
             "train_seconds": round(state.seconds, 3),
             "samples_per_s": round(samples * epochs / max(state.seconds, 1e-9), 1),

@@ -15,7 +15,7 @@ import torch
 
 from deploykit.core.arguments import check_arguments
 from deploykit.core.errors import BadInput, Unsupported, users_code
-from deploykit.core.memory import memory_errors
+from deploykit.core.machine import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests
@@ -82,11 +82,6 @@ class Settings:
     tf32: bool
     augment: bool
     options: TrainingOptions
-
-    @property
-    def channels_last(self) -> bool:
-        """Return whether images have their channels last in memory, as GPU convolutions want."""
-        return self.device.type == "cuda"
 
     @property
     def precision(self) -> str:

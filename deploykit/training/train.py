@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from deploykit.core.arguments import checked
+from deploykit.core.artefact import Manifest
 from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.extras import install_command
@@ -20,11 +21,17 @@ from deploykit.core.files import (
     write_json,
 )
 from deploykit.core.machine import tool_versions
-from deploykit.core.manifest import Manifest
 from deploykit.core.recipe import Splits, load_recipe
 from deploykit.engines.data.samples import LABELS, write_npz
-from deploykit.evaluation.artefacts import Made, Progress
-from deploykit.evaluation.outputs import SPLIT, claim, claim_run, claim_splits, named_files
+from deploykit.evaluation.artefacts import (
+    SPLIT,
+    Made,
+    Progress,
+    claim,
+    claim_run,
+    claim_splits,
+    named_files,
+)
 from deploykit.evaluation.statistics import mean_score
 
 _NAMED = 3  # skipped files that a note names

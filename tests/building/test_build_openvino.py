@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, load_manifest
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
-from deploykit.core.manifest import load_manifest
 from tests.support.graphs.small import parse
 from tests.support.onnx_zoo import mnist_like, save
 

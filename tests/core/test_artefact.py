@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from deploykit.core import artefact as artefacts
-from deploykit.core.artefact import Artefact, sniff, torch_kind, wrong_format
+from deploykit.core.artefact import Artefact, Manifest, load_manifest, sniff, write_manifest
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import (
     Evaluation,
@@ -27,7 +27,6 @@ from deploykit.core.evidence import (
     PrecisionReadBack,
 )
 from deploykit.core.files import manifest_path, sha256
-from deploykit.core.manifest import Manifest, load_manifest, write_manifest
 from deploykit.core.runtime import BY_FORMAT
 from deploykit.core.tensors import parse_spec
 from scripts.manifest_schema import SCHEMA, schema
@@ -117,7 +116,7 @@ def test_the_format_is_read_from_the_content(tmp_path: Path, content: bytes, kin
     path = tmp_path / "file.jpg"  # the name says nothing
     path.write_bytes(content)
     assert sniff(path) == kind
-    assert kind != "torch" or torch_kind(path) == "pickle"
+    assert kind != "torch" or artefacts.torch_kind(path) == "pickle"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_the_kind_of_a_torch_file_is_read_from_its_members(
     tmp_path: Path, members: tuple[str, ...], kind: str
 ) -> None:
     zipped(tmp_path / "f", *members)
-    assert (sniff(tmp_path / "f"), torch_kind(tmp_path / "f")) == ("torch", kind)
+    assert (sniff(tmp_path / "f"), artefacts.torch_kind(tmp_path / "f")) == ("torch", kind)
 
 
 @pytest.mark.parametrize(
@@ -216,8 +215,8 @@ def test_an_artefact_can_be_used_as_a_path_and_is_opened_anew_if_its_file_was_re
 
 
 def test_a_model_in_the_wrong_place_is_answered_with_the_command_that_takes_it() -> None:
-    assert all(wrong_format("m", name, "another").hint for name in BY_FORMAT)
-    error = wrong_format("m", "torch", "another")
+    assert all(artefacts.wrong_format("m", name, "another").hint for name in BY_FORMAT)
+    error = artefacts.wrong_format("m", "torch", "another")
     assert error.message == "m: is a PyTorch file, another is needed"
     assert "deploykit export" in str(error.hint)
 

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core.jetpack import JETPACKS, find_jetpack, jetpack_of, release_numbers
 from deploykit.core.machine import (
+    JETPACKS,
     Gpu,
+    available_bytes,
     default_threads,
+    find_jetpack,
+    jetpack_of,
     memory_bytes,
     parse_gpus,
     provenance,
+    release_numbers,
     this_machine,
     usable_cores,
 )
-from deploykit.core.memory import available_bytes
 
 CONF = """\
 # comment

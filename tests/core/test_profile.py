@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core import cuda_order, profile
-from deploykit.core.cuda_order import with_gpu
+from deploykit.core import profile
 from deploykit.core.errors import BadInput, NotFound, Unsupported
-from deploykit.core.jetpack import JETPACKS, release_numbers
-from deploykit.core.machine import Gpu, Machine, this_machine
+from deploykit.core.machine import JETPACKS, Gpu, Machine, release_numbers, this_machine
 from deploykit.core.precision import HARDWARE
-from deploykit.core.profile import choose_profile, fits, load_profile, profile_names, recognise
+from deploykit.core.profile import choose_profile, load_profile, profile_names, recognise, with_gpu
 
 NAMES = profile_names()
 LISTED = "deploykit profiles lists them; or a file: ./mine.toml"
@@ -290,7 +288,7 @@ def test_of_two_kinds_of_gpu_the_chosen_one_has_the_profile(
     be(monkeypatch, machine(L4, H200))
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["l4", "h200"]
     cuda = (("", "NVIDIA H200"), ("", "NVIDIA L4"))  # the fastest first
-    monkeypatch.setattr(cuda_order, "_answer", lambda *_: cuda)
+    monkeypatch.setattr(profile, "_answer", lambda *_: cuda)
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["h200", "l4"]
 
 
@@ -317,7 +315,7 @@ def test_a_gpu_that_cuda_hides_is_not_this_machines(
     cuda: list[str],
     names: list[str | None],
 ) -> None:
-    monkeypatch.setattr(cuda_order, "_answer", lambda *_: tuple(("", name) for name in cuda))
+    monkeypatch.setattr(profile, "_answer", lambda *_: tuple(("", name) for name in cuda))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -349,7 +347,7 @@ def test_a_gpu_that_no_profile_names_gets_one_of_what_its_driver_reports(
     found, why = choose_profile()
     assert (found.name, found.runtime, found.compute_capability) == ("auto", "tensorrt", capability)
     assert why == f"{name} is here, which no profile names"
-    assert fits(found, here)
+    assert profile.fits(found, here)
     assert found.memory_bytes == (memory or here.memory_bytes)
     assert set(found.precisions) == set(precisions.split()) & set(HARDWARE)
     assert (found.tensorrt_min, found.peak_ops_per_s) == ("10.8" if "B300" in name else None, {})

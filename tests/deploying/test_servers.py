@@ -19,11 +19,10 @@ import pytest
 import yaml
 from onnx import TensorProto, helper
 
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest, write_manifest
 from deploykit.core.errors import Unsupported
 from deploykit.core.evidence import Evidence, GoldenSamples, RowIndependence
 from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import DTYPE_BYTES, TensorSpec, carrier, concrete
 from deploykit.deploying import kserve, ray, triton

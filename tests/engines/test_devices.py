@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core import cuda_order as order
+from deploykit.core import profile as order
 from deploykit.engines.devices import (
     Conditions,
     Devices,

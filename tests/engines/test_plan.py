@@ -19,11 +19,10 @@ import pytest
 import deploykit as dk
 from deploykit.building.builder import Shapes
 from deploykit.cli.main import main
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, WeightsFile
 from deploykit.core.files import manifest_path, sha256
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tensorrt.compatibility import (
     Here,

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deploykit.core.artefact import Manifest
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.extras import installed
-from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost, cuda_error
 from deploykit.engines.tensorrt import compatibility, engine

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from deploykit.core.evidence import Evidence
 from deploykit.core.files import manifest_path
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import verify
-from deploykit.evaluation.artefacts import Made, keep, onnx_manifest, reject, stage
-from deploykit.evaluation.outputs import claim_run
+from deploykit.evaluation.artefacts import Made, claim_run, keep, onnx_manifest, reject, stage
 from deploykit.evaluation.verify import open_proven
 from deploykit.graph.graph import Graph
 from tests.support.bundles import proven_model
@@ -411,6 +411,8 @@ def test_instances_are_verified_once_onnx_files_never(unproven: Path, affine_onn
     assert len(open_proven(unproven, instances=3)) == 3
     with pytest.raises(dk.BadInput, match="`instances` 0: 1 or more"):
         open_proven(unproven, instances=0)
+    with pytest.raises(dk.BadInput, match="`cuda_graphs` are batch sizes"):
+        open_proven(affine_onnx, open_engine=partial(dk.load, cuda_graphs=[0]))
     assert opened(affine_onnx, device="cpu", threads=1) == []
     both = open_proven(affine_onnx, "cpu", threads=1, instances=2)
     assert len({id(each) for each in both}) == 2

@@ -20,16 +20,16 @@ from deploykit.core.tensors import parse_spec
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.tasks import class_axis
 from deploykit.evaluation.accuracy import (
+    Criterion,
     Metric,
+    evaluate,
     find_metric,
     log_likelihood,
-    pair,
     same_answers,
     top1,
 )
 from deploykit.evaluation.divergence import Divergence, first_divergence, tensor_error
-from deploykit.evaluation.evaluation import evaluate
-from deploykit.evaluation.parity import add_float32_errors, compare_engines
+from deploykit.evaluation.parity import add_float32_errors, compare_engines, pair
 from deploykit.graph.graph import Graph
 from tests.support.fake_engine import FakeEngine, Function
 from tests.support.graphs.data import samples, stored, with_weight
@@ -87,7 +87,7 @@ def samples_of(n: int, marked: int = 0, labelled: bool = True) -> Samples:
 
 
 def test_unchanged_answers_on_enough_samples_pass() -> None:
-    found = evaluate(identity(), identity(), samples=samples_of(540), metric=TOP1)
+    found = evaluate(identity(), identity(), samples_of(540), Criterion(TOP1))
     assert found.passed
     assert found.describe() == "drop 0.0 pp, -0.5 to 0.5, n = 540"
     assert found.why == "the upper end of the drop, 0.5114 pp, is within 1 pp"
@@ -96,36 +96,36 @@ def test_unchanged_answers_on_enough_samples_pass() -> None:
 
 def test_the_upper_end_of_the_interval_decides_not_the_value() -> None:
     data = samples_of(540, marked=3)
-    found = evaluate(identity(), flipping(), samples=data, metric=TOP1)
+    found = evaluate(identity(), flipping(), data, Criterion(TOP1))
     assert found.drop.lost == 3
     assert found.drop.drop.value < 0.01 < found.drop.drop.high
     assert not found.passed
     assert "the measured value is within: about " in found.why
-    assert evaluate(identity(), flipping(), samples=data, metric=TOP1, max_drop=0.02).passed
-    found = evaluate(identity(), flipping(), samples=samples_of(540, marked=99), metric=TOP1)
+    assert evaluate(identity(), flipping(), data, Criterion(TOP1, 0.02)).passed
+    found = evaluate(identity(), flipping(), samples_of(540, marked=99), Criterion(TOP1))
     assert not found.passed
     assert found.why.endswith(" pp, is above 1 pp")  # not blamed on the samples
 
 
 def test_too_few_samples_are_reported_with_the_number_needed() -> None:
-    found = evaluate(identity(), identity(), samples=samples_of(64), metric=TOP1)
+    found = evaluate(identity(), identity(), samples_of(64), Criterion(TOP1))
     assert not found.passed
     assert "the measured value is within: about 278 samples like these would show it" in found.why
-    assert not evaluate(identity(), identity(), samples=samples_of(275), metric=TOP1).passed
-    assert evaluate(identity(), identity(), samples=samples_of(276), metric=TOP1).passed
-    one_lost = evaluate(identity(), flipping(), samples=samples_of(276, marked=1), metric=TOP1)
+    assert not evaluate(identity(), identity(), samples_of(275), Criterion(TOP1)).passed
+    assert evaluate(identity(), identity(), samples_of(276), Criterion(TOP1)).passed
+    one_lost = evaluate(identity(), flipping(), samples_of(276, marked=1), Criterion(TOP1))
     assert "the measured value is within" in one_lost.why
     few, enough = samples_of(380, labelled=False), samples_of(381, labelled=False)
-    found = evaluate(identity(), noisy(40), samples=few, max_drop=0.01)
+    found = evaluate(identity(), noisy(40), few, Criterion(max_drop=0.01))
     assert "about 383 samples" in found.why
-    assert evaluate(identity(), noisy(40), samples=enough, max_drop=0.01).passed
+    assert evaluate(identity(), noisy(40), enough, Criterion(max_drop=0.01)).passed
 
 
 def test_the_number_of_samples_needed_follows_from_the_spread_of_scores() -> None:
     metric = Metric("level", "", lambda outputs, _: outputs["y"][:, 0].astype(np.float64))
     shift = np.where(np.arange(20) % 2, 0.5, -0.5).astype(np.float32)[:, None]
     shaking = function(lambda x: {"y": x + shift})
-    found = evaluate(identity(), shaking, samples=samples_of(20), metric=metric, max_drop=0.1)
+    found = evaluate(identity(), shaking, samples_of(20), Criterion(metric, 0.1))
     half = found.drop.drop.high
     assert half > 2.093024 * 0.5 * math.sqrt(20 / 19) / math.sqrt(20)  # t of 19
     needed = math.ceil(22 * (half / 0.1) ** 2)
@@ -137,18 +137,18 @@ def test_the_number_of_samples_needed_follows_from_the_spread_of_scores() -> Non
 
 @pytest.mark.parametrize("metric", [TOP1, None])
 def test_nan_is_blamed_on_the_model_or_on_the_data_by_name(metric: Metric | None) -> None:
-    found = evaluate(nan(), nan(), samples=samples_of(300), metric=metric)
+    found = evaluate(nan(), nan(), samples_of(300), Criterion(metric))
     assert not found.passed
     assert found.drop is None
     assert "output 'y' at batch 32: no value is finite" in found.why
     users = Metric("mine", "", pytest.fail)  # a user's may raise on NaN: it never gets them
-    assert not evaluate(nan(), nan(), samples=samples_of(8), metric=users).passed
+    assert not evaluate(nan(), nan(), samples_of(8), Criterion(users)).passed
     with pytest.raises(GateFailed, match="NaN or infinity for 32 samples"):
         top1(np.full((32, 10), np.nan), np.zeros(32, np.int64), "data.npz")
     data = samples_of(300)
     data.inputs["x"][211, 3] = np.nan  # its batch has 31 good ones
     with pytest.raises(BadInput, match="input 'x' of sample 211 holds NaN or infinity"):
-        evaluate(identity(), identity(), samples=data, metric=metric)
+        evaluate(identity(), identity(), data, Criterion(metric))
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
@@ -160,17 +160,17 @@ def test_nan_where_the_reference_has_none_fails_anyway(odd: float, labelled: boo
         return {"y": y}
 
     broken = function(compute)
-    found = evaluate(identity(), broken, samples=samples_of(540, labelled=labelled), metric=TOP1)
+    found = evaluate(identity(), broken, samples_of(540, labelled=labelled), Criterion(TOP1))
     assert (found.passed, found.drop, found.sqnr_db) == (False, None, -math.inf)
     json.dumps(found.to_dict(), allow_nan=False)
     assert found.describe() == "NaN or infinity"
     assert found.why.startswith("output 'y' at batch 32: NaN or infinity in one")
-    assert not evaluate(identity(), broken, samples=None).passed
+    assert not evaluate(identity(), broken, None).passed
 
 
 def test_outputs_that_are_all_zero_are_a_warning() -> None:
     nothing = function(lambda x: {"y": np.zeros_like(x)})
-    found = evaluate(nothing, nothing, samples=samples_of(40))
+    found = evaluate(nothing, nothing, samples_of(40))
     assert (found.passed, found.agreement) == (True, None)
     assert "'y' is 0 everywhere" in found.why
     assert found.describe() == "outputs that are 0 everywhere"
@@ -179,47 +179,47 @@ def test_outputs_that_are_all_zero_are_a_warning() -> None:
 def test_a_fixed_batch_runs_at_its_size_and_leaves_the_rest_out() -> None:
     sizes: list[int] = []
     a, b = identity(sizes), function(lambda x: {"y": x.copy()}, axis0=4)
-    found = evaluate(a, b, samples=samples_of(14), metric=TOP1)
+    found = evaluate(a, b, samples_of(14), Criterion(TOP1))
     assert sizes == [4, 4, 4]
     assert found.samples == 12
-    found = evaluate(a, identity(sizes), samples=samples_of(70), metric=TOP1, batch_size=32)
+    found = evaluate(a, identity(sizes), samples_of(70), Criterion(TOP1), batch_size=32)
     assert sizes[3:] == [32, 32, 32, 32, 6, 6]  # each of the two, once per batch
     assert (found.samples, found.drop.reference.value) == (70, 1.0)
     with pytest.raises(BadInput, match="3 samples do not fill the model's fixed batch of 4"):
-        evaluate(a, b, samples=samples_of(3), metric=TOP1)
+        evaluate(a, b, samples_of(3), Criterion(TOP1))
 
 
 @pytest.mark.parametrize(("db", "passed"), [(15.5, True), (14.5, False)])
 def test_without_labels_fifteen_decibels_are_the_bound(db: float, passed: bool) -> None:
-    found = evaluate(identity(), noisy(db), samples=samples_of(64, labelled=False), metric=TOP1)
+    found = evaluate(identity(), noisy(db), samples_of(64, labelled=False), Criterion(TOP1))
     assert found.passed is passed
     assert found.sqnr_db == pytest.approx(db, abs=0.01)
     assert f"SQNR {db} dB is {'15 dB or more' if passed else 'below 15 dB'}" in found.why
-    assert not evaluate(identity(), noisy(9.5), samples=None).passed
-    unused = evaluate(identity(), noisy(20), samples=samples_of(64))  # labels without a metric
+    assert not evaluate(identity(), noisy(9.5), None).passed
+    unused = evaluate(identity(), noisy(20), samples_of(64))  # labels without a metric
     assert (unused.drop, unused.passed) == (None, True)
     specs = (f"y:float32[N,{CLASSES}]", f"z:float32[N,{CLASSES}]")
     a, b = (function(lambda x, f=f: {"y": x, "z": x * np.float32(f)}, *specs) for f in (1, 0.5))
-    worst = evaluate(a, b, samples=samples_of(8, labelled=False))
+    worst = evaluate(a, b, samples_of(8, labelled=False))
     assert (worst.passed, worst.why[:34]) == (False, "output 'z' at batch 8: SQNR 6.0 dB")
 
 
 def test_agreement_is_reported_with_its_interval_and_bounded_where_a_bound_is_given() -> None:
     data = samples_of(256, marked=4, labelled=False)
-    found = evaluate(identity(), flipping(), samples=data)
+    found = evaluate(identity(), flipping(), data)
     assert found.agreement.value == 252 / 256
     assert found.describe().startswith("agreement 98.4 %, 96.1 to 99.4, n = 256; SQNR ")
     assert (found.passed, found.max_drop) == (True, None)
-    found = evaluate(identity(), flipping(), samples=data, max_drop=0.03)
+    found = evaluate(identity(), flipping(), data, Criterion(max_drop=0.03))
     assert not found.passed
     assert found.why.startswith("up to 3.948 % of the samples are answered differently, above 3")
-    assert evaluate(identity(), flipping(), samples=data, max_drop=0.04).passed
+    assert evaluate(identity(), flipping(), data, Criterion(max_drop=0.04)).passed
 
 
 @pytest.mark.parametrize("data", [samples_of(540, labelled=False), None], ids=["data", "random"])
 def test_integer_outputs_alone_are_gated_on_agreement(data: Samples | None) -> None:
-    assert evaluate(integer(0), integer(0), samples=data).passed
-    found = evaluate(integer(0), integer(1), samples=data)
+    assert evaluate(integer(0), integer(0), data).passed
+    found = evaluate(integer(0), integer(1), data)
     assert (found.passed, found.sqnr_db) == (False, None)
     assert ("answered differently" if data else "9 of 9 integers or booleans differ") in found.why
 
@@ -227,28 +227,28 @@ def test_integer_outputs_alone_are_gated_on_agreement(data: Samples | None) -> N
 def test_without_samples_random_inputs_of_several_batches_are_used() -> None:
     sizes: list[int] = []
     a, b = identity(sizes), noisy(30)
-    found = evaluate(a, b, samples=None)
+    found = evaluate(a, b, None)
     assert sizes[-4:] == [1, 2, 7, 32]  # it showed first that these sizes run
     assert (found.passed, found.samples, found.agreement) == (True, None, None)
     assert found.describe() == "SQNR 30.0 dB on random inputs"
-    equal = evaluate(identity(), identity(), samples=None)
+    equal = evaluate(identity(), identity(), None)
     assert equal.describe() == "equal outputs on random inputs"
     b.max_batch = 4
-    evaluate(a, b, samples=None)
+    evaluate(a, b, None)
     assert sizes[-3:] == [1, 2, 4]
 
 
 def test_a_bound_that_bounds_nothing_is_refused_not_ignored() -> None:
     for bound in (0.0, -0.1, math.nan, math.inf):
         with pytest.raises(BadInput, match="`max_drop` must be"):
-            evaluate(identity(), identity(), samples=samples_of(8), max_drop=bound)
+            evaluate(identity(), identity(), samples_of(8), Criterion(max_drop=bound))
     with pytest.raises(BadInput, match="`max_drop` needs samples"):
-        evaluate(identity(), identity(), samples=None, max_drop=0.01)
+        evaluate(identity(), identity(), None, Criterion(max_drop=0.01))
     column = function(lambda x: {"y": x[:, :1]}, "y:float32[N,1]")
     data = samples_of(8, labelled=False)
-    assert evaluate(column, column, samples=data).passed
+    assert evaluate(column, column, data).passed
     with pytest.raises(BadInput, match="no output holds an answer"):
-        evaluate(column, column, samples=data, max_drop=0.01)
+        evaluate(column, column, data, Criterion(max_drop=0.01))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_shares_that_find_nothing_do_not_fail_by_their_noise(
         specs = [f"{name}:float32[N,4]" for name in outputs]
         return function(lambda x: {n: np.full_like(x, v) for n, v in outputs.items()}, *specs)
 
-    found = evaluate(engine(values), engine(of_candidate), samples=samples, shares=shares)
+    found = evaluate(engine(values), engine(of_candidate), samples, Criterion(shares=shares))
     assert found.passed is passes
     assert ("below 0.001 everywhere" in found.why) is said
 
@@ -340,7 +340,7 @@ def test_perplexity_weighs_tokens_equally_but_the_ignored(monkeypatch: pytest.Mo
         return float(np.exp((lse - chosen)[labels != -100].mean()))
 
     for block in (10**6, 12):  # 12: two rows at once
-        monkeypatch.setattr("deploykit.evaluation.accuracy._BLOCK_METRICS", block)
+        monkeypatch.setattr("deploykit.evaluation.accuracy._LOGITS", block)
         scores = (scored(PERPLEXITY, each, labels) for each in (logits, worse))
         drop = PERPLEXITY.drop(*scores, labels)
         assert drop.reference.value == pytest.approx(perplexity(logits))
@@ -623,8 +623,7 @@ def test_without_labels_a_detector_must_find_nine_of_ten_boxes() -> None:
     left = found(20)
     samples = Samples({"x": np.zeros((3, 3, 8, 8), np.float32)}, None, "here")
     verdicts = [
-        evaluate(engine(left), engine(rows(left, slice(kept))), samples=samples)
-        for kept in (20, 18, 17)
+        evaluate(engine(left), engine(rows(left, slice(kept))), samples) for kept in (20, 18, 17)
     ]
     assert [each.passed for each in verdicts] == [True, True, False]
     assert "both found 85 % of the boxes, below 90%" in verdicts[2].why

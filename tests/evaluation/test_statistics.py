@@ -11,10 +11,14 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.latency import GROWTH, CallHistogram, Latency, fewest_calls, percentile_ms
 from deploykit.evaluation.statistics import (
     FEWEST_DEPENDENT,
+    GROWTH,
+    CallHistogram,
+    Latency,
+    fewest_calls,
     paired_drop,
+    percentile_ms,
     pooled_share,
     proportion,
     ratio,

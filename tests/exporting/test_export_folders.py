@@ -24,7 +24,6 @@ from PIL import Image  # noqa: E402
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
-from deploykit.core.evidence import SourceRecord  # noqa: E402
 from deploykit.core.extras import installed  # noqa: E402
 from deploykit.core.files import sha256  # noqa: E402
 from deploykit.core.task import CLASSIFY, SEGMENT, TEXT_CLASSIFY, TaskOutputs, TextInput  # noqa: E402
@@ -34,7 +33,6 @@ from deploykit.engines.torch.loaded import load_live  # noqa: E402
 from deploykit.engines.torch.open import load_folder  # noqa: E402
 from deploykit.exporting.heads.head import own_module  # noqa: E402
 from deploykit.exporting.library import check_answers, check_pixels, preset_of_folder  # noqa: E402
-from deploykit.exporting.load import ExportSource  # noqa: E402
 from deploykit.exporting.task import read_options, with_task  # noqa: E402
 from tests.support.bert import save_tiny_bert  # noqa: E402
 from tests.support.runtimes.tokenizer import write_tokenizer  # noqa: E402
@@ -511,8 +509,7 @@ def test_answers_are_those_of_transformers(
     else:
         folder = segformer(tmp_path / "model", kind, **more)
     loaded = load_folder(folder, None, ())
-    source = ExportSource("model", loaded, (), SourceRecord("Hugging Face", "", False), folder)
-    job = with_task(source, read_options(kind), None, {})
+    job = with_task(loaded, folder, read_options(kind), None, {})
     assert not [note for note in job.notes if "not compared" in note]
     other = copy.deepcopy(own_module(loaded))
     for weight in other.parameters():

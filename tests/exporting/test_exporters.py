@@ -16,6 +16,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.core.tensors import parse_spec
+from tests.support.export_modules import export_module
 from tests.support.installed import needs
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -29,7 +30,6 @@ from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.engines.engine import load  # noqa: E402
 from deploykit.exporting import onnx as finishing  # noqa: E402
-from deploykit.exporting.onnx import export_module  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

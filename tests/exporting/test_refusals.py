@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 
+from tests.support.export_modules import export_module
 from tests.support.installed import needs
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -19,7 +20,6 @@ needs("onnxscript")
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput, DeploykitError  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
-from deploykit.exporting.onnx import export_module  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

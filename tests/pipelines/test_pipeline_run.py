@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper
 
 import deploykit as dk
+from deploykit.core.artefact import Manifest, write_manifest
 from deploykit.core.errors import StageFailed
 from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.pipelines.pipeline import predict_files

@@ -19,9 +19,8 @@ from deploykit.engines.data.samples import Samples
 from deploykit.graph.graph import Graph
 from deploykit.quantization import calibrate as calibrating
 from deploykit.quantization import scales
-from deploykit.quantization.calibrate import METHODS, Range
-from deploykit.quantization.formats import TensorHistogram, fp8_numbers
-from deploykit.quantization.qdq import to_pairs
+from deploykit.quantization.calibrate import METHODS, TensorHistogram
+from deploykit.quantization.qdq import Range, fp8_numbers, to_pairs
 from deploykit.quantization.scales import smooth
 from tests.support.graphs.data import feeds, run, samples, sqnr_db, stored
 from tests.support.graphs.protos import calibrate, to_proto

@@ -18,7 +18,7 @@ from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import load
 from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.graph.graph import Graph
-from deploykit.quantization.calibrate import Range
+from deploykit.quantization.qdq import Range
 from deploykit.quantization.weights import dynamic_nodes, to_dynamic
 from tests.support.exact_sums import needs_exact_sums
 from tests.support.graphs.data import (

@@ -19,10 +19,8 @@ from deploykit.engines.engine import load
 from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.graph.graph import Graph
 from deploykit.quantization import half_precision, qdq
-from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.moving import move_pairs
-from deploykit.quantization.qdq import without_kernel
-from deploykit.quantization.qdq_placement import _COMPUTES, MOVES, box_nodes
+from deploykit.quantization.qdq import MOVES, Calibration, Range, box_nodes, without_kernel
 from tests.support.builders.nvidia_cases import ask, checked, needs
 from tests.support.graphs.data import (
     ZOO,
@@ -477,7 +475,7 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(MOVES | _COMPUTES))
+@pytest.mark.parametrize("kind", sorted(MOVES | qdq._COMPUTES))
 def test_onnxruntime_runs_in_integers_all_that_is_given_scales(kind: str, tmp_path: Path) -> None:
     between, constants = BETWEEN[kind]
     channels = {"Concat": 16, "DepthToSpace": 2}.get(kind, 8)

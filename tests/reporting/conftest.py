@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deploykit.core.evidence import Gate, Interval
-from deploykit.evaluation.latency import Latency
+from deploykit.evaluation.statistics import Latency
 from deploykit.reporting.report import (
     CLOSED_LOOP,
     Accuracy,

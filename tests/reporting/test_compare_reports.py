@@ -15,7 +15,7 @@ import deploykit as dk
 from deploykit.cli.tables import report_comparison
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.latency import Latency
+from deploykit.evaluation.statistics import Latency
 from deploykit.reporting import report as reports
 from deploykit.reporting.compare import ratio_of
 from deploykit.reporting.report import Report

@@ -16,7 +16,7 @@ import pytest
 from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.formatting import MISSING, count, number, points, spread
-from deploykit.evaluation.latency import CallHistogram
+from deploykit.evaluation.statistics import CallHistogram
 from deploykit.reporting.charts import (
     BOUND,
     Chart,

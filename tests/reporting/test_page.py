@@ -20,7 +20,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.evidence import Gate, Interval
-from deploykit.core.notebook import Shown
+from deploykit.core.json_value import Shown
 from deploykit.evaluation.formatting import spread
 from deploykit.reporting.page import CSS, markdown, report_page
 from deploykit.reporting.report import Accuracy, NotMeasured, Report, write

@@ -18,8 +18,7 @@ from deploykit.benchmarking.columns import best_cpu
 from deploykit.core.errors import BadInput, DeploykitError, NotFound
 from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
-from deploykit.evaluation.latency import CallHistogram, Latency
-from deploykit.evaluation.statistics import ratio
+from deploykit.evaluation.statistics import CallHistogram, Latency, ratio
 from deploykit.reporting.compare import compare_reports
 from deploykit.reporting.machine_load import Outside, Window
 from deploykit.reporting.report import PeakMemory, Point, Report, crossover, read, write

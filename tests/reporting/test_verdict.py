@@ -16,8 +16,7 @@ import pytest
 
 from deploykit.benchmarking.timing import PROCESSES
 from deploykit.core.evidence import Gate, Interval
-from deploykit.evaluation.latency import Latency
-from deploykit.evaluation.statistics import FASTER, SLOWER, difference
+from deploykit.evaluation.statistics import FASTER, SLOWER, Latency, difference
 from deploykit.reporting.charts import charts
 from deploykit.reporting.report import NotMeasured, Point, PointEnergy, Report
 from deploykit.reporting.tables import details, summary

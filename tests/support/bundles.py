@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnx
 
+from deploykit.core.artefact import write_manifest
 from deploykit.core.evidence import Evidence
-from deploykit.core.manifest import write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.deploying.boot import Boot, Booted, build_and_prove
 from deploykit.deploying.device import read_gpu

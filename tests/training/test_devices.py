@@ -9,18 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deploykit.cli.main import main
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
+from deploykit.core.recipe import Split
+from deploykit.reporting.page import markdown, report_page
 from deploykit.training import compare_devices as devices
 from deploykit.training.compare_devices import (
     NO_GPU,
-    devices_html,
-    devices_markdown,
+    devices_document,
+    devices_parts,
     find_crossovers,
+    time_augmentation,
     time_devices,
 )
 from deploykit.training.options import TrainingOptions
@@ -28,6 +32,7 @@ from tests.support.training import LINE, SPLITS
 
 pytestmark = pytest.mark.torch
 STEPS = 4
+IMAGES = np.zeros((40, 9, 13, 3), np.uint8)
 RECIPE = "from tests.support.training import LINE as RECIPE\n"
 
 
@@ -109,6 +114,37 @@ def test_the_crossover_is_above_the_last_batch_at_which_the_gpu_is_not_ahead() -
     assert found == {"float32": 8, "bf16": 150}
 
 
+def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
+    labels = np.zeros(len(IMAGES), np.int64)
+    splits = replace(SPLITS, train=Split({"image": IMAGES}, labels))
+    recipe = replace(LINE, augment={"crop": 2})
+    rows = time_augmentation(recipe, splits, [4, 1000])
+    cpu = [row for row in rows if row.device == "cpu"]
+    assert [row.batch for row in cpu] == [4, len(IMAGES)]
+    assert all(row.steps == STEPS and row.loader_ms.value > 0 < row.threads for row in cpu)
+    if not torch.cuda.is_available():
+        assert [row.absent for row in rows if row.device == "cuda"] == [NO_GPU] * 2
+    assert time_augmentation(LINE, SPLITS, [4]) == []  # which declares none
+
+
+def test_the_report_gives_the_crossover_of_augmentation() -> None:
+    absent = [devices.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)]
+    for gpu, sentence in (
+        ([50, 2000, 9000], "from batch 32 on (measured: 8, 32, 150)"),
+        ([50, 100, 300], "at no batch size (measured: 8"),
+        (None, f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."),
+    ):
+        on_gpu = rows_of("cuda", devices.AUGMENTED, gpu) if gpu else absent
+        rows = (*rows_of("cpu", devices.AUGMENTED, [200, 250, 300]), *on_gpu)
+        table = a_table(augmentation=rows, batch=32)
+        assert sentence in table.verdict[-1]
+        shown = markdown(devices_document(table), devices_parts(table)).splitlines()
+        cells = [line.strip("| ").split(" | ") for line in shown if "| GPU augmented" in line]
+        times = [float(row[3].partition(" ")[0]) for row in cells if gpu]
+        expected = [gpu[0] / 200, gpu[1] / 250, gpu[2] / 300] if gpu else []
+        assert times == pytest.approx(expected)
+
+
 def a_table(recipe: str = "cats-dogs", **changed: Any) -> devices.DeviceTable:
     rows = [
         *rows_of("cpu", "float32", [200, 250, 300]),
@@ -138,6 +174,10 @@ def a_table(recipe: str = "cats-dogs", **changed: Any) -> devices.DeviceTable:
     return replace(table, verdict=tuple(devices.conclude(table)))
 
 
+def page_of(table: devices.DeviceTable) -> str:
+    return report_page(devices_document(table), devices_parts(table))
+
+
 def test_the_page_is_whole_and_its_headline_compares_like_with_like() -> None:
     table = a_table()
     first, second, *_ = table.verdict
@@ -148,19 +188,19 @@ def test_the_page_is_whole_and_its_headline_compares_like_with_like() -> None:
     assert second == (
         "GPU float32 is ahead of the CPU's float32 from batch 32 on (measured: 8, 32, 150)."
     )
-    page = devices_html(table)
+    page = page_of(table)
     assert page.index("<svg") < page.index("Summary")
     for text in ("CPU wins below 32", "GPU: NVIDIA H200", "not measured: this GPU is too small"):
         assert text in page
-    markdown = devices_markdown(table)
-    assert markdown.startswith("# Training cats-dogs on each device\n\nIn float32 at batch 150")
-    assert "<script>alert" not in devices_html(a_table("<script>alert(1)</script>\x00"))
+    text = markdown(devices_document(table), devices_parts(table))
+    assert text.startswith("# Training cats-dogs on each device\n\nIn float32 at batch 150")
+    assert "<script>alert" not in page_of(a_table("<script>alert(1)</script>\x00"))
 
 
 def test_a_report_without_a_measured_row_gives_the_reason() -> None:
     row = devices.DeviceRow("cpu", "float32", 8, absent="does not fit into memory")
     table = a_table(rows=(row,), batch=8)
-    page = devices_html(table)
+    page = page_of(table)
     assert "not measured: does not fit into memory" in page
     assert "Summary" not in page
     assert table.verdict == ("Nothing could be measured: does not fit into memory.",)

@@ -18,8 +18,7 @@ import numpy as np
 
 from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.extras import require
-from deploykit.core.machine import file_text
-from deploykit.core.memory import available_bytes
+from deploykit.core.machine import available_bytes, file_text
 from deploykit.engines.cuda.errors import cuda_error, out_of_memory, unless_lost
 
 cuda = require("cuda.bindings.driver")

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound, OutOfMemory, os_reason
-from deploykit.core.machine import usable_cores
-from deploykit.core.memory import does_not_fit, free_bytes
+from deploykit.core.machine import does_not_fit, free_bytes, usable_cores
 from deploykit.core.recipe import Split, Splits
 from deploykit.core.task import ImageInput
 from deploykit.engines.data.samples import list_class, list_entries

@@ -32,8 +32,7 @@ from numpy.lib import format as npy
 from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, first_line, os_reason
 from deploykit.core.files import atomic_write, check_readable
-from deploykit.core.machine import usable_cores
-from deploykit.core.memory import check_fits, does_not_fit
+from deploykit.core.machine import check_fits, does_not_fit, usable_cores
 from deploykit.core.task import Task
 from deploykit.core.tensors import (
     BATCH,

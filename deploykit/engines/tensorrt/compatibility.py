@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
+from deploykit.core.artefact import Artefact, ArtefactLike, Manifest, wrong_format
 from deploykit.core.errors import (
     BadInput,
     DeploykitError,
@@ -40,7 +40,6 @@ from deploykit.core.errors import (
 from deploykit.core.extras import install_command, require
 from deploykit.core.files import cache_folder, make_folder, manifest_path, sha256
 from deploykit.core.machine import file_text
-from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
 
 if TYPE_CHECKING:

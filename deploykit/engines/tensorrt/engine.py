@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.artefact import ArtefactLike
+from deploykit.core.artefact import ArtefactLike, Manifest
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
 from deploykit.core.extras import require
-from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
 from deploykit.engines.cuda.errors import USE_LESS_MEMORY, out_of_memory
 from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket

@@ -31,15 +31,16 @@ def open_engine(
     trust: bool = False,  # noqa: ARG001 - no code of the file runs here
     *,
     arch: str | None = None,
+    inputs: Specs = (),
     bf16: bool = False,
 ) -> TorchEngine:
-    """Open a deploykit checkpoint, or another file whose module `arch` builds.
+    """Open a deploykit checkpoint, or a file of weights whose module `arch` builds for `inputs`.
 
     Raises BadInput for a file without enough information.
     """
     path = Path(source)
     try:
-        loaded = load_module(path, arch=arch)
+        loaded = load_module(path, arch=arch, inputs=inputs)
     except (RunsCode, Undescribed) as exc:
         if arch is None:
             known = getattr(exc, "arch", "")

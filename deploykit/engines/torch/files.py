@@ -27,7 +27,7 @@ from deploykit.core import errors
 from deploykit.core.artefact import sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, causes, first_line
 from deploykit.core.extras import require
-from deploykit.core.memory import USE_LESS, does_not_fit, lacks_memory, memory_errors
+from deploykit.core.machine import USE_LESS, does_not_fit, lacks_memory, memory_errors
 
 torch = require("torch")
 

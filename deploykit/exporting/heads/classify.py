@@ -15,6 +15,7 @@ from deploykit.exporting.heads.head import INSIDE, AnswerRule, HeadRequest, Task
 torch = require("torch")
 _dispatch: Any = require("torch.utils._python_dispatch")
 
+
 # the last two groups: outputs of a training, and those of a DeiT, whose mean is `logits`
 SCORES = AnswerRule(
     ("logits", "scores", "out", "output"),
@@ -23,7 +24,7 @@ SCORES = AnswerRule(
 _NOT_ONE = 1e-3  # sums of rows that are probabilities are nearer to 1
 
 
-def add_head(request: HeadRequest) -> TaskHead:
+def add_scores(request: HeadRequest) -> TaskHead:
     """Add a softmax, or a sigmoid where a sample may have several labels. Raises BadInput."""
     if request.problem == "regression":
         raise BadInput(

@@ -17,17 +17,18 @@ from deploykit.exporting.operators import suppress
 
 torch = require("torch")
 
+
 _MOST_APART = 0.1  # equal scores have no order
 _TORCHVISION = {"boxes", "scores", "labels", "masks", "keypoints", "keypoints_scores"}
 _FIRST_IMAGE = "output_0_"  # prefix of names in the list that torchvision's detectors return
-_NEEDS = (
+_BOX_ROWS = (
     "detect takes [N,4+classes,boxes] or [N,boxes,5+classes] as YOLO gives them, [N,boxes,6] of a "
     "model without NMS, 'boxes' [N,boxes,4] of corners in pixels with 'scores' [N,boxes,classes], "
     "or 'boxes', 'scores' and 'labels' of a detector of torchvision"
 )
 
 
-def add_head(request: HeadRequest) -> TaskHead:
+def add_boxes(request: HeadRequest) -> TaskHead:
     """Add the choice of boxes that the model's family needs. Raises BadInput."""
     loaded = request.loaded
     _keep_anchors(loaded.module)
@@ -55,24 +56,24 @@ def _of_one_output(request: HeadRequest) -> TaskHead:
     if float_outputs(loaded, (3,))[:1] != [0] or not boxes_first:
         at = AnswerRule().find(loaded, (3,))
     if at is None:
-        raise request.misfit(_NEEDS)
+        raise request.misfit(_BOX_ROWS)
     batch, rows, columns = loaded.outputs[at].shape
     if not isinstance(rows, int) or not isinstance(columns, int) or min(rows, columns) < 5:
-        raise request.misfit(_NEEDS)
+        raise request.misfit(_BOX_ROWS)
     ends = any(getattr(part, "end2end", False) for part in loaded.module.modules())
     final = columns == 6 and classes != 2  # else a box and the scores of two classes
     if rows <= 1000 and (final or (ends and columns >= 6)):  # masks or keypoints come behind
         return _final(request, at, (batch, rows))
     by_library = request.stated == DETECT and rows == 4 + (classes or 0)
     if rows == columns and not by_library:
-        raise request.misfit(f"{_NEEDS}; as many boxes as columns could be either")
+        raise request.misfit(f"{_BOX_ROWS}; as many boxes as columns could be either")
     anchors_last = by_library or columns > rows
     width, anchors = (rows, columns) if anchors_last else (columns, rows)
     objectness = not anchors_last and (width - (classes or 0) == 5 or not classes)
     first = 5 if objectness else 4
     count = classes or width - first
     if count < 1 or width < first + count:
-        raise request.misfit(_NEEDS)
+        raise request.misfit(_BOX_ROWS)
 
     def decode(values: Any) -> Any:
         if anchors_last:

@@ -19,27 +19,28 @@ from deploykit.exporting.heads.head import INSIDE, AnswerRule, HeadRequest, Task
 
 torch = require("torch")
 
+
 _VECTORS = AnswerRule(
     ("embedding", "embeddings", "image_embeds", "text_embeds", "pooler_output", "pooled"),
 )
 _TOKENS = AnswerRule(
     ("last_hidden_state", "token_embeddings"), f"{INSIDE}|pooler_output", by_name=False
 )
-_NEEDS = "embed needs one vector for each sample, float [N,size]"
+_VECTOR = "embed needs one vector for each sample, float [N,size]"
 _PARTS = ("Transformer", "Pooling", "Normalize")  # modules in a folder of sentence-transformers
 _NAMES = {"pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": CLS}
 
 
-def add_head(request: HeadRequest) -> TaskHead:
+def add_embedding(request: HeadRequest) -> TaskHead:
     """Add the normalisation to length 1. Raises BadInput."""
     scores = request.stated == CLASSIFY
-    at = request.find(SCORES if scores else _VECTORS, (2, 4), _NEEDS)
+    at = request.find(SCORES if scores else _VECTORS, (2, 4), _VECTOR)
     notes = request.left_out(at)
     if scores:
         notes += ("the embedding is a classifier's scores: build it without its last layer",)
     batch, size, *rest = request.loaded.outputs[at].shape
     if not isinstance(size, int) or any(each != 1 for each in rest):
-        raise request.misfit(_NEEDS)
+        raise request.misfit(_VECTOR)
 
     def unit(values: Any) -> Any:
         return (torch.nn.functional.normalize(values.flatten(1).to(torch.float32), dim=1),)

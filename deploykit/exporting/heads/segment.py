@@ -11,16 +11,17 @@ from deploykit.exporting.heads.head import HeadRequest, TaskHead
 
 torch = require("torch")
 
-_NEEDS = "segment needs scores of the classes of each pixel, float [N,classes,height,width]"
+
+_PIXEL_SCORES = "segment needs scores of the classes of each pixel, float [N,classes,height,width]"
 
 
-def add_head(request: HeadRequest) -> TaskHead:
+def add_mask(request: HeadRequest) -> TaskHead:
     """Add the argmax over classes, at the image's size. Raises BadInput."""
-    at = request.find(SCORES, (4,), _NEEDS, "Segmentation")
+    at = request.find(SCORES, (4,), _PIXEL_SCORES, "Segmentation")
     notes = request.left_out(at)
     batch, count, *sides = request.loaded.outputs[at].shape
     if not isinstance(count, int) or count < 2:
-        raise request.misfit(_NEEDS)
+        raise request.misfit(_PIXEL_SCORES)
     size = request.loaded.inputs[0].shape[1:3]
     places = [at] if tuple(sides) == size else [at, len(request.loaded.outputs)]
     if len(places) > 1:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import thread_time_ns
 
 from deploykit.core.errors import DeploykitError, Expired, Overloaded
@@ -75,6 +76,27 @@ class Retired(Overloaded):
     """The engines were replaced: submit the request to the model's new Batcher."""
 
 
+@dataclass(frozen=True)
+class Loop:
+    """The event loop that requests come from, as a Batcher needs it.
+
+    Attributes:
+        deliver: gets the requests that finished together, once per batch.
+        call_soon: runs a function on the event loop once what has been received is read; for
+            callers that submit only on the loop's thread. Batches of up to `inline_max_rows` rows
+            then run on that thread, except for PAUSE_US after a batch that computed for longer than
+            SLOW_US. After a batch of several requests the next one waits while each turn of the
+            loop brings more of them, at most GATHER_US.
+        spin_us: while requests come one at a time, the loop does not sleep for so long after each,
+            so that the next request of the same client is answered sooner.
+    """
+
+    deliver: Deliver = deliver_inline
+    clock_us: Callable[[], int] = monotonic_us
+    call_soon: CallSoon | None = None
+    spin_us: int = 0
+
+
 class Batcher(Closing):
     """A bounded queue and the engines that empty it.
 
@@ -85,50 +107,30 @@ class Batcher(Closing):
         self,
         engines: Sequence[Engine],
         policy: BatchPolicy,
+        loop: Loop = Loop(),
         *,
-        deliver: Deliver = deliver_inline,
-        clock_us: Callable[[], int] = monotonic_us,
         watchers: Sequence[Watcher] = (),
         name: str = "engine",
         buckets: Buckets | None = None,
         steering: Steering | None = None,
-        hung_us: int = NEVER_US,
-        close_engines: bool = False,
-        call_soon: CallSoon | None = None,
-        spin_us: int = 0,
     ) -> None:
-        """Start a thread for each engine.
-
-        Args:
-            deliver: gets the requests that finished together, once per batch.
-            steering: adapts the policy.
-            hung_us: an engine whose call takes longer is counted as hung.
-            close_engines: close the engines when their threads end.
-            call_soon: runs a function on the event loop once what has been received is read; for
-                callers that submit only on the loop's thread. Batches of up to `inline_max_rows`
-                rows then run on that thread, except for PAUSE_US after a batch that computed for
-                longer than SLOW_US. After a batch of several requests the next one waits while each
-                turn of the loop brings more of them, at most GATHER_US.
-            spin_us: while requests come one at a time, the loop does not sleep for so long after
-                each, so that the next request of the same client is answered sooner.
-        """
+        """Start a thread for each engine. `steering` adapts the policy."""
         self.inline_max_rows: float = 0
         self.watchers = watchers
         self.lost = False  # the GPU of an engine is gone; then no request is accepted
         self._name = name
         self._queue = RequestQueue(policy)
-        self._deliver = deliver
-        self._clock_us = clock_us
+        self._deliver = loop.deliver
+        self._clock_us = clock_us = loop.clock_us
         self._steering = steering
-        self._hung_us = hung_us
-        self._close_engines = close_engines
+        self.close_engines = False  # whether the threads close the engines as they end
         self._lock = threading.Lock()  # protects the queue and the attributes below
         self._idle: list[Runner] = []  # engines asleep and not yet woken
         self._closing = False
         self._retired = False
-        self._has_loop = call_soon is not None
-        self._call_soon: CallSoon = call_soon or (lambda _: None)
-        self._spin_us = spin_us
+        self._has_loop = loop.call_soon is not None
+        self._call_soon: CallSoon = loop.call_soon or (lambda _: None)
+        self._spin_us = loop.spin_us
         self._scheduled = False  # whether `call_soon` was given `_run_next`
         self._seen = 0  # requests that were in the queue one turn ago
         self._gather_until_us = 0
@@ -186,7 +188,7 @@ class Batcher(Closing):
     @property
     def hung(self) -> int:
         """Return the number of engines whose call is not expected to return any more."""
-        limit_us = self._clock_us() - self._hung_us
+        limit_us = self._clock_us() - self.policy.hung_us
         since = [worker.since_us for worker in self._workers]
         return sum(each is not None and each <= limit_us for each in since)
 
@@ -269,7 +271,7 @@ class Batcher(Closing):
 
     def retire(self) -> None:
         """Accept no more requests; answer queued ones, then close the engines. Does not wait."""
-        self._retired = self._close_engines = True
+        self._retired = self.close_engines = True
         self._stop(None)
 
     # -- a batch, on any thread --------------------------------------------------------------------
@@ -421,7 +423,7 @@ class Batcher(Closing):
                 self._run(worker, flights.popleft())
                 worker.since_us = flights[0].started_us if flights else None
             del batch  # frees its inputs before the next batch is taken
-        if self._close_engines:
+        if self.close_engines:
             worker.engine.close()
 
     def _take_more(self, worker: Runner) -> tuple[list[Pending], list[Pending], int]:

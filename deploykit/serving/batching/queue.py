@@ -31,13 +31,14 @@ class BatchPolicy:
     """The limits of batches and of the queue.
 
     `max_batch` is in rows, 0 for no batching; `queue` in requests; `queue_rows` in rows, None for
-    no limit.
+    no limit. `hung_us`: an engine whose call takes longer is counted as hung.
     """
 
     max_batch: int = 32
     max_delay_us: int = 0
     queue: int = 1024
     queue_rows: int | None = None
+    hung_us: int = NEVER_US
 
 
 @dataclass(eq=False, slots=True)

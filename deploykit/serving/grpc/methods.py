@@ -188,8 +188,7 @@ class GrpcPort(Http2Port):
             name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
-        self._watching: dict[str, dict[GrpcCall, None]] = {}  # calls by the name of the service
-        self._health_sent: dict[str, int] = {}
+        self._watching: dict[GrpcCall, tuple[str, int]] = {}  # service, and the health last sent
         at_once: dict[str, Make] = {
             "ServerLive": lambda _: {"live": True},
             "ServerReady": lambda _: {"ready": not repository.why_not_ready()},
@@ -233,12 +232,11 @@ class GrpcPort(Http2Port):
 
     def tick(self, now_s: float) -> None:
         """Send health changes to the Watch calls as well."""
-        for name, calls in list(self._watching.items()):
-            now = self._health(name)
-            if now != self._health_sent[name]:
-                self._health_sent[name] = now
-                for call in list(calls):
-                    _send_health(call, now)
+        names = {name for name, _ in self._watching.values()}
+        health = {name: self._health(name) for name in names}
+        for call, (name, sent) in list(self._watching.items()):
+            if health[name] != sent:
+                self._send_health(call, name, health[name])
         super().tick(now_s)
 
     # -- inference -----------------------------------------------------------------------------
@@ -336,7 +334,7 @@ class GrpcPort(Http2Port):
 
     def _watch(self, call: GrpcCall, data: bytes, at: int) -> None:
         name, link = messages.parse("HealthCheckRequest", data[at:]).service, call.link
-        links = [each.link for calls in self._watching.values() for each in calls]
+        links = [each.link for each in self._watching]
         if len(links) >= _WATCHES or links.count(link) >= _WATCHES_EACH:
             text = f"of at most {_WATCHES_EACH} Watch calls of a client and {_WATCHES} of all"
             call.fail("RESOURCE_EXHAUSTED", f"there is one too many, {text}; use Check instead")
@@ -344,27 +342,19 @@ class GrpcPort(Http2Port):
         if len(name) > _SERVICE_BYTES:
             call.fail("INVALID_ARGUMENT", f"a service's name has at most {_SERVICE_BYTES} bytes")
             return
-        self._watching.setdefault(name, {})[call] = None
-        call.cancel = partial(self._unwatch, name, call)
-        status = self._health_sent.setdefault(name, self._health(name))
-        _send_health(call, status)
+        call.cancel = partial(self._watching.pop, call, None)
+        self._send_health(call, name, self._health(name))
 
-    def _unwatch(self, name: str, call: GrpcCall) -> None:
-        calls = self._watching[name]
-        del calls[call]
-        if not calls:
-            del self._watching[name], self._health_sent[name]
+    def _send_health(self, call: GrpcCall, name: str, status: int) -> None:
+        self._watching[call] = name, status
+        message = message_from("HealthCheckResponse", {"status": status})
+        call.send_message([message.SerializeToString()])
 
 
 def _end_stream(call: GrpcCall) -> None:
     """End a call after the client's last message."""
     if not call.slots:
         call.complete()
-
-
-def _send_health(call: GrpcCall, status: int) -> None:
-    message = message_from("HealthCheckResponse", {"status": status})
-    call.send_message([message.SerializeToString()])
 
 
 def _at_once(make: Make) -> Handler:

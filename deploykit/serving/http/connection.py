@@ -26,6 +26,7 @@ from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.transport.connection import (
     RETRY,
+    SPARE,
     Call,
     Connection,
     Head,
@@ -38,7 +39,6 @@ from deploykit.serving.transport.connection import (
     reply_error,
 )
 from deploykit.serving.transport.encodings import body_too_large
-from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
 from deploykit.serving.transport.security import HEALTH, AccessControl
 
 READ_BYTES = 64 << 10
@@ -381,7 +381,7 @@ class Listener(Port):
         if self.has_place():
             return False
         self._spare.append(connection)
-        if len(self._spare) > SPARE_CLIENTS:
+        if len(self._spare) > SPARE:
             self._spare.popleft().refuse_spare()
         return True
 

@@ -26,7 +26,7 @@ from deploykit.serving.models.inference import MOST_ITEMS, Items, ModelRoute, Ta
 from deploykit.serving.models.pipelines import NOT_JSON, Sent, ServedPipeline
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport.connection import JSON, Call, Head, reply_exception, reply_with
-from deploykit.serving.transport.encodings import decompress, other_charset, unknown_charset
+from deploykit.serving.transport.encodings import check_charset, decompress, other_charset
 
 _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
 _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
@@ -78,8 +78,7 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     content: Bytes = body[start + end + 4 : stop]
-    if charset := other_charset(fields.get(b"content-type")):
-        raise unknown_charset(charset)
+    check_charset(other_charset(fields.get(b"content-type")), content)
     return name, content
 
 
@@ -186,8 +185,8 @@ def _fields(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None
         fields = split_parts(body, content_type)
     for name, content in fields or ():
         named = b";charset=" + bytes(content[:_CHARSET_BYTES])
-        if name == "_charset_" and (charset := other_charset(named)):  # of its strings
-            raise unknown_charset(charset)
+        if name == "_charset_":  # of its strings
+            check_charset(other_charset(named), body)
     return fields and [each for each in fields if each[0] != "_charset_"]
 
 

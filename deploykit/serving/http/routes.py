@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import re
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, cast
@@ -41,8 +40,7 @@ from deploykit.serving.models.pipelines import over_budget
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import Sample, expositions
 from deploykit.serving.oip import json
-from deploykit.serving.oip.json import LARGE_BYTES
-from deploykit.serving.oip.request import Request, Result, array_bytes
+from deploykit.serving.oip.request import LARGE_BYTES, Request, Result, array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport.connection import (
     JSON,
@@ -54,10 +52,10 @@ from deploykit.serving.transport.connection import (
 )
 from deploykit.serving.transport.encodings import (
     COMPRESSED,
+    check_charset,
     choose_encoding,
     compress,
     decompress,
-    unknown_charset,
 )
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web.page import FILES, HTML, Address, guide, openapi, status
@@ -257,15 +255,14 @@ class Scrapes:
     def _expose(self, calls: list[Call], samples: Offloaded[Iterable[Sample]]) -> None:
         wanted = {_wanted(call) for call in calls}
         try:
-            self._offload(lambda: _expose(samples(), wanted), partial(self._reply, deque(calls)))
+            self._offload(lambda: _expose(samples(), wanted), partial(self._reply, calls))
         except DeploykitError as exc:
             self._busy = False
             for call in calls:
                 reply_exception(call, exc)
 
-    def _reply(self, calls: deque[Call], result: Offloaded[Expositions]) -> None:
-        for _ in range(min(_REPLIES, len(calls))):
-            call = calls.popleft()
+    def _reply(self, calls: list[Call], result: Offloaded[Expositions]) -> None:
+        for call in calls[:_REPLIES]:
             try:
                 wanted = _wanted(call)
                 text, content_type = result()[wanted]
@@ -275,8 +272,8 @@ class Scrapes:
                 call.reply(200, headers, [text])
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 reply_exception(call, exc)
-        if calls:
-            asyncio.get_running_loop().call_soon(self._reply, calls, result)
+        if rest := calls[_REPLIES:]:
+            asyncio.get_running_loop().call_soon(self._reply, rest, result)
         elif self._waiting:
             asyncio.get_running_loop().call_later(_PAUSE_S, self._write)
         else:
@@ -368,7 +365,7 @@ class Routes:
             verb, route = self._table.get(head.path) or self._find(head.path)
             if head.method == verb or (head.method == "HEAD" and verb == "GET"):
                 if head.charset is not None and len(call.body):
-                    raise unknown_charset(head.charset)
+                    check_charset(head.charset, call.body)
                 route(call)
                 return
             allow = "GET, HEAD" if verb == "GET" else verb

@@ -21,7 +21,7 @@ from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.engines.tasks import TaskSteps
 from deploykit.pipelines.threads import FairGate
-from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
+from deploykit.serving.batching.batcher import Batcher, Loop, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
@@ -58,7 +58,6 @@ def check_compatible(name: str, served: Engine, other: Engine) -> None:
 
 log = logging.getLogger(__name__)
 
-SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
 _LEAST_ITEMS = 64
 _ALONE = "requests are served one at a time: {}"
 
@@ -153,9 +152,7 @@ class ServedModel:
         name: str,
         engines: Sequence[Engine],
         options: ServeOptions,
-        deliver: Callable[[Sequence[Pending]], None],
-        clock_us: Callable[[], int],
-        call_soon: CallSoon | None = None,
+        loop: Loop,
     ) -> None:
         """Set up the model, not yet warmed up."""
         self.name = name
@@ -176,9 +173,7 @@ class ServedModel:
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name)
         self._watchers: list[Watcher] = [self.metrics]
-        self._deliver = deliver
-        self._clock_us = clock_us
-        self._call_soon = call_soon
+        self._loop, self._clock_us = loop, loop.clock_us
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # returns an additional note, or None
         self._swap = threading.Lock()  # held during replacements and the shutdown
@@ -238,7 +233,8 @@ class ServedModel:
                 raise shutting_down()
             before = self.batcher
             self._replaced = [each for each in self._replaced if not each.ended] + [before]
-            self.batcher = self._new_batcher(engines, steering, close_engines=True)
+            self.batcher = self._new_batcher(engines, steering)
+            self.batcher.close_engines = True
             self.batcher.inline_max_rows = inline_max_rows
             self.engines, self._steering = tuple(engines), steering
             self.in_use, self.task = in_use, task
@@ -474,34 +470,30 @@ class ServedModel:
 
     def _policy(self) -> BatchPolicy:
         options = self._options
-        return BatchPolicy(self.max_batch, options.max_delay_us, options.queue)
+        hung_us = 2000 * options.timeout_ms
+        return BatchPolicy(self.max_batch, options.max_delay_us, options.queue, hung_us=hung_us)
 
     def _new_steering(self, engines: int) -> Steering | None:
         slo_ms = self._options.slo_ms
         return Steering(round(slo_ms * 1000), self._policy(), engines) if slo_ms else None
 
-    def _new_batcher(
-        self, engines: Sequence[Engine], steering: Steering | None, *, close_engines: bool = False
-    ) -> Batcher:
+    def _new_batcher(self, engines: Sequence[Engine], steering: Steering | None) -> Batcher:
         return Batcher(
             engines,
             self._policy(),
-            deliver=self._deliver,
-            clock_us=self._clock_us,
+            self._loop,
             watchers=self._watchers,
             name=self.name,
             buckets=self.buckets,
             steering=steering,
-            hung_us=2000 * self._options.timeout_ms,
-            close_engines=close_engines,
-            call_soon=self._call_soon,
-            spin_us=SPIN_US,
         )
 
     def _warm(self, engines: Sequence[Engine], steering: Steering | None) -> float:
         """Run the engines; return the most rows of a batch on the loop's thread."""
         lengths = self.buckets.sizes() if self.buckets else [{}]
-        inline = self._call_soon is not None and steering is None and not self._options.max_delay_us
+        inline = (
+            self._loop.call_soon is not None and steering is None and not self._options.max_delay_us
+        )
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:

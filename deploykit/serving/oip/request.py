@@ -33,6 +33,7 @@ from deploykit.core.tensors import (
 )
 from deploykit.serving.shared_memory import Region, SharedMemory
 
+LARGE_BYTES = 256 << 10  # from this size on values are read and written on another thread
 _MAX_ID_BYTES = 1024
 MAX_CLASSES = 10_000
 _COUNTED_BYTES = 64 << 10  # copied inputs below this size are not counted in the memory budget

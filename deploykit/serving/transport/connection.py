@@ -39,7 +39,8 @@ BUG = "an error inside the server; its log says more"
 _UNKNOWN_MEMORY = 4 << 30
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-_SIZE = re.compile(rb"\d{1,18}")
+_SIZE = re.compile(rb"\d{1,18}")  # of a part in bytes
+SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
 LEAST_BYTES_S = 4 << 10  # on average, of a client that sends a request or reads an answer
 _IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left

@@ -14,6 +14,7 @@ from deploykit.core.tensors import Bytes
 COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 _CHARSET = re.compile(rb';\s*charset="?([^\s;"]+)', re.I)
 _UTF8 = (b"utf-8", b"utf8", b"us-ascii", b"ascii", b"binary")
+_LATIN = (b"iso-8859-1", b"latin1", b"windows-1252")
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
 _PIECE_BYTES = 1 << 16  # input of zlib in one step
 _GROWTH_BYTES = 1 << 20  # output of zlib in one step
@@ -33,9 +34,15 @@ def other_charset(content_type: bytes | None) -> bytes | None:
     return None if match is None or match[1].lower() in _UTF8 else match[1]
 
 
-def unknown_charset(charset: bytes) -> UnknownEncoding:
+def check_charset(charset: bytes | None, body: Bytes) -> None:
+    """Raise UnknownEncoding unless `body` reads as UTF-8 in the charset that `other_charset` found.
+
+    Java's HTTP clients name ISO-8859-1 for any text, which changes nothing in ASCII.
+    """
+    if charset is None or (charset.lower() in _LATIN and bytes(body).isascii()):
+        return
     name = quote(charset.decode("latin-1"))
-    return UnknownEncoding(f"the charset {name} is not offered", hint="send UTF-8")
+    raise UnknownEncoding(f"the charset {name} is not offered", hint="send UTF-8")
 
 
 def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:

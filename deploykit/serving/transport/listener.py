@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.serving.transport.connection import CLOSED_AT_ONCE, EXHAUSTED, Port
+from deploykit.serving.transport.connection import CLOSED_AT_ONCE, EXHAUSTED, SPARE, Port
 
 log = logging.getLogger(__name__)
 
-SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
 BACKLOG = 1024
 UNIX = "unix:"  # before the path of a socket, in place of a host
 PAUSE_S = 0.2  # pause after running out of file descriptors

@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput, Expired, OutOfMemory, Overloaded
 from deploykit.core.tensors import InputKey
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays
-from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.batcher import Batcher, Loop, deliver_inline
 from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher
 from deploykit.serving.batching.runner import EngineFailed, stack
 from deploykit.serving.batching.slo import Steering
@@ -54,7 +54,8 @@ class Held:
             engine.entered = self.engines[0].entered
         self.answers, self.clock = Answers(), Clock()
         policy = options.pop("policy", BatchPolicy(max_batch=8))
-        self.batcher = Batcher(self.engines, policy, clock_us=self.clock, **options)
+        loop = Loop(options.pop("deliver", deliver_inline), self.clock)
+        self.batcher = Batcher(self.engines, policy, loop, **options)
 
     def send(self, value: float, count: int = 1, key: InputKey = KEY, **times: int) -> Pending:
         return submit(self.batcher, rows(value, count), count, key, self.answers.done, **times)
@@ -322,10 +323,9 @@ class Case:
         self.answers, self.clock, self.notes = Answers(), Clock(), Notes()
         self.batcher = Batcher(
             [self.engine],
-            BatchPolicy(max_batch=2),
-            clock_us=self.clock,
+            BatchPolicy(max_batch=2, hung_us=4000),
+            Loop(clock_us=self.clock),
             watchers=[self.notes],
-            hung_us=4000,
         )
         asleep(self.batcher)
 

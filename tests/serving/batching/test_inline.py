@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from deploykit.serving.batching.batcher import (
     SLOW_US,
     Batcher,
     deliver_inline,
-    monotonic_us,
 )
 from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
 from deploykit.serving.models.model import ServedModel
@@ -74,13 +72,12 @@ class Turned(Threads):
     Each run takes `us` of a clock that else stands still.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, spin_us: int = 0) -> None:
         super().__init__()
         self.loop, self.clock, self.answers, self.us = Loop(), Clock(), Answers(), 0
         policy = BatchPolicy(max_batch=4)
-        self.batcher = Batcher(
-            [self], policy, clock_us=self.clock, call_soon=self.loop.call_soon, **options
-        )
+        loop = batching.Loop(clock_us=self.clock, call_soon=self.loop.call_soon, spin_us=spin_us)
+        self.batcher = Batcher([self], policy, loop)
         self.batcher.inline_max_rows = math.inf
         asleep(self.batcher)
 
@@ -263,7 +260,7 @@ def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() 
     clock, loop, answers, engine = Clock(), Loop(), Answers(), Long()
     clock.us = 1_000_000  # stands still: a millisecond of delay is always left
     slow = BatchPolicy(max_batch=4, max_delay_us=1000)
-    batcher = Batcher([engine], slow, clock_us=clock, call_soon=loop.call_soon)
+    batcher = Batcher([engine], slow, batching.Loop(clock_us=clock, call_soon=loop.call_soon))
     asleep(batcher)
 
     def run() -> None:
@@ -342,7 +339,7 @@ class Run:
             queue=chance.choice([4, 64]),
         )
         self.model = ServedModel(
-            "m", self.make(), options, self.deliver, monotonic_us, self.loop.call_soon
+            "m", self.make(), options, batching.Loop(self.deliver, call_soon=self.loop.call_soon)
         )
         self.model.watch(Rude())
         self.start_failing()

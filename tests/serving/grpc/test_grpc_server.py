@@ -259,6 +259,7 @@ def test_health_can_be_checked_and_watched() -> None:
         assert server.see(lambda: server.grpc.unanswered) == 0
         server.repository.drain()
         assert next(seen).status == 2
+        assert ("", 2) in server.see(lambda: [*server.grpc._watching.values()])  # sent once
         seen.cancel()
 
 

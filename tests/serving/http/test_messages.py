@@ -414,7 +414,7 @@ def test_a_health_check_gets_through_where_no_connection_is_idle_yet(
 def test_of_too_many_clients_above_the_limit_the_oldest_leave(
     full: Callable[[], Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_listener, "SPARE_CLIENTS", 2)
+    monkeypatch.setattr(http_listener, "SPARE", 2)
     spare = [full() for _ in range(3)]
     assert spare[0].status() == 503
     assert spare[0].ended()

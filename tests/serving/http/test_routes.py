@@ -119,11 +119,13 @@ READY = b'{"ready":true}'
         (READY + b" " * ((64 << 10) - len(READY)), {}, 200),
         (READY + b" " * (64 << 10), {}, 413),  # 30 MB stopped the event loop for a second
         (gzip.compress(READY), {"Content_Encoding": "gzip"}, 200),
+        (READY, {"Content_Type": "text/plain; charset=ISO-8859-1"}, 200),  # Java's default
+        ('{"ready":true, "x":"é"}'.encode("latin-1"), {"Content_Type": "a/b; charset=latin1"}, 415),
         (READY.decode().encode("utf-16"), {"Content_Type": "a/json; charset=utf-16"}, 415),
         (READY, {"Content_Encoding": "br"}, 415),
         (gzip.compress(bytes(1 << 20)), {"Content_Encoding": "gzip"}, 413),
     ],
-    ids=["empty", "64 KiB", "large", "gzip", "utf-16", "br", "gzip-too-large"],
+    ids=["empty", "64 KiB", "large", "gzip", "java", "latin-1", "utf-16", "br", "gzip-too-large"],
 )
 def test_the_repository_index_reads_any_small_body_as_its_headers_say(
     server: Running, body: bytes, headers: dict[str, str], status: int

@@ -13,10 +13,9 @@ import numpy as np
 import onnx
 import pytest
 
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest
 from deploykit.core.errors import BadInput, Overloaded, Unsupported
 from deploykit.core.evidence import Evidence, QuantizeRecord, RowIndependence
-from deploykit.core.manifest import Manifest
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import load
 from deploykit.serving.batching.queue import Pending, Watcher

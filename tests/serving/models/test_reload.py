@@ -19,9 +19,9 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from deploykit.core.artefact import Manifest, write_manifest
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.engines.engine import Engine, load
 from deploykit.engines.oip import message_from
 from deploykit.serving.batching.queue import Pending

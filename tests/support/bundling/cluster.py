@@ -16,9 +16,8 @@ import onnx.parser
 import psutil
 import yaml
 
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, Manifest, write_manifest
 from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import TensorSpec
 from deploykit.deploying import ray as bundles

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from deploykit.building.onnxruntime import build
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.engine import load
-from deploykit.quantization.calibrate import Calibration, Range
+from deploykit.quantization.qdq import Calibration, Range
 from tests.support.graphs.protos import calibrate, specs, to_pairs
 from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save
 

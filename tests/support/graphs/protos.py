@@ -10,14 +10,13 @@ import onnx
 
 from deploykit.engines.data.samples import Samples
 from deploykit.evaluation import divergence as probes
-from deploykit.evaluation import simulate as simulation
 from deploykit.graph import cost, preflight
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import MAX_BYTES, load_data
 from deploykit.quantization import half_precision, qdq, weights
-from deploykit.quantization.calibrate import Calibration
 from deploykit.quantization.calibrate import calibrate as calibrate_graph
+from deploykit.quantization.qdq import Calibration
 
 Model = onnx.ModelProto
 
@@ -69,9 +68,9 @@ quantizable = _reader(lambda graph: qdq.quantizable(graph, "tensorrt"))
 to_half = _writer(half_precision.to_half)
 to_pairs = _writer(qdq.to_pairs)
 to_weight_only = _writer(weights.to_weight_only)
-simulate = _writer(simulation.simulate)
+simulate = _writer(half_precision.simulate)
 expose = _writer(probes.expose)
 
 
-def shared(a: Model, b: Model) -> tuple[probes.Pair, ...]:
+def shared(a: Model, b: Model) -> dict[str, tuple[str, onnx.NodeProto]]:
     return probes.shared(Graph(a), Graph(b))

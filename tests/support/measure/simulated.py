@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.latency import Latency
-from deploykit.evaluation.statistics import throughput
+from deploykit.evaluation.statistics import Latency, throughput
 from deploykit.reporting.report import CLOSED_LOOP, Point, Report
 
 ROUNDS, CALLS, BATCHES = 5, 800, (1, 2, 4)

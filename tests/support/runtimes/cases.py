@@ -216,8 +216,8 @@ def plan_of(name: str) -> tuple[bytes, Mapping[str, str]]:
 
 def open_tensorrt(folder: Path, case: Case) -> Engine:
     """Load the plan that the builder itself made of `case`."""
+    from deploykit.core.artefact import Manifest, write_manifest
     from deploykit.core.files import sha256
-    from deploykit.core.manifest import Manifest, write_manifest
     from deploykit.engines.engine import load
 
     content, built_on = plan_of(case.name)
@@ -240,7 +240,7 @@ def open_stand_in(_folder: Path, case: Case) -> Engine:
 
     So the suite proves its names, dtypes, shapes, batches and buffers on machines without a GPU.
     """
-    from deploykit.core.manifest import Manifest
+    from deploykit.core.artefact import Manifest
     from tests.support.runtimes.fake_tensorrt import tensor
     from tests.support.runtimes.gpu_machine import Opened
     from tests.support.runtimes.own_cuda import FakeCuda

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.manifest import Manifest
+from deploykit.core.artefact import Manifest
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes import fake_tensorrt as fake

@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import onnx.parser
 
-from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.artefact import Manifest, write_manifest
 from deploykit.core.task import ImageInput, Task, TaskOutputs, TextInput
 from deploykit.core.tensors import TensorSpec, parse_spec
 from tests.support.runtimes.tokenizer import write_tokenizer
