@@ -92,8 +92,10 @@ def test_an_engine_is_timed_against_the_model_it_was_built_from(
         f"{name}, overlap": "closed-loop, 2 calls in flight",
         f"{name}, CUDA graphs, overlap": "closed-loop, 2 calls in flight",
     }
+    usable = {point.label for point in report.usable}  # all, but on a machine that is busy
+    rivals = {name, f"{name}, CUDA graphs"} & usable if report.baseline in usable else set()
     compared = {found["label"] for found in report.to_dict()["speedups"]}
-    assert compared & columns.keys() == {name, f"{name}, CUDA graphs"}
+    assert compared & columns.keys() == rivals
     assert not any("overlap" in sentence for sentence in report.verdict[:1])
     assert (columns[name].device, columns[name].runtime) == ("cuda:0", "tensorrt 10.13.3.9")
     assert columns["fp32 CPU"].runtime.startswith("onnxruntime")
