@@ -235,7 +235,7 @@ MIN_BOXES = 0.9  # share of the boxes that either found
 
 @dataclass(frozen=True)
 class Criterion:
-    """What decides whether a candidate passes.
+    """The metric and the bounds by which a candidate passes.
 
     `metric`: scores the outputs against the samples' labels. `max_drop`: a fraction, or in the
     metric's own unit; 0.01 where None. `shares`: outputs from 0 to 1. Where one is below 0.001

@@ -291,7 +291,7 @@ def test_the_libraries_are_loaded_before_a_session_on_cuda_and_not_for_the_cpu(
 
 
 @pytest.mark.gpu
-def test_a_server_prepares_sessions_by_batch_size_where_cudnn_would_plan_anew(
+def test_batches_of_any_size_answer_as_on_the_cpu_after_a_servers_preparation(
     tmp_path: Path,
 ) -> None:
     if "CUDAExecutionProvider" not in ort.get_available_providers():

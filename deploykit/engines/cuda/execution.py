@@ -93,7 +93,7 @@ MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory)
 
 @dataclass(frozen=True)
 class Model:
-    """What a pipeline runs. `scratch_bytes`: device memory for the work of each slot."""
+    """A model as a pipeline runs it. `scratch_bytes`: device memory for the work of each slot."""
 
     driver: CudaDevice
     make: MakeWork

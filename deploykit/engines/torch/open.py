@@ -101,7 +101,7 @@ _WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint has besides its weights. `sizes`: the arguments of the recipe's `build`."""
+    """A checkpoint's facts besides its weights. `sizes`: the arguments of the recipe's `build`."""
 
     recipe: str
     inputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What the connections of all protocols share: calls, memory, turns of the event loop, a port.
+"""The parts that all connections share: calls, memory, turns of the event loop, a port.
 
 A `Call` is one HTTP request, independent of sockets, with its replies and error replies.
 """

@@ -1,4 +1,4 @@
-"""What passes between two processes of one server: messages, and tensors in memory that both share.
+"""Messages between two processes of one server, and tensors in memory that both share.
 
 A message is a pickled tuple. One process alone takes and returns the blocks of a `BlockAllocator`;
 it sends the other where a block begins, and the shapes from which `TensorCodec.layout` finds the
