@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import itertools
-import logging
 import math
 import os
 import pickle
@@ -21,25 +19,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from deploykit.core.errors import DeploykitError, first_line
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.offload import raise_error
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import bind
-from deploykit.serving.workers.front import EngineLink, RemoteEngine
-from deploykit.serving.workers.link import Link, Message
+from deploykit.serving.workers.engines import (
+    EngineLink,
+    EngineProcessModel,
+    FrontEnd,
+    RemoteEngine,
+)
+from deploykit.serving.workers.link import Channel, Message, pack
 from deploykit.serving.workers.signals import ENDING
-
-log = logging.getLogger(__name__)
 
 Result = Callable[[], Any]  # returns the value, or raises the error
 Then = Callable[[Result], None]
-_LAST_BYTES = 32 << 10
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _ENDING_S = 0.01  # between two checks of a parent that ends
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -108,9 +108,8 @@ class ServerGroup:
 class Member(ServerGroup):
     """One of `count` workers. `number`: from 1. `sockets`: by option, bound, not listening.
 
-    `last`: a pipe for the result of the process at its end. Ctrl-C, which a terminal sends to all
-    processes, is left to the parent. `engine`: the connection to the process of the engines, whose
-    number is ENGINE.
+    `end`: the connection to the parent. Ctrl-C, which a terminal sends to all processes, is left to
+    the parent. `engine`: the connection to the process of the engines, whose number is ENGINE.
     """
 
     ends_process = True
@@ -122,7 +121,6 @@ class Member(ServerGroup):
         count: int,
         end: socket.socket,
         sockets: Mapping[str, socket.socket],
-        last: int,
         engine: EngineLink | None = None,
     ) -> None:
         super().__init__()
@@ -132,16 +130,12 @@ class Member(ServerGroup):
         if engine is not None:
             self.make_model = engine.make_model
         self._end = end
-        self._last = last
         self._sockets = sockets
-        self._link = Link(self._receive, self._on_lost)
-        self._asked: dict[int, Then] = {}
-        self._numbers = itertools.count()
+        self._link = Channel(self._follow, self._answer, self._on_lost)
         self._may_open = asyncio.Event()
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
-        self._lost = False
-        self._parent = os.getpid()  # the process that is about to fork
+        self.parent = os.getpid()  # the process that is about to fork
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
         """Divide the queue and the memory among the processes."""
@@ -174,43 +168,19 @@ class Member(ServerGroup):
             self._link.send("state", not_ready)
 
     def collect(self, what: str, then: Then) -> None:
-        if self._lost:
-            super().collect(what, then)
-        else:
-            self._ask(then, "collect", what)
+        asked = self._link.ask("collect", what)
+        asked.add_done_callback(lambda done: then(done.result))
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
-        if self._lost:
-            super().change(what, arguments, then)
-        else:
-            self._ask(then, "change", what, arguments)
-
-    def report_end(self, result: int | BaseException) -> None:
-        """Leave the parent the number of unanswered requests, or why this process ends."""
-        data = b""
-        with contextlib.suppress(Exception):  # not every library's error can be pickled
-            data = pickle.dumps(result)
-        if not 0 < len(data) < _LAST_BYTES:  # the parent reads it when this process has ended
-            assert isinstance(result, BaseException)
-            data = pickle.dumps(DeploykitError(f"{type(result).__name__}: {first_line(result)}"))
-        with contextlib.suppress(OSError):  # the parent has ended
-            os.write(self._last, data)
-
-    def _ask(self, then: Then, kind: str, *content: Any) -> None:
-        number = next(self._numbers)
-        self._asked[number] = then
-        self._link.send(kind, number, *content)
+        asked = self._link.ask("change", what, arguments)
+        asked.add_done_callback(lambda done: then(done.result))
 
     def _on_lost(self) -> None:
         """Answer the accepted requests, then end, as the parent has ended."""
-        if os.getppid() == self._parent:  # it still closes its files, some of them locks
+        if os.getppid() == self.parent:  # it still closes its files, some of them locks
             asyncio.get_running_loop().call_later(_ENDING_S, self._on_lost)
             return
-        self._lost = True
         self._stop_waiting()
-        waiting, self._asked = self._asked, {}
-        for then in waiting.values():
-            then(partial(raise_error, DeploykitError("the server is shutting down")))
         if self._hooks is not None:
             self._hooks.drain()
 
@@ -220,38 +190,71 @@ class Member(ServerGroup):
         if self._engine is not None:
             self._engine.ran.set()
 
-    def _receive(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._follow(message)
-
     def _follow(self, message: Message) -> None:
         assert self._hooks is not None
         match message:
-            case "report", number:
-                report = {name: make() for name, make in self._reports.items()}
-                self._link.send("done", number, report)
-            case "do", number, what, arguments:
-                self._link.send("done", number, self._do(what, arguments))
-            case "answer", number, value:
-                then = self._asked.pop(number)
-                failed = isinstance(value, Exception)
-                then(partial(raise_error, value) if failed else lambda: value)
             case "elsewhere", reason:
                 self._hooks.repository.elsewhere = reason
             case "open", changes:
                 for what, arguments in changes:
-                    self._do(what, arguments)
+                    with contextlib.suppress(DeploykitError):
+                        self._changes[what](*arguments)
                 self._may_open.set()
             case ("drain" | "abort" as kind,):
                 self._stop_waiting()
                 (self._hooks.drain if kind == "drain" else self._hooks.abort)()
 
-    def _do(self, what: str, arguments: tuple[Any, ...]) -> DeploykitError | None:
-        try:
-            self._changes[what](*arguments)
-        except DeploykitError as exc:
-            return exc
-        return None
+    async def _answer(self, question: Message) -> Any:
+        if question[0] == "report":
+            return {name: make() for name, make in self._reports.items()}
+        _, what, arguments = question  # "change"
+        return self._changes[what](*arguments)
+
+
+class EngineMember(Member):
+    """The process of the engines in the server's group. It ends after the front ends.
+
+    `listener`: the socket that front ends connect to; `memories`: what each of them shares.
+    """
+
+    runs_engines = True
+
+    def __init__(self, *more: Any, listener: socket.socket, memories: Sequence[mmap]) -> None:
+        super().__init__(*more)
+        self._listener = listener
+        self._memories = memories
+        self._fronts: set[FrontEnd] = set()
+
+    def share_of(self, options: ServeOptions) -> ServeOptions:
+        return options
+
+    async def join(self, hooks: Hooks) -> None:
+        self._models = hooks.repository.models
+        models = [EngineProcessModel(each) for each in self._models.values()]
+        self.engines = self._describe()
+        await super().join(hooks)
+        accept = partial(FrontEnd, models, self._memories, self._fronts, lambda: self.engines)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(accept, sock=self._listener)
+
+    def listening(self) -> None:
+        """Do nothing: only front ends have clients."""
+
+    def report_state(self, not_ready: str | None) -> None:
+        """Report the state, and changes of the engines such as a replaced file."""
+        super().report_state(not_ready)
+        found = self._describe()
+        if found != self.engines:
+            self.engines = found
+            self._link.send("engines", found)
+            for front in self._fronts:
+                front.send("models", found)
+
+    def may_close(self) -> bool:
+        return not self._fronts
+
+    def _describe(self) -> dict[str, RemoteEngine]:
+        return {name: RemoteEngine.of(each) for name, each in self._models.items()}
 
 
 def of_model(name: str | None, statistics: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,10 +267,13 @@ def become_worker(
     member: Member,
     serve: Callable[[Member], int],
     logging_of: Logging,
-    parent: int,
+    end: socket.socket,
     keep: Sequence[int],
 ) -> NoReturn:
-    """Run a forked process, which keeps nothing of the parent but what they share."""
+    """Run a forked process, which keeps nothing of the parent but the files `keep`.
+
+    `end`: a copy of the member's connection to the parent, for its result.
+    """
     code = 1
     try:
         signal.signal(signal.SIGTERM, _end)
@@ -275,7 +281,7 @@ def become_worker(
             signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(AttributeError, OSError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
+        if os.getppid() != member.parent:
             os._exit(code)
         low = 3  # close what the parent had open, such as its ends of other workers' sockets
         for file in sorted(keep):
@@ -284,7 +290,7 @@ def become_worker(
         os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
         os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
-            member.report_end(serve(member))
+            _report_end(end, serve(member))
         for each in Path("/proc/self/task").glob("*/children"):
             with contextlib.suppress(OSError):  # a thread has ended
                 for pid in each.read_text().split():  # such as a pool's, which would never end
@@ -293,9 +299,21 @@ def become_worker(
     except (KeyboardInterrupt, SystemExit):
         pass
     except BaseException as exc:  # noqa: BLE001 - the parent raises it
-        member.report_end(exc)
+        _report_end(end, exc)
     finally:
         os._exit(code)
+
+
+def _report_end(end: socket.socket, result: int | BaseException) -> None:
+    """Send the parent the number of unanswered requests, or why this process ends."""
+    try:
+        pickle.loads(pickle.dumps(result))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - not every library's error can be pickled
+        assert isinstance(result, BaseException)
+        result = DeploykitError(f"{type(result).__name__}: {first_line(result)}")
+    end.setblocking(True)
+    with contextlib.suppress(OSError):  # the parent has ended
+        end.sendall(pack([("end", result)]))
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:

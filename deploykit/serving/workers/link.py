@@ -1,34 +1,28 @@
-"""Messages between two processes of one server, and tensors in memory that both share.
-
-A message is a pickled tuple. One process alone takes and returns the blocks of a `BlockAllocator`;
-it sends the other where a block begins, and the shapes from which `TensorCodec.layout` finds the
-tensors in it. Strings are not in the block but in the message.
-"""
+"""Messages between two processes of one server. A message is a pickled tuple."""
 
 from __future__ import annotations
 
 import asyncio
-import math
+import itertools
 import pickle
 import socket
-from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from mmap import mmap
-from typing import Any, NamedTuple, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
 
-import numpy as np
-
-from deploykit.core.errors import BadInput
-from deploykit.core.tensors import PROTOCOL_NAMES, InputKey, TensorSpec, carrier
-from deploykit.engines.engine import Arrays
+from deploykit.core.errors import DeploykitError, Overloaded
 
 _SIZE_BYTES = 4  # of a message's length
-_ALIGN = 64
-_CACHED = 4096  # the most cached layouts
 
 Message = tuple[Any, ...]
-Shapes = tuple[tuple[int, ...], ...]
+
+
+class LinkLost(Overloaded):
+    """The process that was asked has closed the connection."""
+
+
+def pack(messages: Sequence[Message]) -> bytes:
+    data = pickle.dumps(messages, 5)
+    return len(data).to_bytes(_SIZE_BYTES, "little") + data
 
 
 class Link(asyncio.Protocol):
@@ -76,113 +70,73 @@ class Link(asyncio.Protocol):
             self._out.append(message)
 
     def _flush(self, transport: asyncio.Transport) -> None:
-        data = pickle.dumps(self._out, 5)
-        self._out = []
-        transport.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
+        messages, self._out = self._out, []
+        transport.write(pack(messages))
 
 
-class BlockAllocator:
-    """Allocates blocks between the bytes `start` and `end`: the first that is free."""
+class Channel(Link):
+    """A Link whose ends also ask each other questions.
 
-    def __init__(self, start: int, end: int) -> None:
-        self._free = [(start, end)]  # in order, with bytes in use between them
+    `follow` gets each message, `answer` each question: it returns what `ask` returns at the other
+    end, or raises a DeploykitError.
+    """
 
-    def take(self, size: int) -> int | None:
-        """Return where a block of `size` bytes begins, more than 0; None if none is free."""
-        for number, (start, end) in enumerate(self._free):
-            if end - start >= size:
-                left = [(start + size, end)] if end - start > size else []
-                self._free[number : number + 1] = left
-                return start
-        return None
-
-    def give(self, at: int, size: int) -> None:
-        """Return a block that was taken with this size."""
-        free, end = self._free, at + size
-        number = bisect(free, (at, end))
-        if number < len(free) and free[number][0] == end:
-            end = free.pop(number)[1]
-        if number and free[number - 1][1] == at:
-            number -= 1
-            at = free.pop(number)[0]
-        free.insert(number, (at, end))
-
-
-class Place(NamedTuple):
-    """The location of a tensor in a block. `dtype` None: strings, which are not in it."""
-
-    name: str
-    dtype: np.dtype[Any] | None
-    shape: tuple[int, ...]
-    at: int
-    size: int
-
-
-class Layout(NamedTuple):
-    """The locations of a message's tensors in a block of `size` bytes."""
-
-    size: int
-    places: tuple[Place, ...]
-    key: InputKey
-
-
-class TensorCodec:
-    """Places the inputs, or the outputs, of a model in a block. Both processes have one."""
-
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self._specs = specs
-        self._dtypes = [None if s.dtype == "string" else np.dtype(carrier(s.dtype)) for s in specs]
-        self.layout: Callable[[Shapes], Layout] = lru_cache(_CACHED)(self._layout)
-
-    def shapes(self, arrays: Arrays) -> Shapes:
-        return tuple([arrays[spec.name].shape for spec in self._specs])
-
-    def write(
-        self, memory: mmap, at: int, layout: Layout, arrays: Arrays
-    ) -> dict[str, np.ndarray] | None:
-        """Write the arrays into the block at `at`; return those of strings, if there are any.
-
-        Raises BadInput for another dtype.
-        """
-        strings = {}
-        for name, dtype, _, offset, size in layout.places:
-            start, array = at + offset, arrays[name]
-            if dtype is None:
-                strings[name] = array
-            elif array.dtype != dtype:
-                raise BadInput(f"'{name}' is {dtype.name}, got {array.dtype.name}")
-            else:
-                whole: Any = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-                memory[start : start + size] = whole
-        return strings or None
-
-    def read(
+    def __init__(
         self,
-        memory: mmap,
-        at: int,
-        layout: Layout,
-        strings: Mapping[str, np.ndarray] | None,
-        *,
-        copy: bool,
-    ) -> dict[str, np.ndarray]:
-        """Return the arrays of the block at `at`, as views without `copy`."""
-        found = {}
-        for name, dtype, shape, offset, _ in layout.places:
-            if dtype is None:
-                found[name] = (strings or {})[name]
-            else:
-                array: np.ndarray = np.ndarray(shape, dtype, memory, at + offset)
-                found[name] = array.copy() if copy else array
-        return found
+        follow: Callable[[Message], None],
+        answer: Callable[[Message], Awaitable[Any]],
+        lost: Callable[[], None],
+    ) -> None:
+        super().__init__(self._sort, lost)
+        self._follow = follow
+        self._answer = answer
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._replies: set[asyncio.Task[None]] = set()
 
-    def _layout(self, shapes: Shapes) -> Layout:
-        """Place tensors of these shapes. Raises BadInput, and ValueError for another model's."""
-        places, key, at = [], [], 0
-        for spec, dtype, shape in zip(self._specs, self._dtypes, shapes, strict=True):
-            if len(shape) != len(spec.shape):
-                raise BadInput(f"'{spec.name}' is {spec}, got shape {list(shape)}")
-            size = 0 if dtype is None else math.prod(shape) * dtype.itemsize
-            places.append(Place(spec.name, dtype, shape, at, size))
-            key.append((spec.name, PROTOCOL_NAMES[spec.dtype], shape[1:]))
-            at += -(-size // _ALIGN) * _ALIGN
-        return Layout(max(_ALIGN, at), tuple(places), tuple(key))
+    def ask(self, *question: Any) -> asyncio.Future[Any]:
+        """Return the answer of the other end, or its error; LinkLost once it has closed."""
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self.send("ask", number, question)
+        if self.transport is None or self.transport.is_closing():
+            self._fail_asked()
+        return future
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail_asked()
+        super().connection_lost(exc)
+
+    def _sort(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            match message:
+                case "ask", number, question:
+                    task = asyncio.ensure_future(self._reply(number, question))
+                    self._replies.add(task)  # the loop alone does not keep it
+                    task.add_done_callback(self._replies.discard)
+                case "answer", number, value:
+                    _settle(self._asked.pop(number), value)
+                case _:
+                    self._follow(message)
+
+    async def _reply(self, number: int, question: Message) -> None:
+        try:
+            value = await self._answer(question)
+        except DeploykitError as exc:
+            value = exc
+        self.send("answer", number, value)
+
+    def _fail_asked(self) -> None:
+        asked, self._asked = self._asked, {}
+        for future in asked.values():
+            _settle(future, LinkLost("the server is shutting down"))
+
+
+def _settle(future: asyncio.Future[Any], value: Any) -> None:
+    if future.cancelled():
+        return
+    if isinstance(value, DeploykitError):
+        future.set_exception(value)
+        future.exception()  # perhaps nobody waits for it any more, which is no error
+    else:
+        future.set_result(value)

@@ -9,19 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import logging
 import math
 import mmap
 import os
-import pickle
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,91 +27,93 @@ from deploykit.serving.observe.metrics import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import address_of, remove_path, reserve, share_address
 from deploykit.serving.workers import merge
-from deploykit.serving.workers.engine import EngineMember
-from deploykit.serving.workers.front import EngineLink, RemoteEngine
-from deploykit.serving.workers.group import ENGINE, Logging, Member, OnReady, become_worker
-from deploykit.serving.workers.link import Link, Message
+from deploykit.serving.workers.engines import EngineLink, RemoteEngine
+from deploykit.serving.workers.group import (
+    ENGINE,
+    EngineMember,
+    Logging,
+    Member,
+    OnReady,
+    become_worker,
+)
+from deploykit.serving.workers.link import Channel, LinkLost, Message
 from deploykit.serving.workers.signals import ENDING, Signals
+
+log = logging.getLogger(__name__)
 
 Serve = Callable[[Member], int]  # runs in a worker; returns the number of unanswered requests
 REPORT_S = 1.0  # after so long a worker's last report is used
 WATCH_S = 2.0
 MOST_MISSED = 10  # reports in a row, half a minute: then its event loop hangs
-_PAUSE_S = 0.01  # pause between two collections
+LIVED_S = 10.0  # a worker that served for less counts as a failed start
+MOST_FAILURES = 5  # in a row, of every worker: then the server ends
+DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled for each failure
+END_S = 50.0  # time limit for workers to drain, above their own limits
+ABORT_S = 5.0
+_PAUSE_S = 0.01  # those that ask for figures within it get the same ones
+_POLL_S = 0.02
+_NORESERVE = 0x4000  # of mmap(2): memory counts once it is used
+SHARE_BYTES = 64 << 20  # per worker for requests, and for answers, above the largest body
 
 
-@dataclass(eq=False)
-class Forked:
-    """One process. `report`: its last figures; `missed`: those asked for since it last answered.
+class Worker:
+    """One process, and the connection to it.
 
-    `ready`, `serving`: the states that it has reached.
+    `ready`, `serving`: the states that it has reached. `report`: its last figures; `missed`: how
+    many were asked for since it last answered. `result`: what it reported at its end.
     """
 
-    number: int
-    pid: int
-    last: int  # a pipe for its result at its end
-    begun_s: float
-    send: Callable[..., None] = lambda *_: None  # a message, once it is connected
-    ready: bool = False
-    serving: bool = False
-    missed: int = 0
-    report: merge.Report | None = None
-    not_ready: str | None = None
-    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    def __init__(self, number: int, pid: int) -> None:
+        self.number = number
+        self.pid = pid
+        self.begun_s = time.monotonic()
+        self.link: Channel
+        self.lost = asyncio.Event()  # it has ended, or is about to
+        self.ready = self.serving = False
+        self.missed = 0
+        self.report: merge.Report | None = None
+        self.not_ready: str | None = None
+        self.result: object = None
+
+    async def refresh(self) -> None:
+        """Get its figures, however long that takes."""
+        with contextlib.suppress(LinkLost):
+            self.report = await self.link.ask("report")
+            self.missed = 0
 
 
 class Hub:
     """Adds up what all workers counted, and forwards changes to all.
 
     `workers`: those that run, by process; the owner adds and removes them. `wanted`: how many there
-    should be. `restarts`: how many were replaced. `run` runs a coroutine.
+    should be. `restarts`: how many were replaced.
     """
 
-    def __init__(
-        self,
-        workers: Mapping[int, Forked],
-        wanted: int,
-        run: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
+    def __init__(self, workers: Mapping[int, Worker], wanted: int) -> None:
         self._workers = workers
         self._wanted = wanted
-        self._run = run
         self.restarts = 0
-        self._ended: merge.Report | None = None  # counters of workers that have ended
         self.regions: dict[str, tuple[str, tuple[Any, ...]]] = {}  # for a new worker to repeat
-        self._asks: list[tuple[Forked, int, str]] = []
-        self._collecting = False
-        self._numbers = itertools.count()
+        self._ended: list[merge.Report] = []  # the counters of workers that have ended
+        self._collecting: dict[str, asyncio.Future[Any]] = {}
 
     @property
     def serving(self) -> int:
         return sum(worker.serving for worker in self._workers.values())
 
-    def receive(self, worker: Forked, message: Message) -> None:
-        """Process a message about figures or about a change."""
-        match message:
-            case "done", number, value:
-                worker.missed = 0
-                future = worker.waiting.pop(number, None)
-                if isinstance(value, dict):
-                    worker.report = value
-                if future is not None and not future.done():
-                    future.set_result(value)
-            case "collect", number, what:
-                self._asks.append((worker, number, what))
-                if not self._collecting:
-                    self._collecting = True
-                    self._run(self._collect())
-            case "change", number, what, arguments:
-                self._run(self._change(worker, number, what, arguments))
+    async def answer(self, question: Message) -> Any:
+        """Answer a worker that asks for the figures of all, or for a change of all."""
+        kind, what, *arguments = question
+        if kind == "change":
+            return await self._change(what, *arguments)
+        if what not in self._collecting:
+            self._collecting[what] = asyncio.ensure_future(self._collect(what))
+        return await self._collecting[what]
 
-    def end(self, worker: Forked) -> None:
-        """Keep the counters of a worker that has ended, and stop waiting for it."""
-        for future in worker.waiting.values():
-            if not future.done():
-                future.set_result(None)
+    def end(self, worker: Worker) -> None:
+        """Keep the counters of a worker that has ended."""
         if worker.report is not None:
-            self._ended = merge.counters([each for each in (self._ended, worker.report) if each])
+            self._ended = [merge.counters([*self._ended, worker.report])]
 
     async def watch(self) -> None:
         """Keep each worker's last figures and end those that hang, until it is cancelled."""
@@ -128,20 +127,13 @@ class Hub:
                     log.error("worker %d does not answer its parent and is killed", worker.number)
                     os.kill(worker.pid, signal.SIGKILL)
 
-    async def _collect(self) -> None:
-        """Answer all requests for figures, with figures counted after they arrived."""
-        while self._asks:
-            asks, self._asks = self._asks, []
-            reports = await self._reports()
-            values = {what: self._merged(what, reports) for what in {what for _, _, what in asks}}
-            for worker, number, what in asks:
-                worker.send("answer", number, values[what])
-            await asyncio.sleep(_PAUSE_S)
-        self._collecting = False
-
-    def _merged(self, what: str, reports: Sequence[merge.Report]) -> Any:
+    async def _collect(self, what: str) -> Any:
+        """Return figures that were counted after they were asked for. Raises DeploykitError."""
+        await asyncio.sleep(_PAUSE_S)
+        del self._collecting[what]
+        reports = await self._reports()
         if not any(report["status"] for report in reports):
-            return DeploykitError("no worker reports its figures")
+            raise DeploykitError("no worker reports its figures")
         if what == "samples":
             return [
                 *merge.merge_samples(reports),
@@ -155,54 +147,36 @@ class Hub:
 
     async def _reports(self) -> list[merge.Report]:
         """Return the figures of all workers; the last ones of those that do not answer in time."""
-        await self._ask_all("report")
+        await _wait([asyncio.ensure_future(worker.refresh()) for worker in self._ready()])
         found = [each.report for each in self._workers.values() if each.report is not None]
-        return found if self._ended is None else [*found, self._ended]
+        return [*found, *self._ended]
 
-    async def _ask_all(self, *message: Any) -> list[Any]:
-        """Return the answers of the workers; an error for one that gives none in time."""
-        number, futures = next(self._numbers), []
-        kind, *content = message
-        for worker in self._workers.values():
-            if worker.ready:
-                future = worker.waiting[number] = asyncio.get_running_loop().create_future()
-                worker.send(kind, number, *content)
-                futures.append(future)
-        if futures:
-            await asyncio.wait(futures, timeout=REPORT_S)
-        for worker in self._workers.values():
-            worker.waiting.pop(number, None)
+    async def _change(self, what: str, arguments: tuple[Any, ...]) -> None:
+        """Make a change in all workers, in the order in which they asked; raise the first error."""
+        asked = await _wait([each.link.ask("change", what, arguments) for each in self._ready()])
         late = Overloaded("a worker of this server does not answer", hint="try again later")
-        return [each.result() if each.done() else late for each in futures]
-
-    async def _change(
-        self, worker: Forked, number: int, what: str, arguments: tuple[Any, ...]
-    ) -> None:
-        """Make a worker's change in all workers, in the order in which workers asked."""
-        answers = await self._ask_all("do", what, arguments)
-        problem = next((each for each in answers if each is not None), None)
+        problems = [each.exception() if each.done() else late for each in asked]
+        problem = next((each for each in problems if not isinstance(each, LinkLost | None)), None)
         name = arguments[0]
         if what == "register" and problem is None:
             self.regions[name] = (what, arguments)
-        elif what == "register" and None in answers and name not in self.regions:
-            await self._ask_all("do", "unregister", (name,))  # some workers have it, some do not
+        elif what == "register" and None in problems and name not in self.regions:
+            await self._change("unregister", (name,))  # some workers have it, some do not
         elif what == "unregister":
             for each in [each for each in self.regions if name in (None, each)]:
                 del self.regions[each]
-        worker.send("answer", number, problem)
+        if problem is not None:
+            raise problem
+
+    def _ready(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.ready]
 
 
-log = logging.getLogger(__name__)
-
-LIVED_S = 10.0  # a worker that served for less counts as a failed start
-MOST_FAILURES = 5  # in a row, of every worker: then the server ends
-DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled for each failure
-END_S = 50.0  # time limit for workers to drain, above their own limits
-ABORT_S = 5.0
-_POLL_S = 0.02
-_NORESERVE = 0x4000  # of mmap(2): memory counts once it is used
-_END_POLLS = 6000  # half a minute and more: then a worker without its link is killed
-SHARE_BYTES = 64 << 20  # per worker for requests, and for answers, above the largest body
+async def _wait(asked: Sequence[asyncio.Future[Any]]) -> Sequence[asyncio.Future[Any]]:
+    """Wait until the workers have answered, for REPORT_S at most."""
+    if asked:
+        await asyncio.wait(asked, timeout=REPORT_S)
+    return asked
 
 
 def check_supported() -> None:
@@ -241,8 +215,8 @@ class Parent:
             for name, port in ports.items()
             if port is not None
         }
-        self._workers: dict[int, Forked] = {}  # by pid
-        self._hub = Hub(self._workers, count, self._do)
+        self._workers: dict[int, Worker] = {}  # by pid
+        self._hub = Hub(self._workers, count)
         self._shared = shared
         self._drain_s = options.drain_s
         self._end_s = END_S + options.drain_s
@@ -263,7 +237,6 @@ class Parent:
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
         self._failure: BaseException | None = None
         self._started = False  # whether all were ready once
-        self._tasks: set[asyncio.Task[None]] = set()
         self._dropped = 0
 
     def run(self, on_ready: OnReady) -> int:
@@ -272,9 +245,12 @@ class Parent:
         self._stopped = asyncio.Event()
         self._signals = Signals(self._loop, self._stopped.set)
         self._signals.handle((*ENDING, signal.SIGINT) if self._stop is None else ENDING)
+        gc.collect()
+        gc.freeze()  # otherwise the children's collectors would write to the shared memory
         try:
             self._loop.run_until_complete(self._run(on_ready))
         finally:
+            gc.unfreeze()
             self._close_log()
             self._signals.restore()
             self._loop.close()
@@ -289,24 +265,25 @@ class Parent:
         return self._dropped
 
     async def _run(self, on_ready: OnReady) -> None:
+        stopped = self._stopped.is_set
         if self._stop is not None:
             self._loop.add_reader(self._stop, self._on_stop, self._stop)
+        self._open_log()
+        tasks = [asyncio.ensure_future(self._hub.watch())]
         if self._shared:
-            self._start_first([ENGINE])
-            await self._until(lambda: self._engine is not None or self._stopped.is_set())
-        if not self._stopped.is_set():
-            self._start_first(range(1, self._count + 1))
-        await self._until(lambda: self._hub.serving == self._count or self._stopped.is_set())
-        if not self._stopped.is_set():
+            tasks.append(asyncio.ensure_future(self._keep(ENGINE)))
+            await self._until(lambda: self._engines_run or stopped())
+        tasks += [asyncio.ensure_future(self._keep(n)) for n in range(1, self._count + 1)]
+        await self._until(lambda: self._hub.serving == self._count or stopped())
+        if not stopped():
             self._started = True
             log.info("%d workers serve", self._count)
             (host, port), *grpc = map(address_of, self._ports.values())
             on_ready(host, port, grpc[0][1] if grpc else None)
-        ticking = asyncio.ensure_future(self._hub.watch())
         await self._stopped.wait()
         for worker in self._workers.values():
             if worker.ready:
-                worker.send("drain")
+                worker.link.send("drain")
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
@@ -315,13 +292,14 @@ class Parent:
             remove_path(each)  # just before the workers accept the last clients of a path
         await self._until(self._ended, self._end_s)
         for worker in self._workers.values():
-            worker.send("abort")
+            worker.link.send("abort")
         await self._until(lambda: not self._workers, ABORT_S)
         for worker in self._workers.values():
             log.error("worker %d does not end and is killed", worker.number)
             os.kill(worker.pid, signal.SIGKILL)
         await self._until(lambda: not self._workers, ABORT_S)
-        ticking.cancel()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
     def _on_stop(self, end: int) -> None:
         self._loop.remove_reader(end)
@@ -338,140 +316,108 @@ class Parent:
 
     # -- processes ---------------------------------------------------------------------------------
 
-    def _start_first(self, numbers: Sequence[int]) -> None:
-        if problem := self._start(numbers):
-            why = f"`workers` {self._count}: a process cannot be started: {problem}"
-            self._end_with(Unsupported(why, hint="fewer `workers`, or more with ulimit -n, -u"))
+    async def _keep(self, number: int) -> None:
+        """Start a process, and another one whenever it has ended, until the server ends.
 
-    def _start(self, numbers: Sequence[int]) -> str:
-        """Fork workers; return why not all. The log has no thread then: a fork copies locks."""
-        problem = ""
-        self._close_log()
-        gc.collect()
-        gc.freeze()  # otherwise the children's collectors would write to the shared memory
-        try:
-            for number in numbers:
-                self._fork(number)
-        except OSError as exc:  # the system has no file descriptor, process or memory left
-            problem = os_reason(exc)
-        gc.unfreeze()
-        self._log = self._logging_of(None)
-        self._log.__enter__()
-        return problem
+        Gives up once every process that could answer fails at each start.
+        """
+        while not self._stopped.is_set():
+            try:
+                worker = await self._fork(number)
+            except OSError as exc:  # the system has no file descriptor, process or memory left
+                why = f"`workers` {self._count}: a process cannot be started: {os_reason(exc)}"
+                error: BaseException = Unsupported(why, hint="fewer, or more with ulimit -n, -u")
+                lived = False
+            else:
+                await worker.lost.wait()
+                while not (ended := os.waitpid(worker.pid, os.WNOHANG))[0]:
+                    await asyncio.sleep(_POLL_S / 4)
+                del self._workers[worker.pid]
+                why, error = self._on_end(worker, os.waitstatus_to_exitcode(ended[1]))
+                worked = worker.ready if number == ENGINE else worker.serving
+                lived = worked and time.monotonic() - worker.begun_s > LIVED_S
+            if self._stopped.is_set():
+                return
+            self._failures[number] = failures = 0 if lived else self._failures[number] + 1
+            fronts = [count for each, count in self._failures.items() if each != ENGINE]
+            alone = number == ENGINE or not self._hub.serving
+            most = failures if number == ENGINE else min(fronts)
+            if not self._started or (alone and most >= MOST_FAILURES):
+                if self._started:
+                    log.error("%s; no worker is left, and %d starts of each failed", why, most)
+                self._failure = self._failure or error
+                self._stopped.set()
+                return
+            delay_s = min(LONGEST_DELAY_S, DELAY_S * 2 ** (failures - 1)) if failures else 0.0
+            log.error("%s; another is started in %g s", why, delay_s)
+            self._hub.restarts += 1
+            await asyncio.sleep(delay_s)
 
-    def _fork(self, number: int) -> None:
-        sockets = {name: share_address(each) for name, each in self._ports.items()}
-        (ours, theirs), (last, written) = socket.socketpair(), os.pipe()
-        common = number, self._count, theirs, sockets, written
-        inherited = [theirs, *sockets.values()]
-        keep = [written, *(each.fileno() for each in inherited)]
-        if number == ENGINE:
-            keep.append(self._listener.fileno())
-            listener, memories = self._listener, self._memories
-            member: Member = EngineMember(*common, listener=listener, memories=memories)
-        else:
-            engine = None
-            if self._shared:
-                address = self._listener.getsockname()
-                engine = EngineLink(number, self._memories[number - 1], address)
-            member = Member(*common, engine)
-            member.engines = self._engines
-        parent = os.getpid()
+    async def _fork(self, number: int) -> Worker:
+        """Start a process and connect to it. Raises OSError."""
+        self._close_log()  # which has a thread: a fork copies locks
         try:
+            ours, theirs = socket.socketpair()
+            sockets = {name: share_address(each) for name, each in self._ports.items()}
+            inherited = [theirs, theirs.dup(), *sockets.values()]
+            common, keep = (number, self._count, theirs, sockets), [e.fileno() for e in inherited]
+            if number == ENGINE:
+                keep.append(self._listener.fileno())
+                listener, memories = self._listener, self._memories
+                member: Member = EngineMember(*common, listener=listener, memories=memories)
+            else:
+                engine = None
+                if self._shared:
+                    address = self._listener.getsockname()
+                    engine = EngineLink(number, self._memories[number - 1], address)
+                member = Member(*common, engine)
+                member.engines = self._engines
             pid = os.fork()
-        except OSError:
-            os.close(last)
-            os.close(written)
-            raise
-        if pid == 0:
-            become_worker(member, self._serve, self._logging_of, parent, keep)
-        os.close(written)
+            if pid == 0:
+                become_worker(member, self._serve, self._logging_of, inherited[1], keep)
+        finally:
+            self._open_log()
         for each in inherited:
             each.close()
-        worker = self._workers[pid] = Forked(number, pid, last, time.monotonic())
-        self._do(self._connect(worker, ours))
+        worker = self._workers[pid] = Worker(number, pid)
+        follow = partial(self._follow, worker)
+        worker.link = Channel(follow, self._hub.answer, worker.lost.set)
+        await worker.link.connect(ours)
+        return worker
+
+    def _open_log(self) -> None:
+        self._log = self._logging_of(None)
+        self._log.__enter__()
 
     def _close_log(self) -> None:
         before, self._log = self._log, None
         if before is not None:
             before.__exit__(None, None, None)
 
-    async def _connect(self, worker: Forked, end: socket.socket) -> None:
-        link = Link(partial(self._receive, worker), lambda: self._do(self._reap(worker)))
-        worker.send = link.send
-        await link.connect(end)
-
-    async def _reap(self, worker: Forked) -> None:
-        """Wait for a worker that has closed its end: it ends, or has ended."""
-        polls = itertools.count()  # not seconds: this process may be stopped with all others
-        while not (ended := os.waitpid(worker.pid, os.WNOHANG))[0]:
-            if next(polls) == _END_POLLS:
-                os.kill(worker.pid, signal.SIGKILL)
-            await asyncio.sleep(_POLL_S / 4)
-        del self._workers[worker.pid]
-        self._on_end(worker, os.waitstatus_to_exitcode(ended[1]), last_words(worker.last))
-
-    def _on_end(self, worker: Forked, code: int, last: object) -> None:
-        number = worker.number
+    def _on_end(self, worker: Worker, code: int) -> tuple[str, BaseException]:
+        """Return why a worker has ended, as text for the log and as an error."""
+        result, how = worker.result, how_it_ended(code)
         self._hub.end(worker)
         self._share_state()
-        if isinstance(last, int):
-            self._dropped += last
-        if self._stopped.is_set():
-            if not isinstance(last, int) and worker.serving and self._signals.count < 2:
-                how = how_it_ended(code)
-                log.error("worker %d was ended by %s before it had answered", number, how)
-                self._dropped += 1  # at least
-            return
-        name = f"worker {number}" if number != ENGINE else "the process of the engines"
-        error = last if isinstance(last, BaseException) else None
-        why = f"{name}: {error}" if error else f"{name} was ended by {how_it_ended(code)}"
-        if not self._started:
-            self._end_with(error or _crash(f"{why} at its start", code))
-            return
-        worked = worker.ready if number == ENGINE else worker.serving
-        lived = worked and time.monotonic() - worker.begun_s > LIVED_S
-        self._failures[number] = 0 if lived else self._failures[number] + 1
-        self._replace(
-            number, why, error if isinstance(error, DeploykitError) else _crash(why, code)
+        if isinstance(result, int):
+            self._dropped += result
+        elif self._stopped.is_set() and worker.serving and self._signals.count < 2:
+            log.error("worker %d was ended by %s before it had answered", worker.number, how)
+            self._dropped += 1  # at least
+        name = (
+            "the process of the engines" if worker.number == ENGINE else f"worker {worker.number}"
         )
-
-    def _replace(self, number: int, why: str, error: DeploykitError) -> None:
-        """Start another process later, unless every one that could answer fails at each start."""
-        failures, engines = self._failures[number], number == ENGINE
-        fronts = [count for each, count in self._failures.items() if each != ENGINE]
-        alone = engines or not self._hub.serving
-        if alone and (failures if engines else min(fronts)) >= MOST_FAILURES:
-            log.error("%s; no worker is left, and %d starts of each failed", why, MOST_FAILURES)
-            self._end_with(error)
-            return
-        delay_s = min(LONGEST_DELAY_S, DELAY_S * 2 ** (failures - 1)) if failures else 0.0
-        log.error("%s; another is started in %g s", why, delay_s)
-        self._hub.restarts += 1
-        self._loop.call_later(delay_s, self._restart, number)
-
-    def _restart(self, number: int) -> None:
-        if not self._stopped.is_set() and (problem := self._start([number])):
-            self._failures[number] += 1
-            why = f"process {number} of the server cannot be started: {problem}"
-            self._replace(number, why, Unsupported(why))
-
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _end_with(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-        self._stopped.set()
+        if isinstance(result, BaseException):
+            return f"{name}: {result}", result
+        why = f"{name} was ended by {how}"
+        if code != -signal.SIGKILL:
+            return why, DeploykitError(why)
+        text = f"{why}, as the system does where memory runs out"
+        return why, OutOfMemory(text, hint="fewer `workers`")
 
     # -- messages of workers ---------------------------------------------------------------------
 
-    def _receive(self, worker: Forked, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._follow(worker, message)
-
-    def _follow(self, worker: Forked, message: Message) -> None:
+    def _follow(self, worker: Worker, message: Message) -> None:
         match message:
             case "state", not_ready:
                 worker.not_ready = not_ready
@@ -479,9 +425,9 @@ class Parent:
             case ("ready",):
                 worker.ready = True
                 if self._stopped.is_set():
-                    worker.send("drain")
+                    worker.link.send("drain")
                 else:
-                    worker.send("open", list(self._hub.regions.values()))
+                    worker.link.send("open", list(self._hub.regions.values()))
                     self._share_state()
             case "engines", engines:
                 self._engines = engines
@@ -489,39 +435,19 @@ class Parent:
                 worker.serving, worker.begun_s = True, time.monotonic()
                 if self._started:
                     log.info("worker %d serves", worker.number)
-            case _:
-                self._hub.receive(worker, message)
+            case "end", result:
+                worker.result = result
 
     @property
-    def _engine(self) -> Forked | None:
-        """Return the process of the engines, once it is ready."""
-        found = (each for each in self._workers.values() if each.number == ENGINE and each.ready)
-        return next(found, None)
+    def _engines_run(self) -> bool:
+        return any(each.number == ENGINE and each.ready for each in self._workers.values())
 
     def _share_state(self) -> None:
         """Send each worker the reason why another one is not ready."""
         for worker in self._workers.values():
             others = [each.not_ready for each in self._workers.values() if each is not worker]
             if worker.ready:
-                worker.send("elsewhere", next((each for each in others if each), None))
-
-
-def _crash(text: str, code: int) -> DeploykitError:
-    if code == -signal.SIGKILL:
-        return OutOfMemory(
-            f"{text}, as the system does where memory runs out", hint="fewer `workers`"
-        )
-    return DeploykitError(text)
-
-
-def last_words(pipe: int) -> object:
-    """Return the result that a worker wrote at its end: a number, an error, or nothing."""
-    with os.fdopen(pipe, "rb") as stream:
-        data = stream.read()
-    try:
-        return pickle.loads(data) if data else None  # noqa: S301 - our own child wrote it
-    except Exception as exc:  # noqa: BLE001 - an error of a library that is no value
-        return DeploykitError(f"a worker's error could not be read: {exc}")
+                worker.link.send("elsewhere", next((each for each in others if each), None))
 
 
 def how_it_ended(code: int) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+import socket
+from typing import Any, cast
 
 import pytest
 
@@ -14,9 +15,9 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import BucketCounts, Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.web.page import status
-from deploykit.serving.workers import merge
-from deploykit.serving.workers import parent as hub
-from deploykit.serving.workers.parent import Forked
+from deploykit.serving.workers import merge, parent
+from deploykit.serving.workers.link import Channel
+from deploykit.serving.workers.parent import Worker
 from tests.support.fake_engine import FakeEngine
 
 
@@ -104,13 +105,20 @@ def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each counted as if it were another second: a client with 30 regions had it killed."""
-    monkeypatch.setattr(hub, "REPORT_S", 0.01)
-    worker = Forked(1, os.getpid(), 0, 0.0, ready=True)
+    monkeypatch.setattr(parent, "REPORT_S", 0.01)
 
-    async def change() -> list[Any]:
-        found = hub.Hub({worker.pid: worker}, 1, lambda _: None)
-        asked = [found._ask_all("do", "register", (str(n),)) for n in range(100)]
-        return [answer for answers in await asyncio.gather(*asked) for answer in answers]
+    async def change() -> tuple[list[Any], int]:
+        worker = Worker(1, os.getpid())
+        worker.ready = True
+        ours, theirs = socket.socketpair()
+        worker.link = Channel(print, cast("Any", print), print)
+        await worker.link.connect(ours)
+        found = parent.Hub({worker.pid: worker}, 1)
+        asked = [found.answer(("change", "register", (str(n),))) for n in range(100)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        theirs.close()
+        return answers, worker.missed
 
-    assert {type(each) for each in asyncio.run(change())} == {Overloaded}
-    assert (worker.missed, worker.waiting) == (0, {})
+    answers, missed = asyncio.run(change())
+    assert {type(each) for each in answers} == {Overloaded}
+    assert missed == 0

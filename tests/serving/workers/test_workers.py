@@ -452,15 +452,15 @@ def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
 
     async def lose() -> None:
         ends = [socket.socketpair() for _ in range(2)]
-        member = Member(1, 1, ends[0][0], {}, 0)
+        member = Member(1, 1, ends[0][0], {})
         drained = asyncio.Event()
         hooks = Hooks(cast("Any", None), drained.set, drained.set)
         joining = asyncio.ensure_future(member.join(hooks))
-        member._parent = os.getppid()  # one that still runs
+        member.parent = os.getppid()  # one that still runs
         ends[0][1].close()
         await asyncio.sleep(0.1)
         assert not drained.is_set()
-        member._parent = 0
+        member.parent = 0
         await asyncio.wait_for(drained.wait(), LIMIT_S)
         await joining
         asyncio.get_running_loop().remove_reader(ends[1][0])

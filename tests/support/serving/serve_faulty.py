@@ -21,13 +21,13 @@ from deploykit.cli.main import main
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving import processes, serve, server
-from deploykit.serving.workers import front, parent, signals
+from deploykit.serving.workers import engines, parent, signals
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6)
 HOLD = Path("hold")
 SETTINGS = {
-    "FAULT_CONNECT_S": (front, "CONNECT_S"),
+    "FAULT_CONNECT_S": (engines, "CONNECT_S"),
     "FAULT_DELAY_S": (parent, "DELAY_S"),
     "FAULT_ECHO_S": (signals, "ECHO_S"),
     "FAULT_WATCH_S": (parent, "WATCH_S"),

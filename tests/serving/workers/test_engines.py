@@ -26,9 +26,15 @@ from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers.engine import EngineProcessModel, FrontEnd
-from deploykit.serving.workers.front import EngineLink, RemoteEngine
-from deploykit.serving.workers.link import BlockAllocator, Link, Message, TensorCodec
+from deploykit.serving.workers.engines import (
+    BlockAllocator,
+    EngineLink,
+    EngineProcessModel,
+    FrontEnd,
+    RemoteEngine,
+    TensorCodec,
+)
+from deploykit.serving.workers.link import Link, Message
 
 LIMIT_S = 60  # against hanging
 LATER = ServeOptions(max_batch=8, max_delay_us=60_000_000)  # a batch runs once it has 8 rows
@@ -166,7 +172,7 @@ class Linked:
 
     async def answered(self) -> None:
         """Return when the first front end has no request open."""
-        while self.links[0]._open:
+        while self.links[0].open:
             await asyncio.sleep(0)
 
     async def close(self) -> None:
