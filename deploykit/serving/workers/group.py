@@ -35,11 +35,12 @@ from deploykit.serving.workers.engines import (
     FrontEnd,
     RemoteEngine,
 )
-from deploykit.serving.workers.link import Channel, Message, pack
+from deploykit.serving.workers.link import Channel, Message
 from deploykit.serving.workers.signals import ENDING
 
 Result = Callable[[], Any]  # returns the value, or raises the error
 Then = Callable[[Result], None]
+RESULT_BYTES = 32 << 10
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _ENDING_S = 0.01  # between two checks of a parent that ends
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -267,12 +268,12 @@ def become_worker(
     member: Member,
     serve: Callable[[Member], int],
     logging_of: Logging,
-    end: socket.socket,
+    result: mmap,
     keep: Sequence[int],
 ) -> NoReturn:
     """Run a forked process, which keeps nothing of the parent but the files `keep`.
 
-    `end`: a copy of the member's connection to the parent, for its result.
+    It leaves the number of unanswered requests, or why it ends, in the memory `result`.
     """
     code = 1
     try:
@@ -290,7 +291,7 @@ def become_worker(
         os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
         os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
-            _report_end(end, serve(member))
+            _leave(serve(member), result)
         for each in Path("/proc/self/task").glob("*/children"):
             with contextlib.suppress(OSError):  # a thread has ended
                 for pid in each.read_text().split():  # such as a pool's, which would never end
@@ -299,21 +300,21 @@ def become_worker(
     except (KeyboardInterrupt, SystemExit):
         pass
     except BaseException as exc:  # noqa: BLE001 - the parent raises it
-        _report_end(end, exc)
+        _leave(exc, result)
     finally:
         os._exit(code)
 
 
-def _report_end(end: socket.socket, result: int | BaseException) -> None:
-    """Send the parent the number of unanswered requests, or why this process ends."""
+def _leave(value: int | BaseException, result: mmap) -> None:
     try:
-        pickle.loads(pickle.dumps(result))  # noqa: S301 - our own
+        data = pickle.dumps(value)
+        pickle.loads(data)  # noqa: S301 - our own
     except Exception:  # noqa: BLE001 - not every library's error can be pickled
-        assert isinstance(result, BaseException)
-        result = DeploykitError(f"{type(result).__name__}: {first_line(result)}")
-    end.setblocking(True)
-    with contextlib.suppress(OSError):  # the parent has ended
-        end.sendall(pack([("end", result)]))
+        data = b""
+    if not 0 < len(data) < RESULT_BYTES:
+        assert isinstance(value, BaseException)
+        data = pickle.dumps(DeploykitError(f"{type(value).__name__}: {first_line(value)}"))
+    result[: len(data)] = data
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:

@@ -20,11 +20,6 @@ class LinkLost(Overloaded):
     """The process that was asked has closed the connection."""
 
 
-def pack(messages: Sequence[Message]) -> bytes:
-    data = pickle.dumps(messages, 5)
-    return len(data).to_bytes(_SIZE_BYTES, "little") + data
-
-
 class Link(asyncio.Protocol):
     """One end of a connection, on an event loop.
 
@@ -70,8 +65,9 @@ class Link(asyncio.Protocol):
             self._out.append(message)
 
     def _flush(self, transport: asyncio.Transport) -> None:
-        messages, self._out = self._out, []
-        transport.write(pack(messages))
+        data = pickle.dumps(self._out, 5)
+        self._out = []
+        transport.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
 
 
 class Channel(Link):

@@ -13,6 +13,7 @@ import logging
 import math
 import mmap
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -30,6 +31,7 @@ from deploykit.serving.workers import merge
 from deploykit.serving.workers.engines import EngineLink, RemoteEngine
 from deploykit.serving.workers.group import (
     ENGINE,
+    RESULT_BYTES,
     EngineMember,
     Logging,
     Member,
@@ -60,10 +62,10 @@ class Worker:
     """One process, and the connection to it.
 
     `ready`, `serving`: the states that it has reached. `report`: its last figures; `missed`: how
-    many were asked for since it last answered. `result`: what it reported at its end.
+    many were asked for since it last answered.
     """
 
-    def __init__(self, number: int, pid: int) -> None:
+    def __init__(self, number: int, pid: int, result: mmap.mmap) -> None:
         self.number = number
         self.pid = pid
         self.begun_s = time.monotonic()
@@ -73,7 +75,12 @@ class Worker:
         self.missed = 0
         self.report: merge.Report | None = None
         self.not_ready: str | None = None
-        self.result: object = None
+        self._result = result
+
+    @property
+    def result(self) -> object:
+        """Return what it left at its end: the unanswered requests, its error, or None."""
+        return pickle.loads(self._result) if self._result[0] else None  # noqa: S301 - our child's
 
     async def refresh(self) -> None:
         """Get its figures, however long that takes."""
@@ -359,7 +366,7 @@ class Parent:
         try:
             ours, theirs = socket.socketpair()
             sockets = {name: share_address(each) for name, each in self._ports.items()}
-            inherited = [theirs, theirs.dup(), *sockets.values()]
+            inherited, result = [theirs, *sockets.values()], mmap.mmap(-1, RESULT_BYTES)
             common, keep = (number, self._count, theirs, sockets), [e.fileno() for e in inherited]
             if number == ENGINE:
                 keep.append(self._listener.fileno())
@@ -374,12 +381,12 @@ class Parent:
                 member.engines = self._engines
             pid = os.fork()
             if pid == 0:
-                become_worker(member, self._serve, self._logging_of, inherited[1], keep)
+                become_worker(member, self._serve, self._logging_of, result, keep)
         finally:
             self._open_log()
         for each in inherited:
             each.close()
-        worker = self._workers[pid] = Worker(number, pid)
+        worker = self._workers[pid] = Worker(number, pid, result)
         follow = partial(self._follow, worker)
         worker.link = Channel(follow, self._hub.answer, worker.lost.set)
         await worker.link.connect(ours)
@@ -435,8 +442,6 @@ class Parent:
                 worker.serving, worker.begun_s = True, time.monotonic()
                 if self._started:
                     log.info("worker %d serves", worker.number)
-            case "end", result:
-                worker.result = result
 
     @property
     def _engines_run(self) -> bool:

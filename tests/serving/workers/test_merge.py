@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from mmap import mmap
 from typing import Any, cast
 
 import pytest
@@ -108,7 +109,7 @@ def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(
     monkeypatch.setattr(parent, "REPORT_S", 0.01)
 
     async def change() -> tuple[list[Any], int]:
-        worker = Worker(1, os.getpid())
+        worker = Worker(1, os.getpid(), mmap(-1, 1))
         worker.ready = True
         ours, theirs = socket.socketpair()
         worker.link = Channel(print, cast("Any", print), print)
