@@ -10,9 +10,9 @@ import json
 import logging
 import os
 import queue
+import threading
 import time
 from collections.abc import Mapping
-from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
 from deploykit.core.errors import BadInput
@@ -25,25 +25,24 @@ CLOSE_S = 1.0  # time limit for writing the last lines
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-class LogQueue(QueueHandler, Closing):
-    """Queues records for a thread that writes them to the file descriptor `fd`."""
+class LogQueue(logging.Handler, Closing):
+    """Queues records for a thread that formats them and writes them to the file descriptor `fd`."""
 
     def __init__(self, formatter: logging.Formatter, fd: int, worker: int | None = None) -> None:
-        self._worker = worker
-        self._records: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        super().__init__(self._records)
+        super().__init__()
+        self.queue = queue.SimpleQueue[logging.LogRecord | None]()  # None: the end
         self.dropped = 0
-        self._listener = _Listener(self, formatter, os.dup(fd))
-        self._listener.start()
+        self._formatter = formatter
+        self._fd = os.dup(fd)
+        self._worker = worker
+        self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
+        self._thread.start()
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+    def emit(self, record: logging.LogRecord) -> None:
         if self._worker is not None:
             record.worker = self._worker
-        return record  # the listener's thread formats the record
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        if self._records.qsize() < QUEUE_RECORDS:
-            self._records.put_nowait(record)
+        if self.queue.qsize() < QUEUE_RECORDS:
+            self.queue.put(record)
         else:
             self.dropped += 1
 
@@ -53,33 +52,20 @@ class LogQueue(QueueHandler, Closing):
         if self in root.handlers:
             root.removeHandler(self)
             logging.getLogger("deploykit").setLevel(logging.NOTSET)
-            self._listener.stop()
+            self.queue.put(None)
+            self._thread.join(CLOSE_S)  # a daemon: perhaps nothing reads its output
         super().close()
 
-
-class _Listener(QueueListener):
-    """Formats records and writes them to `fd`, which it closes."""
-
-    def __init__(self, source: LogQueue, formatter: logging.Formatter, fd: int) -> None:
-        super().__init__(source.queue)
-        self._source, self._formatter, self._fd = source, formatter, fd
-        self._reported = 0
-
-    def handle(self, record: logging.LogRecord) -> None:
-        dropped = self._source.dropped
-        if dropped > self._reported:  # the log is being read again
-            report = f"{dropped - self._reported} log lines were dropped: the log was not read"
-            self._reported = dropped
-            self._write(logging.LogRecord(__name__, logging.WARNING, "", 0, report, None, None))
-        self._write(record)
-
-    def stop(self) -> None:
-        """Wait a second at most for the thread, a daemon: perhaps nothing reads its output."""
-        self.enqueue_sentinel()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
-            if not self._thread.is_alive():
-                os.close(self._fd)
+    def _write_all(self) -> None:
+        reported = 0
+        while (record := self.queue.get()) is not None:
+            dropped = self.dropped
+            if dropped > reported:  # the log is being read again
+                text = f"{dropped - reported} log lines were dropped: the log was not read"
+                reported = dropped
+                self._write(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))
+            self._write(record)
+        os.close(self._fd)
 
     def _write(self, record: logging.LogRecord) -> None:
         try:  # not with sys.stderr: its lock would delay the interpreter's exit
@@ -87,7 +73,7 @@ class _Listener(QueueListener):
             while data:
                 data = data[os.write(self._fd, data) :]
         except Exception:  # noqa: BLE001 - there is nowhere to report it
-            self._source.dropped += 1
+            self.dropped += 1
 
 
 def configure(

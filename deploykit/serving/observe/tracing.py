@@ -35,23 +35,13 @@ _STAGES = ("decode", "queue", "join", "copy_in", "compute", "copy_out", "split")
 class _Timing(NamedTuple):
     """The times of one request for its spans; `stages_us`: in the order of _STAGES."""
 
-    model: str
-    traceparent: str | None
-    request_id: str | None
-    rows: int
-    batch_requests: int
+    name: str
+    trace: str | None
     begun_us: int
     ended_us: int
     stages_us: tuple[int, ...]
+    attributes: dict[str, Any]
     error: str | None
-
-    def stages(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, start and end in µs of each stage with a duration."""
-        at_us = self.begun_us
-        for name, took_us in zip(_STAGES, self.stages_us, strict=False):  # fewer where it failed
-            if took_us > 0:
-                yield name, at_us, at_us + took_us
-            at_us += took_us
 
 
 class Tracer(Closing):
@@ -93,7 +83,8 @@ class Tracer(Closing):
     def add_failure(self, asked: str, status: str, begun_s: float, trace: str | None) -> None:
         """Add a span for a request that failed before a model had it. `begun_s`: monotonic."""
         begun_us, now_us = int(begun_s * 1e6), self.clock_us()
-        self.add([_Timing(asked, trace, None, 0, 0, begun_us, now_us, (), status)])
+        about = {"deploykit.request": asked}
+        self.add([_Timing("refuse", trace, begun_us, now_us, (), about, status)])
 
     def samples(self) -> list[Sample]:
         """Return the number of dropped spans for Prometheus."""
@@ -134,13 +125,12 @@ class Tracer(Closing):
         The SDK's `start_span` takes 5 to 8 times as long, on a thread that competes with serving:
         see benchmarks/results/observe_*.md.
         """
-        trace = self._trace
-        headers = {"traceparent": request.traceparent} if request.traceparent else {}
+        trace, error = self._trace, request.error
+        headers = {"traceparent": request.trace} if request.trace else {}
         parent = trace.get_current_span(self._extract(headers)).get_span_context()
         if parent.is_valid and not parent.trace_flags.sampled:
             return
         trace_id = parent.trace_id if parent.is_valid else self._ids.generate_trace_id()
-        code = trace.StatusCode.ERROR if request.error else trace.StatusCode.UNSET
 
         def span(name: str, start_us: int, end_us: int, **more: Any) -> Any:
             flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
@@ -153,26 +143,21 @@ class Tracer(Closing):
                 **more,
             )
 
-        attributes: dict[str, Any] = {"deploykit.request": request.model}
-        if request.batch_requests:
-            attributes = {
-                "deploykit.model": request.model,
-                "deploykit.rows": request.rows,
-                "deploykit.batch_requests": request.batch_requests,
-                **({"request.id": request.request_id} if request.request_id else {}),
-            }
+        at_us = request.begun_us
         root = span(
-            f"infer {request.model}" if request.batch_requests else "refuse",
-            request.begun_us,
+            request.name,
+            at_us,
             request.ended_us,
             parent=parent if parent.is_valid else None,
             kind=trace.SpanKind.SERVER,
-            attributes=attributes,
-            status=trace.Status(code, request.error),
+            attributes=request.attributes,
+            status=trace.Status(trace.StatusCode.ERROR if error else trace.StatusCode.UNSET, error),
         )
         yield root
-        for name, start_us, end_us in request.stages():
-            yield span(name, start_us, end_us, parent=root.get_span_context())
+        for name, took_us in zip(_STAGES, request.stages_us, strict=False):  # fewer if it failed
+            if took_us > 0:
+                yield span(name, at_us, at_us + took_us, parent=root.get_span_context())
+            at_us += took_us
 
 
 class _ModelWatcher(Watcher):
@@ -195,19 +180,17 @@ class _ModelWatcher(Watcher):
     def _add(
         self, requests: Sequence[Pending], ended_us: int, started_us: int, *stages_us: int
     ) -> None:
-        self._tracer.add(
-            [
-                _Timing(
-                    self._model,
-                    each.trace,
-                    each.id,
-                    each.rows,
-                    len(requests),
-                    each.arrived_us - each.decode_us,
-                    ended_us,
-                    (each.decode_us, started_us - each.arrived_us, *stages_us),
-                    each.error.message if each.error else None,
-                )
-                for each in requests
-            ]
-        )
+        timings = []
+        for each in requests:
+            begun_us, waited_us = each.arrived_us - each.decode_us, started_us - each.arrived_us
+            about: dict[str, Any] = {
+                "deploykit.model": self._model,
+                "deploykit.rows": each.rows,
+                "deploykit.batch_requests": len(requests),
+            }
+            if each.id:
+                about["request.id"] = each.id
+            times_us, error = (each.decode_us, waited_us, *stages_us), each.error
+            why, name = error.message if error else None, f"infer {self._model}"
+            timings.append(_Timing(name, each.trace, begun_us, ended_us, times_us, about, why))
+        self._tracer.add(timings)
