@@ -334,13 +334,13 @@ def test_requests_in_the_queue_know_their_client() -> None:
     peers: list[Any] = []
     with running({"m": FakeEngine(width=3)}, grpc_port=0) as server:
         model = server.server.repository.find("m")
-        enqueue = model.enqueue
+        submit = model.batcher.submit
 
-        def keep(pending: Pending) -> Pending:
+        def keep(pending: Pending) -> None:
             peers.append(pending.sender.peer)
-            return enqueue(pending)
+            submit(pending)
 
-        model.enqueue = keep  # type: ignore[method-assign]
+        model.batcher.submit = keep  # type: ignore[method-assign]
         for module in (http, grpc):
             with module.InferenceServerClient(address(server, module)) as client:
                 client.infer("m", [tensor(module, rows_of(1))])

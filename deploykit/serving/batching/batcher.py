@@ -72,10 +72,6 @@ _ALL = 1 << 60
 _LONGEST_SLEEP_S = 3600.0
 
 
-class Retired(Overloaded):
-    """The engines were replaced: submit the request to the model's new Batcher."""
-
-
 @dataclass(frozen=True)
 class Loop:
     """The event loop that requests come from, as a Batcher needs it.
@@ -114,20 +110,18 @@ class Batcher(Closing):
         buckets: Buckets | None = None,
         steering: Steering | None = None,
     ) -> None:
-        """Start a thread for each engine. `steering` adapts the policy."""
+        """Start a thread for each engine, which the caller closes. `steering` adapts the policy."""
         self.inline_max_rows: float = 0
         self.watchers = watchers
         self.lost = False  # the GPU of an engine is gone; then no request is accepted
         self._name = name
         self._queue = RequestQueue(policy)
         self._deliver = loop.deliver
-        self._clock_us = clock_us = loop.clock_us
-        self._steering = steering
-        self.close_engines = False  # whether the threads close the engines as they end
+        self._clock_us = loop.clock_us
+        self.steering = steering
         self._lock = threading.Lock()  # protects the queue and the attributes below
         self._idle: list[Runner] = []  # engines asleep and not yet woken
         self._closing = False
-        self._retired = False
         self._has_loop = loop.call_soon is not None
         self._call_soon: CallSoon = loop.call_soon or (lambda _: None)
         self._spin_us = loop.spin_us
@@ -139,19 +133,23 @@ class Batcher(Closing):
         self._spin_until_us = 0
         self._paused_until_us = 0
         cut = buckets.cut if buckets else None
-        split = Splitter(engines[0].outputs, joined=policy.max_batch > 0, cut=cut)
-        join = buckets.stack if buckets else stack
+        self._split = Splitter(engines[0].outputs, joined=policy.max_batch > 0, cut=cut)
+        self._stack = buckets.stack if buckets else stack
+        self._workers: list[Runner] = []
+        self._retired: list[Runner] = []  # those of replaced engines that may still run
+        self._threads: list[threading.Thread] = []
+        self._start(engines)
+
+    def _start(self, engines: Sequence[Engine], *, owned: bool = False) -> None:
+        overlaps, name = self.steering is None, self._name
+        join, split, clock_us = self._stack, self._split, self._clock_us
         self._workers = [
-            Runner(engine, name, join, split, clock_us, overlaps=steering is None)
-            for engine in engines
+            Runner(each, name, join, split, clock_us, overlaps=overlaps) for each in engines
         ]
-        self._threads = [
-            threading.Thread(
-                target=self._work, args=(worker,), name=f"engine {name} {number}", daemon=True
-            )
-            for number, worker in enumerate(self._workers)
-        ]
-        for thread in self._threads:
+        for number, worker in enumerate(self._workers):
+            args, about = (worker, owned), f"engine {name} {number}"
+            thread = threading.Thread(target=self._work, args=args, name=about, daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     # -- state that others may read ----------------------------------------------------------------
@@ -177,7 +175,9 @@ class Batcher(Closing):
         """Return the number of requests accepted and not delivered: waiting or with an engine."""
         with self._lock:
             return self._queue.count + sum(
-                not request.finished for worker in self._workers for request in worker.running
+                not request.finished
+                for worker in (*self._retired, *self._workers)
+                for request in worker.running
             )
 
     @property
@@ -191,11 +191,6 @@ class Batcher(Closing):
         limit_us = self._clock_us() - self.policy.hung_us
         since = [worker.since_us for worker in self._workers]
         return sum(each is not None and each <= limit_us for each in since)
-
-    @property
-    def ended(self) -> bool:
-        """Return whether every thread has ended, after `close` or `retire`; a hung one has not."""
-        return not any(thread.is_alive() for thread in self._threads)
 
     def submit(self, request: Pending) -> None:
         """Queue a checked request; `deliver` gets it exactly once.
@@ -213,8 +208,6 @@ class Batcher(Closing):
                         self._seen = 0
                         self._call_soon(self._run_next)
                 return
-        if self._retired:
-            raise Retired("the engine was replaced")
         if self.lost:
             request.error = device_lost(self._name)
         elif self._closing:
@@ -251,11 +244,11 @@ class Batcher(Closing):
         now_us = self._clock_us()
         with self._lock:
             late = self._queue.take_late(now_us)
-            for worker in self._workers:
+            for worker in (*self._retired, *self._workers):
                 late += [r for r in worker.running if not r.finished and r.give_up_us <= now_us]
             mark_expired(late, now_us)
-            if self._steering is not None:
-                self._queue.policy = self._steering.step(now_us)
+            if self.steering is not None:
+                self._queue.policy = self.steering.step(now_us)
         self._finish(late, now_us)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
@@ -269,10 +262,25 @@ class Batcher(Closing):
             thread.join(left_s())
         return self.unanswered
 
-    def retire(self) -> None:
-        """Accept no more requests; answer queued ones, then close the engines. Does not wait."""
-        self._retired = self.close_engines = True
-        self._stop(None)
+    def replace(
+        self, engines: Sequence[Engine], steering: Steering | None, inline_max_rows: float
+    ) -> None:
+        """Run the next batches on these engines, which are closed here.
+
+        So is each previous one, after the batches that it runs. Raises Overloaded during the end.
+        """
+        with self._lock:
+            if self._closing:
+                raise shutting_down()
+            for worker in self._workers:
+                worker.retired = True
+            for worker in self._idle:
+                worker.wake.release()
+            self._idle.clear()
+            self._retired = [each for each in (*self._retired, *self._workers) if each.running]
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.steering, self.inline_max_rows = steering, inline_max_rows
+            self._start(engines, owned=True)
 
     # -- a batch, on any thread --------------------------------------------------------------------
 
@@ -283,7 +291,7 @@ class Batcher(Closing):
         if late:
             mark_expired(late, now_us)
         batch: list[Pending] = []
-        if not worker.lost:
+        if not (worker.lost or worker.retired):
             batch = worker.running = queue.take(now_us, hurry=self._closing)
         if batch and queue.count and self._idle:
             self._idle.pop().wake.release()  # the rest may be due for another engine
@@ -301,8 +309,8 @@ class Batcher(Closing):
                     request.error = error
                     finished.append(request)
             worker.running = worker.running[len(batch) :]
-            if self._steering is not None and not any(errors):
-                self._steering.record_run(batch, flight.started_us, ended_us)
+            if self.steering is not None and not (worker.retired or any(errors)):
+                self.steering.record_run(batch, flight.started_us, ended_us)
         if worker.lost:
             self.lost = True
             self._stop(device_lost(self._name))
@@ -385,7 +393,7 @@ class Batcher(Closing):
             slow = worker.busy_us > SLOW_US  # by the clock; other programs may have run
             if slow and thread_time_ns() - computed_ns > SLOW_US * 1000:
                 self._paused_until_us = now_us + PAUSE_US
-            if self._closing:
+            if self._closing or worker.retired:
                 worker.wake.release()
                 return
             self._idle.append(worker)
@@ -406,10 +414,10 @@ class Batcher(Closing):
 
     # -- on an engine's thread ---------------------------------------------------------------------
 
-    def _work(self, worker: Runner) -> None:
+    def _work(self, worker: Runner, owned: bool) -> None:
         """Run batches until the end; with several slots, submit the next before the last is done.
 
-        Answers are delivered in the order of the batches.
+        Answers are delivered in the order of the batches. `owned`: close the engine at the end.
         """
         flights = deque[Flight]()
         while True:
@@ -423,7 +431,7 @@ class Batcher(Closing):
                 self._run(worker, flights.popleft())
                 worker.since_us = flights[0].started_us if flights else None
             del batch  # frees its inputs before the next batch is taken
-        if self.close_engines:
+        if owned or worker.retired:
             worker.engine.close()
 
     def _take_more(self, worker: Runner) -> tuple[list[Pending], list[Pending], int]:
@@ -446,7 +454,8 @@ class Batcher(Closing):
         with self._lock:
             while True:
                 batch, late, now_us = self._take(worker)
-                if batch or late or worker.lost or (self._closing and not self._queue.count):
+                ends = worker.lost or worker.retired or (self._closing and not self._queue.count)
+                if batch or late or ends:
                     return batch, late, now_us
                 timeout_s = -1.0
                 if self._queue.count:

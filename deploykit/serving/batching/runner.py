@@ -141,6 +141,7 @@ class Runner:
         self.since_us: int | None = None
         self.busy_us = 0
         self.lost = False
+        self.retired = False  # it gets no more batches, and is closed after its last one
         self._name = name
         self._stack = stack
         self._split = split

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -21,7 +20,7 @@ from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.engines.tasks import TaskSteps
 from deploykit.pipelines.threads import FairGate
-from deploykit.serving.batching.batcher import Batcher, Loop, Retired, countdown, shutting_down
+from deploykit.serving.batching.batcher import Batcher, Loop, shutting_down
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
@@ -176,14 +175,10 @@ class ServedModel:
         self._loop, self._clock_us = loop, loop.clock_us
         self.warm_up_s = 0.0
         self.remark: Callable[[], str | None] = lambda: None  # returns an additional note, or None
-        self._swap = threading.Lock()  # held during replacements and the shutdown
         self.draining = False  # only admitted requests are still accepted
         self._limit_us = options.timeout_ms * 1000
-        self._closed = False
         self.in_use = InUse.of(self.engines[0], 1)
-        self._replaced: list[Batcher] = []  # replaced engines that may still run
-        self._steering = self._new_steering(len(engines))
-        self.batcher = self._new_batcher(self.engines, self._steering)
+        self._set_batcher()
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -199,7 +194,7 @@ class ServedModel:
             self._stop_batching(why)
         if self._dependent:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
-        self.batcher.inline_max_rows = self._warm(self.engines, self._steering)
+        self.batcher.inline_max_rows = self._warm(self.engines, self.batcher.steering)
         self.warm_up_s = time.monotonic() - begun_s
 
     def replace(self, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True) -> None:
@@ -228,24 +223,14 @@ class ServedModel:
         steering = self._new_steering(len(engines))
         inline_max_rows = self._warm(engines, steering)
         in_use = InUse.of(engines[0], self.in_use.generation + 1)
-        with self._swap:
-            if self._closed or not wanted():
-                raise shutting_down()
-            before = self.batcher
-            self._replaced = [each for each in self._replaced if not each.ended] + [before]
-            self.batcher = self._new_batcher(engines, steering)
-            self.batcher.close_engines = True
-            self.batcher.inline_max_rows = inline_max_rows
-            self.engines, self._steering = tuple(engines), steering
-            self.in_use, self.task = in_use, task
-        before.retire()
+        if not wanted():
+            raise shutting_down()
+        self.batcher.replace(engines, steering, inline_max_rows)
+        self.engines, self.in_use, self.task = tuple(engines), in_use, task
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
         """End the engines' threads. Returns the number of unanswered requests."""
-        with self._swap:
-            self._closed = True
-        left_s, batchers = countdown(timeout_s), (self.batcher, *self._replaced)
-        return sum(each.close(drain=drain, timeout_s=left_s()) for each in batchers)
+        return self.batcher.close(drain=drain, timeout_s=timeout_s)
 
     def why_not_ready(self) -> str | None:
         """Return the reason in one sentence; None if requests are accepted and can be answered."""
@@ -304,7 +289,8 @@ class ServedModel:
         pending = Pending(
             feeds, rows, key, done, now_us, due_us, end_us, level, trace, waited_us, name, sender
         )
-        return self.enqueue(pending)
+        self.batcher.submit(pending)
+        return pending
 
     def refuse(
         self, error: DeploykitError, started_us: int, trace: str | None, request_id: str | None
@@ -317,36 +303,22 @@ class ServedModel:
             watcher.record_refusal(request)
         return error
 
-    def enqueue(self, pending: Pending) -> Pending:
-        """Queue a checked request. Raises Overloaded."""
-        while True:
-            try:
-                self.batcher.submit(pending)
-                return pending
-            except Retired:  # replaced at this moment: `self.batcher` is the new one already
-                continue
-
     def cancel(self, pending: Pending) -> bool:
         """Cancel a waiting request; return False if an engine is running it or has run it."""
-        return any(batcher.cancel(pending) for batcher in (self.batcher, *self._replaced))
+        return self.batcher.cancel(pending)
 
     def expire(self) -> None:
         """Answer requests past their deadline; called periodically."""
-        for batcher in (*self._replaced, self.batcher):
-            batcher.expire()
+        self.batcher.expire()
 
     @property
     def waiting(self) -> int:
         """Return the number of requests in the queue."""
-        return sum(batcher.waiting for batcher in (self.batcher, *self._replaced))
-
-    def take_most_waiting(self) -> int:
-        """Return the largest number of requests in the queue since the last call."""
-        return sum(batcher.take_most_waiting() for batcher in (self.batcher, *self._replaced))
+        return self.batcher.waiting
 
     @property
     def unanswered(self) -> int:
-        return sum(batcher.unanswered for batcher in (self.batcher, *self._replaced))
+        return self.batcher.unanswered
 
     def watch(self, watcher: Watcher) -> None:
         self._watchers.append(watcher)
@@ -426,7 +398,7 @@ class ServedModel:
             "deploykit_batch_delay_seconds": policy.max_delay_us / 1e6,
         }
         return [
-            *self.metrics.samples(self.waiting, self.unanswered),
+            *self.metrics.samples(batcher.waiting, batcher.unanswered),
             Sample("deploykit_model_info", {**labels, **about}, 1),
             *(Sample(name, labels, value) for name, value in values.items() if value is not None),
         ]
@@ -464,8 +436,7 @@ class ServedModel:
         self.not_batched = self._dependent = why
         self._set_batch()
         before = self.batcher
-        self._steering = self._new_steering(len(self.engines))
-        self.batcher = self._new_batcher(self.engines, self._steering)
+        self._set_batcher()
         before.close()
 
     def _policy(self) -> BatchPolicy:
@@ -477,15 +448,15 @@ class ServedModel:
         slo_ms = self._options.slo_ms
         return Steering(round(slo_ms * 1000), self._policy(), engines) if slo_ms else None
 
-    def _new_batcher(self, engines: Sequence[Engine], steering: Steering | None) -> Batcher:
-        return Batcher(
-            engines,
+    def _set_batcher(self) -> None:
+        self.batcher = Batcher(
+            self.engines,
             self._policy(),
             self._loop,
             watchers=self._watchers,
             name=self.name,
             buckets=self.buckets,
-            steering=steering,
+            steering=self._new_steering(len(self.engines)),
         )
 
     def _warm(self, engines: Sequence[Engine], steering: Steering | None) -> float:

@@ -89,7 +89,7 @@ def _model_status(model: ServedModel) -> dict[str, Any]:
         **model.in_use._asdict(),
         "inputs": metadata["inputs"],
         "outputs": metadata["outputs"],
-        "waiting": model.take_most_waiting(),  # when it is asked, few may wait
+        "waiting": model.batcher.take_most_waiting(),  # when it is asked, few may wait
         "in_flight": model.unanswered,
         **model.metrics.status(),
     }

@@ -361,7 +361,6 @@ class RemoteBatcher(Batcher):
     engines = hung = waiting = unanswered = 0  # the engine process counts them
     inline_max_rows = 0
     lost = False
-    ended = True
     watchers = ()
     policy = BatchPolicy()
 
@@ -440,8 +439,8 @@ class FrontModel(ServedModel):
         ready = Sample("deploykit_model_ready", labels, self.why_not_ready() is None)
         return [*self.metrics.samples(0, 0), ready]
 
-    def _new_batcher(self, *_: object, **_more: object) -> Batcher:
-        return RemoteBatcher(self)
+    def _set_batcher(self) -> None:
+        self.batcher = RemoteBatcher(self)
 
 
 # -- in the process of the engines ---------------------------------------------------------------
@@ -529,7 +528,7 @@ class FrontEnd(Link):
         request.trace, request.decode_us, request.id = trace, decode_us, name
         self._open[number] = model, request
         try:
-            model.model.enqueue(request)
+            model.model.batcher.submit(request)
         except Overloaded as exc:
             request.error = exc
             self._answer(number, request)

@@ -167,25 +167,32 @@ def test_a_failing_request_fails_alone_and_says_nothing_of_the_server(
     assert len(engine.batches) == calls + 1
 
 
-@pytest.mark.parametrize("how", ["drained", "refused", "retired"])
+@pytest.mark.parametrize("how", ["drained", "refused", "replaced"])
 def test_the_end_answers_all_requests(how: str) -> None:
     with held(policy=BatchPolicy(max_batch=2, max_delay_us=0)) as case:
         sent = [case.enter(), *(case.send(n) for n in range(4))]
-        if how == "retired":
-            case.batcher.retire()
+        new = GatedEngine(warm=True)
+        new.gate.set()
+        if how == "replaced":
+            case.batcher.replace([new], None, 0)
+            case.answers.wait(4)
         if how == "refused":
             assert case.batcher.close(drain=False, timeout_s=0) == 1  # the one in the engine
         case.release()
         assert case.batcher.close() == 0
-        assert case.batcher.ended
-        with pytest.raises(Overloaded, match="replaced" if how == "retired" else "shutting down"):
+        assert not any(thread.is_alive() for thread in case.batcher._threads)
+        with pytest.raises(Overloaded, match="shutting down"):
             case.send(9)
     (engine,) = case.engines
-    assert engine.fed == ([-1] if how == "refused" else [-1, 0, 1, 2, 3])
+    assert (engine.fed, new.fed) == {
+        "drained": ([-1, 0, 1, 2, 3], []),
+        "refused": ([-1], []),
+        "replaced": ([-1], [0, 1, 2, 3]),
+    }[how]
     assert {type(request.error) for request in sent[1:]} == {
         Overloaded if how == "refused" else type(None)
     }
-    assert engine.closed is (how == "retired")
+    assert engine.closed is new.closed is (how == "replaced")
 
 
 # -- Several engines
@@ -361,7 +368,7 @@ def case() -> Iterator[Case]:
     found = Case()
     yield found
     found.finish()
-    assert found.batcher.ended
+    assert not any(thread.is_alive() for thread in found.batcher._threads)
 
 
 def test_the_next_batch_is_submitted_before_the_last_is_waited_for(case: Case) -> None:
@@ -417,18 +424,19 @@ def test_a_request_in_flight_is_given_up_at_its_limit(case: Case) -> None:
     assert case.answers.order == [0, 3, 1, 2, 4, 5]
 
 
-@pytest.mark.parametrize("how", ["closed", "retired", "not drained"])
+@pytest.mark.parametrize("how", ["closed", "replaced", "not drained"])
 def test_the_end_answers_the_batches_in_flight_and_closes_the_engine_after_them(
     case: Case, how: str
 ) -> None:
     sent = case.fill()
-    if how == "retired":
-        case.batcher.retire()
+    if how == "replaced":
+        case.batcher.replace([OverlappingEngine(free=True)], None, 0)
+        case.answers.wait(1)
     case.engine.end_all()
     case.batcher.close(drain=how != "not drained")
     assert all(map(right, sent[:5]))
     assert right(sent[5]) or (how == "not drained" and isinstance(sent[5].error, Overloaded))
-    assert case.engine.closed is (how == "retired")
+    assert case.engine.closed is (how == "replaced")
 
 
 def test_a_free_engine_gets_the_next_batch_rather_than_a_busy_one() -> None:
