@@ -143,8 +143,7 @@ def images_per_s(engine, batch: int, seconds: float) -> float:
 
 def step_costs_us(engine, rows: np.ndarray, max_batch: int) -> dict[str, float]:
     """The product's own functions, each timed alone: a request's cost without contention."""
-    from deploykit.serving.batching.queue import Pending
-    from deploykit.serving.batching.runner import stack
+    from deploykit.serving.batching.queue import Pending, stack
     from deploykit.serving.oip import json as oip
     from deploykit.serving.oip.request import signature
 

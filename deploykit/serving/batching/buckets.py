@@ -19,8 +19,7 @@ from deploykit.core.tensors import InputKey, TensorSpec, carrier
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.serving.batching.queue import Pending
-from deploykit.serving.batching.runner import align
+from deploykit.serving.batching.queue import Pending, align
 
 TOLERANCE = 1e-3  # relative to the largest value of the output
 _CACHED = 4096

@@ -62,6 +62,19 @@ class Pending:
     finished: bool = False
 
 
+def stack(batch: Sequence[Pending]) -> Arrays:
+    """Join the requests' rows along axis 0, in order; one request's arrays are aligned instead."""
+    if len(batch) == 1:
+        return {name: align(array) for name, array in batch[0].feeds.items()}
+    names = batch[0].feeds
+    return {name: np.concatenate([request.feeds[name] for request in batch]) for name in names}
+
+
+def align(array: np.ndarray) -> np.ndarray:
+    """Return the array aligned, as native libraries need it: received bytes may begin anywhere."""
+    return array if array.flags.aligned else array.copy()
+
+
 class BatchRun(NamedTuple):
     """A successful run of the engine: its requests, and the time of each stage.
 

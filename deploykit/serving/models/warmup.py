@@ -16,7 +16,7 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, firs
 from deploykit.core.tensors import carrier, concrete
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.serving.batching.runner import Splitter
+from deploykit.serving.batching.batcher import Splitter
 
 log = logging.getLogger(__name__)
 

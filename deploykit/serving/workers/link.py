@@ -133,6 +133,6 @@ def _settle(future: asyncio.Future[Any], value: Any) -> None:
         return
     if isinstance(value, DeploykitError):
         future.set_exception(value)
-        future.exception()  # perhaps nobody waits for it any more, which is no error
+        future.exception()  # taken note of, even if nobody waits for it any more
     else:
         future.set_result(value)

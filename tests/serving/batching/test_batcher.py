@@ -15,9 +15,8 @@ from deploykit.core.errors import BadInput, Expired, OutOfMemory, Overloaded
 from deploykit.core.tensors import InputKey
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays
-from deploykit.serving.batching.batcher import Batcher, Loop, deliver_inline
-from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher
-from deploykit.serving.batching.runner import EngineFailed, stack
+from deploykit.serving.batching.batcher import Batcher, EngineFailed, Loop, deliver_inline
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher, stack
 from deploykit.serving.batching.slo import Steering
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import KEY, Answers, Clock, asleep, submit

@@ -15,9 +15,8 @@ import pytest
 from deploykit.core.errors import TooLarge, Unsupported, quote
 from deploykit.core.tensors import MOST_STRINGS, TensorSpec
 from deploykit.engines.engine import load
-from deploykit.serving.batching.batcher import monotonic_us
-from deploykit.serving.batching.queue import Pending
-from deploykit.serving.batching.runner import Runner, Splitter, stack
+from deploykit.serving.batching.batcher import Runner, Splitter, monotonic_us
+from deploykit.serving.batching.queue import Pending, stack
 from deploykit.serving.oip import request as oip
 from deploykit.serving.oip.request import Binary, InputData, array_bytes, plan, signature
 from tests.support.serving.grpc_cases import Echo

@@ -24,8 +24,8 @@ import pytest
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.engine import Arrays
 from deploykit.engines.oip import MESSAGES
+from deploykit.serving.batching.batcher import Splitter
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.connection import HttpLimits
 from deploykit.serving.http.routes import InferRoute
 from deploykit.serving.models.repository import ModelRepository
