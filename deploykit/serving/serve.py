@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,35 +96,30 @@ class RunningServer(Closing):
     def __init__(self, run: Callable[[OnStart, socket], int], settings: ServeOptions) -> None:
         """Start `run`; it ends once its socket's other end is shut down, or its server stops."""
         self._process = os.getpid()
-        self._ready = threading.Event()
-        self._stopping = False
-        self._server: Server | None = None
-        self._failure: BaseException | None = None
-        self._unanswered = 0
         self._scheme = "https" if settings.tls_cert else "http"
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(run,), name="deploykit serve")
+        self._server: Server | None = None
+        self._stopping = False
+        self._started, self._ended = Future[None](), Future[int]()
         self._stop, self._stopped = socketpair()
+        self._thread = threading.Thread(target=self._serve, args=(run,), name="deploykit serve")
         self._thread.start()
         try:
-            self._ready.wait()
-        except BaseException:  # Ctrl-C
+            self._started.result()
+        except BaseException:  # Ctrl-C, too
             self._begin_stop()
             raise
-        if self._failure is not None:
-            raise self._failure
 
     def _serve(self, run: Callable[[OnStart, socket], int]) -> None:
         try:
             with self._stop, self._stopped:
-                self._unanswered = run(self._on_start, self._stopped)
-            if not hasattr(self, "url"):
+                unanswered = run(self._on_start, self._stopped)
+            if not self._started.done():
                 raise DeploykitError("the server was stopped before it was ready")
+            self._ended.set_result(unanswered)
         except BaseException as exc:  # noqa: BLE001 - `wait` raises it again
-            self._failure = exc
-        finally:
-            self._ready.set()
-            self._ended.set()
+            self._ended.set_exception(exc)
+            if not self._started.done():
+                self._started.set_exception(exc)
 
     def _on_start(
         self, server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
@@ -132,7 +128,7 @@ class RunningServer(Closing):
         self.models = tuple(names)
         place, self.grpc_url = addresses(host, port, grpc_port)
         self.url = place if place.startswith("unix:") else f"{self._scheme}://{place}"
-        self._ready.set()
+        self._started.set_result(None)
         if self._stopping:
             self._begin_stop()
 
@@ -151,11 +147,9 @@ class RunningServer(Closing):
         """
         if os.getpid() != self._process:
             raise Unsupported("the server belongs to the process that started it, not to its fork")
-        self._ended.wait()  # after Ctrl-C in `join`, Python before 3.12 takes it for ended
+        self._ended.exception()  # after Ctrl-C in `join`, Python before 3.12 takes it for ended
         self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-        return self._unanswered
+        return self._ended.result()
 
     def close(self) -> int:
         """Answer the accepted requests, then end; return as `wait`. Does nothing in a fork."""
