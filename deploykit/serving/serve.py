@@ -296,7 +296,6 @@ class _Service:
                     stack.callback(reference.close)
                     check_reference(models[name][0], reference)
                     shadows[name] = stack.enter_context(Shadow(name, reference))
-            self._check_pad(models)
             graphs = {} if group.runs_engines else steps.graphs(models)
             server = http.Server(models, settings, group=group, pipelines=graphs)
             self._watch(server, sources, shadows, group, stack)
@@ -310,17 +309,6 @@ class _Service:
     def report_to(self, on_start: OnStart, server: Server | None = None) -> OnReady:
         """Return what calls `on_start` with the addresses and the names of the models."""
         return lambda host, port, grpc: on_start(server, host, port, grpc, self.names)
-
-    def _check_pad(self, models: Mapping[str, Sequence[Engine]]) -> None:
-        """Raise BadInput for an input of `pad` that no served model pads."""
-        lengths = self.settings.lengths
-        inputs = [spec for engines in models.values() for spec in engines[0].inputs]
-        padded = {s.name for s in inputs if any(axis in lengths for axis in s.shape[1:])}
-        for name in self.settings.pad:
-            if name not in padded:
-                why = f"no served model has an input '{name}' with an axis in `buckets`"
-                hint = f"the padded inputs are: {', '.join(sorted(padded)) or 'none'}"
-                raise BadInput(f"`pad` {name}: {why}", hint=hint)
 
     def _watch(
         self,

@@ -13,8 +13,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -302,12 +302,11 @@ def test_ctrl_c_while_it_is_waited_for_does_not_end_the_wait_of_close() -> None:
 
 
 def test_ctrl_c_while_it_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+    class Interrupted(Future[int]):
+        def result(self, timeout: float | None = None) -> int:  # noqa: ARG002
             raise KeyboardInterrupt
 
-    stand_in = SimpleNamespace(Event=Interrupted, Thread=threading.Thread)
-    monkeypatch.setattr("deploykit.serving.serve.threading", stand_in)
+    monkeypatch.setattr("deploykit.serving.serve.Future", Interrupted)
     ended = threading.Event()
 
     def run(_on_start: object, stop: socket.socket) -> int:

@@ -44,7 +44,7 @@ class Buckets:
         self._name = name
         self._where: dict[str, tuple[str, int]] = {}  # axis -> an input that has it, and its index
         self._inputs: dict[str, dict[int, str]] = {}
-        self._fill: dict[str, np.ndarray] = {}
+        self.fill: dict[str, np.ndarray] = {}
         self._carried = tuple(
             TensorSpec(spec.name, carrier(spec.dtype), spec.shape) for spec in inputs
         )
@@ -55,7 +55,7 @@ class Buckets:
             for number, axis in named.items():
                 self._where.setdefault(axis, (spec.name, number))
             if named:
-                self._fill[spec.name] = _fill(spec, pad.get(spec.name, 0))
+                self.fill[spec.name] = _fill(spec, pad.get(spec.name, 0))
         self._outputs = {spec.name: axes for spec in outputs if (axes := self._axes(spec))}
         for axis, found in self.lengths.items():
             if axis not in self._where:
@@ -97,7 +97,7 @@ class Buckets:
                 joined[name] = align(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
                 continue
             padded = joined[name] = np.empty((rows, *shape), arrays[0].dtype)
-            padded[...] = self._fill[name]
+            padded[...] = self.fill[name]
             start = 0
             for array in arrays:
                 end = start + len(array)

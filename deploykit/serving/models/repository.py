@@ -89,14 +89,14 @@ class ModelRepository:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
                 self.models[name] = make_model(name, several, options, loop)
-            served = [model.buckets.lengths for model in self.models.values() if model.buckets]
-            for axis in self.options.lengths:
-                if not any(axis in lengths for lengths in served):
-                    raise BadInput(
-                        f"`buckets` {axis}: no served model has an input with that axis, and a "
-                        "batch",
-                        hint="deploykit inspect shows the names of the axes",
-                    )
+            served = [model.buckets for model in self.models.values() if model.buckets]
+            why, hint = "no served model has an input with", "deploykit inspect shows the axes"
+            for axis in options.lengths:
+                if not any(axis in buckets.lengths for buckets in served):
+                    raise BadInput(f"`buckets` {axis}: {why} that axis, and a batch", hint=hint)
+            for name in options.pad:
+                if not any(name in buckets.fill for buckets in served):
+                    raise BadInput(f"`pad` {name}: {why} that name that is padded", hint=hint)
         except BaseException:
             self.close(drain=False)
             raise

@@ -31,7 +31,9 @@ from deploykit.serving.options import VERSION
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
+# Name -> kind, help. `least`, `most`: gauges of which that of one worker is shown for all of them;
+# `shared`: a counter that all have in common. Every other kind is added up.
+METRICS: Mapping[str, tuple[str, str]] = {
     # requests
     "deploykit_requests_total": ("counter", "Inference requests by outcome."),
     "deploykit_request_seconds": ("histogram", "Time in the server of a successful request."),
@@ -53,26 +55,26 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "nv_inference_compute_infer_duration_us": ("counter", "Total time in the engine."),
     "nv_inference_compute_output_duration_us": ("counter", "Total time to copy and split outputs."),
     # models
-    "deploykit_model_ready": ("gauge", "1 while the model is ready."),
-    "deploykit_model_info": ("gauge", "Always 1; the labels name its runtime, device and file."),
-    "deploykit_model_generation": ("gauge", "1, and one more for each file that was reloaded."),
-    "deploykit_model_loaded_timestamp_seconds": ("gauge", "When the file in use was loaded."),
-    "deploykit_model_notes": ("gauge", "Settings that could not be met; see the dashboard."),
-    "deploykit_model_batched": ("gauge", "1 while requests are joined, 0 while each runs alone."),
+    "deploykit_model_ready": ("least", "1 while the model is ready."),
+    "deploykit_model_info": ("most", "Always 1; the labels name its runtime, device and file."),
+    "deploykit_model_generation": ("least", "1, and one more for each file that was reloaded."),
+    "deploykit_model_loaded_timestamp_seconds": ("most", "When the file in use was loaded."),
+    "deploykit_model_notes": ("most", "Settings that could not be met; see the dashboard."),
+    "deploykit_model_batched": ("least", "1 while requests are joined, 0 while each runs alone."),
     "deploykit_engines": ("gauge", "Engines (instances) of the model."),
     "deploykit_engines_hung": ("gauge", "Engines that do not return from a request."),
-    "deploykit_batch_limit_rows": ("gauge", "Most rows per batch; `slo_ms` adjusts it."),
+    "deploykit_batch_limit_rows": ("most", "Most rows per batch; `slo_ms` adjusts it."),
     "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where `slo_ms` bounds them."),
-    "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
+    "deploykit_batch_delay_seconds": ("most", "How long an idle engine waits for more rows."),
     "deploykit_reloads_total": ("counter", "Times a replaced engine file was loaded."),
     "deploykit_reloads_given_up_total": ("counter", "Replaced engine files that took too long."),
-    "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
-    "deploykit_previous_engine": ("gauge", "1 while the new engine failed or was rolled back."),
+    "deploykit_reload_failed": ("most", "1 while the engine's new file cannot be loaded."),
+    "deploykit_previous_engine": ("most", "1 while the new engine failed or was rolled back."),
     "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
     "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
     "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
-    "deploykit_shadow_max_error": ("gauge", "Largest relative error of the compared rows."),
-    "deploykit_shadow_alarm": ("gauge", "1 while more rows disagree than `shadow_alarm` allows."),
+    "deploykit_shadow_max_error": ("most", "Largest relative error of the compared rows."),
+    "deploykit_shadow_alarm": ("most", "1 while more rows disagree than `shadow_alarm` allows."),
     # pipelines
     "deploykit_pipeline_requests_total": ("counter", "Requests of a pipeline by outcome."),
     "deploykit_pipeline_seconds": ("histogram", "Time of a successful request of a pipeline."),
@@ -92,23 +94,23 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_spans_dropped_total": ("counter", "Traced requests that no collector took in time."),
     "process_resident_memory_bytes": ("gauge", "Resident memory of this process."),
     "process_cpu_seconds_total": ("counter", "Processor time of this process, user and system."),
-    "process_start_time_seconds": ("gauge", "Start of this process, in seconds since 1970."),
+    "process_start_time_seconds": ("least", "Start of this process, in seconds since 1970."),
     "process_open_fds": ("gauge", "Open file descriptors."),
     "process_max_fds": ("gauge", "Limit of open file descriptors."),
     "process_threads": ("gauge", "Threads of this process."),
     # GPUs
-    "nv_gpu_utilization": ("gauge", "Share of recent time in which the GPU was busy, 0 to 1."),
-    "nv_gpu_power_usage": ("gauge", "Power in watts; on a Jetson, of the whole module."),
-    "nv_gpu_power_limit": ("gauge", "Power limit in watts."),
-    "nv_energy_consumption": ("counter", "Energy in joules since the driver was loaded."),
-    "nv_gpu_memory_total_bytes": ("gauge", "Memory of the GPU; on a Jetson, shared with the CPU."),
-    "nv_gpu_memory_used_bytes": ("gauge", "Memory of the GPU in use."),
-    "deploykit_gpu_info": ("gauge", "Always 1; the labels name the GPU and the source."),
-    "deploykit_gpu_clock_hertz": ("gauge", "Clock of the GPU now."),
-    "deploykit_gpu_temperature_celsius": ("gauge", "Temperature of the GPU."),
-    "deploykit_gpu_throttled": ("gauge", "1 while the GPU's clock is reduced for this reason."),
-    "deploykit_board_power_watts": ("gauge", "Power of each rail of a Jetson."),
-    "deploykit_board_temperature_celsius": ("gauge", "Temperature of each zone of a Jetson."),
+    "nv_gpu_utilization": ("most", "Share of recent time in which the GPU was busy, 0 to 1."),
+    "nv_gpu_power_usage": ("most", "Power in watts; on a Jetson, of the whole module."),
+    "nv_gpu_power_limit": ("most", "Power limit in watts."),
+    "nv_energy_consumption": ("shared", "Energy in joules since the driver was loaded."),
+    "nv_gpu_memory_total_bytes": ("most", "Memory of the GPU; on a Jetson, shared with the CPU."),
+    "nv_gpu_memory_used_bytes": ("most", "Memory of the GPU in use."),
+    "deploykit_gpu_info": ("most", "Always 1; the labels name the GPU and the source."),
+    "deploykit_gpu_clock_hertz": ("most", "Clock of the GPU now."),
+    "deploykit_gpu_temperature_celsius": ("most", "Temperature of the GPU."),
+    "deploykit_gpu_throttled": ("most", "1 while the GPU's clock is reduced for this reason."),
+    "deploykit_board_power_watts": ("most", "Power of each rail of a Jetson."),
+    "deploykit_board_temperature_celsius": ("most", "Temperature of each zone of a Jetson."),
 }
 
 
@@ -520,15 +522,12 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client import core
 
-        families = {
-            "counter": core.CounterMetricFamily,
-            "gauge": core.GaugeMetricFamily,
-            "histogram": core.HistogramMetricFamily,
-        }
+        counter, histogram = core.CounterMetricFamily, core.HistogramMetricFamily
+        families = {"counter": counter, "shared": counter, "histogram": histogram}
         for name in sorted(self._by_name, key=_ORDER.__getitem__):
             kind, description = METRICS[name]
-            make = families[kind]
-            if kind == "counter" and not name.endswith("_total"):  # as OpenMetrics requires
+            make = families.get(kind, core.GaugeMetricFamily)
+            if make is counter and not name.endswith("_total"):  # as OpenMetrics requires
                 make = core.UnknownMetricFamily
             samples = self._by_name[name]
             family = make(name, description, labels=list(samples[0].labels))

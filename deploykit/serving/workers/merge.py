@@ -1,59 +1,35 @@
 """Merge the figures of a server's workers. Pure functions.
 
 Counters are added up, including those of workers that have ended; of a gauge, the result is the
-value that an operator should see: the least ready, the largest error.
+value that an operator should see: METRICS says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from deploykit.serving.observe.metrics import METRICS, BucketCounts, Sample
 
-Report = Mapping[str, Any]  # "samples", "statistics" and "status", of an ended worker "counts"
+Report = Mapping[str, Any]  # "samples", "statistics" and "status"
 Figures = dict[str, Any]
 
-_LEAST = {
-    "deploykit_model_ready",
-    "deploykit_model_batched",
-    "deploykit_model_generation",
-    "process_start_time_seconds",
-}
-_MOST = {
-    "deploykit_model_info",
-    "deploykit_model_loaded_timestamp_seconds",
-    "deploykit_model_notes",
-    "deploykit_reload_failed",
-    "deploykit_previous_engine",
-    "deploykit_batch_limit_rows",
-    "deploykit_batch_delay_seconds",
-    "deploykit_shadow_max_error",
-    "deploykit_shadow_alarm",
-}
-_OF_THE_MACHINE = ("nv_gpu_", "nv_energy_", "deploykit_gpu_", "deploykit_board_")
+_COUNTED = ("counter", "histogram", "shared")
 _LATEST = ("last_ms", "last_inference", "at_s", "at_us", "loaded_s")
-_COUNTS = (
-    "outcomes",
-    "rows",
-    "runs",
-    "idle_us",
-    "last_ms",
-    "request",
-    "stages_us",
-    "batches",
-)  # in a model's status
-_SUMS = ("engines", "queue", "waiting", "in_flight")  # added up in a model's status
+_JOIN: Mapping[str, Any] = {"least": min, "most": max, "shared": max}
+# in a model's status: of all workers, and added up for those that run
+_COUNTS = ("outcomes", "rows", "runs", "idle_us", "last_ms", "request", "stages_us", "batches")
+_SUMS = ("engines", "queue", "waiting", "in_flight")
 
 
 def counters(reports: Sequence[Report]) -> Report:
     """Return the counters, which remain valid after the workers have ended."""
     samples = merge_samples(reports)
     return {
-        "samples": [each for each in samples if METRICS[each.name][0] != "gauge"],
+        "samples": [each for each in samples if METRICS[each.name][0] in _COUNTED],
         "statistics": merge_statistics(reports),
-        "counts": merge_counts(reports),
-        "status": None,
+        "status": {**merge_status(reports), "ended": True},
     }
 
 
@@ -72,8 +48,7 @@ def merge_samples(reports: Sequence[Report]) -> list[Sample]:
             counts = [(bound, count + more) for (bound, count), (_, more) in pairs]
             found[key] = before._replace(value=BucketCounts(counts, a.total + b.total))
         else:
-            most = sample.name in _MOST or sample.name.startswith(_OF_THE_MACHINE)
-            join: Any = min if sample.name in _LEAST else max if most else sum
+            join = _JOIN.get(METRICS[sample.name][0], sum)
             found[key] = before._replace(value=join((a, b)))
     return list(found.values())
 
@@ -94,23 +69,11 @@ def merge_statistics(reports: Sequence[Report]) -> Figures:
     return {"model_stats": list(models.values())}
 
 
-def merge_counts(reports: Sequence[Report]) -> dict[str, Figures]:
-    """Merge the counters in each model's status."""
-    models: dict[str, Figures] = {}
-    for report in reports:
-        found = report.get("counts", {})
-        for each in report["status"]["models"] if report["status"] else ():
-            found[each["name"]] = {key: each[key] for key in _COUNTS}
-        for name, counts in found.items():
-            models[name] = add(models[name], counts) if name in models else counts
-    return models
-
-
 def merge_status(reports: Sequence[Report]) -> Figures:
     """Merge the dashboard's figures of running workers, with the counters of all workers."""
-    running = [report["status"] for report in reports if report["status"] is not None]
+    statuses = [report["status"] for report in reports]
+    running = [each for each in statuses if "ended" not in each] or statuses
     first = max(running, key=lambda each: len(each["models"]))  # not every process has pipelines
-    counts = merge_counts(reports)
     processes = [each["process"] for each in running if each["process"]]
     process = None
     if processes:
@@ -119,7 +82,11 @@ def merge_status(reports: Sequence[Report]) -> Figures:
         process["at_s"] = max(each["at_s"] for each in processes)
     models = []
     for each in first["models"]:
-        same = [m for status in running for m in status["models"] if m["name"] == each["name"]]
+        name = each["name"]
+        same, counted = (
+            [m for status in found for m in status["models"] if m["name"] == name]
+            for found in (running, statuses)
+        )
         models.append(
             {
                 **each,
@@ -127,7 +94,7 @@ def merge_status(reports: Sequence[Report]) -> Figures:
                 "generation": min(model["generation"] for model in same),
                 "notes": list(dict.fromkeys(note for model in same for note in model["notes"])),
                 "not_ready": next((m["not_ready"] for m in same if m["not_ready"]), None),
-                **counts[each["name"]],
+                **reduce(add, [{key: model[key] for key in _COUNTS} for model in counted]),
             }
         )
     return {

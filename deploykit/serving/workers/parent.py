@@ -139,7 +139,7 @@ class Hub:
         await asyncio.sleep(_PAUSE_S)
         del self._collecting[what]
         reports = await self._reports()
-        if not any(report["status"] for report in reports):
+        if all("ended" in report["status"] for report in reports):
             raise DeploykitError("no worker reports its figures")
         if what == "samples":
             return [
