@@ -126,30 +126,12 @@ class PipelineCounts:
             else:
                 self._lost_us += us
 
-    def statistics(self) -> dict[str, Any]:
-        """Return statistics as for a model; the whole duration counts as compute time."""
-        outcomes, us = dict(self._outcomes), self.seconds.total
-        count = outcomes.pop("success")
-        times_us = {"success": us, "compute_infer": us}
-        failures = sum(outcomes.values())
-        return {
-            "last_inference": int(self._last_s * 1000),
-            "inference_count": count,
-            "execution_count": count,
-            "inference_stats": inference_stats(count, times_us, failures, self._lost_us),
-            "batch_stats": [],
-        }
-
-    def status(self) -> dict[str, Any]:
-        """Return the same form as `ModelMetrics.status`, without stages."""
-        seconds = self.seconds
-        return {
-            "outcomes": dict(self._outcomes),
-            **dict.fromkeys(("rows", "runs", "idle_us"), 0),
-            "last_ms": int(self._last_s * 1000),
-            "request": {"counts": list(seconds.counts), "us": seconds.total},
-            "batches": {},
-        }
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Return `inference_stats` as of a model; the whole duration counts as compute time."""
+        us, count = self.seconds.total, self._outcomes["success"]
+        failures = sum(self._outcomes.values()) - count
+        return inference_stats(count, {"success": us, "compute_infer": us}, failures, self._lost_us)
 
     def samples(self) -> list[Sample]:
         outcomes, seconds = dict(self._outcomes), self.seconds
@@ -324,12 +306,19 @@ class ServedPipeline(PipelineCounts, Closing):
 
     def statistics(self) -> dict[str, Any]:
         """Return one entry of `model_stats`; `response_stats` has the times of the stages."""
-        stages = {}
-        for name, each in self.stages.items():
-            stats = each.statistics()["inference_stats"]
-            stages[name] = {key: stats[key] for key in ("compute_infer", "success", "fail")}
-        about = {"name": self.name, "version": VERSION}
-        return {**about, **super().statistics(), "response_stats": stages}
+        shown, total = ("compute_infer", "success", "fail"), self.stats
+        return {
+            "name": self.name,
+            "version": VERSION,
+            "last_inference": int(self._last_s * 1000),
+            **dict.fromkeys(("inference_count", "execution_count"), total["success"]["count"]),
+            "inference_stats": total,
+            "batch_stats": [],
+            "response_stats": {
+                name: {key: value for key, value in each.stats.items() if key in shown}
+                for name, each in self.stages.items()
+            },
+        }
 
     def samples(self) -> list[Sample]:
         return super().samples() + [s for each in self.stages.values() for s in each.samples()]
@@ -338,11 +327,6 @@ class ServedPipeline(PipelineCounts, Closing):
     def waiting(self) -> int:
         """Return the number of requests that wait for a thread of a stage."""
         return sum(each.threads.waiting for each in self.stages.values())
-
-    def counted(self) -> dict[str, Any]:
-        """Return the counters for the dashboard, with the total time of each stage."""
-        stages_us = {name: each.seconds.total for name, each in self.stages.items()}
-        return {**super().status(), "stages_us": stages_us}
 
     def status(self) -> dict[str, Any]:
         """Return the pipeline's figures for the dashboard, in the form of a model's."""
@@ -363,7 +347,12 @@ class ServedPipeline(PipelineCounts, Closing):
             "outputs": about["outputs"],
             "waiting": self.waiting,
             "in_flight": self.in_flight,
-            **self.counted(),
+            "outcomes": dict(self._outcomes),
+            **dict.fromkeys(("rows", "runs", "idle_us"), 0),
+            "last_ms": int(self._last_s * 1000),
+            "request": {"counts": list(self.seconds.counts), "us": self.seconds.total},
+            "stages_us": {name: each.seconds.total for name, each in self.stages.items()},
+            "batches": {},
         }
 
 
