@@ -1,17 +1,24 @@
 """Serve engines over HTTP and gRPC: open and prove them, watch their files, run their shadows.
 
 `dk.serve` returns a server in a separate thread, the command line serves until it is stopped.
+
+With several processes, engines on a GPU run in one, to which all others pass requests; on a CPU
+each process has separate engines, unless `workers` is shared:N. `auto` opens each model with one
+thread and with all: if one is almost as fast, as for small models, there is a process for each
+core; otherwise one keeps all threads, so that no lone request waits.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -22,24 +29,25 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
-from deploykit.core.extras import check_installed
+from deploykit.core.extras import check_installed, installed
 from deploykit.core.files import check_readable
-from deploykit.core.machine import return_large_blocks, usable_cores
+from deploykit.core.machine import return_large_blocks, this_machine, usable_cores
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import Closing, Engine, load
+from deploykit.engines.onnxruntime.file import copies_folder, use_copies
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
-from deploykit.serving import processes
+from deploykit.serving.batching.batcher import monotonic_us
+from deploykit.serving.models.model import WarmUp, why_not_batched
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.shadow import Shadow, check_reference
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.tracing import Tracer
 from deploykit.serving.options import Models, ServeOptions, addresses, takes
-from deploykit.serving.processes import Workers
 
 if TYPE_CHECKING:
     from deploykit.serving.server import Server
-    from deploykit.serving.workers.group import OnReady, ServerGroup
+    from deploykit.serving.workers.group import Logging, OnReady, ServerGroup
 
     # the server (None with several processes), host, HTTP port, gRPC port, the models' names
     OnStart = Callable[[Server | None, str, int, int | None, list[str]], None]
@@ -48,6 +56,13 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("orjson", "uvloop", "httptools", "google.protobuf", "hpack", "prometheus_client")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+AUTO, SHARED = "auto", "shared:"
+MOST_AUTO = 16  # more were not measured
+MOST = 256
+_GAIN = 1.25  # speed-up of all threads over one, from which on a lone request is worth them
+_LONG_US = 1_000_000  # shorter runs are repeated
+
+Timed = dict[str, tuple[int, int]]  # by model: µs of one row on one thread, and on all
 
 
 def name_models(values: Sequence[str]) -> dict[str, Path]:
@@ -85,6 +100,193 @@ def name_shadows(
             raise BadInput(f"`shadows` {text}: {why}", hint=f"served here: {', '.join(models)}")
         found[name] = Path(file)
     return found
+
+
+# -- how many processes, and which of them run the engines ------------------------------------
+
+
+@dataclass(frozen=True)
+class Workers:
+    """`count`: workers that share the ports, None for auto. `shared`: one more runs the engines."""
+
+    count: int | None
+    shared: bool = False
+
+    @property
+    def several(self) -> bool:
+        return self.shared or self.count != 1
+
+
+def parse_workers(workers: int | str) -> Workers:
+    """Parse the option `workers`. Raises BadInput."""
+    text = str(workers)
+    number = text.removeprefix(SHARED)
+    if text == AUTO:
+        return Workers(None)
+    if not (number.isascii() and number.isdigit() and len(number) < 6 and 1 <= int(number) <= MOST):
+        form = f"must be a number from 1 to {MOST}, {SHARED}N or {AUTO}"
+        hint = f"{SHARED}2 are two, and one more process that runs the engines for both"
+        raise BadInput(f"`workers` {text}: {form}", hint=hint)
+    return Workers(int(number), number != text)
+
+
+def choose_workers(files: Mapping[str, Path], options: ServeOptions) -> Workers:
+    """Decide how many workers to start. Raises BadInput, and Unsupported on other systems."""
+    wanted = parse_workers(options.workers)
+    if not wanted.several:
+        return wanted
+    from deploykit.serving.workers.parent import check_supported
+
+    why_shared = _why_shared(files, options.device)
+    if wanted.count is not None:
+        check_supported()
+        if wanted.count > usable_cores():
+            log.warning("%d workers share %d cores", wanted.count, usable_cores())
+        if why_shared and not wanted.shared:
+            log.info("one process runs the engines of all workers: %s", why_shared)
+        return replace(wanted, shared=wanted.shared or bool(why_shared))
+    count, why = 1, why_shared
+    if not why and usable_cores() < 2:
+        why = "there is one core"
+    elif not why and (options.threads is not None or options.instances > 1):
+        why = "`threads` or `instances` are given"
+    elif not why:
+        job = time_threads, dict(files), options.device, usable_cores()
+        timed: Timed | str = run_apart("`workers` auto", *job)
+        count, why = (1, timed) if isinstance(timed, str) else decide_workers(timed, usable_cores())
+    log.info("workers: %s chose %d: %s", AUTO, count, why)
+    return Workers(count)
+
+
+def threads_each(options: ServeOptions, workers: Workers) -> int | None:
+    """Return CPU threads per call: workers with engines divide the cores, unless it was given."""
+    if workers.shared or workers.count in (None, 1) or options.threads is not None:
+        return options.threads
+    return max(1, usable_cores() // (workers.count * options.instances))
+
+
+def check_on_cpu(name: str, device: str) -> None:
+    """Raise Unsupported for an engine on a GPU that one of several workers has opened."""
+    if device != "cpu":
+        hint = f"`workers` {SHARED}2, or `device` cpu"
+        raise Unsupported(f"model '{name}' runs on {device}, which one process owns", hint=hint)
+
+
+def run_workers(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    logging_of: Logging,
+    on_ready: OnReady,
+    *,
+    stop: int | None = None,
+) -> int:
+    """Run `serve(group=...)` in each process. `stop`: see `Parent`."""
+    import deploykit.serving.grpc.methods
+    import deploykit.serving.server
+    from deploykit.serving.workers.parent import Parent
+
+    if installed("onnxruntime"):  # it starts no thread here, and its memory is shared
+        import deploykit.engines.onnxruntime.engine  # noqa: F401
+
+    def worker(group: ServerGroup) -> int:
+        with use_copies(folder):
+            return serve(lambda *_: None, group=group, shared=folder)
+
+    count = workers.count or 1
+    with copies_folder() as folder:
+        parent = Parent(count, worker, settings, logging_of, shared=workers.shared, stop=stop)
+        return parent.run(on_ready)
+
+
+def run_workers_apart(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    on_ready: OnReady,
+    stop: socket,
+) -> int:
+    """Do the same from a separate process: this one may have threads, which a fork does not copy.
+
+    It ends once the other end of `stop` is shut down. Ctrl-C, which a terminal sends to all
+    processes, is left to this process.
+    """
+
+    def ready(address: str, _part: float) -> None:
+        on_ready(*json.loads(address))
+
+    level, end = logging.getLogger("deploykit").getEffectiveLevel(), stop.fileno()
+    job = _be_parent, workers, serve, settings, level, end
+    left: int = run_apart("the parent of the workers", *job, on_progress=ready, inherit=(end,))
+    return left
+
+
+def _be_parent(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    level: int,
+    stop: int,
+    on_progress: Callable[[str, float], None],
+) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def logging_of(number: int | None) -> AbstractContextManager[object]:
+        return logs.configure("text", worker=number, level=level)
+
+    def on_ready(*address: object) -> None:
+        on_progress(json.dumps(address), 1.0)
+
+    return run_workers(workers, serve, settings, logging_of, on_ready, stop=stop)
+
+
+def _why_shared(files: Mapping[str, Path], device: str) -> str:
+    """Return why one process has to run the engines; empty where each worker may have its own."""
+    if device.startswith("cuda"):
+        return f"`device` is {device}"
+    for name, file in files.items():
+        if not Artefact.open(file).runtime.on_cpu:
+            return f"model '{name}' runs on a GPU"
+    if device == "auto" and this_machine().gpus and run_apart("`workers`", _takes_cuda):
+        return "ONNX Runtime runs on the GPU here"
+    return ""
+
+
+def _takes_cuda(_on_progress: object) -> bool:
+    from deploykit.engines.onnxruntime.engine import providers
+
+    return "CUDAExecutionProvider" in providers()
+
+
+def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
+    """Return how many workers to start given the times of one row, and the reason."""
+    for name, (one_us, all_us) in timed.items():
+        if one_us > _GAIN * all_us:
+            return 1, f"one row of '{name}' takes {one_us} us on 1 thread, {all_us} us on {cores}"
+    pairs = [f"'{name}' {one_us} and {all_us} us" for name, (one_us, all_us) in timed.items()]
+    why = f"{cores} threads do not compute one row much faster than 1: {', '.join(pairs)}"
+    return min(cores, MOST_AUTO), why if pairs else "there is no model"
+
+
+def time_threads(
+    files: Mapping[str, Path], device: str, cores: int, _on_progress: Callable[[str, float], Any]
+) -> Timed | str:
+    """Time each model, or return why there cannot be several workers; 0: nothing to run."""
+    timed = {}
+    for name, file in files.items():
+        found = []
+        for threads in (1, cores):
+            with load(file, device, threads=threads) as engine:
+                if engine.device != "cpu":
+                    return f"model '{name}' runs on {engine.device}"
+                rows = 0 if why_not_batched(engine) else 1
+                times = WarmUp(name, engine, monotonic_us, max_batch=rows).run(again_us=_LONG_US)
+                found.append(min(times.values(), default=0))
+        timed[name] = (found[0], found[1])
+    return timed
+
+
+# -- the servers --------------------------------------------------------------------------------
 
 
 class RunningServer(Closing):
@@ -183,14 +385,14 @@ def serve(options: ServeOptions) -> RunningServer:
 def start_server(options: ServeOptions, *, apart: bool = False) -> RunningServer:
     """Serve as `serve` does. `apart`: a single worker is a process of its own, too."""
     check_installed(*PACKAGES)
-    processes.parse_workers(options.workers)
+    parse_workers(options.workers)
 
     def run(on_start: OnStart, stop: socket) -> int:
         service, chosen = _prepare(options)
         if not (apart or chosen.several):
             return service.run(on_start)
         ready = service.report_to(on_start)
-        return processes.run_workers_apart(chosen, service.run, service.settings, ready, stop)
+        return run_workers_apart(chosen, service.run, service.settings, ready, stop)
 
     return RunningServer(run, options)
 
@@ -217,7 +419,7 @@ def serve_until_stopped(
     Returns how many accepted requests were left unanswered.
     """
     check_installed(*PACKAGES)
-    processes.parse_workers(options.workers)
+    parse_workers(options.workers)
     with logs.configure(log_format):
         if find is not None:
             options = replace(options, models=find())
@@ -230,23 +432,23 @@ def serve_until_stopped(
         return logs.configure(log_format, worker=number)
 
     ready = service.report_to(on_start)
-    return processes.run_workers(chosen, run, service.settings, logging_of, ready)
+    return run_workers(chosen, run, service.settings, logging_of, ready)
 
 
 def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
-    """Check the options; return what to serve, and from how many processes."""
+    """Check the options; return what to serve, and from how many"""
     files, pipelines = _files_by_name(options.models), _files_by_name(options.pipelines)
     job = models_to_serve, pipelines, files
     # a pipeline may start threads, after which a fork would hang forever
-    apart = pipelines and processes.parse_workers(options.workers).several
+    apart = pipelines and parse_workers(options.workers).several
     served = run_apart("`pipelines`", *job) if apart else job[0](*job[1:])
     references = name_shadows(options.shadows, list(served))
     if not files and not pipelines:
         raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
     for file in (*files.values(), *references.values()):
         check_readable(file)
-    chosen = processes.choose_workers(served, options)
-    threads = processes.threads_each(options, chosen)
+    chosen = choose_workers(served, options)
+    threads = threads_each(options, chosen)
     settings = replace(options, models=(), pipelines=(), shadows=(), threads=threads)
     return _Service(files, pipelines, references, settings, [*served, *pipelines]), chosen
 
@@ -290,7 +492,7 @@ class _Service:
                     for engine in models[name]:
                         stack.callback(engine.close)
                         if group.count > 1 and not group.runs_engines:
-                            processes.check_on_cpu(name, engine.device)
+                            check_on_cpu(name, engine.device)
                 for name, file in self.references.items():
                     (reference,) = open_proven(file, "cpu", threads=1)  # cores are for serving
                     stack.callback(reference.close)

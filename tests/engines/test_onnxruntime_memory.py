@@ -24,7 +24,7 @@ from deploykit.engines.batching import prove_rows
 from deploykit.engines.onnxruntime import file as mapped
 from deploykit.engines.onnxruntime.engine import SHRINK_S, Arena, open_engine
 from deploykit.engines.onnxruntime.file import copies_folder, mapped_copy
-from deploykit.serving.models.warmup import WarmUp
+from deploykit.serving.models.model import WarmUp
 from deploykit.serving.observe.metrics import this_process
 from tests.support.onnx_zoo import make, save
 from tests.support.runtimes.large_model import write_model

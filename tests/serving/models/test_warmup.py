@@ -11,8 +11,8 @@ import pytest
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.serving.models.model import BETWEEN_US, SHORT_US, WarmUp
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine, Function
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed

@@ -16,13 +16,13 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import BucketCounts, Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.web.page import status
-from deploykit.serving.workers import merge, parent
+from deploykit.serving.workers import parent
 from deploykit.serving.workers.link import Channel
 from deploykit.serving.workers.parent import Worker
 from tests.support.fake_engine import FakeEngine
 
 
-def report(*sizes: int) -> merge.Report:
+def report(*sizes: int) -> parent.Report:
     """Of a worker that ran one batch of each of `sizes`, in 10 us per row."""
     with_one = ModelRepository({"m": FakeEngine()}, ServeOptions(queue=5))
     (model,) = with_one.models.values()
@@ -55,7 +55,7 @@ def test_gauges_show_what_an_operator_has_to_see() -> None:
         "nv_gpu_utilization": (0.5, 0.5, 0.5),
     }
     reports = [{"samples": [Sample(n, labels, v[i]) for n, v in values.items()]} for i in (0, 1)]
-    merged = {sample.name: sample.value for sample in merge.merge_samples(reports)}
+    merged = {sample.name: sample.value for sample in parent.merge_samples(reports)}
     assert merged == {name: each[2] for name, each in values.items()}
 
 
@@ -63,7 +63,7 @@ def test_figures_are_added_up_and_have_the_form_of_those_of_one() -> None:
     reports = [report(1, 4), report(4)]
     for number, each in enumerate(reports):
         each["status"]["process"] = {"cpu_s": 2.0, "started_s": 10 + number, "at_s": 20 + number}
-    samples = merge.merge_samples(reports)
+    samples = parent.merge_samples(reports)
     assert value(samples, "deploykit_requests_total", outcome="success") == 3
     assert value(samples, "nv_inference_count") == 9
     rows = value(samples, "deploykit_batch_rows")
@@ -71,14 +71,14 @@ def test_figures_are_added_up_and_have_the_form_of_those_of_one() -> None:
     counts = dict(rows.counts)
     assert (counts["1"], counts["4"], counts["+Inf"], rows.total) == (1, 3, 3, 9)
     (model,), (one,) = (
-        each["model_stats"] for each in (merge.merge_statistics(reports), reports[0]["statistics"])
+        each["model_stats"] for each in (parent.merge_statistics(reports), reports[0]["statistics"])
     )
     assert model.keys() == one.keys()
     assert (model["inference_count"], model["execution_count"]) == (9, 3)
     assert model["inference_stats"]["success"]["count"] == 3
     sizes = {b["batch_size"]: b["compute_infer"] for b in model["batch_stats"]}
     assert sizes == {1: {"count": 1, "ns": 10_000}, 4: {"count": 2, "ns": 80_000}}
-    status, alone = merge.merge_status(reports), reports[0]["status"]
+    status, alone = parent.merge_status(reports), reports[0]["status"]
     (model,), (one,) = status["models"], alone["models"]
     assert (status.keys(), model.keys()) == (alone.keys(), one.keys())
     assert (model["rows"], model["queue"], model["engines"]) == (9, 10, 2)
@@ -88,17 +88,17 @@ def test_figures_are_added_up_and_have_the_form_of_those_of_one() -> None:
 
 @pytest.mark.parametrize("dead", [1, 2])
 def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
-    ended = merge.counters([report(1)])
+    ended = parent.counters([report(1)])
     for _ in range(dead - 1):
-        ended = merge.counters([ended, report(1)])
+        ended = parent.counters([ended, report(1)])
     reports = [report(4), ended]
-    samples = merge.merge_samples(reports)
+    samples = parent.merge_samples(reports)
     assert value(samples, "deploykit_requests_total", outcome="success") == 1 + dead
     assert value(samples, "deploykit_engines") == 1
-    status = merge.merge_status(reports)
+    status = parent.merge_status(reports)
     assert status["models"][0]["rows"] == 4 + dead
     assert status["models"][0]["engines"] == 1
-    (model,) = merge.merge_statistics(reports)["model_stats"]
+    (model,) = parent.merge_statistics(reports)["model_stats"]
     assert model["inference_count"] == 4 + dead
 
 

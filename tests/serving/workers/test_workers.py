@@ -25,7 +25,7 @@ import pytest
 from deploykit.core.errors import Unsupported
 from deploykit.core.machine import usable_cores
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.processes import (
+from deploykit.serving.serve import (
     Workers,
     check_on_cpu,
     choose_workers,

@@ -20,7 +20,7 @@ import numpy as np
 from deploykit.cli.main import main
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.engines.cuda.errors import DeviceLost
-from deploykit.serving import processes, serve, server
+from deploykit.serving import serve, server
 from deploykit.serving.workers import engines, parent, signals
 from tests.support.fake_engine import FakeEngine
 
@@ -94,7 +94,7 @@ def open_engines(_file, options, _shared=None):
 if __name__ == "__main__":
     serve.check_readable = lambda file: file
     serve.open_engines = open_engines
-    processes._why_shared = lambda *_: ""
+    serve._why_shared = lambda *_: ""
     for name, (module, constant) in SETTINGS.items():
         if name in os.environ:
             setattr(module, constant, type(getattr(module, constant))(os.environ[name]))
