@@ -172,74 +172,6 @@ def check_on_cpu(name: str, device: str) -> None:
         raise Unsupported(f"model '{name}' runs on {device}, which one process owns", hint=hint)
 
 
-def run_workers(
-    workers: Workers,
-    serve: Callable[..., int],
-    settings: ServeOptions,
-    logging_of: Logging,
-    on_ready: OnReady,
-    *,
-    stop: int | None = None,
-) -> int:
-    """Run `serve(group=...)` in each process. `stop`: see `Parent`."""
-    import deploykit.serving.grpc.methods
-    import deploykit.serving.server
-    from deploykit.serving.workers.parent import Parent
-
-    if installed("onnxruntime"):  # it starts no thread here, and its memory is shared
-        import deploykit.engines.onnxruntime.engine  # noqa: F401
-
-    def worker(group: ServerGroup) -> int:
-        with use_copies(folder):
-            return serve(lambda *_: None, group=group, shared=folder)
-
-    count = workers.count or 1
-    with copies_folder() as folder:
-        parent = Parent(count, worker, settings, logging_of, shared=workers.shared, stop=stop)
-        return parent.run(on_ready)
-
-
-def run_workers_apart(
-    workers: Workers,
-    serve: Callable[..., int],
-    settings: ServeOptions,
-    on_ready: OnReady,
-    stop: socket,
-) -> int:
-    """Do the same from a separate process: this one may have threads, which a fork does not copy.
-
-    It ends once the other end of `stop` is shut down. Ctrl-C, which a terminal sends to all
-    processes, is left to this process.
-    """
-
-    def ready(address: str, _part: float) -> None:
-        on_ready(*json.loads(address))
-
-    level, end = logging.getLogger("deploykit").getEffectiveLevel(), stop.fileno()
-    job = _be_parent, workers, serve, settings, level, end
-    left: int = run_apart("the parent of the workers", *job, on_progress=ready, inherit=(end,))
-    return left
-
-
-def _be_parent(
-    workers: Workers,
-    serve: Callable[..., int],
-    settings: ServeOptions,
-    level: int,
-    stop: int,
-    on_progress: Callable[[str, float], None],
-) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def logging_of(number: int | None) -> AbstractContextManager[object]:
-        return logs.configure("text", worker=number, level=level)
-
-    def on_ready(*address: object) -> None:
-        on_progress(json.dumps(address), 1.0)
-
-    return run_workers(workers, serve, settings, logging_of, on_ready, stop=stop)
-
-
 def _why_shared(files: Mapping[str, Path], device: str) -> str:
     """Return why one process has to run the engines; empty where each worker may have its own."""
     if device.startswith("cuda"):
@@ -388,11 +320,10 @@ def start_server(options: ServeOptions, *, apart: bool = False) -> RunningServer
     parse_workers(options.workers)
 
     def run(on_start: OnStart, stop: socket) -> int:
-        service, chosen = _prepare(options)
-        if not (apart or chosen.several):
-            return service.run(on_start)
-        ready = service.report_to(on_start)
-        return run_workers_apart(chosen, service.run, service.settings, ready, stop)
+        service = _prepare(options)
+        if apart or service.workers.several:
+            return service.run_apart(on_start, stop)
+        return service.run(on_start)
 
     return RunningServer(run, options)
 
@@ -423,16 +354,14 @@ def serve_until_stopped(
     with logs.configure(log_format):
         if find is not None:
             options = replace(options, models=find())
-        service, chosen = _prepare(options)
-        run = partial(service.run, on_serve=on_serve)
-        if not chosen.several:
-            return run(on_start)
+        service = _prepare(options)
+        if not service.workers.several:
+            return service.run(on_start, on_serve)
 
     def logging_of(number: int | None) -> logs.LogQueue:
         return logs.configure(log_format, worker=number)
 
-    ready = service.report_to(on_start)
-    return run_workers(chosen, run, service.settings, logging_of, ready)
+    return service.run_workers(on_start, logging_of, on_serve)
 
 
 def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
@@ -447,10 +376,10 @@ def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
         raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
     for file in (*files.values(), *references.values()):
         check_readable(file)
-    chosen = choose_workers(served, options)
-    threads = threads_each(options, chosen)
+    workers = choose_workers(served, options)
+    threads = threads_each(options, workers)
     settings = replace(options, models=(), pipelines=(), shadows=(), threads=threads)
-    return _Service(files, pipelines, references, settings, [*served, *pipelines]), chosen
+    return _Service(files, pipelines, references, settings, workers, [*served, *pipelines])
 
 
 @dataclass(frozen=True)
@@ -461,6 +390,7 @@ class _Service:
     pipelines: Mapping[str, Path]
     references: Mapping[str, Path]
     settings: ServeOptions
+    workers: Workers
     names: list[str]
 
     def run(
@@ -503,12 +433,60 @@ class _Service:
             self._watch(server, sources, shadows, group, stack)
             if on_serve is not None:
                 on_serve(server)
-            ready = self.report_to(on_start, server)
+            ready = self._report_to(on_start, server)
             if threading.current_thread() is threading.main_thread():
                 return http.run(server, ready)
             return server.run(ready)  # in the process of a user's program
 
-    def report_to(self, on_start: OnStart, server: Server | None = None) -> OnReady:
+    def run_workers(
+        self,
+        on_start: OnStart,
+        logging_of: Logging,
+        on_serve: Callable[[Server], None] | None = None,
+        stop: int | None = None,
+    ) -> int:
+        """Run the server in each worker. `stop`: see `Parent`."""
+        import deploykit.serving.grpc.methods
+        import deploykit.serving.server
+        from deploykit.serving.workers.parent import Parent
+
+        if installed("onnxruntime"):  # it starts no thread here, and its memory is shared
+            import deploykit.engines.onnxruntime.engine  # noqa: F401
+
+        def worker(group: ServerGroup) -> int:
+            with use_copies(folder):
+                return self.run(lambda *_: None, on_serve, group, folder)
+
+        count, shared = self.workers.count or 1, self.workers.shared
+        with copies_folder() as folder:
+            parent = Parent(count, worker, self.settings, logging_of, shared=shared, stop=stop)
+            return parent.run(self._report_to(on_start))
+
+    def run_apart(self, on_start: OnStart, stop: socket) -> int:
+        """Do the same from a separate process: this one may have threads, which no fork copies.
+
+        It ends once the other end of `stop` is shut down. Ctrl-C, which a terminal sends to all
+        processes, is left to this process.
+        """
+        level, end = logging.getLogger("deploykit").getEffectiveLevel(), stop.fileno()
+        job = "the parent of the workers", self._be_parent, level, end
+        left: int = run_apart(
+            *job, on_progress=lambda place, _: on_start(*json.loads(place)), inherit=(end,)
+        )
+        return left
+
+    def _be_parent(self, level: int, stop: int, on_progress: Callable[[str, float], None]) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+        def logging_of(number: int | None) -> AbstractContextManager[object]:
+            return logs.configure("text", worker=number, level=level)
+
+        def on_start(*started: object) -> None:
+            on_progress(json.dumps(started), 1.0)
+
+        return self.run_workers(on_start, logging_of, stop=stop)
+
+    def _report_to(self, on_start: OnStart, server: Server | None = None) -> OnReady:
         """Return what calls `on_start` with the addresses and the names of the models."""
         return lambda host, port, grpc: on_start(server, host, port, grpc, self.names)
 
