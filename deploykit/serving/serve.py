@@ -38,7 +38,7 @@ from deploykit.engines.onnxruntime.file import copies_folder, use_copies
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving.batching.batcher import monotonic_us
-from deploykit.serving.models.model import WarmUp, why_not_batched
+from deploykit.serving.models.model import warm_up, why_not_batched
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.shadow import Shadow, check_reference
 from deploykit.serving.observe import logs
@@ -212,8 +212,8 @@ def time_threads(
                 if engine.device != "cpu":
                     return f"model '{name}' runs on {engine.device}"
                 rows = 0 if why_not_batched(engine) else 1
-                times = WarmUp(name, engine, monotonic_us, max_batch=rows).run(again_us=_LONG_US)
-                found.append(min(times.values(), default=0))
+                timed_us = warm_up(name, engine, monotonic_us, max_batch=rows, again_us=_LONG_US)
+                found.append(min(timed_us.values(), default=0))
         timed[name] = (found[0], found[1])
     return timed
 

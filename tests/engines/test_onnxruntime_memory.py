@@ -24,7 +24,7 @@ from deploykit.engines.batching import prove_rows
 from deploykit.engines.onnxruntime import file as mapped
 from deploykit.engines.onnxruntime.engine import SHRINK_S, Arena, open_engine
 from deploykit.engines.onnxruntime.file import copies_folder, mapped_copy
-from deploykit.serving.models.model import WarmUp
+from deploykit.serving.models.model import warm_up
 from deploykit.serving.observe.metrics import this_process
 from tests.support.onnx_zoo import make, save
 from tests.support.runtimes.large_model import write_model
@@ -81,7 +81,7 @@ def test_a_server_that_is_ready_keeps_nothing_of_its_warm_up(wide: Path) -> None
         assert engine(feeds(1))["y"][0, 0] == 1
         before = resident_bytes()
         assert prove_rows(engine, 16).passed
-        times = WarmUp("m", engine, Clock(), max_batch=16).run()
+        times = warm_up("m", engine, Clock(), max_batch=16)
         assert max(times) == 16
         assert resident_bytes() - before < 4 * WIDTH * 4
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,105 +159,89 @@ class ModelTask:
         return {**found, "labels": len(self.task.labels)} if found and self.task else None
 
 
-class WarmUp:
-    """Runs one engine under the name of its model. `max_batch` 0: axis 0 is not the batch.
+def warm_up(
+    name: str,
+    engine: Engine,
+    clock_us: Callable[[], int],
+    *,
+    max_batch: int,
+    lengths: Sequence[Mapping[str, int]] = ({},),
+    again_us: int = 0,
+) -> dict[int, int]:
+    """Run the engine of a model at every expected size, with zeros as inputs.
 
-    `lengths`: combinations of sizes of the axes that have buckets.
+    Args:
+        max_batch: the most rows; 0 if axis 0 is not the batch.
+        lengths: the combinations of sizes of the axes that have buckets.
+        again_us: runs are repeated, as long as they take less on average, and the shortest counts:
+            other programs can make one run long.
+
+    Returns µs by rows at the longest lengths; nothing if the size of an axis is unknown. An error
+    of the engine names model and shape; one that is not a DeploykitError becomes Unsupported.
     """
-
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        clock_us: Callable[[], int],
-        *,
-        max_batch: int,
-        lengths: Sequence[Mapping[str, int]] = ({},),
-    ) -> None:
-        self._name = name
-        self._engine = engine
-        self._clock_us = clock_us
-        self._splitter = Splitter(engine.outputs, joined=max_batch > 0)
-        self._joined = max_batch > 0
-        self._batch_axis = str(engine.inputs[0].shape[0]) if max_batch else None
-        self._lengths = lengths
-        self._required = sorted({1, max_batch}) if max_batch else [1]
-        powers = [1 << n for n in range(1, max_batch.bit_length())]
-        self._between = [rows for rows in powers if rows < max_batch]
-
-    def run(self, *, again_us: int = 0) -> dict[int, int]:
-        """Return µs by rows at the longest lengths; nothing if the size of an axis is unknown.
-
-        Runs are repeated, as long as they take less than `again_us` on average, and the shortest
-        counts: other programs can make one run long. An error of the engine names model and shape;
-        one that is not a DeploykitError becomes Unsupported.
-        """
-        known = {self._batch_axis, *self._lengths[0]}
-        free = {
-            axis
-            for spec in self._engine.inputs
-            for axis in spec.shape
-            if isinstance(axis, str) and axis not in known
-        }
+    joined = max_batch > 0
+    batch_axis = str(engine.inputs[0].shape[0]) if joined else None
+    required, powers = sorted({1, max_batch or 1}), [1 << n for n in range(1, 32)]
+    between = [rows for rows in powers if rows < max_batch]
+    axes = {axis for spec in engine.inputs for axis in spec.shape if isinstance(axis, str)}
+    known = axes <= {batch_axis, *lengths[0]}
+    zeros = partial(_zeros, engine, batch_axis)
+    try:
+        largest_first = sorted((*required, *between), reverse=True)
+        each = (zeros(rows, sizes) for sizes in reversed(lengths) for rows in largest_first)
+        engine.prepare(each if known else (), joined=joined)
+    except OutOfMemory as exc:
+        raise OutOfMemory(f"model '{name}': {exc.message}", hint=exc.hint) from exc
+    if not known:
         try:
-            sizes = sorted((*self._required, *self._between), reverse=True)
-            each = (self._zeros(rows, axes) for axes in reversed(self._lengths) for rows in sizes)
-            self._engine.prepare(() if free else each, joined=self._joined)
-        except OutOfMemory as exc:
-            raise OutOfMemory(f"model '{self._name}': {exc.message}", hint=exc.hint) from exc
-        if free:
-            self._try_once()
-            return {}
-        times, spent_us = dict[int, int](), 0
-        for rows in (*self._required, *self._between):
-            if rows in self._between:
-                spent_us += 2 * max([us for size, us in times.items() if size < rows])
-                if spent_us > BETWEEN_US:
-                    break
-            for lengths in self._lengths:
-                times[rows] = self._time(rows, lengths, again_us)
-        if self._engine.trim():
-            self._engine(self._zeros(1, self._lengths[0]))
-        return times
-
-    def _try_once(self) -> None:
-        """Run with unknown axes of size 1. Raises DeviceLost, OutOfMemory."""
-        try:
-            self._engine(self._zeros(1, self._lengths[-1]))
+            engine(zeros(1, lengths[-1]))
         except (DeviceLost, OutOfMemory):
             raise
         except Exception as exc:  # noqa: BLE001 - the first request may have a size that it takes
-            log.info("model '%s' was not warmed up: %s", self._name, first_line(exc))
+            log.info("model '%s' was not warmed up: %s", name, first_line(exc))
+        return {}
+    check = Splitter(engine.outputs, joined=joined).check
+    times, spent_us = dict[int, int](), 0
+    for rows in (*required, *between):
+        if rows in between:
+            spent_us += 2 * max([us for size, us in times.items() if size < rows])
+            if spent_us > BETWEEN_US:
+                break
+        for sizes in lengths:
+            feeds, found = zeros(rows, sizes), list[int]()
+            while not found or (len(found) < _RUNS and sum(found) < _RUNS * again_us):
+                started_us = clock_us()
+                try:
+                    check(engine(feeds), rows)
+                except Exception as exc:
+                    raise _cannot_run(name, feeds, exc) from exc
+                found.append(clock_us() - started_us)
+            times[rows] = min(found)
+    if engine.trim():
+        engine(zeros(1, lengths[0]))
+    return times
 
-    def _time(self, rows: int, lengths: Mapping[str, int], again_us: int) -> int:
-        found: list[int] = []
-        feeds = self._zeros(rows, lengths)
-        while not found or (len(found) < _RUNS and sum(found) < _RUNS * again_us):
-            started_us = self._clock_us()
-            try:
-                self._splitter.check(self._engine(feeds), rows)
-            except Exception as exc:
-                shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
-                why = f"model '{self._name}' cannot run {shapes}:"
-                if isinstance(exc, DeploykitError):
-                    raise type(exc)(f"{why} {exc.message}", hint=exc.hint) from exc
-                hint = "try a smaller `max_batch`"
-                raise Unsupported(f"{why} {first_line(exc)}", hint=hint) from exc
-            found.append(self._clock_us() - started_us)
-        return min(found)
 
-    def _zeros(self, rows: int, lengths: Mapping[str, int]) -> Arrays:
-        sizes = {**lengths, str(self._batch_axis): rows}
-        return {
-            spec.name: np.full(concrete(spec, sizes), "", object)
-            if spec.dtype == "string"
-            else np.zeros(concrete(spec, sizes), carrier(spec.dtype))
-            for spec in self._engine.inputs
-        }
+def _zeros(engine: Engine, batch_axis: str | None, rows: int, sizes: Mapping[str, int]) -> Arrays:
+    shapes = {each: concrete(each, {**sizes, str(batch_axis): rows}) for each in engine.inputs}
+    return {
+        each.name: np.full(shape, "", object)
+        if each.dtype == "string"
+        else np.zeros(shape, carrier(each.dtype))
+        for each, shape in shapes.items()
+    }
+
+
+def _cannot_run(name: str, feeds: Arrays, exc: Exception) -> DeploykitError:
+    shapes = ", ".join(f"{each} {list(array.shape)}" for each, array in feeds.items())
+    why = f"model '{name}' cannot run {shapes}:"
+    if isinstance(exc, DeploykitError):
+        return type(exc)(f"{why} {exc.message}", hint=exc.hint)
+    return Unsupported(f"{why} {first_line(exc)}", hint="try a smaller `max_batch`")
 
 
 def short_rows(times: Mapping[int, int]) -> float:
-    """Return the most rows that ran within SHORT_US, by `WarmUp.run`; inf if all did."""
+    """Return the most rows that ran within SHORT_US, by `warm_up`; inf if all did."""
     short = [rows for rows, us in times.items() if us <= SHORT_US]
     return math.inf if times and len(short) == len(times) else max(short, default=0)
 
@@ -583,15 +568,14 @@ class ServedModel:
         inline = (
             self._loop.call_soon is not None and steering is None and not self._options.max_delay_us
         )
+        run = partial(warm_up, self.name, max_batch=self.max_batch, lengths=lengths)
         inline_max_rows = math.inf
         for engine in engines:
             if self.buckets is not None:
                 self.buckets.check(engine, self.max_batch)
             steady = inline and engine.steady
             again_us = 5 * SHORT_US if steady else AGAIN_US if steering else 0
-            size = self.max_batch
-            warm_up = WarmUp(self.name, engine, self._clock_us, max_batch=size, lengths=lengths)
-            times = warm_up.run(again_us=again_us)
+            times = run(engine, self._clock_us, again_us=again_us)
             inline_max_rows = min(inline_max_rows, short_rows(times)) if steady else 0
             if steering is not None:
                 for rows, taken_us in sorted(times.items()):

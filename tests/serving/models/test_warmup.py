@@ -11,7 +11,7 @@ import pytest
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost
-from deploykit.serving.models.model import BETWEEN_US, SHORT_US, WarmUp
+from deploykit.serving.models.model import BETWEEN_US, SHORT_US, warm_up
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine, Function
@@ -47,7 +47,7 @@ def test_the_last_run_of_an_engine_that_keeps_memory_is_the_smallest(max_batch: 
 
 def test_intermediate_sizes_are_warmed_up_only_while_they_are_quick() -> None:
     clock, row_us = Clock(), BETWEEN_US // 8
-    times = WarmUp("m", TimedEngine(clock, 0, row_us), clock, max_batch=64).run()
+    times = warm_up("m", TimedEngine(clock, 0, row_us), clock, max_batch=64)
     assert (list(times), times[64]) == ([1, 64, 2, 4], 64 * row_us)
 
 
@@ -69,8 +69,8 @@ def test_with_an_slo_times_are_taken_from_a_second_run(
     first_us: int, again_us: int, us: int
 ) -> None:
     clock = Clock()
-    warm = WarmUp("m", Faster(clock, first_us, 0), clock, max_batch=1)
-    assert warm.run(again_us=again_us) == {1: us}
+    engine = Faster(clock, first_us, 0)
+    assert warm_up("m", engine, clock, max_batch=1, again_us=again_us) == {1: us}
 
 
 class Steady(TimedEngine):
