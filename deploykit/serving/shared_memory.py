@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,31 +48,27 @@ class _OpenRegion(Region):
     file: int
 
     def read(self, at: int, into: np.ndarray) -> None:
-        left, at = into.data, self.offset + at
+        self._move(lambda file, left, at: os.preadv(file, [left], at), into.data, at)
+
+    def write(self, at: int, data: memoryview) -> None:
+        if os.fstat(self.file).st_size < self.offset + at + data.nbytes:
+            raise self._shrunk()  # writing would enlarge the object again
+        self._move(os.pwrite, data, at)
+
+    def _move(self, move: Callable[[int, memoryview, int], int], left: memoryview, at: int) -> None:
+        at += self.offset
         while left:
             try:
-                count = os.preadv(self.file, [left], at)
-            except OSError as exc:
+                count = move(self.file, left, at)
+            except OSError as exc:  # /dev/shm is full, or the object is read-only for the server
                 raise _problem(f"region '{self.name}'", exc) from exc
             if count == 0:
                 raise self._shrunk()
             left, at = left[count:], at + count
 
-    def write(self, at: int, data: memoryview) -> None:
-        left, at = data, self.offset + at
-        if os.fstat(self.file).st_size < at + left.nbytes:  # writing would enlarge the file again
-            raise self._shrunk()
-        while left:
-            try:
-                count = os.pwrite(self.file, left, at)
-            except OSError as exc:  # /dev/shm is full, or the object is read-only for the server
-                raise _problem(f"region '{self.name}'", exc) from exc
-            left, at = left[count:], at + count
-
     def _shrunk(self) -> BadInput:
-        return BadInput(
-            f"region '{self.name}': its shared memory is smaller than when it was registered"
-        )
+        what = f"region '{self.name}': its shared memory"
+        return BadInput(f"{what} is smaller than when it was registered")
 
 
 class SharedMemory(Closing):
