@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from mmap import mmap
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -49,6 +50,10 @@ _CACHED = 4096  # the most cached layouts
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of a socket's other end
 _ENDED = "the process of the engines has ended and is being replaced"
 _HINT = "try again in a moment, or send the request elsewhere"
+# the fields of a Pending that it sends, in the order in which Pending takes them
+_ABOUT = attrgetter(
+    *("rows", "arrived_us", "deadline_us", "give_up_us", "priority", "trace", "decode_us", "id")
+)
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -307,22 +312,8 @@ class EngineLink:
             raise
         number = id(request)
         self.open[number] = _Sent(batcher, request, at, layout.size)
-        self._link.send(  # flat: a tuple in it takes as long again to pickle
-            "infer",
-            number,
-            batcher.index,
-            at,
-            shapes,
-            strings,
-            request.rows,
-            request.arrived_us,
-            request.deadline_us,
-            request.give_up_us,
-            request.priority,
-            request.trace,
-            request.decode_us,
-            request.id,
-        )
+        about = _ABOUT(request)  # sent flat: a tuple in a message takes as long again to pickle
+        self._link.send("infer", number, batcher.index, at, shapes, strings, *about)
 
     def cancel(self, request: Pending) -> bool:
         """Cancel a request. The engine process answers in any case; the answer is dropped."""
@@ -516,16 +507,13 @@ class FrontEnd(Link):
             model.model.cancel(request)
 
     def _start(self, content: Sequence[Any]) -> None:
-        number, index, at, shapes, strings, rows, arrived_us, deadline_us, *more = content
-        give_up_us, priority, trace, decode_us, name = more
+        number, index, at, shapes, strings, rows, *times = content
         model = self._models[index]
         layout = model.inputs.layout(shapes)
         feeds = model.inputs.read(self._memory, at, layout, strings, copy=False)
         buckets = model.model.buckets
         key = layout.key if buckets is None else buckets.key(layout.key)
-        done = partial(self._answer, number)
-        request = Pending(feeds, rows, key, done, arrived_us, deadline_us, give_up_us, priority)
-        request.trace, request.decode_us, request.id = trace, decode_us, name
+        request = Pending(feeds, rows, key, partial(self._answer, number), *times)
         self._open[number] = model, request
         try:
             model.model.batcher.submit(request)
