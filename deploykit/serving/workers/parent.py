@@ -440,7 +440,8 @@ class Parent:
                 worker = await self._fork(number)
             except OSError as exc:  # the system has no file descriptor, process or memory left
                 why = f"`workers` {self._count}: a process cannot be started: {os_reason(exc)}"
-                error: BaseException = Unsupported(why, hint="fewer, or more with ulimit -n, -u")
+                hint = "fewer `workers`, or more files and processes: ulimit -n, -u"
+                error: BaseException = Unsupported(why, hint=hint)
                 lived = False
             else:
                 await worker.lost.wait()
