@@ -364,8 +364,8 @@ def serve_until_stopped(
     return service.run_workers(on_start, logging_of, on_serve)
 
 
-def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
-    """Check the options; return what to serve, and from how many"""
+def _prepare(options: ServeOptions) -> _Service:
+    """Check the options; return what to serve, and from how many processes."""
     files, pipelines = _files_by_name(options.models), _files_by_name(options.pipelines)
     job = models_to_serve, pipelines, files
     # a pipeline may start threads, after which a fork would hang forever

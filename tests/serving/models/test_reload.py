@@ -422,7 +422,7 @@ def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
     with serving_with(tmp_path / "m.onnx", limit_s=0.2) as serving:
         serving.source.load = slow
         serving.renew(4.0)
-        assert serving.reloader.error("m") == "it was given up: not loaded within 0 s"
+        assert "it was given up: not loaded within" in (serving.reloader.error("m") or "")
         assert "given up" in caplog.messages[0]
         assert [each.value for each in serving.reloader.samples()] == [0, 1, 1]
         if replaced:
