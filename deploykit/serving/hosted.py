@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from deploykit.core.errors import Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.engines.engine import Closing, Engine
-from deploykit.serving.batching.batcher import deliver_inline
+from deploykit.serving.batching.batcher import Loop, deliver_inline
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
@@ -39,9 +39,8 @@ class HostedApp(Closing):
         self._loop = asyncio.get_running_loop()
         self._options = options
         self._engines = models
-        self.repository = ModelRepository(
-            models, options, deliver=self._deliver, call_soon=self._loop.call_soon
-        )
+        loop = Loop(self._deliver, call_soon=self._loop.call_soon)
+        self.repository = ModelRepository(models, options, loop)
         self._memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
         self._offload = ThreadOffload(self._loop, threads=2)
         self._routes = Routes(self.repository, self._offload)

@@ -23,7 +23,7 @@ import uvloop
 
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Engine
-from deploykit.serving.batching.batcher import deliver_inline
+from deploykit.serving.batching.batcher import Loop, deliver_inline
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.http.connection import HttpLimits, Listener
 from deploykit.serving.http.routes import Routes
@@ -112,15 +112,10 @@ class Server:
         self._finished = Turns()  # continuations of work on other threads
         try:
             self.host, self.port = address_of(self._sockets[0])
-            loopback = is_loopback(self.host)
-            access = AccessControl(options, loopback=loopback, public=FILES)
-            self.repository = ModelRepository(
-                models,
-                options,
-                deliver=self._deliver,
-                call_soon=self._loop.call_soon,
-                make_model=group.make_model,
-            )
+            access = AccessControl(options, loopback=is_loopback(self.host), public=FILES)
+            loop = Loop(self._deliver, call_soon=self._loop.call_soon)
+            make_model = group.make_model
+            self.repository = ModelRepository(models, options, loop, make_model=make_model)
             self.repository.add_pipelines(pipelines or {}, self._loop, group.count)
             self.grpc_port: int | None = None
             if options.grpc_port is not None and not group.runs_engines:

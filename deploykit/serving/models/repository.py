@@ -10,14 +10,7 @@ from typing import Any
 from deploykit import __version__
 from deploykit.core.errors import BadInput, NotFound, quote
 from deploykit.engines.engine import Engine
-from deploykit.serving.batching.batcher import (
-    CallSoon,
-    Loop,
-    countdown,
-    deliver_inline,
-    monotonic_us,
-)
-from deploykit.serving.batching.queue import Pending
+from deploykit.serving.batching.batcher import Loop, countdown
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.pipelines import PipelineGraph, ServedPipeline
 from deploykit.serving.observe.metrics import Sample, Sampler
@@ -50,13 +43,8 @@ def _check_name(name: str) -> None:
         )
 
 
-SPIN_US = 100  # after a batch; a single client got 10 to 20 % more replies, on 2 cores
-
-
 class ModelRepository:
-    """Models by name. `deliver` and `call_soon`: see `batcher.Loop`.
-
-    `make_model` replaces the class ServedModel.
+    """Models by name, for requests of `loop`. `make_model` replaces the class ServedModel.
 
     The caller closes the engines after `close`, except those passed to `ServedModel.replace`.
     """
@@ -65,10 +53,8 @@ class ModelRepository:
         self,
         models: Mapping[str, Engine | Sequence[Engine]],
         options: ServeOptions,
+        loop: Loop | None = None,
         *,
-        deliver: Callable[[Sequence[Pending]], None] = deliver_inline,
-        clock_us: Callable[[], int] = monotonic_us,
-        call_soon: CallSoon | None = None,
         make_model: Callable[..., ServedModel] = ServedModel,
     ) -> None:
         for name in models:
@@ -82,13 +68,12 @@ class ModelRepository:
         self.memory: SharedMemory | None = None
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
-        loop = Loop(deliver, clock_us, call_soon, SPIN_US)
         self.sampler = Sampler()
         self._samples: list[Callable[[], Iterable[Sample]]] = [self.sampler.samples]
         try:
             for name, engines in models.items():
                 several = engines if isinstance(engines, Sequence) else [engines]
-                self.models[name] = make_model(name, several, options, loop)
+                self.models[name] = make_model(name, several, options, loop or Loop())
             served = [model.buckets for model in self.models.values() if model.buckets]
             why, hint = "no served model has an input with", "deploykit inspect shows the axes"
             for axis in options.lengths:

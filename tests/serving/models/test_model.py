@@ -18,6 +18,7 @@ from deploykit.core.errors import BadInput, Overloaded, Unsupported
 from deploykit.core.evidence import Evidence, QuantizeRecord, RowIndependence
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import load
+from deploykit.serving.batching.batcher import Loop
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 from deploykit.serving.models.inference import Inference, ModelRoute
 from deploykit.serving.models.repository import ModelRepository
@@ -57,7 +58,7 @@ def holding(
     models: dict[str, Any], clock: Clock | None = None, **options: Any
 ) -> Iterator[ModelRepository]:
     """A repository of these models; its clock stands still."""
-    repository = ModelRepository(models, ServeOptions(**options), clock_us=clock or Clock())
+    repository = ModelRepository(models, ServeOptions(**options), Loop(clock_us=clock or Clock()))
     try:
         yield repository
     finally:

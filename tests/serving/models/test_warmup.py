@@ -11,6 +11,7 @@ import pytest
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.serving.batching.batcher import Loop
 from deploykit.serving.models.model import BETWEEN_US, SHORT_US, warm_up
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
@@ -98,8 +99,7 @@ def test_short_batches_of_a_steady_engine_run_inline(
     repository = ModelRepository(
         {"m": kind(clock, 0, SHORT_US // 8)},
         ServeOptions(**options),
-        clock_us=clock,
-        call_soon=(lambda _: None) if loop else None,
+        Loop(clock_us=clock, call_soon=(lambda _: None) if loop else None),
     )
     repository.warm_up()
     assert repository.find("m").batcher.inline_max_rows == rows
@@ -112,7 +112,9 @@ def test_one_run_made_long_by_other_programs_does_not_keep_a_batch_from_the_loop
     clock = Clock()
     engine = Faster(clock, 6 * SHORT_US, 0)
     repository = ModelRepository(
-        {"m": engine}, ServeOptions(max_batch=8), clock_us=clock, call_soon=lambda _: None
+        {"m": engine},
+        ServeOptions(max_batch=8),
+        Loop(clock_us=clock, call_soon=lambda _: None),
     )
     repository.warm_up()
     assert repository.find("m").batcher.inline_max_rows == math.inf

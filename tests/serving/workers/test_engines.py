@@ -21,7 +21,7 @@ from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Engine
-from deploykit.serving.batching.batcher import deliver_inline, monotonic_us
+from deploykit.serving.batching.batcher import Loop, deliver_inline, monotonic_us
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
@@ -125,8 +125,10 @@ class Linked:
         self.repository = ModelRepository(
             {"a": Words(), "b": Words()},
             options,
-            deliver=lambda run: self.loop.call_soon_threadsafe(deliver_inline, run),
-            call_soon=self.loop.call_soon,
+            Loop(
+                lambda run: self.loop.call_soon_threadsafe(deliver_inline, run),
+                call_soon=self.loop.call_soon,
+            ),
         )
         for model in self.repository.models.values():
             model.batcher.inline_max_rows = 1 << 20

@@ -8,6 +8,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
+from deploykit.serving.batching.batcher import Loop
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
@@ -46,7 +47,7 @@ class Lengths(FakeEngine):
 
 def warmed(engine: FakeEngine | list[FakeEngine], **options: Any) -> ServedModel:
     """By a clock that stands still: how many sizes run depends on their time."""
-    repository = ModelRepository({"m": engine}, ServeOptions(**options), clock_us=Clock())
+    repository = ModelRepository({"m": engine}, ServeOptions(**options), Loop(clock_us=Clock()))
     try:
         repository.warm_up()
     finally:
