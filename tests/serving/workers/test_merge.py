@@ -17,7 +17,7 @@ from deploykit.serving.observe.metrics import BucketCounts, Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.web.page import status
 from deploykit.serving.workers import parent
-from deploykit.serving.workers.link import Channel
+from deploykit.serving.workers.link import Channel, LinkLost
 from deploykit.serving.workers.parent import Worker
 from tests.support.fake_engine import FakeEngine
 
@@ -53,6 +53,7 @@ def test_gauges_show_what_an_operator_has_to_see() -> None:
         "deploykit_queue_depth": (3, 4, 7),
         "deploykit_batch_limit_rows": (32, 16, 32),
         "nv_gpu_utilization": (0.5, 0.5, 0.5),
+        "nv_energy_consumption": (7.0, 7.5, 7.5),  # of the one GPU that both have
     }
     reports = [{"samples": [Sample(n, labels, v[i]) for n, v in values.items()]} for i in (0, 1)]
     merged = {sample.name: sample.value for sample in parent.merge_samples(reports)}
@@ -123,3 +124,16 @@ def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(
     answers, missed = asyncio.run(change())
     assert {type(each) for each in answers} == {Overloaded}
     assert missed == 0
+
+
+def test_a_question_to_a_process_that_ends_is_an_error_and_so_is_a_later_one() -> None:
+    async def run() -> None:
+        channel, (ours, theirs) = Channel(print, cast("Any", print), print), socket.socketpair()
+        await channel.connect(ours)
+        asked = channel.ask("report")
+        theirs.close()
+        for each in (asked, channel.ask("report")):
+            with pytest.raises(LinkLost):
+                await asyncio.wait_for(each, 60)
+
+    asyncio.run(run())
