@@ -183,11 +183,8 @@ def test_the_end_answers_all_requests(how: str) -> None:
         with pytest.raises(Overloaded, match="shutting down"):
             case.send(9)
     (engine,) = case.engines
-    assert (engine.fed, new.fed) == {
-        "drained": ([-1, 0, 1, 2, 3], []),
-        "refused": ([-1], []),
-        "replaced": ([-1], [0, 1, 2, 3]),
-    }[how]
+    assert engine.fed == ([-1, 0, 1, 2, 3] if how == "drained" else [-1])
+    assert new.fed == ([0, 1, 2, 3] if how == "replaced" else [])
     assert {type(request.error) for request in sent[1:]} == {
         Overloaded if how == "refused" else type(None)
     }

@@ -126,7 +126,7 @@ class Linked:
             {"a": Words(), "b": Words()},
             options,
             Loop(
-                lambda run: self.loop.call_soon_threadsafe(deliver_inline, run),
+                partial(self.loop.call_soon_threadsafe, deliver_inline),
                 call_soon=self.loop.call_soon,
             ),
         )
