@@ -468,9 +468,13 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
         title = f"{source.name} in {request.to}" if quantize else source.name
         names = (title, name)
 
-        def each(number: int, _: Arrays, outputs: Arrays) -> None:
+        joined: list[golden.Joined] = []
+        keep = golden.keep_largest(feeds, joined)
+
+        def each(number: int, ours: Arrays, outputs: Arrays) -> None:
             sizes = dynamic_sizes(engine.inputs, _shapes_of(feeds[number]))
             runs.append((sizes, _shapes_of(outputs)))
+            keep(number, ours, outputs)
 
         parity = compare_engines(
             reference, engine, feeds, max_error=bound, names=names, each=each, random=data is None
@@ -490,7 +494,7 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
-        proof = golden.prove_batch(engine, tmp, samples, most)
+        proof = golden.prove_batch(engine, tmp, samples, most, joined)
         notes += golden.batching_notes(engine, proof)
     if moved and not evaluation:
         notes.append(_NOT_CHECKED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -272,8 +273,8 @@ def evaluate(
         criterion: the metric and the bound.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        random: inputs where there are no samples; by default those of `comparison_feeds`. Rows of
-            the largest are compared one by one too: see `single_rows`.
+        random: inputs where there are no samples; by default those of `comparison_feeds`. Where
+            they fail, rows of the largest are compared one by one too: see `single_rows`.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -290,9 +291,11 @@ def evaluate(
             )
         if not random:
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
-        random = [*single_rows(random, reference.inputs), *random]
-        parity = compare_engines(reference, candidate, random, names=names, random=True)
-        return _without_labels(parity, None, None, criterion)
+        compare = partial(compare_engines, reference, candidate, names=names, random=True)
+        found = _without_labels(compare(random), None, None, criterion)
+        if not found.passed and (more := single_rows(random, reference.inputs)):
+            found = _without_labels(compare([*more, *random]), None, None, criterion)
+        return found
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
