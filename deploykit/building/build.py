@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from deploykit.building import tensorrt
 from deploykit.building.builder import (
     BuildJob,
@@ -36,6 +38,7 @@ from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH, batch_axes, dynamic_sizes
+from deploykit.engines.batching import spread_places
 from deploykit.engines.data.samples import Samples, check_calibration, read_samples
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import golden, verify
@@ -52,6 +55,7 @@ from deploykit.evaluation.artefacts import (
     stage,
 )
 from deploykit.evaluation.feeds import (
+    MOST_SAMPLES,
     Feeds,
     comparison_feeds,
     feeds_at_sizes,
@@ -515,13 +519,17 @@ def _shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
 def _feeds(
     reference: Engine, engine: Engine, samples: Samples | None, graph: Graph, shapes: Shapes
 ) -> tuple[list[Feeds], tuple[str, ...]]:
-    """Return inputs to compare on, and notes: samples at several batches, or sizes of `shapes`."""
+    """Return inputs to compare on, and notes: some samples at several batches, or random ones."""
     ranges = dict(map(parse_axis, shapes.axes))
     rows = batch_axes(engine.inputs)
     if shapes.batch is not None:
         ranges |= dict.fromkeys(rows or (BATCH,), parse_batch(shapes.batch))
     usual = {axis: sizes.optimum for axis, sizes in ranges.items()}
     given_sizes(engine.inputs, None, usual, samples)
+    if samples is not None:
+        count = max(MOST_SAMPLES, samples.fixed_batch(engine.inputs) or 0)
+        places = np.sort(spread_places(len(samples), count))
+        samples = replace(samples, inputs=samples.rows(places))
     feeds, notes = comparison_feeds(reference, engine, samples, graph.path, usual)
     if samples is not None:
         return [*small_batches(samples, feeds, engine), *feeds], notes

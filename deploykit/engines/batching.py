@@ -49,6 +49,7 @@ _PLANS: Mapping[int, tuple[str, ...]] = {
     3: ("ab", "ba", "aAb", "zbt", "nai", "bna"),
     4: ("ab", "ba", "aAb", "zbat", "naib"),
 }
+_NEXT_TO = ("zbAa", "nait")  # after a batch of ordinary rows that ran already
 _LARGEST = "abAzbtaba"
 _PLAIN = str.maketrans("Atzni", "babab")
 
@@ -106,7 +107,7 @@ def prove_rows(
         joined = [samples] if samples and outputs and _count(samples) > 1 else []
         pools = _pools(engine, sizes or {}, {} if joined else samples or {})
         for number, pool in enumerate(chain(joined, pools), 1):
-            proof.run(pool, most if pool is not samples else min(most, 4))
+            proof.run(pool, _NEXT_TO if pool is samples and most >= 4 else _plans(most))
             if pool is samples:
                 proof.check_whole(outputs or {}, _count(pool))
             quick = time.perf_counter() - began_s < _QUICK_S
@@ -121,6 +122,11 @@ def prove_rows(
         return RowIndependence(False, str(exc), tuple(sorted(proof.rows)), proof.worst)
     why = f"the same within {proof.worst:.2g} alone and joined, whatever the other rows are"
     return RowIndependence(True, why, tuple(sorted(proof.rows)), proof.worst)
+
+
+def _plans(most: int) -> list[str]:
+    largest = "".join(islice(cycle(_LARGEST), most - 1)) + "b"
+    return [*_PLANS[min(most, 4)], *[largest] * (most > 4)]
 
 
 def _run(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray] | Exception:
@@ -201,7 +207,7 @@ class _Proof:
         floats = [found for name, found in distinct.items() if "float" in kinds[name]]
         return all(floats) if floats else any(distinct.values())
 
-    def run(self, pool: Arrays, most: int) -> None:
+    def run(self, pool: Arrays, plans: Sequence[str]) -> None:
         """Compare the first and the last row of `pool` in every plan. Raises _Dependent."""
         kinds = _rows(pool)
         self._first = {}
@@ -217,9 +223,6 @@ class _Proof:
             if a.size or b.size:
                 apart = _difference(a, b, scale)
                 self._apart[name] = max(self._apart.get(name, 0.0), apart)
-        plans = list(_PLANS[min(most, 4)])
-        if most > 4:
-            plans.append("".join(islice(cycle(_LARGEST), most - 1)) + "b")
         for plan in plans:
             outputs = self._call(kinds, plan)
             if isinstance(outputs, Exception):  # it may refuse only these values

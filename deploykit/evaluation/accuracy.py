@@ -291,11 +291,7 @@ def evaluate(
             )
         if not random:
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
-        compare = partial(compare_engines, reference, candidate, names=names, random=True)
-        found = _without_labels(compare(random), None, None, criterion)
-        if not found.passed and (more := single_rows(random, reference.inputs)):
-            found = _without_labels(compare([*more, *random]), None, None, criterion)
-        return found
+        return _on_random(reference, candidate, random, criterion, names)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
@@ -326,6 +322,20 @@ def evaluate(
         passed, reason = _bounded(text, drop.drop, bound, drop.unit, drop.n, changed=changed)
         return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
     return _without_labels(parity, agreement, used, criterion)
+
+
+def _on_random(
+    reference: Engine,
+    candidate: Engine,
+    feeds: Sequence[Feeds],
+    criterion: Criterion,
+    names: tuple[str, str],
+) -> Evaluation:
+    compare = partial(compare_engines, reference, candidate, names=names, random=True)
+    found = _without_labels(compare(feeds), None, None, criterion)
+    if not found.passed and (single := single_rows(feeds, reference.inputs)):
+        found = _without_labels(compare([*single, *feeds]), None, None, criterion)
+    return found
 
 
 def _broken(parity: Parity) -> str:
