@@ -13,10 +13,9 @@ from itertools import chain, cycle, islice, product
 
 import numpy as np
 
-from deploykit.core.errors import first_line
+from deploykit.core.errors import DeviceLost, first_line
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec, carrier
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine
 
