@@ -63,7 +63,7 @@ class Calibration:
     method: str
     cut: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    outputs: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def using(self, method: str) -> Calibration:
         """Return the calibration that `method`, one of `cut`, gives."""
