@@ -224,7 +224,8 @@ def _time_rows(jobs: Jobs, samples: int, epochs: int, on_progress: Progress) -> 
         try:
             next(source)  # warms up
             while not enough:
-                yield on_progress(text, at / len(rows))
+                yield
+                on_progress(text, at / len(rows))
                 started = time.perf_counter()
                 times.append(next(source))
                 spent_s += time.perf_counter() - started
