@@ -147,12 +147,12 @@ def _write_inline(
         inner, more = tensor.SerializeToString(deterministic=True), 0
         if tensor.name in large:
             more = stored_bytes(tensor)
-            inner += varint(RAW_DATA << 3 | 2) + varint(more)
-        prefix = varint(INITIALIZER << 3 | 2) + varint(len(inner) + more) + inner
+            inner += varint(RAW_DATA) + varint(more)
+        prefix = varint(INITIALIZER) + varint(len(inner) + more) + inner
         prefixes.append((tensor, prefix, more))
     size = len(start) + sum(len(prefix) + more for _, prefix, more in prefixes)
     handle.write(head.SerializeToString(deterministic=True))
-    handle.write(varint(GRAPH << 3 | 2) + varint(size) + start)
+    handle.write(varint(GRAPH) + varint(size) + start)
     offsets = {}
     for tensor, prefix, more in prefixes:
         handle.write(prefix)
