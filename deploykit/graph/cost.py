@@ -6,10 +6,10 @@ The shape and type of every tensor are inferred first, with dynamic axes at give
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -319,24 +319,26 @@ class _Costing:
             name = maker.input[0]
         return name
 
+    def _sources(self, node: onnx.NodeProto) -> set[str]:
+        """Return the tensors that a kernel for `node` reads."""
+        if node.op_type in _THROUGH | DESCRIBES:
+            return set()
+        return {self._source(name) for name in reads(node)}
+
     def _fuse(self) -> None:
         """Fuse elementwise nodes with the node that makes their input, if nothing else reads it."""
-        readers: defaultdict[str, list[int]] = defaultdict(list)
-        for number, node in enumerate(self.nodes):
-            if node.op_type not in _THROUGH | DESCRIBES:
-                for name in {self._source(name) for name in reads(node)}:
-                    readers[name].append(number)
-        outputs = {self._source(name) for name in self.known.outputs}
+        made = {name: number for number, node in enumerate(self.nodes) for name in node.output}
+        readers = Counter(name for node in self.nodes for name in self._sources(node))
+        kept = {self._source(name) for name in self.known.outputs} | self.roots.keys()
         fused = _FUSED_ON_CPU if self.on_cpu else _FUSED
-        before: dict[int, tuple[str, int]] = {}  # the input computed last: others are in memory
         for number, node in enumerate(self.nodes):
-            for name in node.output:
-                alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
-                if alone and self.nodes[readers[name][0]].op_type in fused:
-                    before[readers[name][0]] = name, number
-        for number, (name, maker) in sorted(before.items()):
+            names = self._sources(node) - kept if node.op_type in fused else set[str]()
+            alone = [(made[name], name) for name in names if readers[name] == 1 and name in made]
+            if not alone:
+                continue
+            maker, name = max(alone)  # the input computed last: others are in memory
             place = self.firsts.get(maker, maker)
-            first, node = self.nodes[place], self.nodes[number]
+            first = self.nodes[place]
             if self.on_cpu:
                 rounds = node.op_type == "QuantizeLinear" and self.kinds.precision(first) in FLOATS
                 if first.op_type not in _TAKE_IN or rounds:
@@ -349,8 +351,8 @@ class _Costing:
             return self.known.bytes(node.input[0]), self.known.bytes(node.output[0])
         if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
             return 0, 0
-        sources = {self._source(name) for name in reads(node) if name not in self.roots}
-        read = [self.known.bytes(name) for name in sources if name not in self.inside]
+        sources = self._sources(node) - self.roots.keys() - self.inside
+        read = [self.known.bytes(name) for name in sources]
         made = [name for name in node.output if name and name not in self.inside]
         return _total(read), _total([self.known.bytes(name) for name in made])
 
@@ -377,13 +379,9 @@ class Curve(Record):
     seconds: tuple[float, ...]
 
     def at(self, work: float) -> float:
-        place = bisect_left(self.work, work)
-        if place in (0, len(self.work)):
-            nearest = -1 if place else 0
-            return self.seconds[nearest] * work / self.work[nearest]
-        (w0, w1), (s0, s1) = self.work[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
-        share = math.log(work / w0) / math.log(w1 / w0)
-        return math.exp(math.log(s0) + share * math.log(s1 / s0))
+        inside = min(max(work, self.work[0]), self.work[-1])
+        logarithm = np.interp(math.log(inside), np.log(self.work), np.log(self.seconds))
+        return math.exp(logarithm) * work / inside
 
 
 @dataclass(frozen=True)
@@ -483,31 +481,22 @@ def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name
     a tensor's size. Tensors of unknown size, and those inside If and Loop, are not counted.
     """
     source: dict[str, str] = {}  # a view -> the tensor whose memory it shares
-    for node in known.nodes:
-        if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
-            source[node.output[0]] = source.get(node.input[0], node.input[0])
-    last: dict[str, int] = {}
+    first, last = dict[str, int](), dict[str, int]()  # the nodes that make and read a tensor
     for number, node in enumerate(known.nodes):
-        for name in reads(node):
-            last[source.get(name, name)] = number
+        last |= {source.get(name, name): number for name in reads(node)}
+        for name in node.output:
+            if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
+                source[name] = source.get(node.input[0], node.input[0])
+            elif name:
+                first[name] = number
     end = len(known.nodes)
     last |= {source.get(name, name): end for name in known.outputs}
-    made = {name for node in known.nodes for name in node.output}
-    inputs = [n for n in last if n not in made and n not in known.constants]
-    size = {name: int((known.bytes(name) or 0) * scale(name)) for name in [*last, *made]}
-    alive = peak = sum(size[name] for name in inputs)
-    ends: dict[int, list[str]] = {}
-    for name, number in last.items():
-        if name in made:
-            ends.setdefault(number, []).append(name)
-    for number, node in enumerate(known.nodes):
-        new = [n for n in node.output if n and n not in known.constants and n not in source]
-        alive += sum(size[name] for name in new)
-        peak = max(peak, alive)
-        unread = [name for name in new if name not in last]
-        ended = [name for name in ends.get(number, ()) if name not in known.constants]
-        alive -= sum(size[name] for name in (*ended, *unread))
-    return peak
+    change = [0] * (end + 2)  # of the bytes that are alive, before each node
+    for name in (first.keys() | last.keys()) - known.constants.keys():
+        size, begin = int((known.bytes(name) or 0) * scale(name)), first.get(name, 0)
+        change[begin] += size
+        change[(last.get(name, begin) if name in first else end) + 1] -= size
+    return max(accumulate(change))
 
 
 _ROUNDS = 64  # inference needs one for each shape that depends on an inferred one
