@@ -177,19 +177,20 @@ def _generic(machine: Machine) -> Profile:
     since = {(8, 0): "bf16", (8, 9): "fp8", (10, 0): "fp4"}
     more = [name for first, name in since.items() if capability >= first]
     memory = gpu.memory_bytes or machine.memory_bytes
-    values: dict[str, Any] = {
-        "summary": f"{gpu.name}, as its driver describes it",
-        "runtime": "tensorrt",
-        "device": "cuda",
-        "architecture": machine.architecture,
-        "precisions": [name for name in HARDWARE if name in ("fp32", "fp16", "int8", *more)],
-        "gpu_names": [gpu.name],
-        "unified_memory": gpu.memory_bytes is None,
-        **({"memory_bytes": memory, "workspace_bytes": memory // 4} if memory else {}),
-        **({"compute_capability": gpu.compute_capability} if any(capability) else {}),
-        **({"tensorrt_min": "10.8"} if capability >= (10, 0) else {}),
-    }
-    return _read(Path("auto"), "auto", values)
+    return Profile(
+        name="auto",
+        summary=f"{gpu.name}, as its driver describes it",
+        runtime="tensorrt",
+        device="cuda",
+        architecture=machine.architecture,
+        precisions=tuple(name for name in HARDWARE if name in ("fp32", "fp16", "int8", *more)),
+        compute_capability=gpu.compute_capability,
+        memory_bytes=memory,
+        workspace_bytes=memory // 4 if memory else None,
+        unified_memory=gpu.memory_bytes is None,
+        tensorrt_min="10.8" if capability >= (10, 0) else None,
+        gpu_names=(gpu.name,),
+    )
 
 
 def fits(profile: Profile, machine: Machine) -> bool:
@@ -214,7 +215,7 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
     raise NotFound(f"profile '{profile.name}' has no power mode '{mode}'", hint=hint)
 
 
-def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa: C901 - checks in a row
+def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:
     """Read a profile. Raises BadInput for a key that is unknown, wrong or contradicts another."""
 
     def fail(key: str, what: str) -> BadInput:
@@ -242,11 +243,6 @@ def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa:
     if profile.device not in runtime.devices:
         needed = "' or '".join(runtime.devices)
         raise fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
-    peaks = profile.peak_ops_per_s
-    for mark in ("derived", "unverified"):
-        for key in getattr(profile, mark):
-            if key not in values and key.rpartition("peak_ops_per_s.")[2] not in peaks:
-                raise fail(mark, f"names '{key}', which this profile does not have")
     return profile
 
 
@@ -308,14 +304,12 @@ def with_gpu(machine: Machine, number: int) -> Machine:
     return replace(machine, gpus=tuple(found[:1]))
 
 
-def _ask() -> tuple[tuple[str, str], ...]:
-    """Return UUID, in hexadecimal, and name of each of CUDA's devices; none without CUDA."""
-    return _answer(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
-
-
 @functools.cache
-def _answer(_visible: str | None, _order: str | None) -> tuple[tuple[str, str], ...]:
-    """Ask in a process of its own: the forks of a process that has asked cannot use CUDA."""
+def _ask() -> tuple[tuple[str, str], ...]:
+    """Return UUID, in hexadecimal, and name of each of CUDA's devices; none without CUDA.
+
+    It is asked in a process of its own: the forks of a process that has asked cannot use CUDA.
+    """
     found: tuple[tuple[str, str], ...] = ()
     with (
         contextlib.suppress(OSError, DeploykitError),
