@@ -29,7 +29,7 @@ from deploykit.core.files import (
 from deploykit.core.json_value import Shown, field_types, from_json, json_value
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 from deploykit.core.task import Task
-from deploykit.core.tensors import TensorSpec, spec_from_dict
+from deploykit.core.tensors import TensorSpec, make_spec
 
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # a newer and an older .pt2
@@ -42,7 +42,6 @@ _TAKEN = {  # format -> what it is called, and the commands that take it
 }
 _UNPACKED_TEXT_BYTES = 256 << 20  # torch compresses the code and the graph, not the weights
 MANIFEST_VERSION = 2
-_SPEC_LISTS = ("inputs", "outputs")
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,12 @@ def load_manifest(artefact: Path) -> Manifest | None:
             f"{where}: is not a deploykit manifest of version {MANIFEST_VERSION}",
             hint="make the file that it describes again",
         )
-    hints = field_types(Manifest)
-    known: dict[str, Any] = {}
-    for name, hint in hints.items():
-        if name == "task" and name not in values:  # version 2 lacks it
-            continue
-        if name not in values:
-            raise BadInput(f"{where}: '{name}' is missing")
-        if name in _SPEC_LISTS:
-            items = from_json(list[dict[str, Any]], values[name], f"{where}: '{name}'")
-            known[name] = tuple(spec_from_dict(item, where) for item in items)
-        else:
-            known[name] = from_json(hint, values[name], f"{where}: '{name}'")
-    return Manifest(**known)
+    if missing := field_types(Manifest).keys() - values.keys() - {"task"}:
+        raise BadInput(f"{where}: '{min(missing)}' is missing")
+    found: Manifest = from_json(Manifest, values, where)
+    for spec in (*found.inputs, *found.outputs):
+        make_spec(f"{where}: {spec.name}", spec.dtype, spec.shape)  # raises for an odd type or size
+    return found
 
 
 class Artefact(Shown):

@@ -195,10 +195,11 @@ def from_json(kind: Any, value: object, where: str) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin in (Union, types.UnionType):  # only `X | None` is supported
-        if value is None:
+    if origin in (Union, types.UnionType):
+        kinds = [each for each in args if each is not types.NoneType]
+        if value is None and len(kinds) < len(args):
             return None
-        return from_json(next(arg for arg in args if arg is not type(None)), value, where)
+        return from_json(type(value) if type(value) in kinds else kinds[0], value, where)
     if origin in (tuple, list):
         items = _of(list, value, where)
         found = [from_json(args[0], item, f"{where}[{n}]") for n, item in enumerate(items)]

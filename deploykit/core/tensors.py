@@ -165,16 +165,6 @@ def make_spec(name: str, dtype: str, shape: Sequence[int | str]) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(shape))
 
 
-def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
-    """Read what `to_dict` wrote; `where` names the file in the error. Raises BadInput."""
-    name, dtype, shape = values.get("name"), values.get("dtype"), values.get("shape")
-    if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
-        raise BadInput(f"{where}: a tensor needs a name, a dtype and a shape, got {dict(values)}")
-    if any(isinstance(axis, bool) or not isinstance(axis, (int, str)) for axis in shape):
-        raise BadInput(f"{where}: {name}: axes are sizes or names, got {shape}")
-    return make_spec(name, dtype, shape)
-
-
 def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
     """Return why an array of numpy's `dtype` and `shape` does not fit `spec`; None if it fits."""
     if dtype == carrier(spec.dtype) and fits_shape(spec.shape, shape):
