@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from deploykit.core.artefact import file_stamp
-from deploykit.core.errors import BadInput, DeploykitError, os_reason
+from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.extras import require
-from deploykit.core.files import open_readable
+from deploykit.core.files import open_readable, read_errors
 from deploykit.core.machine import memory_errors
 
 MAX_NESTED = 12  # nested graphs: ONNX Runtime 1.23 opens 12 levels in 0.2 s, 20 in 30 s
@@ -93,7 +93,7 @@ def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[
     model, spots = messages().ModelProto(), dict[int, tuple[int, int]]()
     decode_error = require("google.protobuf.message").DecodeError
     try:
-        with memory_errors(path, [path]), open_readable(path) as file:
+        with memory_errors(path, [path]), read_errors(path), open_readable(path) as file:
             data, size = Reader(file), os.fstat(file.fileno()).st_size
             next(data.fields(0, size))  # this raises for a file of zeros
             if size <= whole_bytes:
@@ -106,8 +106,6 @@ def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[
                         model.MergeFromString(data.read(start, end))
     except (decode_error, ValueError) as exc:
         raise damaged(path) from exc
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     if not model.graph.output:
         raise BadInput(f"{path}: is a truncated or damaged ONNX file: it holds no graph")
     return model, spots

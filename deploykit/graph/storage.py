@@ -21,8 +21,8 @@ import onnx
 from onnx import TensorProto, defs, helper, numpy_helper
 
 from deploykit.core.artefact import sniff, wrong_format
-from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.core.files import atomic_write, check_data_file, open_readable
+from deploykit.core.errors import BadInput, first_line
+from deploykit.core.files import atomic_write, check_data_file, open_readable, read_errors
 from deploykit.core.machine import memory_errors
 from deploykit.graph.parse import (
     GRAPH,
@@ -62,12 +62,9 @@ def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
     if tensor.data_location == TensorProto.EXTERNAL:
         entry = {item.key: item.value for item in tensor.external_data}
         path, length = folder / str(entry["location"]), stored_bytes(tensor)
-        try:
-            with memory_errors(path, [path]), open_readable(path) as handle:
-                handle.seek(int(entry.get("offset", "0")))
-                data: bytes = handle.read(length)
-        except OSError as exc:
-            raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+        with memory_errors(path, [path]), read_errors(path), open_readable(path) as handle:
+            handle.seek(int(entry.get("offset", "0")))
+            data: bytes = handle.read(length)
         if len(data) != length:
             raise BadInput(f"{path}: tensor '{tensor.name}' ends too early: was the file changed?")
         return data
