@@ -218,20 +218,16 @@ class _Inside:
 
     def __enter__(self) -> None:
         thread = get_ident()
-        if thread in _depth:
-            _depth[thread] += 1
-            return
-        _depth[thread] = 1
-        if _ending and threading.current_thread().daemon:
+        depth = _depth[thread] = _depth.get(thread, 0) + 1
+        if depth == 1 and _ending and threading.current_thread().daemon:
             del _depth[thread]
             threading.Event().wait()  # wait until the process has ended
 
     def __exit__(self, *_: object) -> None:
         thread = get_ident()
-        if _depth[thread] == 1:
+        _depth[thread] -= 1
+        if not _depth[thread]:
             del _depth[thread]
-        else:
-            _depth[thread] -= 1
 
 
 INSIDE = _Inside()  # use `with INSIDE:`, which may be nested
