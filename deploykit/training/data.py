@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import islice, pairwise
@@ -65,7 +65,7 @@ class WaitClock:
         self._on_gpu, self._seconds = device.type == "cuda", 0.0
         self._times: list[Any] = []  # the start and the end of each wait
 
-    def __enter__(self) -> None:
+    def __enter__(self, *_: object) -> None:
         if self._on_gpu:
             make_event: Any = torch.cuda.Event
             self._times.append(make_event(enable_timing=True))
@@ -73,8 +73,7 @@ class WaitClock:
         else:
             self._times.append(time.perf_counter())
 
-    def __exit__(self, *_: object) -> None:
-        self.__enter__()
+    __exit__ = __enter__
 
     @property
     def seconds(self) -> float:
@@ -231,20 +230,6 @@ def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) ->
     return (upper * (1 - down)).add_(lower * down).transpose(0, 1)
 
 
-def read_augment(recipe: Recipe) -> Change | None:
-    """Return `recipe.augment`: its own function, or options of `Augment`. Raises BadInput."""
-    declared = recipe.augment
-    if declared is None or callable(declared):
-        return declared
-    names = [each.name for each in fields(Augment)]
-    for name in declared:
-        if name not in names:
-            hint = did_you_mean(str(name), names, f"one of: {', '.join(names)}")
-            raise BadInput(f"augment: unknown option '{name}'", hint=hint)
-    options: dict[str, Any] = dict(declared)
-    return Augment(**options)
-
-
 @dataclass(frozen=True)
 class Augmentation:
     """`change(images, uniform)` changes the input number `place`, on the processor `device`."""
@@ -275,12 +260,18 @@ class Augmentation:
 
 def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Augmentation:
     """Augment the only input with four axes. Raises BadInput where there is none."""
-    change = read_augment(recipe)
+    change = recipe.augment
     if change is None:
         raise BadInput(
             "`augment`: this recipe declares no augmentation",
             hint='its file says what to do: Recipe(..., augment={"crop": 4, "flip": 0.5})',
         )
+    if isinstance(change, Mapping):
+        names, options = [each.name for each in fields(Augment)], dict[str, Any](change)
+        if odd := [name for name in options if name not in names]:
+            hint = did_you_mean(str(odd[0]), names, f"one of: {', '.join(names)}")
+            raise BadInput(f"augment: unknown option '{odd[0]}'", hint=hint)
+        change = Augment(**options)
     places = [i for i, each in enumerate(split.inputs.values()) if np.ndim(each) == 4]
     if len(places) != 1:
         raise BadInput(f"`augment` needs one input of images, with four axes; it has {len(places)}")
@@ -415,8 +406,8 @@ def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Proc
     if not settings.augment:
         return make()
     on_cpu = make(CPU)
-    on_cpu.note = "augmentation runs on the CPU, as the training does"
     if settings.device.type == "cpu":
+        on_cpu.note = "augmentation runs on the CPU, as the training does"
         return on_cpu
     return faster(on_cpu, lambda: make(settings.device))
 
@@ -430,11 +421,10 @@ def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
     except OutOfMemory as exc:
         on_cpu.note = f"augmentation runs on the CPU: {exc.message}"
         return on_cpu
-    where, other = sorted(times_ms, key=times_ms.__getitem__)
-    found = on_gpu if where == "gpu" else on_cpu
-    found.times_ms, against = times_ms, f"{times_ms[other]:.3g} ms on the {other.upper()}"
-    where_ms = f"{where.upper()}: {times_ms[where]:.3g} ms per batch"
-    found.note = f"augmentation runs on the {where_ms} against {against}"
+    found = on_gpu if times_ms["gpu"] < times_ms["cpu"] else on_cpu
+    times = " against ".join(f"{ms:.3g} ms on the {on.upper()}" for on, ms in times_ms.items())
+    where, found.times_ms = "GPU" if found is on_gpu else "CPU", times_ms
+    found.note = f"augmentation runs on the {where}: {times} per batch"
     return found
 
 
