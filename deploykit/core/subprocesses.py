@@ -50,11 +50,16 @@ class Child:
     ) -> None:
         self._what = what
         self._pipe, theirs = Pipe()
+        # a terminal, and many a supervisor, sends Ctrl-C to all processes
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         with theirs:
-            number = theirs.fileno()
+            number, nothing = theirs.fileno(), subprocess.DEVNULL
             command = module_command("deploykit.core.subprocesses", str(number))
-            nothing = subprocess.DEVNULL
-            self._process = start_blocked(command, stdin=nothing, pass_fds=(number, *inherit))
+            try:
+                descriptors = (number, *inherit)
+                self._process = subprocess.Popen(command, stdin=nothing, pass_fds=descriptors)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.send((function, arguments))
 
     def send(self, message: object) -> None:
@@ -156,20 +161,6 @@ def module_command(module: str, *arguments: str) -> list[str]:
     program = f"import sys; sys.path[:] = {path!a}; import runpy; "
     program += f"runpy.run_module({module!a}, run_name='__main__', alter_sys=True)"
     return [sys.executable, *_SAFE_PATH, "-c", program, *arguments]
-
-
-def start_blocked(
-    command: Sequence[str], *signals: signal.Signals, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start a child with Ctrl-C and `signals` blocked until it unblocks them.
-
-    A terminal, and many a supervisor, sends signals to all processes. `options` go to Popen.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *signals})
-    try:
-        return subprocess.Popen(command, **options)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def main() -> None:

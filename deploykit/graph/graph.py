@@ -235,10 +235,6 @@ class Graph:
         return tuple(_spec(value, self.path) for value in self.model.graph.output)
 
     @cached_property
-    def opset(self) -> int:
-        return opset(self.model)
-
-    @cached_property
     def element_types(self) -> dict[str, int]:
         """Element type by tensor name, for the tensors of the main graph whose type is known."""
         graph = self.skeleton.graph

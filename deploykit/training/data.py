@@ -462,16 +462,12 @@ def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np
     digits = require("sklearn.datasets").load_digits()
     order = np.random.RandomState(0).permutation(len(digits.images))[:count]  # a stable stream
     small = (digits.images[order] / 16.0).astype(np.float32)  # the largest of scikit-learn's pixels
-    resize = _linear(small.shape[1], side)
+    before = small.shape[1]
+    at = np.clip((np.arange(side) + 0.5) * before / side - 0.5, 0, before - 1)
+    distances = np.abs(at[:, None] - np.arange(before))  # of the centres of pixels
+    resize = np.maximum(0.0, 1.0 - distances).astype(np.float32)
     large = np.clip(resize @ small @ resize.T, 0.0, 1.0)
     return large, digits.target[order].astype(np.int64)
-
-
-def _linear(before: int, after: int) -> np.ndarray:
-    """Return the matrix (after, before) that resizes an axis, pixel centres aligned."""
-    at = np.clip((np.arange(after) + 0.5) * before / after - 0.5, 0, before - 1)
-    distances = np.abs(at[:, None] - np.arange(before))
-    return np.maximum(0.0, 1.0 - distances).astype(np.float32)
 
 
 def digit_splits(side: int, train: int, calibration: int, test: int) -> Splits:
