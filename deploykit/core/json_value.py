@@ -86,8 +86,8 @@ class Shown:
             cls.__repr__ = Shown.__repr__  # type: ignore[method-assign] # before `dataclass` adds one
 
     def __repr__(self) -> str:
-        texts = {name: _text(each) or "…" * bool(each) for name, each in _facts(self).items()}
-        shown = ", ".join(f"{name}={text}" for name, text in texts.items() if text)
+        parts = {name: _text(each) or "…" * bool(each) for name, each in _facts(self).items()}
+        shown = ", ".join(f"{name}={text}" for name, text in parts.items() if text)
         return f"{type(self).__name__}({shown})"
 
     def _repr_html_(self) -> str:
