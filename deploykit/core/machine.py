@@ -274,22 +274,19 @@ def _output(*command: str, limit_s: float = _GIT_S) -> str | None:
 
 def _clocks(root: Path) -> dict[str, Any]:
     cpus = root / "sys/devices/system/cpu"
-    policies = sorted(cpus.glob("cpufreq/policy*"))
-
-    def each(name: str) -> list[str]:
-        return list(dict.fromkeys(filter(None, (file_text(p / name).strip() for p in policies))))
-
-    def mhz(end: str) -> list[float]:
-        khz = map(natural_number, each(f"scaling_{end}_freq"))
-        return [number / 1e3 for number in khz if number]
-
+    names = ("scaling_governor", "scaling_driver", "scaling_min_freq", "scaling_max_freq")
+    governors, drivers, lows, highs = (
+        dict.fromkeys(file_text(each).strip() for each in sorted(cpus.glob(f"cpufreq/policy*/{n}")))
+        for n in names
+    )
     boost = file_text(cpus / "cpufreq/boost").strip()
     no_turbo = file_text(cpus / "intel_pstate/no_turbo").strip()
+    low, high = ([n / 1e3 for n in map(natural_number, khz) if n] for khz in (lows, highs))
     found: Mapping[str, Any] = {
-        "governor": ", ".join(each("scaling_governor")),
-        "driver": ", ".join(each("scaling_driver")),
-        "min_mhz": min(mhz("min"), default=None),
-        "max_mhz": max(mhz("max"), default=None),
+        "governor": ", ".join(filter(None, governors)),
+        "driver": ", ".join(filter(None, drivers)),
+        "min_mhz": min(low, default=None),
+        "max_mhz": max(high, default=None),
         "turbo": {"1": "on", "0": "off"}.get(boost) or {"0": "on", "1": "off"}.get(no_turbo),
     }
     return {name: value for name, value in found.items() if value}

@@ -97,16 +97,13 @@ class Profile(Record):
         """
         if not release:
             return next(iter(self.container_base.values()), None)
-        kind, _, wanted = release.partition("-")
-        numbers = release_numbers(wanted)
-        found = [
-            (known, image)
-            for key, image in self.container_base.items()
-            for family, _, since in [key.partition("-")]
-            if family == kind and (known := release_numbers(since)) <= numbers
-            if known[:1] == numbers[:1]
-        ]
-        return max(found)[1] if found else None
+        family, _, wanted = release.partition("-")
+        numbers, found = release_numbers(wanted), dict[tuple[int, ...], str]()
+        for key, image in self.container_base.items():
+            known = release_numbers(key.removeprefix(f"{family}-"))  # () for another family
+            if known and known[:1] == numbers[:1] and known <= numbers:
+                found[known] = image
+        return found[max(found)] if found else None
 
 
 def profile_names() -> list[str]:
@@ -206,12 +203,10 @@ def fits(profile: Profile, machine: Machine) -> bool:
 
 def _with_mode(profile: Profile, mode: str) -> Profile:
     """Apply a mode, found without regard to case and to the `MODE_` that some boards put first."""
-    wanted = mode.lower().removeprefix("mode_")
-    for known in profile.power_modes:
-        if known.name.lower().removeprefix("mode_") == wanted:
-            return replace(profile, power_mode=known.name)
-    names = ", ".join(known.name for known in profile.power_modes)
-    hint = f"one of: {names}" if names else "this target has no power modes"
+    known = {each.name.lower().removeprefix("mode_"): each.name for each in profile.power_modes}
+    if found := known.get(mode.lower().removeprefix("mode_")):
+        return replace(profile, power_mode=found)
+    hint = f"one of: {', '.join(known.values())}" if known else "this target has no power modes"
     raise NotFound(f"profile '{profile.name}' has no power mode '{mode}'", hint=hint)
 
 
