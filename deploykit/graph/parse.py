@@ -320,8 +320,8 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
     names = [tensor.name for tensor in graph.initializer]
     stored = set(names)
     return OnnxFacts(
-        inputs=tuple(_value(each) for each in graph.input if each.name not in stored),
-        outputs=tuple(_value(each) for each in graph.output),
+        inputs=tuple(read_value(each) for each in graph.input if each.name not in stored),
+        outputs=tuple(map(read_value, graph.output)),
         operators=operators,
         element_types=frozenset(types),
         external=tuple(external),
@@ -346,12 +346,15 @@ def external_files(path: Path) -> list[str]:
     return []
 
 
-def _value(value: Any) -> Value:
+def read_value(value: Any) -> Value:
+    """Return an input or output as the file states it; a size below 0 is unknown."""
     kind = value.type.tensor_type
     shape = None
     if kind.HasField("shape"):
         shape = tuple(
-            axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None
+            axis.dim_value
+            if axis.HasField("dim_value") and axis.dim_value >= 0
+            else _text(axis.dim_param) or None
             for axis in kind.shape.dim
         )
     return Value(_text(value.name), dtype_name(kind.elem_type), shape)
