@@ -47,40 +47,35 @@ KINDS = (*ARITHMETIC, SIMPLE, FUNCTION, NORMALISATION, POOLING, MOVEMENT, OTHER)
 # ResNet-18 on 224x224 has 3.6e9, where torchvision states 1.81e9 multiply-adds.
 
 
-def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    weight = known.shapes.get(node.input[3 if node.op_type.startswith("QLinear") else 1])
+def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
+    weight = known.shapes[node.input[3 if node.op_type.startswith("QLinear") else 1]]
     transposed = node.op_type == "ConvTranspose"  # it multiplies each input, not each output
     places = known.elements(node.input[0] if transposed else node.output[0])
-    return None if weight is None or places is None else 2 * places * math.prod(weight[1:])
+    return 2 * places * math.prod(weight[1:])
 
 
-def _product_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    left, outputs = known.shapes.get(node.input[0]), known.elements(node.output[0])
-    if not left or outputs is None:
-        return None
+def _product_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
     transposed = any(a.name == "transA" and a.i for a in node.attribute)
-    return 2 * outputs * left[-2 if transposed else -1]
+    inner = known.shapes[node.input[0]][-2 if transposed else -1]
+    return 2 * known.elements(node.output[0]) * inner
 
 
-def _recurrent_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+def _recurrent_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
     """Count both matrices of every gate, direction and step; pointwise work is small."""
-    x, w, r = (known.shapes.get(name) for name in node.input[:3])
-    if x is None or w is None or r is None:
-        return None
+    x, w, r = (known.shapes[name] for name in node.input[:3])
     return 2 * x[0] * x[1] * (math.prod(w) + math.prod(r))
 
 
-def _pooling_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    outputs = known.elements(node.output[0])
+def _pooling_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
     kernel = next((a.ints for a in node.attribute if a.name == "kernel_shape"), ())
-    return None if outputs is None else outputs * math.prod(kernel)
+    return known.elements(node.output[0]) * math.prod(kernel)
 
 
 GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
 # Kind, its operations, operators. The operations are those of one output element, by definition
 # (softmax takes the largest, subtracts, exponentiates, adds up and divides), or a formula; None:
 # not known.
-_ROWS: tuple[tuple[str, int | Callable[..., int | None] | None, str], ...] = (
+_ROWS: tuple[tuple[str, int | Callable[..., int] | None, str], ...] = (
     (CONVOLUTION, _convolution_flops, "Conv ConvInteger ConvTranspose FusedConv QLinearConv"),
     (PRODUCT, _product_flops, "Gemm MatMul MatMulInteger QLinearMatMul QGemm FusedGemm"),
     (RECURRENT, _recurrent_flops, "LSTM DynamicQuantizeLSTM GRU RNN"),
@@ -131,12 +126,14 @@ def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     if any(subgraphs(node)):
         return None  # the data decide how often bodies of If, Loop and Scan run
     _, count = _OPERATORS.get(node.op_type, (OTHER, None))
-    if callable(count):
-        return count(node, known)
-    if count is None or node.domain not in STANDARD_DOMAINS:
+    try:
+        if callable(count):
+            return count(node, known)
+        if count is None or node.domain not in STANDARD_DOMAINS:
+            return None
+        return count * known.elements(node.output[0]) if count else 0
+    except LookupError:  # a shape is not known
         return None
-    outputs = known.elements(node.output[0]) if count else 0
-    return None if outputs is None else count * outputs
 
 
 def kind_of(node: onnx.NodeProto, known: TensorShapes, constants: Collection[str]) -> str:
@@ -522,9 +519,9 @@ class TensorShapes:
     types: Mapping[str, int]
     constants: Mapping[str, onnx.TensorProto]
 
-    def elements(self, name: str) -> int | None:
-        shape = self.shapes.get(name)
-        return None if shape is None else math.prod(shape)
+    def elements(self, name: str) -> int:
+        """Raises KeyError if the shape is not known."""
+        return math.prod(self.shapes[name])
 
     def bytes(self, name: str) -> int | None:
         """Return the size in memory, packed; None if the shape or the type is not known."""
