@@ -302,7 +302,7 @@ class Batches:
     on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
     of a sample are the same whoever makes its batch. `workers`: threads that make the next ones,
     on each free core where the CPU augments.
-    `note`: where augmentation runs, and why; `times_ms`: of a batch, on each processor timed.
+    `note`: where augmentation runs, and why, or why batches are copied; `figures`: for the manifest.
     """
 
     def __init__(
@@ -314,18 +314,21 @@ class Batches:
         group: Processes | None = None,
         augmentation: Augmentation | None = None,
     ) -> None:
-        self.group = group or Processes()
+        self.group, self.note = group or Processes(), ""
         there = augmentation.device if augmentation else device
         if there.type == "cuda" and augmentation is None:  # half of what is free, or they stay out
             needed = split.labels.nbytes + sum(each.nbytes for each in split.inputs.values())
             if needed > torch.cuda.mem_get_info(there)[0] / 2:
                 there = CPU
+                self.note = "the data take over half of the GPU's memory: each batch is copied"
         self.inputs, self.labels = tensors(split, there)
-        self.note, self.times_ms = "", dict[str, float]()
         self.device, self.batch_size = device, min(batch_size, len(split.labels))
         self.augmentation = augmentation
         on_cpu = augmentation is not None and augmentation.device == CPU
         self.workers = max(1, free_cores(device)) if on_cpu else 0
+        self.figures: dict[str, Any] = {"workers": self.workers, "augment": None}
+        if augmentation is not None:
+            self.figures |= {"augment": augmentation.describe(), "augment_on": there.type}
         self.shuffle = torch.Generator().manual_seed(seed)
         self.waited = WaitClock(device)
 
@@ -333,16 +336,8 @@ class Batches:
     def copied(self) -> bool:
         return self.labels.device.type == "cpu" and self.device.type != "cpu"
 
-    def figures(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"workers": self.workers, "augment": None}
-        if (own := self.augmentation) is not None:
-            found |= {"augment": own.describe(), "augment_on": own.device.type}
-        return found | {f"augment_{on}_ms": round(ms, 4) for on, ms in self.times_ms.items()}
-
     def conclude(self, share: float) -> list[str]:
         """Say what a run waited for: it spent `share` of the time waiting for its batches."""
-        if self.copied and self.augmentation is None:
-            self.note = "the data take more than half of the GPU's memory: each batch is copied"
         waited = f"the steps waited for data in {share:.1%} of the time"
         if share > LIMITING:
             cure = "; more cores would make batches ahead" if self.workers else ""
@@ -414,7 +409,7 @@ def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Proc
 
 def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
     """Return the one that makes batches in less time."""
-    times_ms = on_cpu.times_ms = {"cpu": time_batches(on_cpu)}
+    times_ms = {"cpu": time_batches(on_cpu)}
     try:
         on_gpu = make_on_gpu()
         times_ms["gpu"] = time_batches(on_gpu)
@@ -423,8 +418,10 @@ def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
         return on_cpu
     found = on_gpu if times_ms["gpu"] < times_ms["cpu"] else on_cpu
     times = " against ".join(f"{ms:.3g} ms on the {on.upper()}" for on, ms in times_ms.items())
-    where, found.times_ms = "GPU" if found is on_gpu else "CPU", times_ms
-    found.note = f"augmentation runs on the {where}: {times} per batch"
+    found.note = (
+        f"augmentation runs on the {'GPU' if found is on_gpu else 'CPU'}: {times} per batch"
+    )
+    found.figures |= {f"augment_{on}_ms": round(ms, 4) for on, ms in times_ms.items()}
     return found
 
 
