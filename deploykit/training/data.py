@@ -302,7 +302,7 @@ class Batches:
     on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
     of a sample are the same whoever makes its batch. `workers`: threads that make the next ones,
     on each free core where the CPU augments.
-    `note`: where augmentation runs, and why, or why batches are copied; `figures`: for the manifest.
+    `note`: where augmentation runs, or that batches are copied; `figures`: for the manifest.
     """
 
     def __init__(
