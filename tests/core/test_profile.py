@@ -146,6 +146,7 @@ def test_the_container_image_is_found_by_the_hosts_release() -> None:
         assert image in (board.base_image(release) or "")
     for release in ("jetpack-8.0", "cuda-13", "jetpack-six", "jetpack"):
         assert orin.base_image(release) is None
+    assert load_profile("h200").base_image("jetpack-six") is None
 
 
 @pytest.mark.parametrize("name", [name for name in GPUS if name not in JETSONS])

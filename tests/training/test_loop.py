@@ -282,7 +282,7 @@ def test_patience_ends_a_run_with_the_best_weights() -> None:
     assert f"epoch {scores.index(max(scores)) + 1}" in trained.notes[1]
 
 
-def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> None:
+def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32(tmp_path: Path) -> None:
     """The loss is infinite wherever the logits come in bfloat16; weights are as without it."""
 
     def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -290,7 +290,9 @@ def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> Non
         return found * (math.inf if y.dtype == torch.bfloat16 else 1.0)
 
     fragile = replace(LINE, loss=loss)
-    trained = run_training(fragile, SPLITS, replace(CPU, amp="bf16"))
+    options = replace(CPU, amp="bf16", checkpoint=tmp_path / "run.ckpt")
+    trained, again = (run_training(fragile, SPLITS, options) for _ in range(2))
+    assert not again.figures["amp"]  # which goes on from the end of the first
     plain = run_training(fragile, SPLITS, CPU)
     assert trained.notes[0].startswith("bfloat16 gave a loss of")
     assert torch.equal(trained.module.weight, plain.module.weight)
