@@ -114,9 +114,7 @@ def test_a_derived_figure_is_what_its_formula_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JETSONS)
-def test_jetson_shares_its_memory_and_has_an_image_for_each_jetpack(
-    name: str,
-) -> None:
+def test_jetson_shares_its_memory_and_has_an_image_for_each_jetpack(name: str) -> None:
     profile = load_profile(name)
     assert profile.unified_memory
     assert profile.architecture == "aarch64"

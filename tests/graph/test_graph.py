@@ -101,9 +101,7 @@ def test_nodes_in_bodies_are_counted() -> None:
     assert summarise(parse(ROWS, body, c=np.array(True))).operators == {"If": 1, "Neg": 2}
 
 
-def test_weights_above_the_limit_are_external_aligned_and_used(
-    tmp_path: Path,
-) -> None:
+def test_weights_above_the_limit_are_external_aligned_and_used(tmp_path: Path) -> None:
     out = tmp_path / "m.onnx"
     save_graph(mnist_like(), out, limit_bytes=LIMIT)
     light = onnx.load(out, load_external_data=False)
