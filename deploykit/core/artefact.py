@@ -155,19 +155,18 @@ class Artefact(Shown):
         found = load_manifest(self.path)
         if found is None:
             return None
-        where, data, wrong = manifest_path(self.path), found.evidence.weights, None
-        if found.sha256 and found.sha256 != self.sha256:
-            wrong = self.path
-        if data is not None:
-            check_inside(self.path.parent, data.file, f"{where}: its weights")
-            weights = self.path.with_name(data.file)
-            if wrong is None and data.sha256 != sha256(weights):
-                wrong = weights
-        if wrong is not None:
-            raise BadInput(
-                f"{wrong}: is not the file that {where.name} describes (SHA-256 differs)",
-                hint=f"make it again, or remove {where} if you changed the file on purpose",
-            )
+        where, weights = manifest_path(self.path), found.evidence.weights
+        files = [(self.path, found.sha256, self.sha256)] if found.sha256 else []
+        if weights is not None:
+            check_inside(self.path.parent, weights.file, f"{where}: its weights")
+            file = self.path.with_name(weights.file)
+            files.append((file, weights.sha256, sha256(file)))
+        for file, expected, actual in files:
+            if expected != actual:
+                raise BadInput(
+                    f"{file}: is not the file that {where.name} describes (SHA-256 differs)",
+                    hint=f"make it again, or remove {where} if you changed the file on purpose",
+                )
         return found
 
     @property
