@@ -419,15 +419,11 @@ class Run:
         self.weights = [each for each in self.run.parameters() if each.requires_grad]
         if not self.weights:
             raise BadInput("the recipe's model has no weights to train")
-        slow = (
-            {id(each) for each in self.backbone.parameters()} if self.backbone is not None else ()
-        )
-        rates = (recipe.learning_rate, recipe.learning_rate * (self.settings.options.unfreeze or 1))
-        groups = [
-            {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rates[part]}
-            for part in (False, True)
-        ]
-        groups = [group for group in groups if group["params"]]
+        own = self.backbone.parameters() if self.backbone is not None else ()
+        slow, rate = set(map(id, own)), recipe.learning_rate
+        rates = {False: rate, True: rate * (self.settings.options.unfreeze or 1)}
+        parts = [(lr, [p for p in self.weights if (id(p) in slow) == k]) for k, lr in rates.items()]
+        groups = [{"params": weights, "lr": lr} for lr, weights in parts if weights]
         self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
         kinds: Any = torch.optim.lr_scheduler
         highest = [group["lr"] for group in groups]
@@ -473,9 +469,8 @@ class Run:
         self.optimiser.zero_grad(set_to_none=True)
         device, amp_dtype = self.settings.device, self.settings.amp_dtype
         try:
-            with module_errors(
-                f"the recipe's model or loss failed on {len(labels)} samples, {device}"
-            ):
+            where = f"the recipe's model or loss failed on {len(labels)} samples, {device}"
+            with module_errors(where):
                 with torch.autocast(device.type, amp_dtype, enabled=self.amp):
                     loss: torch.Tensor = self.recipe.loss(self.run(*inputs), labels)
                 scaled: Any = self.scaler.scale(loss * weight)
