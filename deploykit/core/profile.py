@@ -284,8 +284,8 @@ def with_gpu(machine: Machine, number: int) -> Machine:
     A part of a GPU (MIG) has a name of its own, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", with its
     memory.
     """
-    gpus = machine.gpus
-    if len(gpus) < 2 and (not gpus or "CUDA_VISIBLE_DEVICES" not in os.environ):
+    gpus, hides = machine.gpus, "CUDA_VISIBLE_DEVICES" in os.environ
+    if not gpus or (len(gpus) == 1 and not hides):
         return machine
     if devices := _ask():
         (name,) = [name for _, name in devices[number : number + 1]] or [""]
@@ -294,8 +294,7 @@ def with_gpu(machine: Machine, number: int) -> Machine:
         whole = [gpu for gpu in gpus if part and name.startswith(gpu.name)]
         found += [replace(gpu, name=name, memory_bytes=int(part[1]) << 30) for gpu in whole if part]
     else:
-        places = cuda_order([""] * len(gpus))
-        found = [gpus[place] for place in places[number : number + 1] if place is not None]
+        found = [] if hides else list(gpus[number : number + 1])
     return replace(machine, gpus=tuple(found[:1]))
 
 

@@ -278,12 +278,10 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Source:
 
     while True:
         with use_tf32(settings.tf32):
-            times = [now_s()]
-            inputs, labels, _ = next(loader)
-            times.append(now_s())
+            started_s, (inputs, labels, _), made_s = now_s(), next(loader), now_s()
             run.step(inputs, labels)
-            times.append(now_s())
-        yield times[1] - times[0], times[2] - times[1]
+            ended_s = now_s()
+        yield made_s - started_s, ended_s - made_s
 
 
 def _augment(recipe: Recipe, train: Split, options: TrainingOptions, device: str) -> Source:
