@@ -176,14 +176,14 @@ class Augment(Record):
 
     def _colour(self, images_NCHW: torch.Tensor, factors: torch.Tensor, top: float) -> torch.Tensor:
         bright, contrast, saturation = factors.unbind(1)
-        found = images_NCHW * bright if self.brightness else images_NCHW
+        found = images_NCHW
         if self.brightness:
-            found.clamp_(0, top)
+            found = (found * bright).clamp_(0, top)
         if self.contrast:
             steps = (_grey(found) * (_FIXED / top)).round().to(torch.int64).sum((1, 2, 3))
             means = (steps * (top / _FIXED / max(1, found[0, 0].numel()))).float()
-            found = (found * contrast).add_(means[:, None, None, None] * (1 - contrast))
-            found.clamp_(0, top)
+            shift = means[:, None, None, None] * (1 - contrast)
+            found = (found * contrast).add_(shift).clamp_(0, top)
         if self.saturation and found.shape[1] == 3:
             grey = _grey(found).mul_(1 - saturation)
             found = (found * saturation).add_(grey).clamp_(0, top)
@@ -208,12 +208,10 @@ def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) ->
     padded[:, :, 1 : h + 1, 1 : w + 1] = images_NCHW.transpose(0, 1)
     flat = padded.view(c, -1)
     columns, rows = (torch.arange(each, device=device, dtype=torch.float32) for each in (w, h))
-    factors = numbers[:, :, None, None].unbind(1)
-    places = []
-    for (a, b, start), most in zip((factors[:3], factors[3:]), (w, h), strict=True):
-        place_NHW = a * columns + (b * rows[:, None] + start)
-        places.append(place_NHW.clamp_(0, most + 1))
-    (x, y), (x0, y0) = places, (each.floor() for each in places)
+    a, b, first_x, d, e, first_y = numbers[:, :, None, None].unbind(1)
+    x = (a * columns + (b * rows[:, None] + first_x)).clamp_(0, w + 1)
+    y = (d * columns + (e * rows[:, None] + first_y)).clamp_(0, h + 1)
+    x0, y0 = x.floor(), y.floor()
     first = torch.arange(n, device=device, dtype=torch.int32)[:, None, None] * padded[0, 0].numel()
     index = (y0.to(torch.int32) * (w + 3)).add_(x0.to(torch.int32)).add_(first).view(-1)
 
