@@ -91,30 +91,25 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     check_readable(path)
-    reason = "it was not written by `checkpoint`"
+    reason = "it was not written by `checkpoint`, or by that of another version"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
         state, reason = None, first_line(exc).rstrip(".")
-    version = state.get(KEY) if isinstance(state, dict) else None
-    if version != VERSION:
-        if version is not None:
-            reason = f"it is one of version {version}, this deploykit reads {VERSION}"
+    if not isinstance(state, dict) or state.get(KEY) != VERSION:
         raise BadInput(
             f"{path}: is not the state of a training run: {reason}",
             hint="name a file that does not exist yet as `checkpoint`",
         )
-    hint = "repeat that run's options, or name another `checkpoint`"
     done, constant = len(state["state"]["history"]), run["schedule"] == "constant"
     for name, value in run.items():
         before = state["run"].get(name)
         if before == value or (name == "epochs" and constant and done <= value):
             continue  # with a constant rate each epoch is what it would be in a run of any length
-        if name == "epochs" and before < value:
-            hint = f"the {run['schedule']} schedule ends with epoch {before}: only a recipe "
-            hint += "with schedule='constant' can be lengthened; name another `checkpoint`"
-        what = f"its {name} is {before}, here it is {value}"
-        raise BadInput(f"{path}: is the state of another run: {what}", hint=hint)
+        raise BadInput(
+            f"{path}: is the state of another run: its {name} is {before}, here it is {value}",
+            hint="repeat that run's options, or name another `checkpoint`",
+        )
     return dict(state)
 
 

@@ -211,9 +211,8 @@ def test_a_run_of_a_constant_rate_is_lengthened_as_if_it_had_been_asked_at_first
         run_training(recipe, SPLITS, replace(options, epochs=6))
     options = replace(CPU, checkpoint=tmp_path / "cosine.ckpt")
     run_training(LINE, SPLITS, options)
-    with pytest.raises(BadInput, match="its epochs is 4, here it is 5") as refused:
+    with pytest.raises(BadInput, match="its epochs is 4, here it is 5"):  # cosine ends with them
         run_training(LINE, SPLITS, replace(options, epochs=5))
-    assert "the cosine schedule ends with epoch 4" in str(refused.value.hint)
 
 
 OTHER_DATA = Split({"x": SPLITS.train.inputs["x"] + 1}, SPLITS.train.labels)
@@ -249,7 +248,7 @@ class Evil:
         (b"", "the file is empty"),
         (b"PK\x03\x04" + bytes(50), "is not the state"),
         ({"weight": 3}, "is not the state of a training run: it was not written by"),
-        ({KEY: VERSION - 1}, f"is not the state .*of version {VERSION - 1}, this deploykit reads"),
+        ({KEY: VERSION - 1}, "is not the state of a training run: .* of another version"),
         ({KEY: VERSION, "x": Evil()}, "is not the state"),
     ],
     ids=["empty", "cut zip", "model", "version", "code"],
