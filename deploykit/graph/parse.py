@@ -222,6 +222,7 @@ def duplicate(names: Iterable[str]) -> str:
     return next((str(name) for name, count in counts.items() if count > 1), "")
 
 
+@cache
 def dtype_name(data_type: int) -> str:
     """Return numpy's name of an ONNX element type ('float32'), else ONNX's own in lower case."""
     try:
@@ -325,7 +326,7 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
         operators=operators,
         element_types=frozenset(types),
         external=tuple(external),
-        slowed_by_values=_values_set_work(parts, stored),
+        slowed_by_values=not operators.isdisjoint(_WORK) and _values_set_work(parts, stored),
         twice=duplicate(names),
     )
 
