@@ -348,8 +348,8 @@ class _Costing:
             return self.known.bytes(node.input[0]), self.known.bytes(node.output[0])
         if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
             return 0, 0
-        sources = self._sources(node) - self.roots.keys() - self.inside
-        read = [self.known.bytes(name) for name in sources]
+        sources = [name for name in self._sources(node) if name not in self.roots]
+        read = [self.known.bytes(name) for name in sources if name not in self.inside]
         made = [name for name in node.output if name and name not in self.inside]
         return _total(read), _total([self.known.bytes(name) for name in made])
 
