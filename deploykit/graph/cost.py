@@ -269,10 +269,11 @@ class _Costing:
                 self.alone |= {name for name in made if made[name] == "DequantizeLinear"}
         self.inside: set[str] = set()  # these tensors never reach memory
         self.firsts: dict[int, int] = {}  # a fused node -> the first node of its kernel
+        self.sources = [self._sources(node) for node in self.nodes]
         self._fuse()
 
     def costs(self) -> tuple[NodeCost, ...]:
-        traffic = [self._traffic(node) for node in self.nodes]
+        traffic = [self._traffic(*each) for each in zip(self.nodes, self.sources, strict=True)]
         for number, first in self.firsts.items():
             moved = [_total(parts) for parts in zip(traffic[first], traffic[number], strict=True)]
             if None not in moved:
@@ -325,11 +326,11 @@ class _Costing:
     def _fuse(self) -> None:
         """Fuse elementwise nodes with the node that makes their input, if nothing else reads it."""
         made = {name: number for number, node in enumerate(self.nodes) for name in node.output}
-        readers = Counter(name for node in self.nodes for name in self._sources(node))
+        readers = Counter(name for names in self.sources for name in names)
         kept = {self._source(name) for name in self.known.outputs} | self.roots.keys()
         fused = _FUSED_ON_CPU if self.on_cpu else _FUSED
         for number, node in enumerate(self.nodes):
-            names = self._sources(node) - kept if node.op_type in fused else set[str]()
+            names = self.sources[number] - kept if node.op_type in fused else set[str]()
             alone = [(made[name], name) for name in names if readers[name] == 1 and name in made]
             if not alone:
                 continue
@@ -343,13 +344,13 @@ class _Costing:
             self.inside.add(name)
             self.firsts[number] = place
 
-    def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:
+    def _traffic(self, node: onnx.NodeProto, sources: set[str]) -> tuple[int | None, int | None]:
         if not self.alone.isdisjoint(node.output):
             return self.known.bytes(node.input[0]), self.known.bytes(node.output[0])
         if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
             return 0, 0
-        sources = [name for name in self._sources(node) if name not in self.roots]
-        read = [self.known.bytes(name) for name in sources if name not in self.inside]
+        names = [name for name in sources - self.inside if name not in self.roots]
+        read = [self.known.bytes(name) for name in names]
         made = [name for name in node.output if name and name not in self.inside]
         return _total(read), _total([self.known.bytes(name) for name in made])
 
