@@ -30,6 +30,7 @@ import numpy as np
 from deploykit.core.errors import (
     BadInput,
     DeploykitError,
+    DeviceLost,
     Expired,
     OutOfMemory,
     Overloaded,
@@ -37,7 +38,6 @@ from deploykit.core.errors import (
 )
 from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import MOST_STRINGS, TensorSpec, carrier
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Closing, Engine, InFlight
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import (

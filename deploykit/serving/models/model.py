@@ -20,6 +20,7 @@ import numpy as np
 from deploykit.core.errors import (
     BadInput,
     DeploykitError,
+    DeviceLost,
     MissingExtra,
     OutOfMemory,
     Unsupported,
@@ -29,7 +30,6 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import Task
 from deploykit.core.tensors import TensorSpec, carrier, concrete
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks import TaskSteps
 from deploykit.pipelines.threads import FairGate

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.errors import DeploykitError, DeviceLost, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.batching.batcher import Loop
 from deploykit.serving.models.model import BETWEEN_US, SHORT_US, warm_up
 from deploykit.serving.models.repository import ModelRepository
