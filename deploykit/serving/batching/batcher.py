@@ -220,7 +220,8 @@ class Runner:
         self.since_us: int | None = None
         self.busy_us = 0
         self.lost = False
-        self.retired = False  # it gets no more batches, and is closed after its last one
+        self.retired = False  # it gets no more batches
+        self.closes = False  # whether its thread closes the engine at its end
         self._name = name
         self._stack = stack
         self._split = split
@@ -383,22 +384,36 @@ class Batcher(Closing):
         cut = buckets.cut if buckets else None
         self._split = Splitter(engines[0].outputs, joined=policy.max_batch > 0, cut=cut)
         self._stack = buckets.stack if buckets else stack
-        self._workers: list[Runner] = []
         self._retired: list[Runner] = []  # those of replaced engines that may still run
         self._threads: list[threading.Thread] = []
-        self._start(engines)
+        self._workers = self._start(engines, steering)
 
-    def _start(self, engines: Sequence[Engine], *, owned: bool = False) -> None:
-        overlaps, name = self.steering is None, self._name
-        join, split, clock_us = self._stack, self._split, self._clock_us
-        self._workers = [
-            Runner(each, name, join, split, clock_us, overlaps=overlaps) for each in engines
-        ]
-        for number, worker in enumerate(self._workers):
-            args, about = (worker, owned), f"engine {name} {number}"
-            thread = threading.Thread(target=self._work, args=args, name=about, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def _start(self, engines: Sequence[Engine], steering: Steering | None) -> list[Runner]:
+        """Return a runner for each engine, whose thread has started. Raises RuntimeError."""
+        name, join, split, clock_us = self._name, self._stack, self._split, self._clock_us
+        overlaps = steering is None
+        workers = [Runner(each, name, join, split, clock_us, overlaps=overlaps) for each in engines]
+        try:
+            for number, worker in enumerate(workers):
+                about = f"engine {name} {number}"
+                thread = threading.Thread(
+                    target=self._work, args=(worker,), name=about, daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system has no more threads
+            with self._lock:
+                self._retire(workers)
+            raise
+        return workers
+
+    def _retire(self, workers: Sequence[Runner]) -> None:
+        """Let the threads end after the batches that they run. Needs the lock."""
+        for worker in workers:
+            worker.retired = True
+            if worker in self._idle:
+                self._idle.remove(worker)
+                worker.wake.release()
 
     # -- state that others may read ----------------------------------------------------------------
 
@@ -515,20 +530,20 @@ class Batcher(Closing):
     ) -> None:
         """Run the next batches on these engines, which are closed here.
 
-        So is each previous one, after the batches that it runs. Raises Overloaded during the end.
+        So is each previous one, after the batches that it runs. Raises Overloaded during the end,
+        and RuntimeError without threads: then nothing has changed.
         """
+        workers = self._start(engines, steering)
         with self._lock:
-            if self._closing:
+            if self._closing:  # then the new threads end, too
                 raise shutting_down()
-            for worker in self._workers:
-                worker.retired = True
-            for worker in self._idle:
-                worker.wake.release()
-            self._idle.clear()
-            self._retired = [each for each in (*self._retired, *self._workers) if each.running]
+            before, self._workers = self._workers, workers
+            for worker in (*before, *workers):
+                worker.closes = True
+            self._retire(before)
+            self._retired = [each for each in (*self._retired, *before) if each.running]
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self.steering, self.inline_max_rows = steering, inline_max_rows
-            self._start(engines, owned=True)
 
     # -- a batch, on any thread --------------------------------------------------------------------
 
@@ -662,10 +677,10 @@ class Batcher(Closing):
 
     # -- on an engine's thread ---------------------------------------------------------------------
 
-    def _work(self, worker: Runner, owned: bool) -> None:
+    def _work(self, worker: Runner) -> None:
         """Run batches until the end; with several slots, submit the next before the last is done.
 
-        Answers are delivered in the order of the batches. `owned`: close the engine at the end.
+        Answers are delivered in the order of the batches.
         """
         flights = deque[Flight]()
         while True:
@@ -679,7 +694,7 @@ class Batcher(Closing):
                 self._run(worker, flights.popleft())
                 worker.since_us = flights[0].started_us if flights else None
             del batch  # frees its inputs before the next batch is taken
-        if owned or worker.retired:
+        if worker.closes:
             worker.engine.close()
 
     def _take_more(self, worker: Runner) -> tuple[list[Pending], list[Pending], int]:

@@ -378,6 +378,24 @@ def test_replacement_engines_must_accept_the_same_requests(
     assert not any(engine.closed for engine in (old, *engines))  # the caller still owns them
 
 
+def test_a_replacement_that_gets_no_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, start = [FakeEngine(), FakeEngine()], threading.Thread.start
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name.endswith(" 1"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with holding({"m": FakeEngine()}) as repository:
+        monkeypatch.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(RuntimeError):
+            repository.find("m").replace(engines)
+        assert repository.find("m").submit(ask(), ignore)
+        assert repository.find("m").in_use.generation == 1
+    assert not any(engine.closed for engine in engines)
+    assert not any(each.name.startswith("engine m") for each in threading.enumerate())
+
+
 # -- Requests are joined only where their rows were seen not to depend on each other
 
 
