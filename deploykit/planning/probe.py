@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.files import cache_folder, read_json, write_json
@@ -64,7 +64,8 @@ class Chain:
 
     def graph(self) -> Graph:
         """Return the graph; nodes in fp16 are between casts, those in INT8 between Q/DQ pairs."""
-        nodes, stored, random = [], [], np.random.default_rng(_SEED)
+        nodes, stored = list[NodeProto](), list[TensorProto]()
+        random = np.random.default_rng(_SEED)
         half, int8 = self.precision == "fp16", self.precision == "int8"
 
         def add(operator: str, inputs: Sequence[str], **options: Any) -> str:
