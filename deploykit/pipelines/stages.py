@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -474,28 +474,39 @@ def connect_engines(definition: Definition, engines: Mapping[str, Engine]) -> St
     return _Connecting(definition, {name: Ports.of(each) for name, each in engines.items()}).graph()
 
 
-@dataclass
 class _Connecting:
-    definition: Definition
-    ports: Mapping[str, Ports]
-    sources: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by stage and parameter
+    """Finds where each parameter's value is from, by the names that stages and outputs have."""
 
-    def __post_init__(self) -> None:
-        self.where = self.definition.path.name
-        self.stages = {each.name: each for each in self.definition.stages}
-        self.outputs: dict[str, list[str]] = {}  # output -> its models
-        for name, each in self.ports.items():
-            for spec in () if each.task else each.outputs:
-                self.outputs.setdefault(spec.name, []).append(name)
+    def __init__(self, definition: Definition, ports: Mapping[str, Ports]) -> None:
+        self.definition, self.ports = definition, ports
+        self.stages = {each.name: each for each in definition.stages}
+        self.takes = {
+            name: each.takes if isinstance(each, Function) else ports[name].takes
+            for name, each in self.stages.items()
+        }
+        self.names = {name: [Origin(name)] for name in self.stages}
+        outputs = [
+            (model, spec.name, Origin(model, spec.name if len(each.outputs) > 1 else ""))
+            for model, each in ports.items()
+            for spec in (() if each.task else each.outputs)
+        ]
+        for _, output, origin in outputs:
+            self.names.setdefault(output, []).append(origin)
+        for model, output, origin in outputs:
+            self.names.setdefault(f"{model}_{output}", [origin])
 
     def error(self, text: str, hint: str | None = None) -> BadInput:
-        return BadInput(f"{self.where}: {text}", hint=hint)
+        return BadInput(f"{self.definition.path.name}: {text}", hint=hint)
 
     def graph(self) -> StageGraph:
-        self.sources = {name: self._find_sources(name) for name in self.stages}
-        entry = self._find_input()
-        order = self._order()
-        used = {source.stage for found in self.sources.values() for source in found.values()}
+        sources = {name: self._find_sources(name) for name in self.stages}
+        before = {name: [o.stage for o in found.values()] for name, found in sources.items()}
+        try:
+            order = list(TopologicalSorter(before).static_order())
+        except CycleError as exc:
+            raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
+        entry, takes = self._find_input(sources)
+        used = set(chain.from_iterable(before.values()))
         ends = [name for name in self.stages if name not in used]
         answer = "answer" if "answer" in ends else ends[-1]
         for name in ends:
@@ -504,112 +515,68 @@ class _Connecting:
                     f"no other stage takes '{name}', and the answer is that of '{answer}'",
                     hint=f"remove it, or name it _{name} if it is not a stage",
                 )
-        takes = self._find_annotation(entry)
         kind = _KINDS.get(get_origin(takes) or takes)
         if kind is None:
             hint = "bytes, str, numpy.ndarray (an image), dict, list, int, float or bool"
             raise self.error(f"the request's input is {shown(takes)}", hint)
         stages: dict[str, WiredStage] = {}
         for name in order:
-            stages[name] = self._wire(name, stages, takes)
+            if name in sources:
+                stages[name] = self._wire(name, sources[name], stages, takes)
         return StageGraph(self.definition, stages, entry, takes, kind, answer)
-
-    def _parameters(self, name: str) -> Mapping[str, Any]:
-        about = self.stages[name]
-        return about.takes if isinstance(about, Function) else self.ports[name].takes
 
     def _find_sources(self, name: str) -> dict[str, Origin]:
         """Return the origin of each parameter; a name that no stage has is the request's input."""
-        about, parameters, sources = self.stages[name], self._parameters(name), {}
+        about, takes, sources = self.stages[name], self.takes[name], {}
         wired = dict(about.wired)
-        if "" in wired and len(parameters) == 1:
-            wired = {next(iter(parameters)): wired[""]}
-        for parameter in wired:
-            if parameter not in parameters:
-                what = f"no input '{parameter}'" if parameter else f"{len(parameters)} inputs"
-                hint = f"its inputs are: {', '.join(parameters)}"
-                raise self.error(f"model '{name}' has {what}", hint)
-        for parameter in parameters:
+        if "" in wired and len(takes) == 1:
+            wired = {next(iter(takes)): wired[""]}
+        for parameter in (each for each in wired if each not in takes):
+            what = f"no input '{parameter}'" if parameter else f"{len(takes)} inputs"
+            raise self.error(f"model '{name}' has {what}", f"its inputs are: {', '.join(takes)}")
+        for parameter in takes:
             wanted = wired.get(parameter, parameter)
-            source = self._find_source(name, wanted)
-            optional = isinstance(about, Function) and parameter in about.optional
-            if source is not None or not optional:
-                sources[parameter] = source or Origin(wanted)
+            found = [origin for origin in self.names.get(wanted, ()) if origin.stage != name]
+            if len(found) > 1 and found[0].stage != wanted:  # a stage's name comes before outputs'
+                models = [origin.stage for origin in found]
+                raise self.error(
+                    f"stage '{name}' takes '{wanted}', an output of {' and '.join(models)}",
+                    hint=f"name the model's too: {models[0]}_{wanted}",
+                )
+            if found or not (isinstance(about, Function) and parameter in about.optional):
+                # a stage that takes itself is a cycle
+                sources[parameter] = found[0] if found else Origin(wanted)
         if not sources:
             raise self.error(f"stage '{name}' takes nothing")
         return sources
 
-    def _find_source(self, name: str, wanted: str) -> Origin | None:
-        if wanted in self.stages and wanted != name:
-            return Origin(wanted)
-        models = [each for each in self.outputs.get(wanted, ()) if each != name]
-        if len(models) > 1:
-            raise self.error(
-                f"stage '{name}' takes '{wanted}', an output of {' and '.join(models)}",
-                hint=f"name the model's too: {models[0]}_{wanted}",
-            )
-        pairs = [(model, output) for output, owners in self.outputs.items() for model in owners]
-        found = [(model, wanted) for model in models]
-        for model, output in found or [pair for pair in pairs if "_".join(pair) == wanted]:
-            return Origin(model, output if len(self.ports[model].outputs) > 1 else "")
-        if wanted == name:
-            raise self.error(f"a cycle: {name} -> {name}")
-        return None
-
-    def _find_input(self) -> str:
-        """Return the one name that no stage has; functions come before models."""
-        functions_first = sorted(self.stages, key=lambda n: isinstance(self.stages[n], Model))
-        unknown = {
-            source.stage: name
-            for name in functions_first
-            for source in self.sources[name].values()
-            if source.stage not in self.stages
-        }
-        if not unknown:
-            self._order()
-        entry, *others = unknown
+    def _find_input(self, sources: Mapping[str, Mapping[str, Origin]]) -> tuple[str, Any]:
+        """Return the one name that no stage has, and its annotation; functions decide first."""
+        takers: dict[str, tuple[str, Any]] = {}
+        for name in sorted(self.stages, key=lambda name: isinstance(self.stages[name], Model)):
+            for parameter, origin in sources[name].items():
+                if origin.stage not in self.stages:
+                    takers.setdefault(origin.stage, (name, self.takes[name][parameter]))
+        entry, *others = takers
         for wrong in others:
-            known = [*self.stages, *self.outputs]
             raise self.error(
-                f"stage '{unknown[wrong]}' takes '{wrong}', which is neither a stage nor an output "
-                f"of a model; the request's input is '{entry}'",
-                hint=did_you_mean(wrong, known, f"there are: {', '.join(known)}"),
+                f"stage '{takers[wrong][0]}' takes '{wrong}', which is neither a stage nor an "
+                f"output of a model; the request's input is '{entry}'",
+                hint=did_you_mean(wrong, self.names, f"there are: {', '.join(self.names)}"),
             )
-        return entry
+        takes = takers[entry][1]
+        return entry, bytes if takes == np.ndarray | bytes else takes  # a task decodes images
 
-    def _order(self) -> list[str]:
-        before = {
-            name: [source.stage for source in sources.values() if source.stage in self.stages]
-            for name, sources in self.sources.items()
-        }
-        try:
-            return list(TopologicalSorter(before).static_order())
-        except CycleError as exc:
-            raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
-
-    def _find_annotation(self, entry: str) -> Any:
-        """Return the annotation of the request's input; functions decide before models."""
-        takers = {
-            name: self._parameters(name)[parameter]
-            for name, sources in self.sources.items()
-            for parameter, source in sources.items()
-            if source.stage == entry
-        }
-        functions = {n: each for n, each in takers.items() if isinstance(self.stages[n], Function)}
-        (first, takes), *others = (functions or takers).items()
-        for name, other in others:
-            if other != takes:
-                raise self.error(
-                    f"the request's input '{entry}' is {shown(takes)} in '{first}' and "
-                    f"{shown(other)} in '{name}'"
-                )
-        return bytes if takes == np.ndarray | bytes else takes  # a model with a task decodes images
-
-    def _wire(self, name: str, before: Mapping[str, WiredStage], entry: Any) -> WiredStage:
+    def _wire(
+        self,
+        name: str,
+        sources: Mapping[str, Origin],
+        before: Mapping[str, WiredStage],
+        entry: Any,
+    ) -> WiredStage:
         about, arguments = self.stages[name], {}
-        for parameter, source in self.sources[name].items():
-            wanted = self._parameters(name)[parameter]
-            given = entry
+        for parameter, source in sources.items():
+            wanted, given = self.takes[name][parameter], entry
             if source.stage in before:
                 stage = before[source.stage]
                 tensor = list[np.ndarray] if stage.each else np.ndarray
