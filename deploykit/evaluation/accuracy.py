@@ -282,6 +282,7 @@ def evaluate(
     metric, max_drop = criterion.metric, criterion.max_drop
     if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
         raise BadInput(f"`max_drop` must be a number above 0, got {max_drop}")
+    drop, agreement, used = None, None, None
     if samples is None:
         if max_drop is not None:
             raise BadInput(
@@ -292,37 +293,83 @@ def evaluate(
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
         random = [*single_rows(random, reference.inputs), *random]
         parity = compare_engines(reference, candidate, random, names=names, random=True)
-        return _without_labels(parity, None, None, criterion)
-    size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
-    samples = samples.first(used)
-    labels = samples.labels if metric is not None else None
-    scores: tuple[list[np.ndarray], list[np.ndarray]] = [], []
-    answers: list[np.ndarray] = []  # of each batch, as `same_answers` counts them
+    else:
+        size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
+        samples = samples.first(used)
+        labels = samples.labels if metric is not None else None
+        scores: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        answers: list[np.ndarray] = []  # of each batch, as `same_answers` counts them
 
-    def add(number: int, left: Arrays, right: Arrays) -> None:
-        """Count the answers to batch `number`, and score them where there are labels."""
-        rows = slice(number * size, min((number + 1) * size, used))
-        if metric is not None and labels is not None:
-            for found, outputs in zip(scores, (left, right), strict=True):
-                found.append(metric.rate(outputs, labels[rows], samples.where))
-        equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
-        if equal is not None:
-            answers.append(equal)
+        def add(number: int, left: Arrays, right: Arrays) -> None:
+            """Count the answers to batch `number`, and score them where there are labels."""
+            rows = slice(number * size, min((number + 1) * size, used))
+            if metric is not None and labels is not None:
+                for found, outputs in zip(scores, (left, right), strict=True):
+                    found.append(metric.rate(outputs, labels[rows], samples.where))
+            equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
+            answers.extend([] if equal is None else [equal])
 
-    parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=add)
-    agreement = None
-    if _broken(parity):
-        check_finite(samples)
-    elif answers:
-        agreement = pooled_share(*np.concatenate(answers).T)
-    if metric is not None and labels is not None and not _broken(parity):
-        before, after = map(np.concatenate, scores)
-        drop = metric.drop(before, after, labels)
-        bound = MAX_DROP if max_drop is None else max_drop
+        parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=add)
+        if _broken(parity):
+            check_finite(samples)
+        else:
+            agreement = pooled_share(*np.concatenate(answers).T) if answers else None
+            if metric is not None and labels is not None:
+                drop = metric.drop(*map(np.concatenate, scores), labels)
+    passed, reason, bound = _decide(parity, drop, agreement, used, criterion)
+    return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
+
+
+def _decide(
+    parity: Parity,
+    drop: Drop | None,
+    agreement: Interval | None,
+    samples: int | None,
+    criterion: Criterion,
+) -> tuple[bool, str, float | None]:
+    """Return whether the candidate passes, the reason, and the bound on the drop that applied."""
+    bound, reasons = criterion.max_drop, [*parity.warnings]
+    if failed := _broken(parity):
+        return False, failed, bound
+    if drop is not None:
+        bound = MAX_DROP if bound is None else bound
         text, changed = "the upper end of the drop, {}, is", drop.lost + drop.gained > 0
         passed, reason = _bounded(text, drop.drop, bound, drop.unit, drop.n, changed=changed)
-        return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
-    return _without_labels(parity, agreement, used, criterion)
+        return passed, reason, bound
+    for row in parity.rows:
+        if row.answers == BOXES and (found := row.agreement or 0.0) < MIN_BOXES:
+            share = f"{found * 100:.4g} % of the boxes"
+            return False, f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}", bound
+    floating = [row for row in parity.rows if row.floating]
+    low = {row.output for row in floating if row.sqnr_db < MIN_SQNR_DB}
+    large = {row.output for row in floating if max(row.scale or 0.0, row.max_abs) >= _SMALL_SHARE}
+    if small := (low & set(criterion.shares)) - large:
+        reasons.append(f"'{', '.join(sorted(small))}' {NOTHING_FOUND}")
+        floating = [row for row in floating if row.output not in small] or floating
+    if floating:
+        worst = min(floating, key=lambda row: row.sqnr_db)
+        text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
+        if worst.sqnr_db < MIN_SQNR_DB:
+            return False, "; ".join([f"{text} below {MIN_SQNR_DB:g} dB", *reasons]), bound
+        reasons.append(f"{text} {MIN_SQNR_DB:g} dB or more")
+    elif samples is None:  # only integers, and no data that shows how many may differ
+        row = parity.worst
+        reason = f"{_where(row)}: {row.problem or 'all integers are equal'}"
+        return not row.problem, reason, bound
+    else:
+        bound = MAX_DROP if bound is None else bound
+    if bound is not None:
+        if agreement is None or samples is None:
+            raise BadInput(
+                "`max_drop`: no output holds an answer per sample, so no drop can be measured",
+                hint="give labelled samples and a metric, or no bound",
+            )
+        text = "up to {} of the samples are answered differently,"
+        lost = Interval(1 - agreement.value, 1 - agreement.high, 1 - agreement.low)
+        passed, reason = _bounded(text, lost, bound, "%", samples, changed=lost.value > 0)
+        reasons = [*reasons, reason] if passed else [reason]
+        return passed, "; ".join(reasons), bound
+    return True, "; ".join(reasons), bound
 
 
 def _broken(parity: Parity) -> str:
@@ -332,60 +379,6 @@ def _broken(parity: Parity) -> str:
 
 def _where(row: ParityRow) -> str:
     return f"output '{row.output}' at batch {row.batch}"
-
-
-def _without_labels(
-    parity: Parity, agreement: Interval | None, samples: int | None, criterion: Criterion
-) -> Evaluation:
-    max_drop = criterion.max_drop
-
-    def verdict(passed: bool, reason: str) -> Evaluation:
-        return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, MIN_SQNR_DB)
-
-    if failed := _broken(parity) or _lost_boxes(parity):
-        return verdict(False, failed)
-    reasons = [*parity.warnings]
-    every = [row for row in parity.rows if row.floating]
-    low = {row.output for row in every if row.sqnr_db < MIN_SQNR_DB}
-    large = {row.output for row in every if max(row.scale or 0.0, row.max_abs) >= _SMALL_SHARE}
-    small = (low & set(criterion.shares)) - large
-    floating = [row for row in every if row.output not in small] or every
-    if small:
-        where = ", ".join(sorted(small))
-        reasons.append(f"'{where}' {NOTHING_FOUND}")
-    if floating:
-        worst = min(floating, key=lambda row: row.sqnr_db)
-        text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
-        if worst.sqnr_db < MIN_SQNR_DB:
-            return verdict(False, "; ".join([f"{text} below {MIN_SQNR_DB:g} dB", *reasons]))
-        reasons.append(f"{text} {MIN_SQNR_DB:g} dB or more")
-    elif samples is None:  # only integers, and no data that shows how many may differ
-        row = parity.worst
-        passed = not row.problem
-        return verdict(passed, f"{_where(row)}: {row.problem or 'all integers are equal'}")
-    else:
-        max_drop = MAX_DROP if max_drop is None else max_drop
-    if max_drop is not None:
-        if agreement is None or samples is None:
-            raise BadInput(
-                "`max_drop`: no output holds an answer per sample, so no drop can be measured",
-                hint="give labelled samples and a metric, or no bound",
-            )
-        text = "up to {} of the samples are answered differently,"
-        lost = Interval(1 - agreement.value, 1 - agreement.high, 1 - agreement.low)
-        passed, reason = _bounded(text, lost, max_drop, "%", samples, changed=lost.value > 0)
-        if not passed:
-            return verdict(False, reason)
-        reasons.append(reason)
-    return verdict(True, "; ".join(reasons))
-
-
-def _lost_boxes(parity: Parity) -> str:
-    for row in parity.rows:
-        if row.answers == BOXES and (row.agreement or 0.0) < MIN_BOXES:
-            share = f"{(row.agreement or 0.0) * 100:.4g} % of the boxes"
-            return f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}"
-    return ""
 
 
 def _bounded(
