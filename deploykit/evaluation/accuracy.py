@@ -315,7 +315,8 @@ def evaluate(
         else:
             agreement = pooled_share(*np.concatenate(answers).T) if answers else None
             if metric is not None and labels is not None:
-                drop = metric.drop(*map(np.concatenate, scores), labels)
+                before, after = map(np.concatenate, scores)
+                drop = metric.drop(before, after, labels)
     passed, reason, bound = _decide(parity, drop, agreement, used, criterion)
     return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
 

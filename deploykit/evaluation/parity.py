@@ -95,8 +95,8 @@ def add_float32_errors(
             if array.dtype.kind in "biuO" or array.shape != others[name].shape:
                 continue
             tally = Tally(array)
-            pairs = (each[name].astype(np.float64) for each in (others, values))
-            tally.add(*pairs, boxes=boxes.get(name))
+            exact, rounded = (each[name].astype(np.float64) for each in (others, values))
+            tally.add(exact, rounded, boxes=boxes.get(name))
             row = tally.row(name, 0)
             if not row.problem:
                 found[name] = max(found.get(name, 0.0), row.error)
