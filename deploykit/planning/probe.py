@@ -215,30 +215,23 @@ class GpuCeilings(Record):
     """The highest rates of chains on a GPU, without the copies there and back.
 
     `ops_per_s`: of matrix products, by precision; "fp32" as ONNX Runtime multiplies it, in TF32
-    where the GPU has that. `bytes_per_s`: of its memory.
+    where the GPU has that. `bytes_per_s`: of its memory, and so `cache_bytes_per_s`.
     """
 
-    device: str
-    runtime: str
     ops_per_s: Mapping[str, float]
     bytes_per_s: float
-
-    @property
-    def cache_bytes_per_s(self) -> float:
-        return self.bytes_per_s
+    cache_bytes_per_s: float
 
 
 def measure_gpu(device: str) -> GpuCeilings:
     """Measure a GPU for some seconds. Raises Unsupported, OutOfMemory, as engines do."""
-    clock, ops = time.perf_counter_ns, dict[str, float]()
-    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
-        for precision in ("fp32", "fp16"):
-            chain = product(GPU_ROWS, GPU_WIDTH, 8, precision=precision, shared=True)
-            seconds, _ = _time(chain, Path(folder), None, clock, BUDGET_S, device)
-            ops[precision] = chain.flops * chain.count / seconds[0]
-        chain = passing(kinds.SIMPLE, GPU_ELEMENTS)
-        seconds, runtime = _time(chain, Path(folder), None, clock, BUDGET_S, device)
-    return GpuCeilings(device, runtime, ops, chain.work * chain.count / seconds[0])
+    shape, precisions = (GPU_ROWS, GPU_WIDTH, 8), ("fp32", "fp16")
+    chains = [product(*shape, precision=precision, shared=True) for precision in precisions]
+    chains.append(passing(kinds.SIMPLE, GPU_ELEMENTS))
+    timed, _ = _time(chains, device, budget_s=BUDGET_S)
+    *ops_per_s, bytes_per_s = (chain.work * chain.count / took[0] for chain, took in timed)
+    by_precision = dict(zip(precisions, ops_per_s, strict=True))
+    return GpuCeilings(by_precision, bytes_per_s, bytes_per_s)
 
 
 def measure_cpu(
@@ -248,26 +241,12 @@ def measure_cpu(
     budget_s: float = BUDGET_S,
     on_progress: Progress = no_progress,
 ) -> CpuCalibration:
-    """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime."""
-    threads = threads or default_threads()
-    chains, runtime = _chains(), ""
-    timed: list[tuple[Chain, list[float]]] = []
-    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
-        for number, chain in enumerate(chains):
-            on_progress("calibrate", number / len(chains))
-            seconds, runtime = _time(chain, Path(folder), threads, clock, budget_s)
-            timed.append((chain, seconds))
-    on_progress("calibrate", 1.0)
-    return _conclude(timed, threads, runtime)
-
-
-def _conclude(
-    timed: Sequence[tuple[Chain, list[float]]], threads: int, runtime: str
-) -> CpuCalibration:
-    """Conclude from the sorted seconds of each chain's calls, the two tiny chains first.
+    """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime.
 
     A chain's usual time is its lower quartile: other work only makes calls longer.
     """
+    threads = threads or default_threads()
+    timed, runtime = _time(_chains(), "cpu", threads, clock, budget_s, on_progress)
     usual_s = [statistics.quantiles(seconds, n=4)[0] for _, seconds in timed]
     (tiny, _), (longer, _), *measured = timed
     launch_s = max(1e-8, (usual_s[1] - usual_s[0]) / (longer.count - tiny.count))
@@ -326,27 +305,32 @@ def _chains() -> list[Chain]:
 
 
 def _time(
-    chain: Chain,
-    folder: Path,
-    threads: int | None,
-    clock: Clock,
-    budget_s: float,
-    device: str = "cpu",
-) -> tuple[list[float], str]:
-    """Return the sorted seconds of calls without their copies, and the runtime."""
-    path = folder / "chain.onnx"
-    chain.graph().save(path, temporary=True)
-    feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
-    with load(path, device, threads=threads) as engine:
-        engine(feeds)
-        engine(feeds)
-        seconds: list[float] = []
-        while len(seconds) < _LEAST_RUNS or sum(seconds) < budget_s:
-            began = clock()
-            engine(feeds)
-            copies_s = sum(engine.last_copies_us) / 1e6
-            seconds.append(max(1e-9, (clock() - began) / 1e9 - copies_s))
-        return sorted(seconds), engine.runtime
+    chains: Sequence[Chain],
+    device: str,
+    threads: int | None = None,
+    clock: Clock = time.perf_counter_ns,
+    budget_s: float = BUDGET_S,
+    on_progress: Progress = no_progress,
+) -> tuple[list[tuple[Chain, list[float]]], str]:
+    """Return the sorted seconds of each chain's calls without their copies, and the runtime."""
+    timed, runtime = list[tuple[Chain, list[float]]](), ""
+    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
+        for number, chain in enumerate(chains):
+            on_progress("calibrate", number / len(chains))
+            path = chain.graph().save(Path(folder) / "chain.onnx", temporary=True).path
+            feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
+            with load(path, device, threads=threads) as engine:
+                engine(feeds)
+                engine(feeds)
+                seconds, runtime = list[float](), engine.runtime
+                while len(seconds) < _LEAST_RUNS or sum(seconds) < budget_s:
+                    began = clock()
+                    engine(feeds)
+                    copies_s = sum(engine.last_copies_us) / 1e6
+                    seconds.append(max(1e-9, (clock() - began) / 1e9 - copies_s))
+            timed.append((chain, sorted(seconds)))
+    on_progress("calibrate", 1.0)
+    return timed, runtime
 
 
 def cpu_calibration(
