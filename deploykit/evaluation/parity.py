@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -188,10 +189,9 @@ class Tally:
         `axis`: that of the classes, if there is one. `boxes`: how many of them both sides have.
         """
         if boxes is not None:
-            self.answers = BOXES
-            self.rows += boxes.total
-            self.agreeing += boxes.matched
-            self.iou += boxes.iou
+            matched, total = boxes.images.sum(0).tolist()
+            self.answers, self.iou = BOXES, self.iou + boxes.iou
+            self.rows, self.agreeing = self.rows + total, self.agreeing + matched
         self.values += a.size
         if a.size == 0:
             return
@@ -301,23 +301,14 @@ _MOST = 4096  # boxes per image: the IoU of all pairs is in memory at once
 _CLOSE = 1e-3  # share of the largest coordinate: boxes without an area this close are equal
 
 
-@dataclass(frozen=True)
-class Matches:
-    """Paired boxes. `iou`: the sum over pairs. `images`: of each image, those matched and all.
+class Matches(NamedTuple):
+    """Paired boxes. `iou`: the sum over pairs. `images`: those matched and all, by image: [N,2].
 
     All are the boxes of both sides, pairs counted once.
     """
 
     iou: float
-    images: tuple[tuple[int, int], ...]
-
-    @property
-    def matched(self) -> int:
-        return sum(matched for matched, _ in self.images)
-
-    @property
-    def total(self) -> int:
-        return sum(total for _, total in self.images)
+    images: np.ndarray
 
 
 def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matches]]:
@@ -344,7 +335,7 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
                 parts = outputs[name][None] if one_image else outputs[name]
                 taken = [part[each[side]] for part, each in zip(parts, pairs, strict=True)]
                 outputs[name] = np.concatenate(taken)
-        counts = tuple((len(places), total) for places, _, _, total in pairs)
+        counts = np.array([(len(places), total) for places, _, _, total in pairs])
         found[head[0]] = Matches(sum(iou for _, _, iou, _ in pairs), counts)
     return left, right, found
 
