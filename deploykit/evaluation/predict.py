@@ -445,6 +445,7 @@ class PartialOutputs:
     dropped: str = ""
     _columns: dict[str, _Column] = field(default_factory=dict)
     _constants: dict[str, np.ndarray] = field(default_factory=dict)
+    _files: ExitStack = field(default_factory=ExitStack)
     _saved_s: float = 0.0
 
     @property
@@ -452,8 +453,17 @@ class PartialOutputs:
         return self.out.with_name(f"{self.out.name}.parts")
 
     def resume(self, *, restart: bool) -> None:
-        state = self._read_state()
-        if state is not None and not restart:
+        """Take up what an earlier run left, if it can be. Raises BadInput for other files."""
+        state: Any = None
+        if left := any(not path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
+            with contextlib.suppress(BadInput):
+                state = read_json(self.folder / _STATE)
+            if not isinstance(state, dict) or state.get("kind") != _KIND:
+                raise BadInput(
+                    f"{self.folder}: exists, and is not what deploykit wrote there",
+                    hint="it is for an unfinished run: remove it, or choose another `out`",
+                )
+        if left and not restart:
             try:
                 self.dropped = self._read_columns(state)
             except (KeyError, TypeError, ValueError, AttributeError):  # edited by hand
@@ -466,12 +476,12 @@ class PartialOutputs:
     def close(self) -> None:
         with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
             self._save()
-        if self.samples:
-            self._close_files()
-            return
-        with contextlib.suppress(OSError):  # somebody else's file is in it
-            self._clear()
-            self.folder.rmdir()
+        with contextlib.suppress(OSError):
+            self._files.close()
+        if not self.samples:
+            with contextlib.suppress(OSError):  # somebody else's file is in it
+                self._clear()
+                self.folder.rmdir()
 
     def append(self, outputs: Mapping[str, np.ndarray], samples: int) -> None:
         """Add the outputs of the next `samples`.
@@ -540,7 +550,8 @@ class PartialOutputs:
     def _open(self, axis: int, dtype: np.dtype, row: tuple[int, ...]) -> _Column:
         path = self.folder / f"{len(self._columns)}.bin"
         with write_errors(self.out):
-            return _Column(axis, dtype, row, path.open("a+b"))
+            file = self._files.enter_context(path.open("a+b"))
+        return _Column(axis, dtype, row, file)
 
     def _save(self) -> None:
         """Sync what was appended to disk, so that it survives a crash of the machine."""
@@ -558,19 +569,6 @@ class PartialOutputs:
     def _depends_on(self, samples: int) -> dict[str, str]:
         return {**self.made_by, "samples": self.source.stamp(samples)}
 
-    def _read_state(self) -> dict[str, Any] | None:
-        """Read what an earlier run left; None without one. Raises BadInput for other files."""
-        if all(path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
-            return None
-        with contextlib.suppress(BadInput):
-            state = read_json(self.folder / _STATE)
-            if isinstance(state, dict) and state.get("kind") == _KIND:
-                return state
-        raise BadInput(
-            f"{self.folder}: exists, and is not what deploykit wrote there",
-            hint="it is for the outputs of an unfinished run: remove it, or choose another `out`",
-        )
-
     def _read_columns(self, state: Mapping[str, Any]) -> str:
         """Resume an earlier run; return what has changed since, so that this is impossible."""
         depends_on = self._depends_on(state["count"]).items()
@@ -586,15 +584,10 @@ class PartialOutputs:
         self.samples = state["count"]
         return ""
 
-    def _close_files(self) -> None:
-        for column in self._columns.values():
-            with contextlib.suppress(OSError):
-                column.file.close()
-        self._columns = {}
-
     def _clear(self) -> None:
         """Remove the files of this and an earlier run."""
-        self._close_files()
+        self._files.close()
+        self._columns = {}
         # the state last: without it a later run would not know the others for deploykit's
         for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _STATE):
             own = path.suffix == ".bin" and path.stem.isdecimal()

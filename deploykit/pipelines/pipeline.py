@@ -22,7 +22,6 @@ from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
 from deploykit.pipelines.stages import (
     StageGraph,
-    WiredStage,
     connect_engines,
     failure_reason,
     named,
@@ -64,20 +63,17 @@ class OpenPipeline(Closing, Shown):
             if stage.ports is None:
                 given = [stage.run(each) for each in values]
             else:
-                given = self._run_model(stage, values)
+                prepared = stage.prepare(values, self._max_rows[name])
+                with named(name):
+                    outputs = [self.engines[name](feeds) for feeds in prepared.feeds]
+                found = iter(stage.collect(prepared, outputs))
+                given = [[next(found) for _ in stage.items(each)] for each in values]
+                given = given if stage.each else [each for (each,) in given]
             for each, value in zip(values, given, strict=True):
                 each[name] = value
             if on_stage is not None:
                 on_stage(name, time.perf_counter() - began_s)
         return [each[self.graph.answer] for each in values]
-
-    def _run_model(self, stage: WiredStage, values: Sequence[Mapping[str, Any]]) -> list[Any]:
-        prepared = stage.prepare(values, self._max_rows[stage.name])
-        with named(stage.name):
-            outputs = [self.engines[stage.name](feeds) for feeds in prepared.feeds]
-        found = iter(stage.collect(prepared, outputs))
-        given = [[next(found) for _ in stage.items(each)] for each in values]
-        return given if stage.each else [each[0] for each in given]
 
     def close(self) -> None:
         for engine in self.engines.values():
