@@ -249,17 +249,12 @@ def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) ->
         if target.calibration:
             return cost
         to = BY_NAME["fp16"]
+    moved = (cost.read_bytes, cost.write_bytes)
+    read, write = (None if n is None else n * to.bits // _FLOAT32_BITS for n in moved)
+    weights = cost.weight_bytes * to.bits // _FLOAT32_BITS
     return replace(
-        cost,
-        precision=to.dtype,
-        read_bytes=_part(cost.read_bytes, to.bits),
-        write_bytes=_part(cost.write_bytes, to.bits),
-        weight_bytes=cost.weight_bytes * to.bits // _FLOAT32_BITS,
+        cost, precision=to.dtype, read_bytes=read, write_bytes=write, weight_bytes=weights
     )
-
-
-def _part(count: int | None, bits: int) -> int | None:
-    return None if count is None else count * bits // _FLOAT32_BITS
 
 
 def unknown_nodes(costs: Sequence[NodeCost]) -> tuple[tuple[str, ...], tuple[str, ...]]:
