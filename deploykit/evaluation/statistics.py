@@ -388,9 +388,9 @@ def _percentile(
     # short rounds, of which there are many, show a slow drift; the wider interval counts
     ninth = _at(ordered, n * 0.9)  # inf, where more than a tenth is lost
     most = ninth if ninth < math.inf else value
-    pairs = [_half_widths(each, value, n, most) for each in (rounds, short)]
-    (half, drift), share = np.max(pairs, axis=0).tolist(), q / 100
-    half, odds = half / (share * (1 - share)), math.log(share / (1 - share))
+    halves, drifts = zip(*(_half_widths(x, value, n, most) for x in (rounds, short)), strict=True)
+    share, drift = q / 100, max(drifts)
+    half, odds = max(halves) / (share * (1 - share)), math.log(share / (1 - share))
     low = math.floor(n / (1 + math.exp(min(half - odds, 700.0))))
     high = math.ceil(n / (1 + math.exp(-half - odds)))
     if low < 1 or high > n:  # outside the samples

@@ -198,12 +198,10 @@ class ServedPipelines:
         self.files = dict(models)
         for name, definition in self._definitions.items():
             served = {file.resolve(): model for model, file in self.files.items()}
-            self._stages[name] = {
-                stage: served.get(file.resolve(), f"{name}.{stage}")
-                for stage, file in files_of_models(definition).items()
-            }
-            for stage, model in self._stages[name].items():
-                self.files.setdefault(model, definition.models[stage])
+            self._stages[name] = stages = {}
+            for stage, file in files_of_models(definition).items():
+                stages[stage] = served.get(file.resolve(), f"{name}.{stage}")
+                self.files.setdefault(stages[stage], file)
         for name in self._definitions:
             if name in self.files:
                 hint = "give the pipeline another: NAME=FILE"
