@@ -370,8 +370,8 @@ def _percentile(
     if n < fewest:
         return fewest
     if len(rounds) == 1:
-        most = min(_SLICES, n // _FEWEST_ROUNDS)
-        rounds = np.array_split(rounds[0], most if most >= FEWEST_DEPENDENT else _FEWEST_ROUNDS)
+        count = min(_SLICES, n // _FEWEST_ROUNDS)
+        rounds = np.array_split(rounds[0], count if count >= FEWEST_DEPENDENT else _FEWEST_ROUNDS)
     value = _at(ordered, n * q / 100)
     if value == math.inf:
         return Interval(value, value, value)
