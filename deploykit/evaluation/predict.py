@@ -60,7 +60,6 @@ from deploykit.evaluation.verify import open_proven
 
 log = logging.getLogger(__name__)
 
-_BLOCK = 4096  # rows of outputs at a time
 _IMAGE_FILES, _TEXT_FILES = (".jpg", ".jpeg", ".png", ".webp"), (".txt",)
 
 
@@ -358,13 +357,11 @@ def sample_axis(
 def _note_nan(outputs: Mapping[str, np.ndarray], on_note: Callable[[str], None]) -> None:
     """Pass on a note for each output that is NaN somewhere; it may be larger than the memory."""
     for name, values in outputs.items():
-        rows, others = [], tuple(range(1, values.ndim))
-        for at in range(0, len(values) if values.dtype.kind in "fc" else 0, _BLOCK):
-            block = values[at : at + _BLOCK]
-            rows += (at + np.flatnonzero(np.isnan(block).any(others))).tolist()
-        if rows:
-            what = f"{len(rows)} of {len(values)} rows, first in {rows[0]}"
-            on_note(f"output '{name}' is NaN in {what}")
+        if values.dtype.kind in "fc" and values.size:
+            rows = np.flatnonzero(np.isnan(values.max(axis=tuple(range(1, values.ndim)))))
+            if rows.size:
+                what = f"{rows.size} of {len(values)} rows, first in {rows[0]}"
+                on_note(f"output '{name}' is NaN in {what}")
 
 
 def _accuracy(source: DataSource, answers: np.ndarray | None) -> tuple[Interval | None, str]:
