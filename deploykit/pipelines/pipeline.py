@@ -24,7 +24,7 @@ from deploykit.pipelines.stages import (
     StageGraph,
     connect_engines,
     failure_reason,
-    named,
+    located,
 )
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class OpenPipeline(Closing, Shown):
                 given = [stage.run(each) for each in values]
             else:
                 prepared = stage.prepare(values, self._max_rows[name])
-                with named(name):
+                with located(f"stage '{name}'"):
                     outputs = [self.engines[name](feeds) for feeds in prepared.feeds]
                 found = iter(stage.collect(prepared, outputs))
                 given = [[next(found) for _ in stage.items(each)] for each in values]
@@ -172,10 +172,8 @@ def predict_files(
 def _answer(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
     graph, inputs = opened.graph, list[Any]()
     for file in files:
-        try:
+        with located(str(file)):
             inputs.append(graph.read(file.read_bytes(), own_file=True))
-        except BadInput as exc:
-            raise BadInput(f"{file}: {exc.message}", hint=exc.hint) from exc
     try:
         return [graph.answer_json(each) for each in opened.run(inputs)]
     except DeploykitError as exc:

@@ -35,24 +35,28 @@ _VALUE_BYTES = 80  # memory for each comma, colon and opening bracket of JSON
 
 
 @contextmanager
-def named(stage: str) -> Iterator[None]:
-    """Add the stage's name to errors."""
+def located(where: str) -> Iterator[None]:
+    """Begin the messages of errors with `where`."""
     try:
         yield
     except DeploykitError as exc:
-        raise stage_error(exc, stage) from exc
+        raise _begin(exc, where) from exc
+
+
+def _begin(error: DeploykitError, where: str) -> DeploykitError:
+    if error.message.startswith(where):
+        return error
+    return type(error)(f"{where}: {error.message}", hint=error.hint)
 
 
 def stage_error(error: BaseException, stage: str) -> DeploykitError:
     """Return an error with the stage's name; a user's exception is reported by its class only."""
     where = f"stage '{stage}'"
-    if not isinstance(error, DeploykitError):
-        failed = StageFailed(f"{where} failed: {type(error).__name__}")
-        failed.__cause__ = error
-        return failed
-    if error.message.startswith(where):
-        return error
-    return type(error)(f"{where}: {error.message}", hint=error.hint)
+    if isinstance(error, DeploykitError):
+        return _begin(error, where)
+    failed = StageFailed(f"{where} failed: {type(error).__name__}")
+    failed.__cause__ = error
+    return failed
 
 
 def failure_reason(exc: DeploykitError) -> str:
@@ -370,12 +374,12 @@ class WiredStage:
     def prepare(self, values: Sequence[Mapping[str, Any]], max_rows: int) -> ModelCalls:
         """Return the calls of a model for several requests; see `Ports.prepare`."""
         assert self.ports is not None
-        with named(self.name):
+        with located(f"stage '{self.name}'"):
             return self.ports.prepare([item for v in values for item in self.items(v)], max_rows)
 
     def collect(self, calls: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
         assert self.ports is not None
-        with named(self.name):
+        with located(f"stage '{self.name}'"):
             return self.ports.collect(calls, outputs)
 
 
