@@ -146,15 +146,10 @@ def _check_same(
         hint = "; ".join(f"{side}: {', '.join(map(str, specs))}" for side, specs in sides)
         raise BadInput(f"{has} has an {kind} '{name}', {lacks} has none", hint=hint)
     for name, spec in left.items():
-        other = right[name]
-        fits = kind == "output" or (
-            len(spec.shape) == len(other.shape)
-            and all(
-                isinstance(x, str) or isinstance(y, str) or x == y
-                for x, y in zip(spec.shape, other.shape, strict=True)
-            )
-        )
-        if spec.dtype != other.dtype or not fits:
+        other, sizes = right[name], zip(spec.shape, right[name].shape, strict=False)
+        differs = any(x != y for x, y in sizes if isinstance(x, int) and isinstance(y, int))
+        differs |= len(spec.shape) != len(other.shape)
+        if spec.dtype != other.dtype or (differs and kind == "input"):
             raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
 
 
