@@ -381,18 +381,11 @@ class ReplicaModel:
     queue: int = QUEUE
 
     @property
-    def alone_s(self) -> float:
-        """Seconds of a request that waits for no other."""
-        return self.service_s[0] + self.request_s
-
-    @property
     def most_per_s(self) -> float:
         """The highest possible rate, whatever the latency."""
-        calls = ((size, seconds) for size, seconds in enumerate(self.service_s, start=1))
-        if self.overlaps:
-            rate = max(size / seconds for size, seconds in calls)
-            return min(rate, 1 / self.request_s) if self.request_s else rate
-        return max(size / (seconds + size * self.request_s) for size, seconds in calls)
+        own_s = 0.0 if self.overlaps else self.request_s
+        rate = max(n / (seconds + n * own_s) for n, seconds in enumerate(self.service_s, start=1))
+        return min(rate, 1 / self.request_s) if self.request_s else rate
 
 
 @dataclass(frozen=True)
@@ -430,13 +423,15 @@ def capacity(
     `request_s`, `overlaps`: see `ReplicaModel`.
     """
     least = min(service_s)
-    in_time = {size: each for size, each in service_s.items() if each <= bound_s or size == least}
-    whole = ReplicaModel(by_batch(in_time), request_s, overlaps)
-    nothing = Capacity(rate_per_s, bound_s * 1e3)
-    if whole.alone_s > bound_s:
-        return replace(nothing, why=f"a request alone takes {whole.alone_s * 1e3:.3g} ms")
+    sizes = sorted(n for n, seconds in service_s.items() if seconds <= bound_s or n == least)
+    every = np.arange(1, min(sizes[-1], _LARGEST_BATCH) + 1)
+    seconds = np.interp(every, sizes, [service_s[size] for size in sizes])
+    whole = ReplicaModel(tuple(seconds.tolist()), request_s, overlaps)
+    nothing, alone_s = Capacity(rate_per_s, bound_s * 1e3), whole.service_s[0] + request_s
+    if alone_s > bound_s:
+        return replace(nothing, why=f"a request alone takes {alone_s * 1e3:.3g} ms")
     best, most = whole, 0.0
-    for size in sorted({min(each, _LARGEST_BATCH) for each in in_time}, reverse=True):
+    for size in sorted({min(each, _LARGEST_BATCH) for each in sizes}, reverse=True):
         tried = replace(whole, service_s=whole.service_s[:size])
         more = most * _BETTER
         if not most or (more < tried.most_per_s and p99_s(more, tried) <= bound_s):
@@ -457,13 +452,6 @@ def capacity(
 def served_s(engine_s: float) -> float:
     """Return the seconds of an engine's call including the server's work for it."""
     return engine_s + CALL_S + _COLD * min(engine_s, _COLD_UNTIL_S)
-
-
-def by_batch(service_s: Mapping[int, float]) -> tuple[float, ...]:
-    """Interpolate the seconds of batch 1, 2, 3, ... up to the largest."""
-    sizes = sorted(service_s)
-    wanted = np.arange(1, min(sizes[-1], _LARGEST_BATCH) + 1)
-    return tuple(np.interp(wanted, sizes, [service_s[size] for size in sizes]).tolist())
 
 
 def p99_s(rate_per_s: float, replica: ReplicaModel) -> float:
