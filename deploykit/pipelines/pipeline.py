@@ -66,9 +66,7 @@ class OpenPipeline(Closing, Shown):
                 prepared = stage.prepare(values, self._max_rows[name])
                 with located(f"stage '{name}'"):
                     outputs = [self.engines[name](feeds) for feeds in prepared.feeds]
-                found = iter(stage.collect(prepared, outputs))
-                given = [[next(found) for _ in stage.items(each)] for each in values]
-                given = given if stage.each else [each for (each,) in given]
+                given = prepared.collect(outputs)
             for each, value in zip(values, given, strict=True):
                 each[name] = value
             if on_stage is not None:

@@ -135,22 +135,11 @@ def describe_value(value: object) -> str:
     return name
 
 
-class Group(NamedTuple):
-    """Items whose rows are joined in `calls` calls, with the rows of each.
-
-    `states`: of each item, whether it lacks a batch axis, or its task's state.
-    """
-
-    calls: int
-    rows: list[int]
-    states: list[Any]
-
-
 class ModelCalls(NamedTuple):
-    """The inputs of a model's calls, and the groups of items that they belong to, in order."""
+    """The inputs of a model's calls; `collect` turns their outputs into each request's value."""
 
     feeds: list[Arrays]
-    groups: list[Group]
+    collect: Callable[[Sequence[Arrays]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -180,27 +169,14 @@ class Ports:
             return dict[str, Any]
         return np.ndarray if len(self.outputs) == 1 else dict[str, np.ndarray]
 
-    def prepare(self, items: Sequence[Mapping[str, Any]], max_rows: int) -> ModelCalls:
-        """Join items of equal shapes into calls of up to `max_rows` rows; divide larger ones.
+    def read(self, item: Mapping[str, Any], max_rows: int) -> tuple[Arrays, Any]:
+        """Return an item's tensors, and its task's state, or whether it lacks a batch axis.
 
-        With `max_rows` 0 rows must not be joined, so each item is one call. An array without the
-        batch axis is one sample. Raises StageFailed for arrays that do not fit, BadInput for an
-        image or a text that cannot be read.
+        Raises StageFailed for arrays that do not fit, BadInput for an image or a text that cannot
+        be read.
         """
-        read = self._read_tensors if self.task is None else self._read_item
-        pairs = [read(item, max_rows) for item in items]
-        calls, groups = list[Arrays](), list[Group]()
-        for _, group in groupby(pairs, lambda pair: _shapes(pair[0]) if max_rows else id(pair)):
-            feeds, states = map(list, zip(*group, strict=True))
-            whole = _join(feeds)
-            rows = [len(next(iter(each.values()))) for each in feeds] if max_rows else [1]
-            cuts = [slice(at, at + max_rows) for at in range(0, sum(rows), max_rows or 1)]
-            groups.append(Group(len(cuts), rows, states))
-            calls += [{n: a[cut] for n, a in whole.items()} if max_rows else whole for cut in cuts]
-        return ModelCalls(calls, groups)
-
-    def _read_item(self, item: Mapping[str, Any], _max_rows: int) -> tuple[Arrays, Any]:
-        assert self.task is not None
+        if self.task is None:
+            return self._read_tensors(item, max_rows)
         (value,), image = item.values(), self.task.task.image
         if not isinstance(value, np.ndarray) or image is None:
             prepared = self.task.read(value)
@@ -227,21 +203,18 @@ class Ports:
             raise StageFailed("its inputs have different numbers of rows")
         return feeds, alone.pop()
 
-    def collect(self, prepared: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
-        """Return the result of each item. `outputs`: of each call."""
-        found, left = list[Any](), iter(outputs)
-        for calls, rows, states in prepared.groups:
-            whole = _join(list(islice(left, calls))) or {
-                spec.name: np.zeros((0, *concrete(spec, {})[1:]), carrier(spec.dtype))
-                for spec in self.outputs
-            }
-            if self.task is not None:
-                found += answer(self.task.task, whole, states)
-                continue
-            ends = list(accumulate(rows))
-            for end, count, state in zip(ends, rows, states, strict=True):
-                one = {n: a[end - count : end] for n, a in whole.items()} if ends[1:] else whole
-                found.append(self._result(one, state))
+    def answers(self, outputs: Arrays, rows: Sequence[int], states: Sequence[Any]) -> list[Any]:
+        """Return the result of each item. `outputs`: of all `rows`; nothing without a call."""
+        whole = outputs or {
+            spec.name: np.zeros((0, *concrete(spec, {})[1:]), carrier(spec.dtype))
+            for spec in self.outputs
+        }
+        if self.task is not None:
+            return answer(self.task.task, whole, states)
+        found, ends = [], list(accumulate(rows))
+        for end, count, state in zip(ends, rows, states, strict=True):
+            one = {n: a[end - count : end] for n, a in whole.items()} if ends[1:] else whole
+            found.append(self._result(one, state))
         return found
 
     def _result(self, outputs: Arrays, sample: bool) -> Any:
@@ -372,15 +345,35 @@ class WiredStage:
         return found if self.each else found[0]
 
     def prepare(self, values: Sequence[Mapping[str, Any]], max_rows: int) -> ModelCalls:
-        """Return the calls of a model for several requests; see `Ports.prepare`."""
-        assert self.ports is not None
-        with located(f"stage '{self.name}'"):
-            return self.ports.prepare([item for v in values for item in self.items(v)], max_rows)
+        """Join items of equal shapes into calls of up to `max_rows` rows; divide larger ones.
 
-    def collect(self, calls: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
+        `values`: of several requests. With `max_rows` 0 rows must not be joined, so each item is
+        one call. An array without the batch axis is one sample. Raises as `Ports.read`.
+        """
         assert self.ports is not None
-        with located(f"stage '{self.name}'"):
-            return self.ports.collect(calls, outputs)
+        ports, where = self.ports, f"stage '{self.name}'"
+        with located(where):
+            items = [self.items(each) for each in values]
+            pairs = [ports.read(item, max_rows) for some in items for item in some]
+        calls, groups = list[Arrays](), list[tuple[int, list[int], list[Any]]]()
+        for _, group in groupby(pairs, lambda pair: _shapes(pair[0]) if max_rows else id(pair)):
+            feeds, states = map(list, zip(*group, strict=True))
+            whole = _join(feeds)
+            rows = [len(next(iter(each.values()))) for each in feeds] if max_rows else [1]
+            cuts = [slice(at, at + max_rows) for at in range(0, sum(rows), max_rows or 1)]
+            groups.append((len(cuts), rows, states))
+            calls += [{n: a[cut] for n, a in whole.items()} if max_rows else whole for cut in cuts]
+
+        def collect(outputs: Sequence[Arrays]) -> list[Any]:
+            found, left = list[Any](), iter(outputs)
+            with located(where):
+                for count, rows, states in groups:
+                    found += ports.answers(_join(list(islice(left, count))), rows, states)
+            results = iter(found)
+            given = [[next(results) for _ in some] for some in items]
+            return given if self.each else [value for (value,) in given]
+
+        return ModelCalls(calls, collect)
 
 
 @dataclass(frozen=True)
