@@ -103,16 +103,10 @@ def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | 
         share *= min(1.0, clock_hz * (mode.sms or sms) / (full_hz * sms))
     peaks["fp32"] = peaks.get("tf32", peaks["fp32"])  # TensorRT's default is TF32
     reached = {name: peak * share for name, peak in peaks.items()}
-    return Target(
-        profile,
-        None,
-        "the vendor's figures; not yet checked on this GPU",
-        False,
-        tuple(name for name in profile.precisions if name in _TENSOR_CORES),
-        profile.memory_bytes,
-        power_w,
-        Ceilings(reached, bandwidth * REACHED, LAUNCH_S),
-    )
+    roofline = Ceilings(reached, bandwidth * REACHED, LAUNCH_S)
+    offered = tuple(name for name in profile.precisions if name in _TENSOR_CORES)
+    basis, memory_bytes = "the vendor's figures; not yet checked on this GPU", profile.memory_bytes
+    return Target(profile, None, basis, False, offered, memory_bytes, power_w, roofline)
 
 
 _CONVERTIBLE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.DEPTHWISE, kinds.STEM, kinds.PRODUCT)

@@ -111,17 +111,10 @@ def convolution(
     """Return convolutions that keep `channels`; a stem is one with three inputs and stride 2."""
     inputs, count, stride = (3, 1, 2) if kind == kinds.STEM else (channels, 3, 1)
     group = channels if kind == kinds.DEPTHWISE else 1
-    weight = (channels, inputs // group, kernel, kernel)
-    return Chain(
-        kind,
-        "Conv",
-        (1, inputs, size, size),
-        count,
-        2.0 * math.prod(weight) * (size // stride) ** 2,
-        (weight,),
-        options={"pads": [kernel // 2] * 4, "strides": [stride] * 2, "group": group},
-        precision=precision,
-    )
+    weight, shape = (channels, inputs // group, kernel, kernel), (1, inputs, size, size)
+    flops = 2.0 * math.prod(weight) * (size // stride) ** 2
+    options = {"pads": [kernel // 2] * 4, "strides": [stride] * 2, "group": group}
+    return Chain(kind, "Conv", shape, count, flops, (weight,), (), options, precision)
 
 
 def product(rows: int, width: int, count: int = 3, **options: Any) -> Chain:
