@@ -86,11 +86,10 @@ def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.nd
     if samples.labels is None:
         raise BadInput(f"{samples.where}: no array 'labels'")
     size, used = samples.batching(batch_size, engine.inputs)
-    name, scores = engine.outputs[0].name, []
-    for number, feeds in enumerate(samples.first(used).batches(size)):
-        labels = samples.labels[number * size : number * size + size]
-        scores.append(top1(engine(feeds)[name], labels, samples.where))
-    return np.concatenate(scores)
+    name, batches = engine.outputs[0].name, samples.first(used).batches(size)
+    labels = (samples.labels[at : at + size] for at in range(0, used, size))
+    pairs = zip(batches, labels, strict=True)
+    return np.concatenate([top1(engine(x)[name], right, samples.where) for x, right in pairs])
 
 
 IGNORED = -100  # the label of a token that does not count, as in torch's cross_entropy

@@ -10,16 +10,15 @@ import os
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, Unsupported, quote
 from deploykit.core.extras import require
 from deploykit.core.files import manifest_path
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.verify import open_proven
 
 ray = require("ray")
@@ -27,8 +26,6 @@ ray_data = require("ray.data")
 pyarrow = require("pyarrow")
 
 _ANSWERS_S = 5.0
-
-Arrays = Mapping[str, np.ndarray]
 
 
 def predict_batches(
@@ -101,22 +98,22 @@ class _Actor:
         for name, content in files.items():
             Path(self._folder.name, name).write_bytes(content)
         path = Path(self._folder.name, next(iter(files)))
-        self._run: Callable[[Arrays], object]
+        threads = 1 if kind == "cpu" else None
+        self._engine: Engine | DeploykitError
         try:
-            (self._run,) = open_proven(
-                path, kind, threads=1 if kind == "cpu" else None, trust=trust
-            )
+            (self._engine,) = open_proven(path, kind, threads=threads, trust=trust)
         except DeploykitError as exc:
-            failure = exc
-            self._run = lambda _arrays: failure
+            self._engine = exc
 
     def __call__(self, block: Any) -> Any:
         rows = block.column("pickled").to_pylist()
         return _table([self._answer(pickle.loads(row)) for row in rows])  # noqa: S301 - as above
 
     def _answer(self, arrays: Arrays) -> object:
+        if isinstance(self._engine, DeploykitError):
+            return self._engine
         try:
-            return self._run(arrays)
+            return self._engine(arrays)
         except DeploykitError as exc:
             exc.message = exc.message.replace(f"{self._folder.name}/", "")
             exc.args = (exc.message,)

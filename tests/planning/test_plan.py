@@ -409,6 +409,10 @@ def test_a_probe_measures_every_kind_below_its_ceilings() -> None:
     assert 0 < measured.bytes_per_s <= measured.cache_bytes_per_s
 
 
+def test_a_point_that_other_work_disturbed_takes_no_longer_than_more_work() -> None:
+    assert probe._curve({4.0: 8.0, 1.0: 5.0, 2.0: 3.0}) == kinds.Curve((1, 2, 4), (3, 3, 8))
+
+
 def kept(threads: int | None = None) -> CpuCalibration | None:
     found, _ = cpu_calibration(threads=threads, only_kept=True)
     return found
