@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, GateFailed, first_line
+from deploykit.core.errors import BadInput, GateFailed, users_code
 from deploykit.core.evidence import Drop, Evaluation, Interval, Parity, ParityRow
 from deploykit.core.files import import_object
 from deploykit.engines.data.samples import Samples, check_finite
@@ -198,10 +198,8 @@ def _user_scores(
     name: str, function: Callable[..., object], outputs: Arrays, labels: np.ndarray
 ) -> np.ndarray:
     """Call the user's function and check its scores; errors name the metric."""
-    try:
+    with users_code(f"metric {name}: failed"):
         found = np.asarray(function(outputs, labels))
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise BadInput(f"metric {name}: failed: {type(exc).__name__}: {first_line(exc)}") from exc
     if found.dtype.kind not in "biuf" or found.shape != (len(labels),):
         raise BadInput(
             f"metric {name}: returned {found.dtype}{list(found.shape)}",
