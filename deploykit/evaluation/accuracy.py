@@ -269,8 +269,8 @@ def evaluate(
         criterion: the metric and the bound.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        random: inputs where there are no samples; by default those of `comparison_feeds`. Rows of
-            the largest are compared one by one too: see `single_rows`.
+        random: inputs where there are no samples; by default those of `comparison_feeds`. Where
+            they fail, rows of the largest are compared one by one too: see `single_rows`.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -288,8 +288,11 @@ def evaluate(
             )
         if not random:
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
-        random = [*single_rows(random, reference.inputs), *random]
         parity = compare_engines(reference, candidate, random, names=names, random=True)
+        passed, _, _ = _decide(parity, None, None, None, criterion)
+        if not passed and (single := single_rows(random, reference.inputs)):
+            random = [*single, *random]
+            parity = compare_engines(reference, candidate, random, names=names, random=True)
     else:
         size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
         samples = samples.first(used)

@@ -189,15 +189,19 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
     batch, wanted = batch_axes(inputs), _unique(parity_sizes(inputs, limits), given)
     free = [axis for axis in wanted[0] if axis not in given and axis not in batch]
     problems: list[DeploykitError] = []
+    ran: set[tuple[object, ...]] = set()  # sizes often differ in the batch alone
 
     def runs(sizes: Sizes, tied: Sequence[str] = (), make: MakeFeeds = random_feeds) -> bool:
         """Run inputs of two rows at most. `tied`: other axes that are as long as the batch."""
         rows = {axis: max(least.get(axis, 1), min(sizes[axis], 2)) for axis in (*batch, *tied)}
-        try:
-            engine(make(inputs, {**sizes, **rows, **given}))
-        except (BadInput, Unsupported) as exc:
-            problems.append(exc)
-            return False
+        tried = {**sizes, **rows, **given}
+        if (key := (make, *tried.items())) not in ran:
+            try:
+                engine(make(inputs, tried))
+            except (BadInput, Unsupported) as exc:
+                problems.append(exc)
+                return False
+            ran.add(key)
         return True
 
     good, make, notes = [each for each in wanted if runs(each)], random_feeds, tuple[str, ...]()
