@@ -272,31 +272,26 @@ def _plan_target(
         return about
     meet = [p for p in predictions if p.fits is not False and p.latency_ms <= slo_ms]
     best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
+    about = replace(about, best=best)
     if rate_per_s is None or single is None:
-        return replace(about, best=best)
-    load = _replicas(predictions, best, target, single, slo_ms, rate_per_s)
-    return replace(about, best=best, capacity=load)
+        return about
+    return replace(about, capacity=_replicas(about, target, single, slo_ms, rate_per_s))
 
 
 def _replicas(
-    predictions: Sequence[Prediction],
-    best: Prediction | None,
-    target: Target,
-    single: Inferred,
-    slo_ms: float,
-    rate_per_s: float,
+    found: TargetPlan, target: Target, single: Inferred, slo_ms: float, rate_per_s: float
 ) -> Capacity:
     """Return the replicas that carry the rate, in the best precision, else in the fastest."""
-    fitting = [p for p in predictions if p.fits is not False]
+    fitting = [p for p in found.predictions if p.fits is not False]
     if not fitting:
         return Capacity(rate_per_s, slo_ms, why="it does not fit into the memory")
-    precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
+    precision = (found.best or min(fitting, key=lambda p: p.latency_ms)).precision
     joined = [p for p in fitting if p.precision == precision and single.batch == 1]
     service_s = {p.batch: served_s(p.latency_ms / 1e3) for p in joined}
     service_s[1] = served_s(predict_call(single, target, precision).latency_ms / 1e3)
     request_s, overlaps = REQUEST_S + BYTE_S * sum(single.end_bytes), target.calibration is None
-    found = capacity(rate_per_s, slo_ms / 1e3, service_s, request_s=request_s, overlaps=overlaps)
-    return replace(found, precision=precision)
+    load = capacity(rate_per_s, slo_ms / 1e3, service_s, request_s=request_s, overlaps=overlaps)
+    return replace(load, precision=precision)
 
 
 def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
