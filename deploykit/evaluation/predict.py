@@ -281,7 +281,8 @@ def predict(
         size = _samples_per_call(opened, source, batch, on_note)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         made_by["batch"] = str(size)
-        parts = stack.enter_context(open_parts(out, made_by, source, opened, restart=force))
+        parts = PartialOutputs(out, made_by, source, opened)
+        stack.enter_context(parts.opened(restart=force))
         resumed, count = parts.samples, source.count
         if parts.dropped:
             on_note(f"{parts.folder}: begun anew: {parts.dropped} changed")
@@ -397,41 +398,13 @@ class _Column:
     nbytes: int = 0
 
 
-@contextlib.contextmanager
-def open_parts(
-    out: Path,
-    made_by: Mapping[str, str],
-    source: DataSource,
-    engine: Engine,
-    *,
-    restart: bool = False,
-) -> Iterator[PartialOutputs]:
-    """Yield the outputs so far, in `OUT.parts/`; the folder stays unless they are finished.
-
-    `made_by`: what they depend on, besides the samples. `restart`: drop those of an earlier run.
-    Raises BadInput where another process writes them, and for a folder of other files.
-    """
-    parts = PartialOutputs(out, made_by, source, engine)
-    with ExitStack() as stack:
-        lock = os.open(make_folder(parts.folder), os.O_RDONLY | os.O_CLOEXEC)
-        stack.callback(os.close, lock)
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BadInput(f"{out}: another process is writing it") from None
-        parts.resume(restart=restart)
-        stack.callback(parts.close)
-        yield parts
-
-
 @dataclass
 class PartialOutputs:
     """Outputs on disk: a file of raw values for each, and `state.json`, which names the others.
 
     The state holds all that they depend on, `made_by` and the stamp of the samples so far, and
-    where the files end. `samples`: the number done. `dropped`: what has changed since an earlier
-    run, so that its outputs were dropped.
+    where the files end. They are in `OUT.parts/`. `samples`: the number done. `dropped`: what has
+    changed since an earlier run, so that its outputs were dropped.
     """
 
     out: Path
@@ -449,28 +422,47 @@ class PartialOutputs:
     def folder(self) -> Path:
         return self.out.with_name(f"{self.out.name}.parts")
 
-    def resume(self, *, restart: bool) -> None:
-        """Take up what an earlier run left, if it can be. Raises BadInput for other files."""
-        state: Any = None
-        if left := any(not path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
-            with contextlib.suppress(BadInput):
-                state = read_json(self.folder / _STATE)
-            if not isinstance(state, dict) or state.get("kind") != _KIND:
-                raise BadInput(
-                    f"{self.folder}: exists, and is not what deploykit wrote there",
-                    hint="it is for an unfinished run: remove it, or choose another `out`",
-                )
-        if left and not restart:
-            try:
-                self.dropped = self._read_columns(state)
-            except (KeyError, TypeError, ValueError, AttributeError):  # edited by hand
-                self.dropped = "its state"
-        if not self.samples:
-            with write_errors(self.out):
-                self._clear()
-            self._save()
+    @contextlib.contextmanager
+    def opened(self, *, restart: bool = False) -> Iterator[PartialOutputs]:
+        """Take up what an earlier run left, unless `restart`; keep it unless it is finished.
 
-    def close(self) -> None:
+        Raises BadInput where another process writes it, and for a folder of other files.
+        """
+        with ExitStack() as stack:
+            lock = os.open(make_folder(self.folder), os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, lock)
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise BadInput(f"{self.out}: another process is writing it") from None
+            state = self._read_state()
+            if state is not None and not restart:
+                try:
+                    self.dropped = self._read_columns(state)
+                except (KeyError, TypeError, ValueError, AttributeError):  # edited by hand
+                    self.dropped = "its state"
+            if not self.samples:
+                with write_errors(self.out):
+                    self._clear()
+                self._save()
+            stack.callback(self._close)
+            yield self
+
+    def _read_state(self) -> Any:
+        """Return what an earlier run left; None without one. Raises BadInput for other files."""
+        if all(path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
+            return None
+        with contextlib.suppress(BadInput):
+            state = read_json(self.folder / _STATE)
+            if isinstance(state, dict) and state.get("kind") == _KIND:
+                return state
+        raise BadInput(
+            f"{self.folder}: exists, and is not what deploykit wrote there",
+            hint="it is for an unfinished run: remove it, or choose another `out`",
+        )
+
+    def _close(self) -> None:
         with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
             self._save()
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ from deploykit.core.extras import installed
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import find_source
 from deploykit.evaluation.golden import prove_batch
-from deploykit.evaluation.predict import PartialOutputs, open_parts, sample_axis
+from deploykit.evaluation.predict import PartialOutputs, sample_axis
 from tests.support import onnx_zoo, string_labels
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs.small import parse
@@ -186,7 +186,7 @@ def test_two_at_once_are_refused_and_the_first_goes_on(model: Path, data: Path) 
 def opened(data: Path, **options: Any) -> AbstractContextManager[PartialOutputs]:
     engine = FakeEngine()
     source = find_source(data, (TensorSpec("x", "float32", ("N", 4)),))
-    return open_parts(data.parent / "out.npz", {}, source, engine, **options)
+    return PartialOutputs(data.parent / "out.npz", {}, source, engine).opened(**options)
 
 
 def test_a_run_killed_at_any_change_of_its_files_is_no_obstacle(data: Path) -> None:
