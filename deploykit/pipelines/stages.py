@@ -491,18 +491,18 @@ class _Connecting:
             self.names.setdefault(output, []).append(origin)
         for model, output, origin in outputs:
             self.names.setdefault(f"{model}_{output}", [origin])
+        self.sources = {name: self._find_sources(name) for name in self.stages}
 
     def error(self, text: str, hint: str | None = None) -> BadInput:
         return BadInput(f"{self.definition.path.name}: {text}", hint=hint)
 
     def graph(self) -> StageGraph:
-        sources = {name: self._find_sources(name) for name in self.stages}
-        before = {name: [o.stage for o in found.values()] for name, found in sources.items()}
+        before = {name: [o.stage for o in found.values()] for name, found in self.sources.items()}
         try:
             order = list(TopologicalSorter(before).static_order())
         except CycleError as exc:
             raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
-        entry, takes = self._find_input(sources)
+        entry, takes = self._find_input()
         used = set(chain.from_iterable(before.values()))
         ends = [name for name in self.stages if name not in used]
         answer = "answer" if "answer" in ends else ends[-1]
@@ -517,9 +517,8 @@ class _Connecting:
             hint = "bytes, str, numpy.ndarray (an image), dict, list, int, float or bool"
             raise self.error(f"the request's input is {shown(takes)}", hint)
         stages: dict[str, WiredStage] = {}
-        for name in order:
-            if name in sources:
-                stages[name] = self._wire(name, sources[name], stages, takes)
+        for name in filter(self.stages.__contains__, order):  # without the request's input
+            stages[name] = self._wire(name, stages, takes)
         return StageGraph(self.definition, stages, entry, takes, kind, answer)
 
     def _find_sources(self, name: str) -> dict[str, Origin]:
@@ -547,11 +546,11 @@ class _Connecting:
             raise self.error(f"stage '{name}' takes nothing")
         return sources
 
-    def _find_input(self, sources: Mapping[str, Mapping[str, Origin]]) -> tuple[str, Any]:
+    def _find_input(self) -> tuple[str, Any]:
         """Return the one name that no stage has, and its annotation; functions decide first."""
         takers: dict[str, tuple[str, Any]] = {}
         for name in sorted(self.stages, key=lambda name: isinstance(self.stages[name], Model)):
-            for parameter, origin in sources[name].items():
+            for parameter, origin in self.sources[name].items():
                 if origin.stage not in self.stages:
                     takers.setdefault(origin.stage, (name, self.takes[name][parameter]))
         entry, *others = takers
@@ -564,15 +563,9 @@ class _Connecting:
         takes = takers[entry][1]
         return entry, bytes if takes == np.ndarray | bytes else takes  # a task decodes images
 
-    def _wire(
-        self,
-        name: str,
-        sources: Mapping[str, Origin],
-        before: Mapping[str, WiredStage],
-        entry: Any,
-    ) -> WiredStage:
+    def _wire(self, name: str, before: Mapping[str, WiredStage], entry: Any) -> WiredStage:
         about, arguments = self.stages[name], {}
-        for parameter, source in sources.items():
+        for parameter, source in self.sources[name].items():
             wanted, given = self.takes[name][parameter], entry
             if source.stage in before:
                 stage = before[source.stage]
