@@ -144,7 +144,20 @@ def find_metric(name: str) -> Metric:
     function = import_object(name)
     if not callable(function):
         raise BadInput(f"{name}: is a {type(function).__name__}, not a function")
-    return Metric(name, "", lambda outputs, labels: _user_scores(name, function, outputs, labels))
+
+    def score(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
+        with users_code(f"metric {name}: failed"):
+            found = np.asarray(function(outputs, labels))
+        if found.dtype.kind not in "biuf" or found.shape != (len(labels),):
+            raise BadInput(
+                f"metric {name}: returned {found.dtype}{list(found.shape)}",
+                hint=f"one number for each of the {len(labels)} samples of the batch is needed",
+            )
+        if not bool(np.isfinite(found).all()):
+            raise BadInput(f"metric {name}: returned NaN or infinity for a sample")
+        return found.astype(np.float64)
+
+    return Metric(name, "", score)
 
 
 def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
@@ -192,23 +205,6 @@ def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
 def tokens(labels: np.ndarray) -> np.ndarray:
     """Return the number of labels that count in each sample; float64 (samples,)."""
     return np.asarray((labels != IGNORED).reshape(len(labels), -1).sum(1, dtype=np.float64))
-
-
-def _user_scores(
-    name: str, function: Callable[..., object], outputs: Arrays, labels: np.ndarray
-) -> np.ndarray:
-    """Call the user's function and check its scores; errors name the metric."""
-    with users_code(f"metric {name}: failed"):
-        found = np.asarray(function(outputs, labels))
-    if found.dtype.kind not in "biuf" or found.shape != (len(labels),):
-        raise BadInput(
-            f"metric {name}: returned {found.dtype}{list(found.shape)}",
-            hint=f"one number for each of the {len(labels)} samples of the batch is needed",
-        )
-    scores = found.astype(np.float64)
-    if not bool(np.isfinite(scores).all()):
-        raise BadInput(f"metric {name}: returned NaN or infinity for a sample")
-    return scores
 
 
 PERPLEXITY = "perplexity"
