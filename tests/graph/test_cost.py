@@ -466,16 +466,7 @@ CHAINS = [
     chains.product(4, 16, precision="int8"),
     chains.attention(2, 5),
     chains.recurrent(4, 3, 2),
-    *(
-        chains.passing(kind, 2048)
-        for kind in (
-            kinds.SIMPLE,
-            kinds.FUNCTION,
-            kinds.NORMALISATION,
-            kinds.POOLING,
-            kinds.MOVEMENT,
-        )
-    ),
+    *(chains.passing(kind, 2048) for kind in chains._PASSING),
 ]
 
 

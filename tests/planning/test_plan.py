@@ -25,13 +25,7 @@ from deploykit.graph import cost as kinds
 from deploykit.graph.cost import COMPUTE, LAUNCH, MEMORY, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.planning import probe
-from deploykit.planning.plan import (
-    QUEUE,
-    ReplicaModel,
-    capacity,
-    latencies_s,
-    p99_s,
-)
+from deploykit.planning.plan import QUEUE, ReplicaModel, capacity, latencies_s, p99_s
 from deploykit.planning.predict import (
     COPIES,
     COPY_S,
