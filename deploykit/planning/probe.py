@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.files import cache_folder, read_json, write_json
 from deploykit.core.json_value import Record, from_json
-from deploykit.core.machine import Machine, default_threads, now, this_machine
+from deploykit.core.machine import default_threads, now, this_machine
 from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph import cost as kinds
@@ -331,8 +332,13 @@ def cpu_calibration(
 ) -> tuple[CpuCalibration | None, list[str]]:
     """Return the stored calibration, else a new probe's, and notes; None without ONNX Runtime."""
     machine, threads = this_machine(), threads or default_threads()
-    path = cache_folder() / f"cpu-calibration-{threads}.json"
-    found, notes = _read_calibration(path, machine, threads), []
+    found, notes = None, list[str]()
+    with suppress(DeploykitError):  # none there, or a damaged one
+        path = cache_folder() / f"cpu-calibration-{threads}.json"
+        kept: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
+        runtime = f"onnxruntime {machine.packages.get('onnxruntime', '')}"
+        here = (VERSION, machine.cpu, threads, runtime)
+        found = kept if (kept.version, kept.cpu, kept.threads, kept.runtime) == here else None
     if not only_kept and (found is None or found.doubt):
         try:
             new = measure_cpu(threads=threads, on_progress=on_progress)
@@ -341,17 +347,6 @@ def cpu_calibration(
         found = min((each for each in (found, new) if each), key=lambda each: each.spread)
         notes += store_calibration(found)
     return found, [*notes, *([found.doubt] if found and found.doubt else [])]
-
-
-def _read_calibration(path: Path, machine: Machine, threads: int) -> CpuCalibration | None:
-    """Read the result of an earlier probe; None if it is another CPU's or damaged."""
-    try:
-        found: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
-    except DeploykitError:
-        return None
-    runtime = f"onnxruntime {machine.packages.get('onnxruntime', '')}"
-    same = (found.version, found.cpu, found.threads, found.runtime)
-    return found if same == (VERSION, machine.cpu, threads, runtime) else None
 
 
 def store_calibration(found: CpuCalibration) -> list[str]:
