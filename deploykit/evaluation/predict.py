@@ -139,7 +139,7 @@ def predict_items(
     failed: list[str] | None = None if path is None else []
     with opened, ExitStack() as stack:
         steps, started = TaskEngine(opened, task), time.perf_counter()
-        write = stack.enter_context(_answer_file(path, task.kind)) if path else None
+        write = stack.enter_context(answer_file(path, task.kind)) if path else None
         for at in range(0, len(items), MOST_ROWS):  # the files of one call are in memory at a time
             some = slice(at, min(at + MOST_ROWS, len(items)))
             found = _answer(steps, items[some], shown[some], failed)
@@ -183,13 +183,14 @@ _COLUMNS = {
 
 
 @contextlib.contextmanager
-def _answer_file(out: Path, task: str) -> Iterator[Callable[[str, dict[str, Any]], object]]:
+def answer_file(out: Path, task: str = "") -> Iterator[Callable[[str, dict[str, Any]], object]]:
     """Yield a function that writes an item's answer: a line of JSON, or rows of a table.
 
-    The table has a row for each box or segment; an item without any has one row.
+    The table, which a `task` has, has a row for each box or segment; an item without any has one.
     """
     with atomic_write(out) as tmp, tmp.open("w", encoding="utf-8", newline="") as handle:
-        table = csv.DictWriter(handle, ("file", "error", *_COLUMNS[task]), extrasaction="ignore")
+        columns = ("file", "error", *_COLUMNS.get(task, ()))
+        table = csv.DictWriter(handle, columns, extrasaction="ignore")
 
         def write_rows(name: str, one: dict[str, Any]) -> None:
             for row in one.get("boxes") or one.get("segments") or [one]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -13,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.files import StrPath, atomic_write
+from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record, Shown
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.artefacts import ANSWERS, Progress, claim, no_progress
+from deploykit.evaluation.predict import answer_file
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
 from deploykit.pipelines.stages import (
@@ -150,17 +150,15 @@ def predict_files(
         opened = stack.enter_context(
             pipeline(path, device=device, batch=batch, trust=trust, on_note=on_note)
         )
-        target = None
-        if out is not None:
-            target = stack.enter_context(stack.enter_context(atomic_write(out)).open("w"))
+        write = stack.enter_context(answer_file(out)) if out else None
         started_s = time.perf_counter()
         for at in range(0, len(files), batch):
             several = files[at : at + batch]
             for file, answer in zip(several, _answer(opened, several), strict=True):
-                if target is None:
+                if write is None:
                     answers[str(file)] = answer
                 else:
-                    target.write(json.dumps({"file": str(file), "answer": answer}) + "\n")
+                    write(str(file), answer)
             done = at + len(several)
             on_progress(f"{done}/{len(files)} files", done / len(files))
         seconds = time.perf_counter() - started_s
