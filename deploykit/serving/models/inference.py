@@ -178,7 +178,7 @@ class Inference:
                 model.refuse(exc, began_us, trace, name)
             self.fail(exc)
         else:
-            self.client.cancel = partial(model.cancel, pending)
+            self.client.cancel = partial(model.batcher.cancel, pending)
         finally:
             del decoded  # the error's traceback refers to this frame and the body
 

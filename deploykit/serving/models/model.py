@@ -247,7 +247,10 @@ def short_rows(times: Mapping[int, int]) -> float:
 
 
 class ServedModel:
-    """Engines under one name, with their queue and counters. Raises BadInput and Unsupported."""
+    """Engines under one name, with their queue and counters. Raises BadInput and Unsupported.
+
+    `batcher` cancels requests, answers those past their deadline, and ends the engines' threads.
+    """
 
     def __init__(
         self,
@@ -331,10 +334,6 @@ class ServedModel:
         self.batcher.replace(engines, steering, inline_max_rows)
         self.engines, self.in_use, self.task = tuple(engines), in_use, task
 
-    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> int:
-        """End the engines' threads. Returns the number of unanswered requests."""
-        return self.batcher.close(drain=drain, timeout_s=timeout_s)
-
     def why_not_ready(self) -> str | None:
         """Return the reason in one sentence; None if requests are accepted and can be answered."""
         batcher = self.batcher
@@ -405,14 +404,6 @@ class ServedModel:
         for watcher in self._watchers:
             watcher.record_refusal(request)
         return error
-
-    def cancel(self, pending: Pending) -> bool:
-        """Cancel a waiting request; return False if an engine is running it or has run it."""
-        return self.batcher.cancel(pending)
-
-    def expire(self) -> None:
-        """Answer requests past their deadline; called periodically."""
-        self.batcher.expire()
 
     @property
     def waiting(self) -> int:

@@ -556,7 +556,7 @@ class PipelineRun:
                 rows = len(next(iter(feeds.values()))) if model.max_batch else 1
                 request = Request(dict(feeds), rows, key, (), timeout_us=left_us)
                 pending = model.submit(request, partial(ran, at), trace=self._trace, admitted=True)
-                waiting.append(partial(model.cancel, pending))
+                waiting.append(partial(model.batcher.cancel, pending))
         except DeploykitError as exc:
             self._fail(exc, stage)
             return

@@ -125,7 +125,7 @@ class ModelRepository:
 
     def expire(self) -> None:
         for model in self.models.values():
-            model.expire()
+            model.batcher.expire()
 
     @property
     def fatal(self) -> str | None:
@@ -163,7 +163,8 @@ class ModelRepository:
         for pipeline in self.pipelines.values():
             pipeline.close()
         left_s = countdown(timeout_s)
-        left = sum(model.close(drain=drain, timeout_s=left_s()) for model in self.models.values())
+        batchers = [model.batcher for model in self.models.values()]
+        left = sum(each.close(drain=drain, timeout_s=left_s()) for each in batchers)
         self.sampler.close()
         if self.memory is not None:
             self.memory.close()

@@ -486,7 +486,7 @@ class FrontEnd(Link):
                 elif kind == "cancel":
                     number = content[0]
                     found = self._open.get(number)
-                    if found is not None and found[0].model.cancel(found[1]):
+                    if found is not None and found[0].model.batcher.cancel(found[1]):
                         del self._open[number]
                         self.send("answer", number, None, 0, None, None)
                 else:  # "front"
@@ -504,7 +504,7 @@ class FrontEnd(Link):
         self._fronts.discard(self)
         waiting, self._open = self._open, {}
         for model, request in waiting.values():
-            model.model.cancel(request)
+            model.model.batcher.cancel(request)
 
     def _start(self, content: Sequence[Any]) -> None:
         number, index, at, shapes, strings, rows, *times = content

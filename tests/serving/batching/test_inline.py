@@ -390,10 +390,10 @@ class Run:
         luck = chance.random()
         if luck < 0.2 and self.sent:
             victim = chance.choice(self.sent[-5:])
-            if self.model.cancel(victim):
+            if self.model.batcher.cancel(victim):
                 self.cancelled.add(victim)
         elif luck < 0.4:
-            self.model.expire()
+            self.model.batcher.expire()
         elif luck < 0.5:
             self.switch_inline_max_rows()
 
@@ -440,7 +440,7 @@ def test_every_accepted_request_is_answered_once_or_cancelled(
     if run.chance.random() < 0.5:  # else some are still to come
         run.wait()
         eventually(lambda: not model.unanswered)
-    assert model.close(drain=drain, timeout_s=WAIT_S) == 0
+    assert model.batcher.close(drain=drain, timeout_s=WAIT_S) == 0
     run.stop()
     for sent in run.sent:
         assert run.answers[sent] == (0 if sent in run.cancelled else 1), sent

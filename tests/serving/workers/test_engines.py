@@ -250,13 +250,13 @@ async def test_a_request_past_its_deadline_is_answered_though_it_waits(found: Li
 async def test_a_process_that_hangs_does_not_make_clients_wait_for_ever(found: Linked) -> None:
     pending, answered = found.ask(0, [1.0])
     model = found.served[0].find("a")
-    model.expire()
+    model.batcher.expire()
     assert not answered.done()
     pending.give_up_us = monotonic_us() - 10_000_000
-    model.expire()
+    model.batcher.expire()
     assert isinstance((await answered).error, Expired)
     assert model.metrics.status()["outcomes"]["expired"] == 1
-    model.expire()
+    model.batcher.expire()
 
 
 @linked(LATER)
@@ -264,8 +264,8 @@ async def test_a_cancelled_request_leaves_the_queue_and_its_memory(found: Linked
     pending, answered = found.ask(0, [1.0])
     model = found.served[0].find("a")
     await found.waiting(1)
-    assert model.cancel(pending)
-    assert not model.cancel(pending)
+    assert model.batcher.cancel(pending)
+    assert not model.batcher.cancel(pending)
     await found.waiting(0)
     await found.answered()
     assert not answered.done()
@@ -287,7 +287,7 @@ async def test_memory_that_is_full_refuses_and_serves_again(found: Linked) -> No
     assert found.served[0].find("a").metrics.status()["outcomes"]["rejected"] == len(refused)
     found.ask(1, [1.0] * 100)  # the other one has its own
     for pending, _ in held:
-        found.served[0].find("a").cancel(pending)
+        found.served[0].find("a").batcher.cancel(pending)
     await found.answered()
     assert len([found.ask(0, [1.0] * 100) for _ in held]) == len(held)
 
