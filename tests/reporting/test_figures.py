@@ -136,7 +136,7 @@ def test_a_chart_draws_bounds_whiskers_and_its_scale_and_escapes_names() -> None
     assert "log scale" not in drawn
     assert "y (ms), log scale" in draw(chart(rising("a", [1.0, 100.0])))
     drawn = draw(chart(Series("a", (Mark(1, 50, 20, 80), Mark(2, 60, 60, 60)))))
-    assert re.findall(r'class="whisker" d="([^"]*)"', drawn) == ["M0 75V0"]  # of 0 to 80
+    assert re.findall(r'class="whisker" d="([^"]*)"', drawn) == ["M0 75L0 0"]  # of 0 to 80
     drawn = draw(chart(rising("<script>alert(1)</script>", [1, 2]), title="a<b", x_label="<&>"))
     assert "<script" not in drawn
     assert 'aria-label="a&lt;b"' in drawn
