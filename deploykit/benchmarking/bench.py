@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,7 +76,6 @@ log = logging.getLogger(__name__)
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32), (1, 8, 32)
 QUICK_S = 1.5  # per point
 DATA, GOLDEN, RANDOM = "the data given", "golden samples", "random numbers"  # sources of the inputs
-_AROUND_S = 0.5  # how long the machine is watched before and after
 _SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # share of a point's time per window of the CPU search
 
 
@@ -248,8 +246,8 @@ class _Run:
         setups, inputs, progress, timing = self.setups, self.inputs, self.progress, self.timing
         ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
         gpu_ceilings, gpu_target, gpu_gaps = gpu_limits(self.gpu, timing.seconds, progress)
-        watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
-        before = watch.over(around_s, time.sleep)
+        watch = Watch()
+        before = watch.around(timing.seconds)
         apart = timing.seconds >= FULL_S
         used = self.device if ":" in self.device else "cuda:0"
         with DeviceWatch(only=(used,)) as gpu_watch:
@@ -261,7 +259,7 @@ class _Run:
             right = [each for each in setups if self.proofs.is_right(each.entry)]
             ran = run_scenarios(scenarios, right, points, timing.seconds, slo_ms, inputs, progress)
         memory = measure_memory(setups, points, inputs, progress) if apart else ()
-        outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+        outside = sum_up(watch, before, watch.around(timing.seconds))
         wanted = (self.entries[1:] or self.entries[:1]) if layers else ()
         by_layer, missing = measure_layers(wanted, right, points, inputs, progress)
         self.gaps += [*unprobed, *gpu_gaps, *energy.gaps(points), *missing]

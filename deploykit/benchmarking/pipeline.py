@@ -47,18 +47,17 @@ def bench_pipeline(
     Calls follow one another in this process. The points of stages have the scenario "stage of
     NAME". The caller writes the report.
     """
-    name, around_s = path.stem, min(0.5, timing.seconds / 10)
-    points: list[Point] = []
+    name, points = path.stem, list[Point]()
     timed = TimedPipeline(opened, [each.read_bytes() for each in files])
     setup = Setup(name, lambda: timed, file=path.name, sha256=sha256(path))
     watch = Watch()
-    before = watch.over(around_s, time.sleep)
+    before = watch.around(timing.seconds)
     turns = Turns(timing, on_progress, watch=watch)
     for batch in batches:
         timed.calls.clear()
         (found,) = turns.measure([setup], [batch], timed.feeds)
         points += [make_point([found]), *_stages(found, timed.calls)]
-    outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+    outside = sum_up(watch, before, watch.around(timing.seconds))
     how = (
         f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
         f"in one process; {len(files)} files in turn, from their bytes to the JSON of the answers"

@@ -13,7 +13,6 @@ import operator
 import os
 import re
 import resource
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,6 @@ from deploykit.reporting.verdict import verdict
 
 MAX_SENDS = 5_000_000  # requests of one open loop
 MAX_CONNECTIONS = 1024
-_AROUND_S = 0.5  # how long the machine is watched before and after
 CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # the closed loop before
 
 
@@ -202,10 +200,9 @@ def run_load(
     cores = usable_cores()
     most = min(cores // 2 if remote.server.loopback else cores, load.connections)
     plan = SendPlan(remote.server, requests.messages, requests.check, load, load.due_s(seed))
-    around_s = min(_AROUND_S, load.duration_s / 10)
     while True:
         watch = Watch(remote.server.processes())
-        quiet = watch.over(around_s, time.sleep)
+        before = watch.around(load.duration_s)
         watch.begin()
         records = run_plans(plan.share(processes), on_progress)
         watch.know_children()  # processes that a server started
@@ -218,7 +215,7 @@ def run_load(
     if remote.server.unix:
         figures["lag_p99_ms"] = None
         figures["notes"] += ("a Unix socket carries no time stamps: late reads were not measured",)
-    outside = sum_up(watch, quiet, watch.over(around_s, time.sleep))
+    outside = sum_up(watch, before, watch.around(load.duration_s))
     return LoadResult(
         url=remote.server.url,
         model=remote.name,
