@@ -20,7 +20,6 @@ from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.files import StrPath, write_errors
-from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile, with_gpu
 from deploykit.core.runtime import RUNTIMES
@@ -30,8 +29,8 @@ from deploykit.deploying import device as machines
 from deploykit.deploying.folder import Bundle, read_bundle, verify
 from deploykit.deploying.slots import (
     TIMING_FILE,
+    Booted,
     CacheState,
-    Decision,
     EngineCache,
     EngineKey,
     decide,
@@ -50,15 +49,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _QUIET_S = 10.0  # interval of progress lines during a build
-
-
-@dataclass(frozen=True)
-class Booted(Record):
-    """Which engine serves. `source`: "cache", "build", or "previous" where a build failed."""
-
-    source: str
-    slot: str
-    why: str
 
 
 def boot_until_stopped(
@@ -108,11 +98,13 @@ def boot_until_stopped(
 
         def on_serve(server: Server) -> None:
             """Show in the model's notes and the metrics whether the previous engine serves."""
-            (model,) = server.repository.models.values()
-            previous = boot.booted.source == "previous"
-            labels = {"model": model.name, "version": VERSION}
+            (model,), booted = server.repository.models.values(), boot.booted
+            labels, previous = (
+                {"model": model.name, "version": VERSION},
+                booted.source == "previous",
+            )
             if previous:
-                model.remark = lambda: f"the previous engine serves: {boot.booted.why}"
+                model.remark = lambda: f"the previous engine serves: {booted.why}"
             metric = Sample("deploykit_previous_engine", labels, previous)
             server.repository.add_metrics(lambda: [metric])
 
@@ -149,22 +141,18 @@ class Boot:
     retry: bool = False
     run: Callable[..., Any] = run_apart
     state: CacheState = CacheState()  # noqa: RUF009 - frozen
-    booted: Booted = Booted("", "", "")
+    booted: Booted = Booted("build", "", "")
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[Path]:
         """Yield the file of the engine to serve; the cache is locked meanwhile."""
         bundle = verify(self.folder, whole=False)
         key = self._check(bundle)
-
-        def waiting() -> None:
-            log.warning("%s: another process uses the cache; waiting for it", self.cache.folder)
-
-        with self.cache.lock(waiting) as lock:
+        with self.cache.lock() as lock:
             yield self._choose(bundle, key, lock)
 
     def confirm(self) -> Booted:
-        """Record that the engine became ready."""
+        """Record that the engine that `prepare` chose became ready, and return which it is."""
         if self.state.key and self.booted.source != "previous":
             self._save(self.state.confirm())
         return self.booted
@@ -202,47 +190,43 @@ class Boot:
         failure: DeploykitError | None = None
         if self.rollback:
             self.state = self.state.fail(key.digest, "rolled back")
-            if decide(self.state, key, slots).do != "fall back":
+            if decide(self.state, key, slots).source != "previous":
                 raise BadInput(f"{self.cache.folder}: has no earlier engine to roll back to")
             self._save(self.state)
         while True:
             step = decide(self.state, key, slots)
-            if step.do == "build":
-                if failure is not None:
-                    raise failure
-                try:
-                    return self._build(bundle, key, step, lock)
-                except DeploykitError as exc:
-                    log.error("the new engine is not used: %s", exc.message)
-                    failure = exc
-                    continue
+            building = step.source == "build"
+            if building and failure is not None:
+                raise failure
             try:
-                return self._start(step, key, lock)
+                make = self._build if building else self._start
+                engine = make(bundle, key, step, lock)
             except DeploykitError as exc:
-                log.error("the engine in %s is not used: %s", step.slot, exc.message)
-                del slots[step.slot]
+                what = "the new engine" if building else f"the engine in {step.slot}"
+                log.error("%s is not used: %s", what, exc.message)
+                failure = exc if building else failure
+                slots.pop(step.slot, None)
+                continue
+            self.booted, self.state = step, replace(self.state, active=step.slot)
+            return engine
 
-    def _start(self, step: Decision, key: EngineKey, lock: int) -> Path:
+    def _start(self, _bundle: Bundle, key: EngineKey, step: Booted, lock: int) -> Path:
         """Check a cached engine; the previous one, of another key, must be proven first."""
-        engine = self.cache.check(step.slot)
-        if step.do == "fall back":
+        engine, before = self.cache.check(step.slot), self.state
+        if step.source == "previous":
             text = "SERVING THE PREVIOUS ENGINE (%s): %s; boot --retry builds again"
             log.error(text, step.slot, step.why)
             with write_errors(self.cache.folder):
                 self.run(str(engine), prove, engine, self.device, inherit=(lock,))
         else:
             log.info("starting from the cached engine in %s", step.slot)
-        source = "cache" if step.do == "start" else "previous"
-        self.booted = Booted(source, step.slot, step.why)
-        before = self.state
-        if step.do == "start" and before.key == key.digest:  # it has never become ready
-            self.state = self.state.begin(key.name, key.digest)
-        self.state = replace(self.state, active=step.slot)
-        if self.state != before:
-            self._save(self.state)
+            if before.key == key.digest:  # it has never become ready
+                self.state = before.begin(key.name, key.digest)
+        if (state := replace(self.state, active=step.slot)) != before:
+            self._save(state)
         return engine
 
-    def _build(self, bundle: Bundle, key: EngineKey, step: Decision, lock: int) -> Path:
+    def _build(self, bundle: Bundle, key: EngineKey, step: Booted, lock: int) -> Path:
         """Build, prove and store an engine; the active slot is not touched."""
         model = self.folder / bundle.model
         log.info("building the engine in %s: %s", step.slot, step.why)
@@ -278,8 +262,6 @@ class Boot:
             raise
         for note in notes:
             log.info("%s", note)
-        self.state = replace(self.state, active=step.slot)
-        self.booted = Booted("build", step.slot, step.why)
         return out
 
     def _save(self, state: CacheState) -> None:

@@ -15,10 +15,11 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -34,6 +35,8 @@ from deploykit.core.files import (
 )
 from deploykit.core.json_value import Record, from_json
 from deploykit.deploying.folder import sync
+
+log = logging.getLogger(__name__)
 
 MAX_TRIES = 3  # per key, if another engine can serve: a build may crash the machine
 _DIGITS = 16  # hex digits of the digest in a folder's name
@@ -116,16 +119,19 @@ class CacheState(Record):
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The next step. `slot`: the one to start from or to build into. `why`: a line for the log."""
+class Booted(Record):
+    """Which engine serves. `source`: "cache", "build", or "previous" where a build failed.
 
-    do: Literal["start", "build", "fall back"]
+    `slot`: the one to start from or to build into. `why`: a line for the log.
+    """
+
+    source: Literal["cache", "build", "previous"]
     slot: str
     why: str
 
 
-def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) -> Decision:
-    """Return the next step towards serving the engine of `key`.
+def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) -> Booted:
+    """Return the engine to serve next for `key`, which may have to be built.
 
     `slots`: the folders that hold a complete engine, with their keys. If a slot proves damaged,
     call it again without that slot.
@@ -136,13 +142,13 @@ def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) ->
     given_up = state.key == key.digest and state.tries >= MAX_TRIES
     if given_up and others:
         why = state.why or f"its build was begun {state.tries} times and did not come to an end"
-        return Decision("fall back", others[0], why)
+        return Booted("previous", others[0], why)
     if same:
-        return Decision("start", same[0], "nothing changed")
+        return Booted("cache", same[0], "nothing changed")
     kept = others[0] if others else state.active
     slot = f"{'b' if kept.startswith('a-') else 'a'}-{key.digest}"
     before = next((slots[slot] for slot in order), None)
-    return Decision("build", slot, before.changes(key) if before else "the cache has no engine")
+    return Booted("build", slot, before.changes(key) if before else "the cache has no engine")
 
 
 CACHE_VERSION = 1
@@ -168,8 +174,8 @@ class EngineCache:
         self.folder = folder
 
     @contextlib.contextmanager
-    def lock(self, on_wait: Callable[[], None]) -> Iterator[int]:
-        """Lock the cache, after `on_wait` if another has it; yield a descriptor to inherit."""
+    def lock(self) -> Iterator[int]:
+        """Lock the cache, once no other process has it; yield a descriptor to inherit."""
         with write_errors(self.folder):
             if not self.folder.is_dir():
                 make_folder(self.folder)
@@ -179,7 +185,7 @@ class EngineCache:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    on_wait()
+                    log.warning("%s: another process uses the cache; waiting for it", self.folder)
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with contextlib.suppress(OSError):
                 for path in self.folder.glob(f".{STATE_FILE}.*"):  # left by a killed process
