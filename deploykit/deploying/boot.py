@@ -141,7 +141,7 @@ class Boot:
     retry: bool = False
     run: Callable[..., Any] = run_apart
     state: CacheState = CacheState()  # noqa: RUF009 - frozen
-    booted: Booted = Booted("build", "", "")
+    booted: Booted = Booted("build", "", "")  # noqa: RUF009 - frozen
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[Path]:
