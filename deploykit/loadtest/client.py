@@ -9,7 +9,6 @@ processed; the generator's own lag is recorded separately.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import itertools
@@ -43,8 +42,7 @@ REPORT_S = 0.5  # interval of progress reports
 _POLL_S = 0.5  # interval of checks for Ctrl-C
 _TOGETHER_S = 1.0  # time for several processes to get ready to begin together
 _TIMESTAMPNS = getattr(socket, "SO_TIMESTAMPNS", 35)  # Linux, asm-generic/socket.h
-_TIMER_SLACK = 29  # prctl(2), PR_SET_TIMERSLACK: by default a wait ends up to 50 us late
-_SPIN_S = 100e-6  # busy wait before a request is due, as a wait may end late
+_SPIN_S = 100e-6  # busy wait before a request is due, as a wait ends up to 90 us late
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
 _MAX_ERRORS = 8  # distinct error messages to keep
 _WAKING_S = 50e-6  # any client needs this from an answer to its next request
@@ -186,12 +184,6 @@ def run_plan(plan: SendPlan, start_s: float, on_progress: Progress | None) -> Ru
     return client.run(start_s)
 
 
-def wake_on_time() -> None:
-    """Set this thread's timer slack to 1 ns, so that its waits end on time."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)
-
-
 class _Connection:
     __slots__ = ("connected", "place", "reused", "secure", "socket", "start_s", "unsent", "wire")
 
@@ -269,7 +261,6 @@ class Client:
     def run(self, start_s: float = 0.0) -> RunRecord:
         """Send from `start_s` of `time.perf_counter`, or now; await the last answers and close."""
         self._zero = max(start_s, self._clock())
-        wake_on_time()
         self._epoll = select.epoll()
         while (early_s := -self.now()) > 0:
             time.sleep(early_s)
