@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.benchmarking.timing import Clock, Column, Setup, no_garbage_collection, run_block
+from deploykit.benchmarking.timing import (
+    Clock,
+    Column,
+    Setup,
+    in_threads,
+    no_garbage_collection,
+    run_block,
+)
 from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -161,38 +168,23 @@ def replay(
     clock = time.perf_counter_ns
     due_ns = clock() + 1_000_000 + (due_s * 1e9).astype(np.int64)
     ended = np.full(len(due_s), math.inf)
-    numbers, late, failed = itertools.count(), [0], list[BaseException]()
+    numbers, late = itertools.count(), [0]
 
-    def work(engine: Engine) -> None:
-        try:
-            for number in numbers:
-                if number >= len(due_ns) or late[0] > most_late or failed:
-                    return
-                due = int(due_ns[number])
-                if (left := due - clock()) > _SPIN_NS:
-                    time.sleep((left - _SPIN_NS) / 1e9)  # until the query is due
-                while clock() < due:
-                    time.sleep(0)
-                engine(feeds)
-                ended[number] = took = (clock() - due) / 1e9
-                late[0] += took > slo_s
-        except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread
-            failed.append(exc)
+    def work(engine: Engine, stop: threading.Event) -> None:
+        for number in numbers:
+            if number >= len(due_ns) or late[0] > most_late or stop.is_set():
+                return
+            due = int(due_ns[number])
+            if (left := due - clock()) > _SPIN_NS:
+                time.sleep((left - _SPIN_NS) / 1e9)  # until the query is due
+            while clock() < due:
+                time.sleep(0)
+            engine(feeds)
+            ended[number] = took = (clock() - due) / 1e9
+            late[0] += took > slo_s
 
     with no_garbage_collection():
-        threads = [threading.Thread(target=work, args=[each], daemon=True) for each in engines]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException as exc:
-            failed.append(exc)
-            for thread in threads:  # no thread may use a closed engine
-                thread.join()
-            raise
-    if failed:
-        raise failed[0]
+        in_threads(engines, work)
     return ended
 
 

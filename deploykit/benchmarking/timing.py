@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from deploykit.reporting.report import CLOSED_LOOP, Point
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
 _POLL_S = 0.5  # interval of checks for Ctrl-C
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -135,38 +136,45 @@ def _loop_overlapping(
 def _run_together(
     engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
 ) -> list[array[int]]:
-    """Start one thread per engine at once; the first failure stops all and is raised."""
-    ready, stop = threading.Barrier(len(engines) + 1), threading.Event()
-    finished: list[Engine] = []
+    """Run each engine's loops in a thread of its own, and calls until all are as far."""
+    settled, finished = list[Engine](), list[Engine]()
 
-    def session(engine: Engine) -> array[int]:
-        try:
-            if settle_ns:
-                closed_loop(engine, feeds, settle_ns, clock, stop.is_set)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                ready.wait()
-            calls = closed_loop(engine, feeds, length_ns, clock, stop.is_set)
-            finished.append(engine)
-            while len(finished) < len(engines) and not stop.is_set():
-                engine(feeds)  # keep the load up until the others' last call ends
-        except BaseException:
-            give_up()
-            raise
+    def session(engine: Engine, stop: threading.Event) -> array[int]:
+        def keep_up(done: list[Engine]) -> None:
+            done.append(engine)
+            while len(done) < len(engines) and not stop.is_set():
+                engine(feeds)
+
+        if settle_ns:
+            closed_loop(engine, feeds, settle_ns, clock, stop.is_set)
+            keep_up(settled)
+        calls = closed_loop(engine, feeds, length_ns, clock, stop.is_set)
+        keep_up(finished)
         return calls
 
-    def give_up() -> None:
-        stop.set()
-        ready.abort()
+    return in_threads(engines, session)
+
+
+def in_threads(
+    engines: Sequence[Engine], work: Callable[[Engine, threading.Event], _T]
+) -> list[_T]:
+    """Return what `work` returns for each engine; the first failure stops all and is raised."""
+    stop = threading.Event()
+
+    def run(engine: Engine) -> _T:
+        try:
+            return work(engine, stop)
+        except BaseException:
+            stop.set()
+            raise
 
     with ThreadPoolExecutor(len(engines), thread_name_prefix="deploykit-session") as pool:
         try:
-            futures = [pool.submit(session, engine) for engine in engines]
-            with contextlib.suppress(threading.BrokenBarrierError):
-                ready.wait()
+            futures = [pool.submit(run, engine) for engine in engines]
             while wait(futures, timeout=_POLL_S).not_done:
                 pass  # without a timeout a signal just before the wait would be missed
         except BaseException:
-            give_up()
+            stop.set()
             raise
         return [future.result() for future in futures]
 
