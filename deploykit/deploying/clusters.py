@@ -25,8 +25,8 @@ import numpy as np
 from deploykit.core.errors import Unsupported
 from deploykit.core.precision import names_of
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
+from deploykit.deploying.docker import choose_image
 from deploykit.deploying.folder import Contents, fill_templates, sample_rows
-from deploykit.deploying.wheels import choose_image
 from deploykit.engines.batching import why_no_batch
 from deploykit.serving.oip.request import to_bytes
 
