@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from deploykit.benchmarking.columns import Entry
-from deploykit.benchmarking.timing import Column, Setup
+from deploykit.benchmarking.timing import Setup
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
 from deploykit.core.machine import default_threads, file_text, this_machine
 from deploykit.core.profile import load_profile, recognise, with_gpu
@@ -261,7 +261,7 @@ def _peak_bytes(
     """Run in a separate process; return the peak, or 0 if /proc does not have it."""
     inputs = feeds(batch)
     with contextlib.ExitStack() as stack:
-        for engine in Column.open(setup, stack).engines:
+        for engine in setup.open(stack):
             for _ in range(_CALLS):
                 engine(inputs)
         children = " ".join(map(file_text, Path("/proc/self/task").glob("*/children")))

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -255,10 +256,8 @@ _LAST, _STABLE = 4, 1.10  # windows that must agree within 10 %, as in perf_anal
 _RISEN, _SURE = 0.05, 6.0  # smallest rise over the rounds: a share, standard errors
 
 
-def _warm_up(
-    column: Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float
-) -> tuple[str, float]:
-    """Run windows until four agree within 10 %, or `limit_s` has passed.
+def _warm_up(run: Callable[[float], Block], limit_s: float) -> tuple[str, float]:
+    """Run windows of some seconds until four agree within 10 %, or `limit_s` has passed.
 
     Return a caveat, or "", and the longest call of the last window in seconds, 0 without any.
     """
@@ -267,7 +266,7 @@ def _warm_up(
     rates: list[float] = []
     spent_s = 0.0
     while True:
-        block = column.run(feeds, batch, limit_s / _WINDOWS, clock)
+        block = run(limit_s / _WINDOWS)
         spent_s += block.seconds
         rates.append(block.rate)
         call_s, last = float(block.calls_ns.max()) / 1e9, rates[-_LAST:]
@@ -331,6 +330,12 @@ class Setup:
         batches = self.batches or (point.batch,)
         return (self.label, self.in_flight) == (point.label, 1) and point.batch in batches
 
+    def open(self, stack: contextlib.ExitStack) -> list[Engine]:
+        return [stack.enter_context(self.engines()) for _ in range(self.sessions)]
+
+    def takes(self, batch: int, max_batch: int | None) -> bool:
+        return batch <= (max_batch or batch) and batch in (self.batches or (batch,))
+
     @property
     def scenario(self) -> str:
         more = f", {self.in_flight} calls in flight" if self.in_flight > 1 else ""
@@ -361,37 +366,12 @@ class Timing:
         return min(self.rounds, _FEW_ROUNDS if few else fit)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A setup whose engines are open."""
-
-    setup: Setup
-    engines: Sequence[Engine]
-
-    @classmethod
-    def open(cls, setup: Setup, stack: contextlib.ExitStack) -> Column:
-        return cls(setup, [stack.enter_context(setup.engines()) for _ in range(setup.sessions)])
-
-    @property
-    def max_batch(self) -> int | None:
-        return self.engines[0].max_batch
-
-    def run(
-        self, feeds: Arrays, batch: int, length_s: float, clock: Clock, settle_s: float = 0.0
-    ) -> Block:
-        in_flight = self.setup.in_flight
-        return run_block(
-            self.engines, feeds, batch, length_s, clock, settle_s=settle_s, in_flight=in_flight
-        )
-
-    def takes(self, batch: int) -> bool:
-        only = self.setup.batches
-        return (self.max_batch is None or batch <= self.max_batch) and batch in (only or [batch])
+Column = tuple[Setup, Sequence[Engine]]  # a setup and its open engines
 
 
 def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[Column]) -> Arrays:
-    for column in columns:
-        label, inputs = column.setup.label, column.engines[0].inputs
+    for setup, engines in columns:
+        label, inputs = setup.label, engines[0].inputs
         check_feeds(inputs, feeds, label)
         places = batch_places(inputs)
         if not places and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
@@ -462,16 +442,18 @@ class Turns:
             raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
         measured: list[Measured] = []
         with contextlib.ExitStack() as stack:
-            at_once = order(len(setups), self.number)
-            opened = {at: Column.open(setups[at], stack) for at in at_once}
-            columns = [opened[at] for at in range(len(setups))]
+            opened = {at: setups[at].open(stack) for at in order(len(setups), self.number)}
+            columns = [(setup, opened[at]) for at, setup in enumerate(setups)]
             self.watch.know_children()
-            plan = {batch: [each for each in columns if each.takes(batch)] for batch in batches}
+            plan = {
+                batch: [each for each in columns if each[0].takes(batch, each[1][0].max_batch)]
+                for batch in batches
+            }
             steps = sum(map(len, plan.values()))
             if not steps:
+                largest = max(engines[0].max_batch or 0 for _, engines in columns)
                 raise BadInput(
-                    f"no engine takes a batch of {min(batches)}",
-                    hint=f"the largest is {max(column.max_batch or 0 for column in columns)}",
+                    f"no engine takes a batch of {min(batches)}", hint=f"the largest is {largest}"
                 )
             self._done_s, self._total_s = 0.0, steps * (self.timing.warmup_s + self.timing.seconds)
             for batch, fitting in plan.items():
@@ -483,13 +465,21 @@ class Turns:
         return measured
 
     def _run(self, columns: Sequence[Column], batch: int, feeds: Arrays) -> list[Measured]:
-        timing = self.timing
+        timing, clock = self.timing, self.clock
         found: dict[str, Measured] = {}
-        longest_s = 0.0
+        longest_s = settle_s = 0.0
+
+        def run(column: Column, length_s: float) -> Block:
+            (setup, engines), settle = column, settle_s
+            many = setup.in_flight
+            return run_block(
+                engines, feeds, batch, length_s, clock, settle_s=settle, in_flight=many
+            )
+
         for at in order(len(columns), self.number):
-            setup, engine = columns[at].setup, columns[at].engines[0]
+            setup, (engine, *_) = columns[at]
             self._begin(f"{setup.label}, batch {batch}: warm-up", timing.warmup_s)
-            note, call_s = _warm_up(columns[at], feeds, batch, self.clock, timing.warmup_s)
+            note, call_s = _warm_up(partial(run, columns[at]), timing.warmup_s)
             longest_s = max(longest_s, call_s)
             found[setup.label] = Measured(
                 setup=setup,
@@ -503,31 +493,30 @@ class Turns:
             )
         rounds = timing.rounds_for(longest_s)
         block_s = timing.seconds / rounds
-        settle_s = 0.0
         if len(columns) > 1:  # the last column's caches and clocks
             settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)
         for number in range(rounds):
             for at in order(len(columns), self.number * rounds + number):
-                column, one = columns[at], found[columns[at].setup.label]
-                self._begin(f"{column.setup.label}, batch {batch}: round {number + 1}", block_s)
+                one = found[columns[at][0].label]
+                self._begin(f"{one.setup.label}, batch {batch}: round {number + 1}", block_s)
                 self.watch.begin()
-                one.blocks.append(column.run(feeds, batch, block_s, self.clock, settle_s))
+                one.blocks.append(run(columns[at], block_s))
                 one.windows.append(self.watch.close())
-        for column in columns:
+        for setup, (engine, *_) in columns:
             more_s = max(block_s, timing.seconds / FEWEST_DEPENDENT)
-            found[column.setup.label].compute_s += _compute_s(column, feeds, more_s, self.clock)
-        return [found[column.setup.label] for column in columns]
+            if setup.in_flight == 1:
+                found[setup.label].compute_s += _compute_s(engine, feeds, more_s, clock)
+        return [found[setup.label] for setup, _ in columns]
 
     def _begin(self, what: str, length_s: float) -> None:
         self.on_progress(what, min(1.0, self._done_s / self._total_s))
         self._done_s += length_s
 
 
-def _compute_s(column: Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
+def _compute_s(engine: Engine, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
     """Time further calls without their copies; return [] if the engine reports no copies."""
-    engine = column.engines[0]
     calls_s: list[float] = []
-    if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
+    if not sum(engine.last_copies_us):
         return calls_s
     end = clock() + round(length_s * 1e9)
     while not calls_s or clock() < end:
