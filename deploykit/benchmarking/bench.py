@@ -384,45 +384,44 @@ def choose_inputs(
     return inputs
 
 
+@dataclass
 class Proofs:
     """Compares entries with `base`, the open baseline. `gates` maps labels of entries to gates."""
 
-    def __init__(
-        self,
-        base: Engine,
-        reference: Entry,
-        samples: Samples | None,
-        device: str,
-        note: Note,
-        axis: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        self._base, self._reference, self._samples = base, reference, samples
-        self._device, self._note, self._axis = device, note, axis
-        self.parity: list[Parity] = []
-        self.accuracy: list[Accuracy] = []
-        self.gates: dict[str, Gate] = {}
-        self._scores: np.ndarray | None = None
-        if samples is not None and samples.labels is not None:
-            feeds = comparison_feeds(base, base, samples, reference.artefact.path)[0]
-            self._scores = self._score(base, feeds)
+    base: Engine
+    reference: Entry
+    samples: Samples | None
+    device: str
+    note: Note
+    axis: Mapping[str, int] = field(default_factory=dict)
+    parity: list[Parity] = field(default_factory=list)
+    accuracy: list[Accuracy] = field(default_factory=list)
+    gates: dict[str, Gate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        path, self._scores = self.reference.artefact.path, None
+        if self.samples is not None and self.samples.labels is not None:
+            self._scores = self._score(
+                self.base, comparison_feeds(self.base, self.base, self.samples, path)[0]
+            )
         if self._scores is not None:
             score = paired_drop(self._scores, self._scores, TOP1)
-            row = Accuracy(reference.precision, TOP1, score.n, score.reference, None, BASELINE)
-            self.accuracy.append(row)
+            row = (self.reference.precision, TOP1, score.n, score.reference, None, BASELINE)
+            self.accuracy.append(Accuracy(*row))
 
     def prove(self, entry: Entry, gpu: str = "") -> Gate:
         """Measure parity and accuracy, on `gpu` or the CPU, and return the gate of the outputs."""
-        samples, reference = self._samples, self._reference
+        samples, reference = self.samples, self.reference
         name = f"{entry.artefact.name} in {entry.label}" if entry.rival else entry.artefact.name
         name += f" on {gpu}" if gpu else ""
-        with entry.open(gpu or ("cpu" if entry.on_cpu else self._device)) as engine:
+        with entry.open(gpu or ("cpu" if entry.on_cpu else self.device)) as engine:
             feeds, fewer = comparison_feeds(
-                self._base, engine, samples, reference.artefact.path, self._axis
+                self.base, engine, samples, reference.artefact.path, self.axis
             )
             for text in (*(f"parity: {each}" for each in fewer), *engine.notes):
-                self._note(text)
+                self.note(text)
             names, random = (reference.artefact.name, name), samples is None
-            parity = compare_engines(self._base, engine, feeds, names=names, random=random)
+            parity = compare_engines(self.base, engine, feeds, names=names, random=random)
             scores, drop = self._score(engine, feeds), None
         if scores is not None and self._scores is not None:
             drop = paired_drop(self._scores, scores, TOP1)
@@ -454,9 +453,9 @@ class Proofs:
         return key not in self.gates or self.gates[key].passed
 
     def _score(self, engine: Engine, feeds: Sequence[Arrays]) -> np.ndarray | None:
-        if self._samples is None or self._samples.labels is None:
+        if self.samples is None or self.samples.labels is None:
             return None
-        return top1_scores(engine, self._samples, len(next(iter(feeds[0].values()))))
+        return top1_scores(engine, self.samples, len(next(iter(feeds[0].values()))))
 
 
 # A pipeline is timed like an engine: a call takes a batch of files, from their bytes to the JSON of

@@ -35,7 +35,6 @@ from deploykit.evaluation.artefacts import Progress
 from deploykit.loadtest.server import Server, tls_reason
 from deploykit.loadtest.wire import NO_ANSWER, UNSENT, AnswerCheck, NotHttpError, Wire
 
-USUAL_BYTES = 1 << 12  # enough for most answers, and faster to allocate
 READ_BYTES = 1 << 16  # malloc would map and unmap larger buffers per answer
 RETRY_S = 0.1  # interval of attempts to connect to a server that refuses
 REPORT_S = 0.5  # interval of progress reports
@@ -248,7 +247,6 @@ class Client:
         self._opening = self._next_due = 0
         self._numbers = itertools.cycle([*range(1, len(plan.requests)), 0])  # 0 was the probe
         self._clock = time.perf_counter
-        self._read_bytes = USUAL_BYTES
         self._full = False  # no more connections may be opened
         self._retry_s = math.inf
         self._report_s = math.inf if on_progress is None else 0.0
@@ -340,7 +338,7 @@ class Client:
                 if lag_s < 0:
                     data, lag_s = connection.read_with_lag()
                 else:
-                    data = connection.receive(self._read_bytes)
+                    data = connection.receive(READ_BYTES)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 continue
             except OSError as exc:
@@ -450,8 +448,6 @@ class Client:
 
     def _on_data(self, connection: _Connection, data: bytes) -> None:
         wire = connection.wire
-        if len(data) >= USUAL_BYTES:
-            self._read_bytes = READ_BYTES
         try:
             status = wire.feed(data) if data else wire.end()
         except NotHttpError as exc:
