@@ -312,34 +312,21 @@ def _limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
 
 
 def charts(document: Json) -> tuple[list[Chart], list[str]]:
-    """Return the charts that have data, of right outputs, and a sentence for each without."""
+    """Return the charts that have data, of right outputs, and notes on what they leave out."""
     wrong = document["wrong"]
     points: list[Json] = [point for point in document["points"] if point["label"] not in wrong]
     document = {**document, "points": points}
-    drawn: list[Chart] = []
-    missing = [f"Not drawn, as the outputs are wrong: {'; '.join(wrong)}."] * bool(wrong)
+    notes = [f"Not drawn, as the outputs are wrong: {'; '.join(wrong)}."] * bool(wrong)
     if any(why_not(document, point) for point in points):
-        missing += ["✗ in a chart: rows of this setup give no verdict, for reasons below."]
-    if not points:
-        missing += ["Latency and throughput of the engines were not measured."]
-    scenarios = dict.fromkeys(str(point["scenario"]) for point in points)
-    for scenario in scenarios:  # scenarios never share a chart
+        notes += ["✗ in a chart: rows of this setup give no verdict, for reasons below."]
+    drawn = list[Chart | None]()
+    for scenario in dict.fromkeys(point["scenario"] for point in points):  # they share no chart
         chosen = [point for point in points if point["scenario"] == scenario]
         drawn += [_trade_off(document, chosen), _sweep(document, chosen)]
-    others = (
-        (calls_chart, "The latency of calls by percentile is not drawn: no calls were kept."),
-        (roofline, "The roofline is not drawn: the limits of the machine were not measured."),
-        (_accuracy, "Accuracy against latency is not drawn: one of the two was not measured."),
-        (served_chart, "The latency of requests was not measured."),
-        (partial(roofline, name=GPU_ROOFLINE), ""),
-    )
-    for make, sentence in others:
-        chart = make(document)
-        drawn += [chart] if chart else []
-        missing += [sentence] if sentence and not chart else []
-    layers = [each for each in document.get("layers") or () if each["sum_ms"]]
-    drawn += [_waterfall(document, each) for each in layers] + _traces(document)
-    return drawn, missing
+    drawn += [make(document) for make in (calls_chart, roofline, _accuracy, served_chart)]
+    drawn += [roofline(document, GPU_ROOFLINE), *_traces(document)]
+    drawn += [_waterfall(document, each) for each in document["layers"] if each["sum_ms"]]
+    return [chart for chart in drawn if chart], notes
 
 
 def _trade_off(document: Json, points: Sequence[Json]) -> Chart:

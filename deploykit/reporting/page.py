@@ -31,10 +31,10 @@ CONCLUSIONS = 6  # most after the headline; the others are at the end
 
 @dataclass(frozen=True)
 class Parts:
-    """Charts of a document, a sentence for each that has no data, its first tables, and others."""
+    """Charts of a document, notes on what they leave out, its first tables, and others."""
 
     charts: Sequence[Chart]
-    missing: Sequence[str]
+    notes: Sequence[str]
     short: Sequence[Table]
     tables: Sequence[Table]
 
@@ -48,7 +48,7 @@ def report_page(document: Mapping[str, Any], parts: Parts | None = None) -> str:
     document = printable(document)
     parts = parts or Parts.of(document)
     first, *others = [figure_html(each) for each in parts.charts] or [""]
-    others += [f"<p>{safe(sentence)}</p>" for sentence in parts.missing]
+    others += [f"<p>{safe(sentence)}</p>" for sentence in parts.notes]
     folded = [
         f"<details><summary>{safe(each.title)}</summary>{html_table(each, caption=False)}</details>"
         for each in parts.tables
@@ -173,7 +173,7 @@ def markdown(document: Mapping[str, Any], parts: Parts | None = None) -> str:
         *(line for table in parts.short for line in table_lines(table)),
         "## What the measurements show\n",
         *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in parts.charts),
-        *(f"- {_text(sentence)}" for sentence in parts.missing),
+        *(f"- {_text(sentence)}" for sentence in parts.notes),
         "\n## How it was measured\n",
         f"Made {_text(document['created'])} with:\n",
         *(f"    {line}" for line in command),
