@@ -62,7 +62,6 @@ def load_test(
     token: str | None = None,
     ca_file: StrPath | None = None,
     cert_file: StrPath | None = None,
-    key_file: StrPath | None = None,
     out: StrPath | None = None,
     force: bool = False,
     command: str = "",
@@ -88,8 +87,7 @@ def load_test(
             {"axis1": 128, "axis2": 4} where there are several; "h_1" is that of one input.
         token: sent as `Authorization: Bearer`.
         ca_file: certificates to trust in place of the system's.
-        cert_file: the client's own certificate, where the server wants one.
-        key_file: its private key, if that is not in `cert_file`.
+        cert_file: the client's own certificate and its key, where the server wants one.
         slo_ms: also count the answers within this latency, the goodput.
         fail_on: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
             `raise_if_unmet` turns into GateFailed.
@@ -114,9 +112,8 @@ def load_test(
         raise BadInput("`data` and `expect` exclude each other", hint="`expect` has inputs, too")
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data, expect), force=force) if out is not None else None
-    files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
-    paths = {name: os.fspath(file) for name, file in files.items() if file is not None}
-    remote = find_model(find_server(url, token=token, **paths), model)
+    certificates = (file if file is None else os.fspath(file) for file in (ca_file, cert_file))
+    remote = find_model(find_server(url, token, *certificates), model)
     file = expect if expect is not None else data
     requests = make_requests(
         remote,
