@@ -9,9 +9,15 @@ import pytest
 import deploykit as dk
 from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
-from deploykit.deploying.device import check_gpu, check_machine, engine_key, gpu_number
+from deploykit.deploying.boot import MAX_TRIES, CacheState, decide
+from deploykit.deploying.device import (
+    EngineKey,
+    check_gpu,
+    check_machine,
+    engine_key,
+    gpu_number,
+)
 from deploykit.deploying.folder import Bundle, FileEntry
-from deploykit.deploying.slots import MAX_TRIES, CacheState, EngineKey, decide
 from deploykit.engines.tensorrt.compatibility import Here
 
 NANO, NX = "jetson-orin-nano-8gb@15W", "jetson-orin-nx-16gb"
