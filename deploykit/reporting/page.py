@@ -66,14 +66,24 @@ def report_page(document: Mapping[str, Any], parts: Parts | None = None) -> str:
     method = f'<p>To repeat it:</p><pre tabindex="0"><code>{safe(command)}</code></pre>'
     method += f"<ul>{notes}</ul>" * bool(notes)
     method += f"<h3>{safe(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
+    # no string can end the element with the JSON
+    raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    folded.append(
+        '<p class="note">The whole of report.json is embedded in this page, in the element '
+        f'"report-data".</p><script type="application/json" id="report-data">{raw}</script>'
+    )
     sections = [
         ("Summary", "conclusions", conclusions),
         ("In short", "short", "" if busy else short),
         ("What the measurements show", "charts", "".join(others)),
         ("How it was measured", "method", method),
-        ("Everything", "everything", "".join(folded) + raw_html(document)),
+        ("Everything", "everything", "".join(folded)),
     ]
-    content = [section_html(*section) for section in sections if section[2]]
+    content = [
+        f'<section aria-labelledby="{name}"><h2 id="{name}">{safe(title)}</h2>{html}</section>'
+        for title, name, html in sections
+        if html
+    ]
     head = [_headline(document, short if busy else ""), first, *content]
     return html_page(str(document["title"]), "\n".join(head))
 
@@ -103,25 +113,10 @@ def _headline(document: Mapping[str, Any], figures: str) -> str:
     )
 
 
-def section_html(title: str, name: str, content: str) -> str:
-    return (
-        f'<section aria-labelledby="{name}"><h2 id="{name}">{safe(title)}</h2>{content}</section>'
-    )
-
-
 def figure_html(figure: Chart) -> str:
     return (
         f"<figure><h2>{safe(figure.title)}</h2>{draw(figure)}"
         f"<figcaption>{safe(figure.finding)}</figcaption></figure>"
-    )
-
-
-def raw_html(document: Mapping[str, Any]) -> str:
-    """Return JSON in an element, with `<` as \\u003c, so that no string can end the element."""
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    return (
-        '<p class="note">The whole of report.json is embedded in this page, in the element '
-        f'"report-data".</p><script type="application/json" id="report-data">{text}</script>'
     )
 
 
