@@ -1,9 +1,9 @@
 """Choose and draw the charts of a report, as HTML and SVG that CSS scales, without scripts.
 
-Each has a caption, and its data in a table of the report; all figures come from the document of
-`report.json`. Coordinates in a plot are percentages, so one drawing fits a phone and a wide page;
-text and markers keep their size. Series differ in colour, dash and marker, so that no reader needs
-the colours.
+Each has a caption on how to read it, and its data in a table of the report; all figures come from
+the document of `report.json`. Coordinates in a plot are percentages, so one drawing fits a phone
+and a wide page; text and markers keep their size. Series differ in colour, dash and marker, so that
+no reader needs the colours.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from functools import partial
 from html import escape
 from itertools import accumulate
 
-from deploykit.evaluation.formatting import MISSING, SPACE, Json, number
+from deploykit.evaluation.formatting import SPACE, Json, number
 from deploykit.evaluation.statistics import percentile_ms
 from deploykit.reporting.tables import (
     accuracy_of,
     at_smallest,
     by_label,
     load_label,
-    part_of,
     rate_of,
     why_not,
 )
@@ -113,14 +112,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure. `finding`: its caption, which states what it shows.
+    """One figure.
 
     `x_ticks`: values and labels of the x axis; round numbers if empty. `x_log`, `y_log`: None
     decides by the values' span. `zero`: the y axis begins at 0. `limit`: a y value and its label.
     """
 
     title: str
-    finding: str
+    caption: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
@@ -337,16 +336,10 @@ def _trade_off(document: Json, points: Sequence[Json]) -> Chart:
                 ends = (p50["value"], p99 and p99["value"])
                 yield Mark(rate_of(point), p50["value"], *ends, str(point["batch"]))
 
-    usable = [point for point in points if not why_not(document, point)]
-    best = max(usable or points, key=rate_of)
-    p50 = best["latency"]["p50_ms"]
-    doubt = "" if usable else "None of these rows gives a verdict. "
-    at = f", with a p50 of {number(p50['value'])}{SPACE}ms" if p50 is not None else ""
     return Chart(
         title="Latency against throughput",
-        finding=f"{doubt}The highest throughput is {number(rate_of(best))} "
-        f"inferences/s: {best['label']} at batch {best['batch']}{at}. Down and to the right is "
-        "better. Marks are the p50, whiskers reach up to the p99; figures are batch sizes.",
+        caption="Down and to the right is better. Marks are the p50, whiskers reach up to the p99; "
+        "the figures are batch sizes.",
         x_label=f"throughput (inferences/s), {points[0]['scenario']}",
         y_label="latency of one call (ms)",
         series=_by_setup(document, points, marks_of),
@@ -357,26 +350,20 @@ def _trade_off(document: Json, points: Sequence[Json]) -> Chart:
 
 def _sweep(document: Json, points: Sequence[Json]) -> Chart:
     scenario, batches = points[0]["scenario"], sorted({int(point["batch"]) for point in points})
-    wanted = ("throughput", scenario)
-    found = [c for c in document["crossovers"] if (c["by"], c["scenario"]) == wanted]
-    overtakes = {(c["label"], c["batch"]) for c in found if c["batch"] != batches[0]}
-    sentences = [
-        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
-        for c in found
-        if c["batch"] is not None
+    overtakes = [
+        (found["label"], found["batch"])
+        for found in document["crossovers"]
+        if (found["by"], found["scenario"]) == ("throughput", scenario)
     ]
-    if behind := [c["label"] for c in found if c["batch"] is None]:
-        sentences.append(
-            f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {'; '.join(behind)}"
-        )
 
     def mark(point: Json) -> Mark:
-        ahead = (point["label"], point["batch"]) in overtakes
+        ahead = point["batch"] > batches[0] and (point["label"], point["batch"]) in overtakes
         return _mark(float(point["batch"]), point["throughput_per_s"], "ahead from here" * ahead)
 
     return Chart(
         title="Throughput against batch size",
-        finding=". ".join([*sentences, "Whiskers are 95 % intervals."]),
+        caption="Whiskers are 95 % intervals. A label names the batch from which on a setup that "
+        "was behind the baseline stays ahead of it.",
         x_label=f"batch size (inferences per call), {scenario}",
         y_label="throughput (inferences/s)",
         series=_by_setup(document, points, partial(map, mark)),
@@ -400,12 +387,9 @@ def calls_chart(document: Json) -> Chart | None:
     series = _by_setup(document, points, marks_of)
     if not series:
         return None
-    times = {one.label: one.marks[-1].y / one.marks[0].y for one in series}
-    widest = max(times, key=times.__getitem__)
     return Chart(
         title="Latency of calls, by percentile",
-        finding=f"The slowest call of {widest} took {number(times[widest])} times its median, the "
-        "most of all. The flatter a line, the steadier the engine; its right end is the slowest.",
+        caption="The flatter a line, the steadier the engine; its right end is the slowest call.",
         x_label=f"share of calls that took no longer, {points[0]['scenario']}, smallest batch",
         y_label="latency of one call (ms)",
         series=series,
@@ -432,21 +416,13 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
     xs = [ridge, *(float(point["intensity"]) for point in points)]
     roof = tuple(Mark(x, min(most, x * fastest)) for x in (min(xs) / 2, ridge, max(xs) * 2))
 
-    def share_of(point: Json) -> float:
-        """Return the part of the limit at this intensity that a point reaches."""
-        return float(point["gflops"] / min(most, point["intensity"] * fastest))
-
     def mark(point: Json) -> Mark:
         return Mark(float(point["intensity"]), float(point["gflops"]), text=str(point["batch"]))
 
-    best = max(points, key=share_of)
-    bound = "memory" if best["intensity"] < ridge else "arithmetic"
     return Chart(
         title="Roofline: what limits the speed" + " on the GPU" * (name == GPU_ROOFLINE),
-        finding=f"{best['label']} at batch {best['batch']} comes closest to the limit of its "
-        f"{bound}: {part_of(share_of(best), 1)} of it. Left of the bend memory is the limit, right "
-        "of it arithmetic; far below the line it is neither, but launches and calls. The figures "
-        "at the marks are batch sizes.",
+        caption="Left of the bend memory is the limit, right of it arithmetic; far below the line "
+        "it is neither, but launches and calls. The figures at the marks are batch sizes.",
         x_label="operations per byte that is moved (FLOP/byte)",
         y_label="speed (GFLOP/s)",
         series=(
@@ -476,7 +452,7 @@ def _accuracy(document: Json) -> Chart | None:
         return None
     return Chart(
         title="Accuracy against latency",
-        finding="Up and to the left is better. Whiskers are 95 % intervals.",
+        caption="Up and to the left is better. Whiskers are 95 % intervals.",
         x_label=f"p50 latency (ms) at the smallest batch, {points[0]['scenario']}",
         y_label=f"{metrics[-1]} (%)",
         series=series,
@@ -486,16 +462,15 @@ def _accuracy(document: Json) -> Chart | None:
 
 def _waterfall(document: Json, found: Json) -> Chart:
     """Draw how the slowest layers of a LayerTimes add up to a call."""
-    first, ends_ms = found["layers"][0], accumulate(each["ms"] for each in found["layers"])
+    ends_ms = accumulate(each["ms"] for each in found["layers"])
     marks = tuple(
         Mark(float(place), end_ms, text=layer["name"][:_NAME] if place <= 3 else "")
         for place, (layer, end_ms) in enumerate(zip(found["layers"], ends_ms, strict=True), 1)
     )
-    share, look = part_of(first["ms"], found["sum_ms"]), _looks(document).get(found["label"], 1)
+    look = _looks(document).get(found["label"], 1)
     return Chart(
         title=f"Where the time goes, by layer: {found['label']}",
-        finding=f"{first['name']} ({first['op']}) takes {share} of the time of all layers. "
-        "The longer a line is flat, the fewer layers make the time; a table has all.",
+        caption="The longer a line is flat, the fewer layers make the time; a table has all.",
         x_label="layers, the slowest first",
         y_label="their time in a call (ms)",
         series=(Series(found["label"], marks, look),),
@@ -515,7 +490,7 @@ def _traces(document: Json) -> list[Chart]:
         why = {each for gpu in document["conditions"] for each in gpu["throttled"] or ()}
         chart = Chart(
             title=f"GPU {what} over the run",
-            finding=f"THROTTLED ({', '.join(sorted(why))})." if why else "Not throttled.",
+            caption=f"THROTTLED ({', '.join(sorted(why))})." if why else "Not throttled.",
             x_label="share of the run (%)",
             y_label=f"{what} ({unit})",
             series=tuple(series),
@@ -527,7 +502,7 @@ def _traces(document: Json) -> list[Chart]:
 
 def served_chart(document: Json) -> Chart | None:
     """Draw the percentiles of each load level up to the maximum, on a logarithmic axis."""
-    series, sentences = list[Series](), list[str]()
+    series: list[Series] = []
     first = len(_looks(document)) if document.get("points") else 1  # the first after the setups'
     wanted = {result.get("slo_ms") for result in document["serving"]}
     for result in document["serving"]:
@@ -540,14 +515,11 @@ def served_chart(document: Json) -> Chart | None:
         if latency["samples"] > 100 and latency["max_ms"] is not None:
             marks.append(Mark(float(latency["samples"]), latency["max_ms"], text="max"))
         series.append(Series(label, tuple(marks), first + len(series)))
-        p99 = latency["p99_ms"]
-        tail = MISSING if p99 is None else f"{number(p99['value'])}{SPACE}ms"
-        sentences.append(f"{label}: p50 {number(latency['p50_ms']['value'])}{SPACE}ms, p99 {tail}")
     if not series:
         return None
     return Chart(
         title="Latency of requests, by percentile",
-        finding="; ".join(sentences) + ". The flatter a line, the steadier the server.",
+        caption="The flatter a line, the steadier the server.",
         x_label="share of requests that were answered by then",
         y_label="latency (ms)",
         series=tuple(series),

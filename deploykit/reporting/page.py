@@ -116,7 +116,7 @@ def _headline(document: Mapping[str, Any], figures: str) -> str:
 def figure_html(figure: Chart) -> str:
     return (
         f"<figure><h2>{safe(figure.title)}</h2>{draw(figure)}"
-        f"<figcaption>{safe(figure.finding)}</figcaption></figure>"
+        f"<figcaption>{safe(figure.caption)}</figcaption></figure>"
     )
 
 
@@ -166,10 +166,7 @@ def markdown(document: Mapping[str, Any], parts: Parts | None = None) -> str:
         f"# {_text(document['title'])}\n",
         *(f"{sentence}\n" for sentence in sentences[: 1 + CONCLUSIONS]),
         *(line for table in parts.short for line in table_lines(table)),
-        "## What the measurements show\n",
-        *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in parts.charts),
-        *(f"- {_text(sentence)}" for sentence in parts.notes),
-        "\n## How it was measured\n",
+        "## How it was measured\n",
         f"Made {_text(document['created'])} with:\n",
         *(f"    {line}" for line in command),
         "",

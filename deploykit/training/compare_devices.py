@@ -471,7 +471,7 @@ def _chart(table: DeviceTable) -> Chart:
         series.setdefault(_setup(row)[0], []).append(mark)
     return Chart(
         title="Training speed against batch size",
-        finding=next((each for each in table.verdict if "GPU" in each), ""),
+        caption=next((each for each in table.verdict if "GPU" in each), ""),
         x_label="batch size (samples per step)",
         y_label="training speed (samples/s)",
         series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),
