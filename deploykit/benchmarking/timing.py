@@ -75,12 +75,7 @@ def run_block(
             if settle_ns:
                 _loop_overlapping(engines[0], feeds, settle_ns, clock, in_flight)
             return _loop_overlapping(engines[0], feeds, length_ns, clock, in_flight, batch)
-        if len(engines) == 1:
-            if settle_ns:
-                closed_loop(engines[0], feeds, settle_ns, clock)
-            sessions = [closed_loop(engines[0], feeds, length_ns, clock)]
-        else:
-            sessions = _run_together(engines, feeds, settle_ns, length_ns, clock)
+        sessions = _run_together(engines, feeds, settle_ns, length_ns, clock)
     calls_ns = [np.frombuffer(calls, dtype=np.int64) for calls in sessions]
     return Block(
         calls_ns=np.concatenate(calls_ns),
@@ -90,11 +85,7 @@ def run_block(
 
 
 def closed_loop(
-    engine: Engine,
-    feeds: Arrays,
-    length_ns: int,
-    clock: Clock,
-    stop: Callable[[], bool] | None = None,
+    engine: Engine, feeds: Arrays, length_ns: int, clock: Clock, stop: Callable[[], bool] = bool
 ) -> array[int]:
     """Return the nanoseconds of each call, from the end of the last: they sum to the time.
 
@@ -102,7 +93,7 @@ def closed_loop(
     """
     run_loop: Callable[..., array[int]] | None = getattr(engine, "run_loop", None)
     if run_loop is not None:
-        return run_loop(feeds, length_ns, stop or bool)
+        return run_loop(feeds, length_ns, stop)
     calls = array("q")
     last = clock()
     end = last + length_ns
@@ -111,7 +102,7 @@ def closed_loop(
         now = clock()
         calls.append(now - last)
         last = now
-        if now >= end or (stop is not None and stop()):
+        if now >= end or stop():
             return calls
 
 
@@ -137,7 +128,7 @@ def _loop_overlapping(
 def _run_together(
     engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
 ) -> list[array[int]]:
-    """Run each engine's loops in a thread of its own, and calls until all are as far."""
+    """Run each engine's loops, and further calls until all are as far."""
     settled, finished = list[Engine](), list[Engine]()
 
     def session(engine: Engine, stop: threading.Event) -> array[int]:
@@ -159,8 +150,13 @@ def _run_together(
 def in_threads(
     engines: Sequence[Engine], work: Callable[[Engine, threading.Event], _T]
 ) -> list[_T]:
-    """Return what `work` returns for each engine; the first failure stops all and is raised."""
+    """Return what `work` returns for each engine, in threads if there are several.
+
+    The first failure stops all and is raised.
+    """
     stop = threading.Event()
+    if len(engines) == 1:
+        return [work(engines[0], stop)]
 
     def run(engine: Engine) -> _T:
         try:
@@ -468,18 +464,14 @@ class Turns:
         timing, clock = self.timing, self.clock
         found: dict[str, Measured] = {}
         longest_s = settle_s = 0.0
-
-        def run(column: Column, length_s: float) -> Block:
-            (setup, engines), settle = column, settle_s
-            many = setup.in_flight
-            return run_block(
-                engines, feeds, batch, length_s, clock, settle_s=settle, in_flight=many
-            )
-
+        runs = [
+            partial(run_block, engines, feeds, batch, clock=clock, in_flight=setup.in_flight)
+            for setup, engines in columns
+        ]
         for at in order(len(columns), self.number):
             setup, (engine, *_) = columns[at]
             self._begin(f"{setup.label}, batch {batch}: warm-up", timing.warmup_s)
-            note, call_s = _warm_up(partial(run, columns[at]), timing.warmup_s)
+            note, call_s = _warm_up(runs[at], timing.warmup_s)
             longest_s = max(longest_s, call_s)
             found[setup.label] = Measured(
                 setup=setup,
@@ -500,7 +492,7 @@ class Turns:
                 one = found[columns[at][0].label]
                 self._begin(f"{one.setup.label}, batch {batch}: round {number + 1}", block_s)
                 self.watch.begin()
-                one.blocks.append(run(columns[at], block_s))
+                one.blocks.append(runs[at](block_s, settle_s=settle_s))
                 one.windows.append(self.watch.close())
         for setup, (engine, *_) in columns:
             more_s = max(block_s, timing.seconds / FEWEST_DEPENDENT)
