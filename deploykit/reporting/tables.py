@@ -85,7 +85,7 @@ def load_label(result: Json) -> str:
 
 
 def summary(document: Json) -> Table:
-    """Return a row for each setup at its best batch, and one for each load level."""
+    """Return a row for each setup at its best batch; those without a verdict are last."""
     rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     smallest = at_smallest(document["points"])
     batch = str(smallest[0]["batch"]) if smallest else "1"
@@ -105,24 +105,19 @@ def summary(document: Json) -> Table:
             _against(document, best) if usable else doubt,
         )
         (rows if usable else apart).append(row)
-    for result in document["serving"]:
-        over = "gRPC" if result["protocol"] == "grpc" else "HTTP"
-        latency = result["latency"] or {}
-        rate = f"{spread(result['achieved_per_s'], float(result['batch']))} batch {result['batch']}"
-        rate += " (generator-limited)" * result["generator_limited"]
-        rate += " (no verdict)" * bool(result["marks"])
-        times = (spread(latency.get(key)) for key in ("p50_ms", "p99_ms"))
-        apart.append(
-            (f"over {over}, {load_label(result)}", MISSING, MISSING, *times, rate, MISSING)
-        )
     sizes = "".join(f"Inputs of the smallest batch: {s}. " for s in map(_sizes, smallest[:1]) if s)
     base = document["baseline"] or "baseline"
-    figures = (f"p50 at batch {batch} (ms)", f"p99 at batch {batch} (ms)")
-    rates = (
+    columns = (
+        *(
+            "setup",
+            "device",
+            "accuracy",
+            f"p50 at batch {batch} (ms)",
+            f"p99 at batch {batch} (ms)",
+        ),
         "best throughput (inferences/s)",
         f"× {base if len(base) < 40 else 'baseline'}, same batch",
     )
-    columns = ("setup", "device", "accuracy", *figures, *rates)
     note = f"{sizes}Brackets hold 95 % intervals."
     return Table("In short", columns, (*rows, *apart), text_columns(columns), note)
 
