@@ -486,10 +486,7 @@ def bench_pipeline(
         (found,) = turns.measure([setup], [batch], timed.feeds)
         points += [make_point([found]), *_stages(found, timed.calls)]
     outside = sum_up(watch, before, watch.around(timing.seconds))
-    how = (
-        f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
-        f"in one process; {len(files)} files in turn, from their bytes to the JSON of the answers"
-    )
+    what = f"a call: the next of {len(files)} files in turn, from their bytes to the answers' JSON"
     report = Report(
         title=f"{name}: a pipeline from end to end and by stage",
         created=now(),
@@ -501,7 +498,7 @@ def bench_pipeline(
         asked=(name,),
         outside=outside,
         invalid=invalid(outside, watch.bound),
-        notes=(how,),
+        notes=(_describe_method(timing, points), what),
     )
     return replace(report, verdict=verdict(report))
 

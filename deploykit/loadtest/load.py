@@ -141,9 +141,7 @@ def load_test(
         rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
     result = run_load(remote, requests, load, seed, processes, on_progress)
-    notes = (*result.notes, *filter(None, [requests.note]))
-    result = replace(result, batch=requests.batch, capacity_per_s=capacity, notes=notes)
-    result = apply_conditions(result, conditions)
+    result = apply_conditions(replace(result, capacity_per_s=capacity), conditions)
     if folder is not None:
         failed = {why.partition(":")[0]: why for why in result.unmet}
         report = Report(
@@ -212,11 +210,12 @@ def run_load(
     if remote.server.unix:
         figures["lag_p99_ms"] = None
         figures["notes"] += ("a Unix socket carries no time stamps: late reads were not measured",)
+    figures["notes"] += (requests.note,) if requests.note else ()
     outside = sum_up(watch, before, watch.around(load.duration_s))
     return LoadResult(
         url=remote.server.url,
         model=remote.name,
-        batch=1,
+        batch=requests.batch,
         seed=seed,
         same_machine=remote.server.loopback,
         server=remote.about,

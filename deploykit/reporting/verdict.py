@@ -322,14 +322,13 @@ def _within_slo(slo_ms: float | None, usable: Sequence[Point], labels: Sequence[
         return ""
     parts = []
     for label in dict.fromkeys(labels):
-        own = [point for point in usable if point.label == label]
-        known = [(point, p99) for point in own if (p99 := point.latency.p99_ms) is not None]
-        inside = [point for point, p99 in known if p99.high <= slo_ms]
-        why = "none" if len(known) == len(own) else "not known, as calls were too few for a p99"
+        known = [(p, p.latency.p99_ms) for p in usable if p.label == label]
+        inside = [point for point, p99 in known if p99 and p99.high <= slo_ms]
+        text = "none" if all(p99 for _, p99 in known) else "not known, as calls were too few"
         if inside:
             most = best(inside)
-            why = f"{number(most.throughput_per_s.value)} inferences/s at batch {most.batch}"
-        parts.append(f"{label} {why}")
+            text = f"{number(most.throughput_per_s.value)} inferences/s at batch {most.batch}"
+        parts.append(f"{label} {text}")
     return f"Within {number(slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
 
 
