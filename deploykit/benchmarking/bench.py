@@ -20,28 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.benchmarking.columns import (
-    BASELINE,
-    SEARCHED,
-    Entry,
-    Note,
-    best_cpu,
-    choices,
-    find_gpu,
-    find_rivals,
-    make_columns,
-    on_gpu_alone,
-    open_entries,
-    search_cpu,
-)
-from deploykit.benchmarking.limits import (
-    EnergyLog,
-    cpu_ceilings,
-    gpu_limits,
-    limits,
-    measure_layers,
-    measure_memory,
-)
+from deploykit.benchmarking import columns, limits
+from deploykit.benchmarking.columns import BASELINE, Entry, Note
 from deploykit.benchmarking.scenarios import check_scenarios, run_scenarios
 from deploykit.benchmarking.timing import (
     FULL_S,
@@ -146,7 +126,7 @@ def bench(
     timing = Timing.lasting(seconds if seconds is not None else QUICK_S if quick else FULL_S)
     check_scenarios(scenarios, slo_ms)
     others = [each for each in against if not is_report(each)]
-    entries = open_entries(engines, others, trust=trust, on_note=note_once, arch=arch)
+    entries = columns.open_entries(engines, others, trust=trust, on_note=note_once, arch=arch)
     folder = claim_report(out, (*engines, *against, data), force=force)
     run = _Run(
         entries,
@@ -177,7 +157,7 @@ def bench(
         wrong=wrong,
         asked=tuple(each.label for each in run.setups if each.entry in asked),
         against=tuple(each.label for each in run.setups if each.entry in rivals),
-        best_cpu=best_cpu(points, wrong),
+        best_cpu=columns.best_cpu(points, wrong),
         cpu_search=tuple(run.searches.values()),
         not_measured=tuple(run.gaps),
         notes=(_describe_method(timing, points), run.inputs.describe(), *sorted(notes)),
@@ -217,21 +197,21 @@ class _Run:
             self.inputs = choose_inputs(reference.artefact, base, samples, axis)
             self.proofs = proofs = Proofs(base, reference, samples, device, note, axis)
             right = [reference, *(each for each in entries[1:] if proofs.prove(each).passed)]
-            rivals, gaps = find_rivals(right, machine, scratch)
-            rivals = [each for each in rivals if not on_gpu_alone(each, device)]
+            rivals, gaps = columns.find_rivals(right, machine, scratch)
+            rivals = [each for each in rivals if not columns.on_gpu_alone(each, device)]
             rivals = [each for each in rivals if proofs.admit(each, gaps)]
-            self.gpu, why = find_gpu(reference, machine, device)
+            self.gpu, why = columns.find_gpu(reference, machine, device)
             gaps += [] if self.gpu else [NotMeasured("GPU", why)]
             on_gpu = [e for e in entries if self.gpu and "cuda" in e.artefact.runtime.devices]
             on_gpu = [e for e in on_gpu if e.on_cpu and proofs.admit(e, gaps, self.gpu)]
         for entry in (*right, *rivals):
-            elsewhere = self.gpu and on_gpu_alone(entry, device)
-            if entry.on_cpu and entry.runtime in SEARCHED and not elsewhere:
+            elsewhere = self.gpu and columns.on_gpu_alone(entry, device)
+            if entry.on_cpu and entry.runtime in columns.SEARCHED and not elsewhere:
                 for batch in self.batches:
                     if found := self._search_cpu(entry, batch):
                         self.searches[entry.label, batch] = found
         every = [*entries, *rivals]
-        self.setups, untimed = make_columns(
+        self.setups, untimed = columns.make_columns(
             every, self.searches, self.batches, device, self.gpu, on_gpu
         )
         self.gaps += [*untimed, *gaps]
@@ -251,31 +231,31 @@ class _Run:
         what = entry.label if entry.rival else entry.artefact.name
         self.progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
         window_s = min(_SEARCH_MAX_S, self.timing.seconds * _SEARCH_SHARE)
-        tried = choices(sorted({default_threads(), usable_cores()}), entry.runtime)
-        trials = search_cpu(tried, entry.open_on_cpu, self.inputs(batch), batch, window_s)
+        tried = columns.choices(sorted({default_threads(), usable_cores()}), entry.runtime)
+        trials = columns.search_cpu(tried, entry.open_on_cpu, self.inputs(batch), batch, window_s)
         return CpuSearch(entry.artefact.name, batch, trials, entry.runtime)
 
     def measure(self, scenarios: Sequence[str], slo_ms: float | None, layers: bool) -> list[Point]:
         """Time the columns; fill `measured`, and `gaps` with what could not be measured."""
         setups, inputs, progress, timing = self.setups, self.inputs, self.progress, self.timing
-        ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
-        gpu_ceilings, gpu_target, gpu_gaps = gpu_limits(self.gpu, timing.seconds, progress)
+        ceilings, unprobed = limits.cpu_ceilings(setups, timing.seconds, progress)
+        gpu_ceilings, gpu_target, gpu_gaps = limits.gpu_limits(self.gpu, timing.seconds, progress)
         watch = Watch()
         before = watch.around(timing.seconds)
         apart = timing.seconds >= FULL_S
         used = self.device if ":" in self.device else "cuda:0"
         with DeviceWatch(only=(used,)) as gpu_watch:
-            energy = EnergyLog(gpu_watch, progress)
+            energy = limits.EnergyLog(gpu_watch, progress)
             count = PROCESSES if apart else 1
             points = sweep(
                 setups, self.batches, timing, inputs, energy, processes=count, watch=watch
             )
             right = [each for each in setups if self.proofs.is_right(each.entry)]
             ran = run_scenarios(scenarios, right, points, timing.seconds, slo_ms, inputs, progress)
-        memory = measure_memory(setups, points, inputs, progress) if apart else ()
+        memory = limits.measure_memory(setups, points, inputs, progress) if apart else ()
         outside = sum_up(watch, before, watch.around(timing.seconds))
         wanted = (self.entries[1:] or self.entries[:1]) if layers else ()
-        by_layer, missing = measure_layers(wanted, right, points, inputs, progress)
+        by_layer, missing = limits.measure_layers(wanted, right, points, inputs, progress)
         self.gaps += [*unprobed, *gpu_gaps, *energy.gaps(points), *missing]
         self.measured = {
             "scenarios": tuple(ran),
@@ -286,7 +266,7 @@ class _Run:
             "outside": outside,
             "invalid": invalid(outside, watch.bound),
             "energy": energy.energy(points),
-            **limits(self.entries, setups, points, ceilings, gpu_ceilings, gpu_target),
+            **limits.limits_of(self.entries, setups, points, ceilings, gpu_ceilings, gpu_target),
         }
         return points
 

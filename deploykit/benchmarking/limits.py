@@ -94,7 +94,7 @@ def gpu_limits(
     return ceilings, None, [*gaps, NotMeasured("plan of the GPU", target)]
 
 
-def limits(
+def limits_of(
     entries: Sequence[Entry],
     setups: Sequence[Setup],
     points: Sequence[Point],
