@@ -290,10 +290,8 @@ def boot_until_stopped(
         def on_serve(server: Server) -> None:
             """Show in the model's notes and the metrics whether the previous engine serves."""
             (model,), booted = server.repository.models.values(), boot.booted
-            labels, previous = (
-                {"model": model.name, "version": VERSION},
-                booted.source == "previous",
-            )
+            labels = {"model": model.name, "version": VERSION}
+            previous = booted.source == "previous"
             if previous:
                 model.remark = lambda: f"the previous engine serves: {booted.why}"
             metric = Sample("deploykit_previous_engine", labels, previous)
