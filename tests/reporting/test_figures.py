@@ -108,6 +108,10 @@ def test_figures_without_data_are_left_out(report: Report) -> None:
         "Accuracy against latency",
         "Latency of requests, by percentile",
     ]
+    mark, latency = drawn[0].series[0].marks[0], report.points[0].latency
+    assert latency.p50_ms is not None
+    assert latency.p99_ms is not None
+    assert (mark.low, mark.high) == (latency.p50_ms.value, latency.p99_ms.value)
     assert notes == []
 
 
