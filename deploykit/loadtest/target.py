@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -187,12 +187,8 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
     return TensorSpec(name, DTYPES[datatype], axes)
 
 
-class Body(NamedTuple):
-    """A request without tensors. `name`: its file's name, or the sentence's beginning."""
-
-    name: str
-    type: str
-    data: bytes
+# a request without tensors: its file's name or the sentence's beginning, its type, its content
+Body = tuple[str, str, bytes]
 
 
 @dataclass(frozen=True)
@@ -267,7 +263,7 @@ def make_requests(
 def _read_bodies(source: Path | Sequence[str], *, expect: bool) -> tuple[list[Body], list[Any]]:
     """Return the requests in a file, a folder or sentences, and with `expect` their answers."""
     if not isinstance(source, Path):
-        return [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in source], []
+        return [(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in source], []
     if expect:
         lines = read_answers(source)[:MOST_BODIES]
         return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
@@ -284,24 +280,24 @@ def _read_body(file: Path) -> Body:
     if check_readable(file).stat().st_size > MOST_BYTES:
         raise BadInput(f"{file}: is above the {MOST_BYTES:,} bytes that can be sent")
     kind = _TYPES.get(file.suffix.lower(), "application/octet-stream")
-    return Body(file.name, kind, file.read_bytes())
+    return file.name, kind, file.read_bytes()
 
 
 def _describe(bodies: Sequence[Body]) -> str:
-    sizes = sorted(len(body.data) for body in bodies)
-    span = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if sizes[-1] > sizes[0] else "")
-    names = ", ".join(body.name for body in bodies[:_NAMED])
-    more = f" and {len(bodies) - _NAMED} more" if len(bodies) > _NAMED else ""
-    types = Counter(body.type for body in bodies)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in types.items())
-    return f"{kinds}, {span} bytes: {names}{more}"
+    names, types, contents = zip(*bodies, strict=True)
+    least, most = min(map(len, contents)), max(map(len, contents))
+    span = f"{least:,} to {most:,}" if most > least else f"{least:,}"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(types).items())
+    return f"{kinds}, {span} bytes: {', '.join(names[:_NAMED])}{more}"
 
 
 def _body_request(remote: RemoteModel, body: Body) -> bytes:
+    _, kind, content = body
     if not remote.server.grpc:
-        return remote.post("predict", {"Content-Type": body.type}, body.data)
+        return remote.post("predict", {"Content-Type": kind}, content)
     name = remote.inputs[0].name if remote.pipeline else remote.about["takes"]
-    return remote.infer_request([(name, "BYTES", np.array([body.data], object))])
+    return remote.infer_request([(name, "BYTES", np.array([content], object))])
 
 
 def name_batch(specs: Sequence[TensorSpec], axes: Mapping[str, int]) -> tuple[TensorSpec, ...]:
