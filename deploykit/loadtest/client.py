@@ -448,8 +448,11 @@ class Client:
 
     def _on_data(self, connection: _Connection, data: bytes) -> None:
         wire = connection.wire
+        if not data:
+            self._fail(connection, "the server closed the connection before it answered")
+            return
         try:
-            status = wire.feed(data) if data else wire.end()
+            status = wire.feed(data)
         except NotHttpError as exc:
             self._fail(connection, f"not an answer of this protocol: it {exc}")
             return
@@ -457,8 +460,6 @@ class Client:
             control, wire.control = wire.control, b""
             self._write(connection, control)
         if status is None:
-            if not data:
-                self._fail(connection, "the server closed the connection before it answered")
             return
         if wire.unread:
             self._fail(connection, str(wire.error))
@@ -468,7 +469,7 @@ class Client:
             self._drop(connection)
             return
         self._record(start_s, self._at, status, wire.error)
-        if wire.keep and data and connection.unsent is None:
+        if wire.keep and connection.unsent is None:
             self._free(connection)
         else:
             self._drop(connection)

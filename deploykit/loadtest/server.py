@@ -150,11 +150,10 @@ class Server:
             connection.sendall(wire.greeting + wire.request(0))
             while time.monotonic() < until_s:
                 data = connection.recv(1 << 16)
-                status = wire.feed(data) if data else wire.end()
-                if status is not None:
-                    return status
                 if not data:
                     raise ConnectionAbortedError(errno.ECONNABORTED, "it closed the connection")
+                if (status := wire.feed(data)) is not None:
+                    return status
                 control, wire.control = wire.control, b""
                 connection.sendall(control)
         raise TimeoutError
