@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import ctypes
+import itertools
 import json
 import math
 import statistics
