@@ -406,8 +406,9 @@ def _percentile_ticks(series: Sequence[Series]) -> tuple[tuple[float, str], ...]
 
 def roofline(document: Json, name: str = "roofline") -> Chart | None:
     """Draw the performance of each setup under the machine's roofline (Williams et al., 2009)."""
-    found = document.get(name) or {}
+    found = document[name] or {}
     points = [p for p in found.get("points") or [] if p["intensity"] > 0 and p["gflops"] > 0]
+    points = [point for point in points if point["label"] not in document["wrong"]]
     ceilings = found.get("ceilings") or {}
     most, fastest = (float(ceilings.get(key, 0)) for key in ("gflops", "gbytes_per_s"))
     if not points or not (most > 0 and fastest > 0):

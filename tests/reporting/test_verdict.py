@@ -300,7 +300,9 @@ def test_a_wrong_engine_is_in_no_conclusion_and_no_chart(report: Report) -> None
     assert "int8 CPU is" not in words(wrong)
     assert "INT8 pays" not in words(wrong)
     assert summary(wrong.to_dict()).rows[3][-1] == "wrong outputs"
-    drawn, notes = charts(wrong.to_dict())
+    place = {"label": "int8 CPU", "batch": 1, "intensity": 2.0, "gflops": 9.0}
+    roof = {"ceilings": {"gflops": 10.0, "gbytes_per_s": 9.0}, "points": [place]}
+    drawn, notes = charts(replace(wrong, roofline=roof).to_dict())
     assert not any("int8 CPU" in str(figure) for figure in drawn)
     assert "Not drawn, as the outputs are wrong: int8 CPU." in notes
 
