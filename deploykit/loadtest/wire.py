@@ -408,7 +408,8 @@ def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, st
     ]
     if not binary:
         for item, (_, _, array) in zip(items, tensors, strict=True):
-            item["data"] = _json(array)
+            strings = (as_bytes(each).decode("utf-8", "replace") for each in array.flat)
+            item["data"] = [*strings] if array.dtype.hasobject else array.ravel().tolist()
         try:
             text = json.dumps({"id": "1", "inputs": items}, allow_nan=False)  # KServe needs an id
         except ValueError as exc:
@@ -436,10 +437,3 @@ def raw_bytes(datatype: str, array: np.ndarray) -> bytes:
 
 def as_bytes(item: object) -> bytes:
     return item if isinstance(item, bytes) else str(item).encode()
-
-
-def _json(array: np.ndarray) -> list[Any]:
-    if array.dtype.hasobject:
-        return [as_bytes(each).decode("utf-8", "replace") for each in array.flat]
-    values: list[Any] = array.ravel().tolist()
-    return values
