@@ -248,20 +248,8 @@ def lock_text(image: Image) -> str:
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def write_requirements(folder: Path, image: Image, *, wheels: bool) -> None:
-    """Write `requirements.lock` and our wheel, with `wheels` all. Raises Unsupported."""
-    place = folder / "wheels"
-    place.mkdir()
-    own, text = own_wheel(place), lock_text(image)
-    if wheels:
-        text += _download(place, image, text)
-    line = f"deploykit=={__version__} \\\n    --hash=sha256:{sha256(own)}\n"
-    (folder / "requirements.lock").write_text(text + line, encoding="utf-8")
-
-
-def _download(place: Path, image: Image, text: str) -> str:
+def _download(place: Path, image: Image, pinned: Sequence[Locked]) -> str:
     """Download the wheels for the image's Python; return lines for those that no lock pins."""
-    pinned = [each for each in read_lock(text) if each.is_for(image.python)]
     lines = (
         " ".join([f"{each.name}=={each.version}", *(f"--hash=sha256:{h}" for h in each.sha256)])
         for each in pinned
@@ -359,10 +347,14 @@ def write(folder: Path, contents: Contents) -> None:
     contents.copy_model(model)
     request, header_bytes = smoke_request(contents, model)
     (folder / "smoke-test.request").write_bytes(request)
-    write_requirements(folder, image, wheels=contents.wheels)
-    own = next((folder / "wheels").glob("deploykit-*.whl"))
-    packages = [each for each in read_lock(lock_text(image)) if each.is_for(image.python)]
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    own, lock = own_wheel(wheels), lock_text(image)
+    packages = [each for each in read_lock(lock) if each.is_for(image.python)]
+    lock += _download(wheels, image, packages) if contents.wheels else ""
+    own_line = f"deploykit=={__version__} \\\n    --hash=sha256:{sha256(own)}\n"
     files = {
+        "requirements.lock": lock + own_line,
         "Dockerfile": dockerfile(image),
         ".dockerignore": container_file(".dockerignore").read_text(encoding="utf-8"),
         "sbom.cdx.json": sbom(contents, image, packages, sha256(own)),
