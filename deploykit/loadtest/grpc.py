@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
+from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.engines.oip import CONTENTS, MESSAGES, DecodeError, Message
 from deploykit.loadtest.wire import (
@@ -29,6 +30,7 @@ from deploykit.loadtest.wire import (
     Tensor,
     Wire,
     WrongAnswerError,
+    as_bytes,
     one_line,
     raw_bytes,
 )
@@ -238,11 +240,18 @@ def _decode(block: bytes) -> dict[str, str]:
     return {str(name): str(value) for name, value in decoder.decode(block)}
 
 
-def infer_request(model: str, tensors: Sequence[Tensor]) -> bytes:
+def infer_request(model: str, tensors: Sequence[Tensor], *, raw: bool = True) -> bytes:
+    """Return the framed call, its values `raw` bytes or typed. Raises BadInput where none fit."""
     request = MESSAGES["ModelInferRequest"](model_name=model)
     for name, datatype, array in tensors:
-        request.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        request.raw_input_contents.append(raw_bytes(datatype, array))
+        item = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        if raw:
+            request.raw_input_contents.append(raw_bytes(datatype, array))
+        elif datatype in CONTENTS:
+            values = map(as_bytes, array.flat) if datatype == "BYTES" else array.ravel().tolist()
+            getattr(item.contents, CONTENTS[datatype]).extend(values)
+        else:
+            raise BadInput(f"{name}: a {datatype} has no typed contents in the protocol")
     return call_of(request.SerializeToString())
 
 

@@ -29,7 +29,7 @@ from deploykit.evaluation.artefacts import Progress, claim_report, no_progress
 from deploykit.evaluation.statistics import Latency, throughput
 from deploykit.loadtest.client import Load, RunRecord, SendPlan, run_plans
 from deploykit.loadtest.server import find_server
-from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests
+from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests, probe
 from deploykit.loadtest.wire import NO_ANSWER, UNSENT, short_bound
 from deploykit.reporting.machine_load import Watch, marks, sum_up
 from deploykit.reporting.report import LoadResult, Report, write
@@ -123,7 +123,7 @@ def load_test(
         max_error=None if expect is None else max_error,
         axes=axes,
     )
-    remote.probe(requests.messages[0])
+    requests = probe(remote, requests)
     capacity, processes = None, 1
     if concurrency is None and rate is None:
         trial = run_load(

@@ -29,6 +29,8 @@ from deploykit.loadtest.wire import (
 )
 from deploykit.pipelines.file import input_files, read_answers
 
+_OTHER_FORM = (400, 415, 422, 500, 501)  # statuses of servers that do not take a form of tensors
+_SENT = "tensors are sent as {}, as the server {}"
 OUTPUTS = "outputs/"  # prefix of names in golden samples
 VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
 MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
@@ -61,31 +63,29 @@ class RemoteModel:
     def __str__(self) -> str:
         return f"{self.server.url}: {self.name}"
 
-    def probe(self, request: bytes) -> None:
-        """Raise BadInput if an inference is refused as wrong, or has no answer within 10 s."""
+    def probe(self, request: bytes) -> tuple[int, str]:
+        """Return an inference's status, 0 for no answer, and error. Raises BadInput after 10 s."""
         wire = self.server.wire([request])
         try:
-            status = self.server.exchange(wire)
+            return self.server.exchange(wire), wire.error or ""
         except TimeoutError as exc:
             why = f"no answer to an inference within {TIMEOUT_S:g} s"
             raise BadInput(f"{self}: {why}") from exc
         except (OSError, NotHttpError):
-            return  # the run will count it as a failure
-        if 300 <= status < 500 and status != 429:  # which does not mean that the request is wrong
-            raise self.server.refused(status, f"{self.name}: answered {wire.error}")
+            return 0, ""  # the run will count it as a failure
 
     @property
     def pipeline(self) -> bool:
         """Return whether the model takes no tensors."""
         return self.about.get("platform") == "deploykit_pipeline"
 
-    def infer_request(self, tensors: Sequence[Tensor]) -> bytes:
-        """Return a whole request; its tensors are bytes, or JSON if the server takes no bytes."""
+    def infer_request(self, tensors: Sequence[Tensor], *, binary: bool = True) -> bytes:
+        """Return a whole request; with `binary` its tensors are bytes, else JSON or typed."""
         if self.server.grpc:
             from deploykit.loadtest.grpc import infer_request
 
-            return infer_request(self.name, tensors)
-        return self.post("infer", *infer_body(tensors, binary=self.binary))
+            return infer_request(self.name, tensors, raw=binary)
+        return self.post("infer", *infer_body(tensors, binary=binary))
 
     def post(self, verb: str, fields: Mapping[str, str], body: bytes) -> bytes:
         """Return a whole HTTP request for `verb` ("infer" or "predict") of the model."""
@@ -196,7 +196,7 @@ class Requests:
     """The requests to send in turn, and the check of their answers.
 
     `shapes`: shapes of a request's inputs; `sends`: a description of requests without tensors.
-    `note`: on the form of the tensors.
+    `note`: on the form of the tensors, `calls`: the tensors of each request.
     """
 
     messages: Sequence[bytes]
@@ -204,6 +204,7 @@ class Requests:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sends: str = ""
     note: str = ""
+    calls: Sequence[Sequence[Tensor]] = ()
     batch: int = 1
 
 
@@ -249,15 +250,32 @@ def make_requests(
     rows, feeds = make_feeds(remote, batch, seed, samples, axes)
     if path is not None and samples is not None and max_error is not None:
         expected = read_outputs(path, remote, len(samples), rows)
-    types = {spec.name: PROTOCOL_NAMES[spec.dtype] for spec in remote.inputs}
-    messages = [
-        remote.infer_request([(name, kind, each[name]) for name, kind in types.items()])
+    calls = [
+        [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
     ]
-    note = "tensors are sent as JSON, as the server declares no binary_tensor_data"
+    messages = [remote.infer_request(tensors, binary=remote.binary) for tensors in calls]
+    note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
     check = AnswerCheck(remote.outputs, expected, max_error or 0.0)
-    return Requests(messages, check, shapes, note="" if remote.binary else note, batch=rows)
+    return Requests(messages, check, shapes, note=note, calls=calls, batch=rows)
+
+
+def probe(remote: RemoteModel, requests: Requests) -> Requests:
+    """Return the requests as bytes or JSON, as the server takes them. Raises BadInput."""
+    status, error = remote.probe(requests.messages[0])
+    if status in _OTHER_FORM and requests.calls:
+        binary = not remote.binary
+        with suppress(BadInput):  # NaN in JSON, float16 in typed contents
+            messages = [remote.infer_request(each, binary=binary) for each in requests.calls]
+            if remote.probe(messages[0])[0] not in (0, *_OTHER_FORM):
+                forms = ("bytes", "typed contents" if remote.server.grpc else "JSON")
+                mine, other = forms if remote.binary else forms[::-1]
+                note = _SENT.format(other, f"does not take {mine} ({error})")
+                return replace(requests, messages=messages, note=note)
+    if 300 <= status < 500 and status != 429:  # which does not mean that the request is wrong
+        raise remote.server.refused(status, f"{remote.name}: answered {error}")
+    return requests
 
 
 def _read_bodies(source: Path | Sequence[str], *, expect: bool) -> tuple[list[Body], list[Any]]:

@@ -136,7 +136,7 @@ def test_a_server_that_refuses_requests_is_loaded_unless_the_request_is_wrong() 
     server = StandIn(lambda _server, _n: reply(400, {"error": "batch 64 is above 8"}))
     with server.running() as url, pytest.raises(BadInput, match="400: batch 64 is above 8"):
         load_test(url, batch=64, **QUICK)
-    assert len(server.bodies) == 1
+    assert len(server.bodies) == 2  # in bytes, and in JSON
 
 
 @pytest.mark.parametrize(
@@ -501,3 +501,17 @@ def test_every_datatype_is_sent(extensions: tuple[str, ...]) -> None:
         if not extensions:
             assert {type(each) for each in item["data"]} == {kinds.get(item["name"], float)}
     assert len(raw) == (6 * sum(bits.values()) // 8 if extensions else 0)
+
+
+def test_a_server_that_fails_on_the_form_it_declares_gets_the_other() -> None:
+    def infer(server: StandIn, number: int) -> bytes:
+        head, _ = server.bodies[number]
+        if "parameters" in head:
+            return reply(500, {"error": "'utf-8' codec can't decode byte 0xff"})
+        return reply(200, ANSWER)
+
+    server = StandIn(infer)
+    with server.running() as url:
+        result = load(url, server.bodies, **QUICK)
+    assert result.ok == result.sent > 0
+    assert "does not take bytes (500: 'utf-8' codec" in result.notes[-1]

@@ -239,17 +239,20 @@ def test_requests_are_the_protocol_s_for_its_own_client() -> None:
     tensors = [("x", "FP32", x), ("ids", "INT64", ids)]
     response = service.ModelInferResponse(model_name="m", id="7")
     response.outputs.add(name="y", datatype="FP32", shape=[1, 2])
-    request = service.ModelInferRequest.FromString(infer_request("m", tensors)[5:])
-    assert request.model_name == "m"
-    assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
-        ("x", "FP32", [2, 3]),
-        ("ids", "INT64", [1, 300]),
-    ]
-    assert list(request.raw_input_contents) == [x.tobytes(), ids.tobytes()]
     for raw in (True, False):
+        sent = infer_request("m", tensors, raw=raw)[5:]
+        request = service.ModelInferRequest.FromString(sent)
+        assert request.model_name == "m"
+        assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
+            ("x", "FP32", [2, 3]),
+            ("ids", "INT64", [1, 300]),
+        ]
         if raw:
+            assert list(request.raw_input_contents) == [x.tobytes(), ids.tobytes()]
             response.raw_output_contents.append(Y.tobytes())
         else:
+            assert list(request.inputs[0].contents.fp32_contents) == x.ravel().tolist()
+            assert list(request.inputs[1].contents.int64_contents) == ids.ravel().tolist()
             del response.raw_output_contents[:]
             response.outputs[0].contents.fp32_contents.extend(Y.ravel())
         outputs, head_bytes = read_message(response.SerializeToString())
@@ -258,14 +261,24 @@ def test_requests_are_the_protocol_s_for_its_own_client() -> None:
         assert not raw or head_bytes == response.ByteSize() - Y.nbytes - 2
 
 
-def test_a_server_that_gives_typed_contents_is_loaded() -> None:
-    """KServe's and MLServer's give them."""
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_server_that_takes_or_gives_typed_contents_is_loaded(typed: bool) -> None:
+    """KServe's and MLServer's give them, and some servers take nothing else."""
     output = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
     output["contents"] = {"fp32_contents": Y.ravel().tolist()}
-    typed = encode("ModelInferResponse", model_name="m", outputs=[output])
-    with serving(lambda _request, _context: typed) as url:
+
+    def infer(request: bytes, context: Any) -> bytes:
+        sent: Any = message_from("ModelInferRequest", {})
+        sent.MergeFromString(request)
+        if typed and sent.raw_input_contents:
+            context.abort(grpc.StatusCode.INTERNAL, "list index out of range")
+        good = not typed or len(sent.inputs[0].contents.fp32_contents) == 3
+        return encode("ModelInferResponse", model_name="m", outputs=[output] if good else [])
+
+    with serving(infer) as url:
         result = load(url, concurrency=2, **QUICK)
     assert result.ok == result.sent > 0, result.errors
+    assert ("typed contents" in " ".join(result.notes)) == typed
 
 
 def abort(code: str, message: str) -> Callable[[bytes, Any], bytes]:
