@@ -24,7 +24,6 @@ from deploykit.serving.http2 import (
     Http2Connection,
     frame,
 )
-from deploykit.serving.models import repository
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport import connection as shared
@@ -41,11 +40,11 @@ HTTP_CALLS, GRPC_CALLS = 64, 107  # of Python and C functions per request
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It runs batches on this thread and does not wait for the next request."""
-    monkeypatch.setattr(repository, "SPIN_US", 0)
     monkeypatch.setattr(shared, "TURN_S", 60)  # the profiler makes requests slow
     monkeypatch.setattr(shared, "_SHORT_S", 60)
     found = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0))
-    found.repository.models["m"].batcher.inline_max_rows = CLIENTS
+    batcher = found.repository.models["m"].batcher
+    batcher.inline_max_rows, batcher._spin_us = CLIENTS, 0
     yield found
     found.repository.close(drain=False)
     found._offload.close()
