@@ -461,17 +461,17 @@ def test_a_file_gives_mean_std_and_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("mean = [0.5]", "std: must be a list"),
-        ("mean = [0.5]\nstd = [0.5, 0.5]", "mean has 1 values, std has 2"),
+        ("mean = [0.5]", "not a complete Preprocess: no 'std'"),
+        ("mean = [0.5]\nstd = [0.5, 0.5]", "a number per channel"),
         ("mean = [0.5]\nstd = [0.0]", "above 0"),
-        ("mean = [0.5]\nstd = [nan]", "std: must be a list of numbers"),
-        ("mean = [true]\nstd = [1.0]", "mean: must be a list of numbers"),
+        ("mean = [0.5]\nstd = [nan]", "a number per channel"),
+        ("mean = [true]\nstd = [1.0]", r"'mean'.0. must be a number"),
         ("mean = [0.5]\nstd = [1.0]\ncrop = 256", "unknown key 'crop'"),
         ("mean = [0.5]\nstd = [1.0]\nresize = 'x'", "resize must be one of"),
-        ("mean = [0.5]\nstd = [1.0]\npadding = 256", "padding must be an integer up to 255"),
+        ("mean = [0.5]\nstd = [1.0]\npadding = 256", r"padding must be one of 0, \.\.\., 255"),
         ("mean = [0.5]\nstd = [1.0]\nresize_to = 9", "and resize_to go together"),
         ("mean = [", "not valid TOML"),
-        ("mean = [0.5]\nstd = [1.0]\nscale = 'x'", "scale: must be"),
+        ("mean = [0.5]\nstd = [1.0]\nscale = 'x'", "'scale' must be"),
         ("\udcff", "not a text file in UTF-8"),
     ],
 )

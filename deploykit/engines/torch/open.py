@@ -42,7 +42,7 @@ from deploykit.engines.torch.outputs import (
     output_names,
     parameter_names,
 )
-from deploykit.engines.torch.presets import Preset, build_named, common_prefix, preset_of, recognise
+from deploykit.engines.torch.presets import Preset, build_named, preset_of, recognise
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
 torch = require("torch")
@@ -185,7 +185,7 @@ def load_module(
     if arch is None:
         raise undescribed(path, arch=True, inputs=not inputs, weights=content.value)
     module, built_with = build_module(arch, content.arguments, content.value)
-    copied = copy_weights(path, module, content.value, content.source)
+    copied = copy_weights(path, module, content.value)
     content = replace(content, value=module, notes=(*content.notes, *built_with, *copied))
     with module_errors(path):
         preset = preset_of(module, arch, path)
@@ -305,7 +305,6 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
 
 
 _SHOWN = 2  # names of each kind in an error
-_AVERAGED = "n_averaged"  # AveragedModel adds this name
 
 
 def build_module(
@@ -364,41 +363,29 @@ def in_float32(module: Any) -> tuple[Any, tuple[str, ...]]:
     return (module.float(), (note,)) if count else (module, ())
 
 
-def copy_weights(
-    where: Path, module: Any, weights: Mapping[str, Any], source: str = ""
-) -> tuple[str, ...]:
-    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit.
-
-    `source`: a "Lightning" checkpoint may hold more than the model, such as a loss with weights.
-    """
+def copy_weights(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[str, ...]:
+    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit."""
     own = module.state_dict()
-    notes: list[str] = []
-    if source == "Lightning":
-        weights, notes = _of_attribute(own, weights)
-    weights, removed = _without_prefix(module, weights)
-    notes += removed
-    pairs = {
-        key: (value, own[key])
-        for key, value in weights.items()
-        if key in own and _is_tensor(value, own[key])
-    }
-    wrong = [
-        f"{key} is {dtype_of(theirs)} in the file, {dtype_of(ours)} in the model"
-        for key, (theirs, ours) in pairs.items()
-        if theirs.is_floating_point() != ours.is_floating_point()
-        or theirs.is_complex() != ours.is_complex()
-    ]
-    if wrong:  # torch would convert them silently
+    weights, notes = _of_wrapped(own, weights)
+    casts, wrong = Counter[str](), list[str]()
+    for key, theirs in weights.items():
+        ours = own.get(key)
+        if not _is_tensor(theirs) or not _is_tensor(ours):
+            continue
+        kinds = [(each.is_floating_point(), each.is_complex()) for each in (theirs, ours)]
+        if kinds[0] != kinds[1]:  # torch would convert them silently
+            wrong.append(f"{key} is {dtype_of(theirs)} in the file, {dtype_of(ours)} in the model")
+        elif theirs.shape != ours.shape:
+            sizes = list(theirs.shape), list(ours.shape)
+            wrong.append(f"{key} has size {sizes[0]} in the file, {sizes[1]} in the model")
+        elif theirs.dtype != ours.dtype:
+            casts[f"{dtype_of(theirs)} to {dtype_of(ours)}"] += 1
+    if wrong:
         raise _misfit(where, weights, {"": wrong})
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as exc:
-        shapes = [
-            f"{key} {list(theirs.shape)} in the file, {list(ours.shape)} in the model"
-            for key, (theirs, ours) in pairs.items()
-            if theirs.shape != ours.shape
-        ]
-        raise _misfit(where, weights, {"size mismatch: ": shapes or [first_line(exc)]}) from exc
+        raise _misfit(where, weights, {"": [first_line(exc)]}) from exc
     holders: dict[int, set[str]] = {}  # names that share a parameter
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(name)
@@ -409,42 +396,29 @@ def copy_weights(
     missing = [key for key in missing if key not in tied]
     if missing or unexpected:
         raise _misfit(where, weights, {"missing ": missing, "unexpected ": unexpected})
-    casts = Counter(
-        f"{dtype_of(theirs)} to {dtype_of(ours)}"
-        for theirs, ours in pairs.values()
-        if theirs.dtype != ours.dtype
-    )
     notes += [f"{count} tensors converted from {cast}" for cast, count in casts.items()]
     return tuple(notes)
 
 
-def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Drop a wrapper's prefix from every name, if the module has no such names itself."""
-    notes = []
-    if _AVERAGED in weights and not hasattr(module, _AVERAGED):
-        weights = {key: value for key, value in weights.items() if key != _AVERAGED}
-        notes.append("took the averaged weights of a torch.optim.swa_utils.AveragedModel")
-    own = [name for name, _ in module.named_children()]
-    own += [name for name, _ in module.named_parameters(recurse=False)]
-    while (prefix := common_prefix(weights)) and prefix[:-1] not in own:
-        weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-        notes.append(f"removed '{prefix}' from the front of every name")
-    return weights, notes
-
-
-def _of_attribute(
+def _of_wrapped(
     own: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the weights of the LightningModule's attribute that has all the names in `own`."""
-    prefixes = dict.fromkeys(f"{key.partition('.')[0]}." for key in weights)
+    """Return the weights with all the names in `own`, without what a wrapper put before these.
+
+    Wrappers are DataParallel, torch.compile, AveragedModel, and a LightningModule with the model
+    as an attribute.
+    """
+    first = next(iter(own), "")
+    prefixes = [key.removesuffix(first) for key in weights if key.endswith(f".{first}")]
     fitting = [each for each in prefixes if all(f"{each}{name}" in weights for name in own)]
-    if not own or len(fitting) != 1:
+    if len(fitting) != 1 or not own.keys().isdisjoint(weights):
         return weights, []
     prefix = fitting[0]
+    names = [key for key in weights if key.startswith(prefix)]
     others = [key for key in weights if not key.startswith(prefix)]
-    notes = [f"took the weights under '{prefix}'; not used: {list_names(others)}"]
-    own_part = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-    return own_part, notes
+    note = f"took the weights under '{prefix}'"
+    note += f"; not used: {list_names(others)}" * bool(others)
+    return {key.removeprefix(prefix): weights[key] for key in names}, [note]
 
 
 def _misfit(
@@ -455,16 +429,13 @@ def _misfit(
     listed = (f"{why}{list_names(names, _SHOWN)}" for why, names in reasons.items() if names)
     return BadInput(
         f"{where}: weights do not fit the model: {'; '.join(listed)}",
-        hint=f"these are the weights of {known[0]}: `arch` {known[1]}" if known else None,
+        hint=f"these are the weights of torchvision's {known}: `arch` {known}" if known else None,
     )
 
 
-def _is_tensor(*values: Any) -> bool:
-    """Return whether all are tensors with a shape: a lazy module's parameters have none yet."""
-    return all(
-        isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-        for value in values
-    )
+def _is_tensor(value: Any) -> bool:
+    """Return whether `value` is a tensor with a shape: a lazy module's parameters have none yet."""
+    return isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
 
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
