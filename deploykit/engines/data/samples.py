@@ -1,8 +1,8 @@
 """Read arrays for a model's inputs, and labels.
 
 The data may be an `.npz` with one array per input name and optionally `labels`; an `.npy` (or an
-`.npz` with one array of any name) for a model with one input; a folder of such files; a folder of
-images, whose sub-folders are the classes.
+`.npz` with one array of any name) for a model with one input; a folder of images, whose sub-folders
+are the classes.
 
 Archives are not trusted: headers are read first, as a small file can declare, or unpack to, any
 size, and pickled objects are never loaded.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import math
 import os
 import tokenize
@@ -51,24 +50,23 @@ if TYPE_CHECKING:
 
 
 LABELS, INPUTS = "labels", "inputs/"  # names in golden samples begin with the second
-IMAGES, ARRAYS = (".png", ".jpg", ".jpeg", ".webp"), (".npz", ".npy")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True)
 class DataSource:
     """Data that fit a model and are not read yet.
 
-    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `parts`: the
-    headers of the arrays in each file; of images together. `images` decodes the files if
-    they are images, and `classes` are the labels of images in class folders. `count`: samples.
-    `unused`: other arrays.
+    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `headers`: of the
+    arrays in the file; of images together. `images` decodes the files if they are images, and
+    `classes` are the labels of images in class folders. `count`: samples. `unused`: other arrays.
     """
 
     where: str
     files: tuple[Path, ...]
     names: Mapping[str, str]
     axes: Mapping[str, int | None]
-    parts: tuple[Mapping[str, Header], ...]
+    headers: Mapping[str, Header]
     images: Images | None
     classes: np.ndarray | None
     count: int
@@ -77,53 +75,39 @@ class DataSource:
     @property
     def labelled(self) -> bool:
         """Whether it has an array of labels, which is not an input of that name."""
-        return LABELS in self.parts[0] and LABELS not in self.names.values()
+        return LABELS in self.headers and LABELS not in self.names.values()
 
-    def read_part(self, number: int, name: str) -> np.ndarray:
-        """Read the array `name` of one file."""
-        return read_arrays(self.files[number], {"": self.parts[number][name]})[""]
+    def read(self, name: str) -> np.ndarray:
+        """Read the whole array `name`."""
+        return read_arrays(self.files[0], {"": self.headers[name]})[""]
 
     def read_labels(self) -> np.ndarray | None:
-        """Read all labels at once, as they are small."""
-        if not self.labelled:
-            return self.classes
-        return np.concatenate([self.read_part(n, LABELS) for n in range(len(self.files))])
+        return self.read(LABELS) if self.labelled else self.classes
 
     def stamp(self, count: int) -> str:
         """Return a hash that changes when a file with one of the first `count` samples does."""
-        files = self.files[:count] if self.images else self.files
-        stamps = [(file.parent.name, file.name, file_stamp(file)) for file in files]
+        stamps = [(x.parent.name, x.name, file_stamp(x)) for x in self.files[:count]]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()
 
 
 def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataSource:
     """Find the data of `path` for a model with these `inputs`: see `read_samples`."""
-    files, classes, of_images = [path], list[int](), False
-    if is_folder(path):
-        files, classes, of_images = _files_of(path, task.labels if task else ())
-    images: Images | None = None
-    if of_images:  # the decoders import Pillow, which arrays do not need
-        if task is not None and task.image is not None:
-            from deploykit.engines.data.images import PlacedImages
+    files, classes, images = [path], list[int](), None
+    if is_folder(path):  # the decoders import Pillow, which arrays do not need
+        from deploykit.engines.data.images import Images, PlacedImages
 
+        files, classes = _images_of(path, task.labels if task else ())
+        if task is not None and task.image is not None:
             images = PlacedImages(task.image)
         else:
-            from deploykit.engines.data.images import Images
-
             images = Images(files[0], inputs, str(path))
         shape = (len(files), *images.shape)
-        parts = [{"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}]
+        headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
     else:
-        parts = [read_headers(file) for file in files]
-    names, unused, axes = _choose(path, inputs, parts[0])
-    placed = {names[name]: axis for name, axis in axes.items()}
-    if is_folder(path) and images is None:
-        _check_joins(files, parts, placed)
-    counts = {
-        sum(part[name].shape[axis] for part in parts)
-        for name, axis in placed.items()
-        if axis is not None
-    } or {1}
+        headers = read_headers(path)
+    names, unused, axes = _choose(path, inputs, headers)
+    placed = {names[name]: axis for name, axis in axes.items() if axis is not None}
+    counts = {headers[name].shape[axis] for name, axis in placed.items()} or {1}
     if len(counts) != 1 or 0 in counts:
         raise BadInput(
             f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0",
@@ -132,11 +116,11 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
         )
     (count,) = counts
     numbers = np.array(classes, np.int64) if classes else None
-    facts = (names, axes, tuple(parts), images, numbers, count, unused)
+    facts = (names, axes, headers, images, numbers, count, unused)
     found = DataSource(str(path), tuple(files), *facts)
-    labels = [part[LABELS].shape for part in parts] if found.labelled else []
-    if labels and sum(shape[0] if shape else 0 for shape in labels) != count:
-        raise BadInput(f"{path}: {count} samples but labels of shape {labels[0]}")
+    if found.labelled and headers[LABELS].shape[:1] != (count,):
+        shape = headers[LABELS].shape
+        raise BadInput(f"{path}: {count} samples but labels of shape {shape}")
     return found
 
 
@@ -220,8 +204,8 @@ def _choose(
     return chosen, unused, axes
 
 
-def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
-    """Return a data folder's files, their classes if it has any, and whether they are images.
+def _images_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
+    """Return a folder's images, and their classes if it has any.
 
     Class folders stand for the labels `names` that they are named after, else for 0, 1, …; other
     names, and another number of them than of labels, say nothing of the classes.
@@ -249,15 +233,14 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
         labels += [number] * len(images) if named or len(names) in (0, len(classes)) else []
     if not files:
         raise BadInput(f"{folder}: the folder is empty")
-    of_images = bool(classes) or files[0].suffix.lower() in IMAGES
-    kinds = " ".join(IMAGES if of_images else ARRAYS)
     for file in files:
-        if file.suffix.lower() not in kinds.split():
+        if file.suffix.lower() not in IMAGES:
             raise BadInput(
-                f"{file}: is not a data file like the others",
-                hint=f"the folder contains {kinds} files, and nothing else",
+                f"{file}: is not an image",
+                hint=f"a folder of data contains {' '.join(IMAGES)} files, and nothing else; "
+                "arrays are one .npz or .npy file",
             )
-    return files, labels, of_images
+    return files, labels
 
 
 def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -280,29 +263,6 @@ def list_class(folder: Path, hint: str) -> list[Path]:
 
 
 is_folder = os.path.isdir  # False for a path that cannot be looked at: opening it reports the error
-
-
-def _check_joins(
-    files: Sequence[Path], parts: Sequence[Mapping[str, Header]], axes: Mapping[str, int | None]
-) -> None:
-    """Raise BadInput unless the arrays in several files join along the axis of samples.
-
-    `axes`: by array name; 0 for others, such as labels.
-    """
-
-    def kind(name: str, header: Header) -> str:
-        axis = axes.get(name, 0)
-        sizes = (BATCH if place == axis else str(n) for place, n in enumerate(header.shape))
-        return f"{name}:{header.dtype}[{','.join(sizes)}]"
-
-    kinds = [", ".join(kind(name, part[name]) for name in sorted(part)) for part in parts]
-    for file, part, own in zip(files, parts, kinds, strict=True):
-        if own != kinds[0] or not all(h.shape or name in axes for name, h in part.items()):
-            raise BadInput(
-                f"{file}: has {own}; {files[0].name} has {kinds[0]}",
-                hint="files of one folder are joined: names, dtypes and all axes but that of the "
-                "samples must be equal",
-            )
 
 
 @dataclass(frozen=True)
@@ -384,8 +344,7 @@ def read_samples(path: Path, inputs: Specs, *, task: Task | None = None) -> Samp
     its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
-    nbytes = sum(each.nbytes for part in source.parts for each in part.values())
-    check_fits(f"{source.where}: its samples", nbytes)
+    check_fits(f"{source.where}: its samples", sum(x.nbytes for x in source.headers.values()))
     (whole,) = read_batches(source, source.count)
     return Samples(whole, source.read_labels(), source.where, source.unused, source.axes)
 
@@ -534,7 +493,6 @@ def digests(samples: Samples) -> Iterator[bytes]:
 
 _DECODERS = 8  # threads at most; each decodes a few hundred images per second
 _AHEAD = 2  # batches to read ahead
-_SKIPPED = 1024  # samples per read before the first that is needed
 
 Item = TypeVar("Item")
 
@@ -555,62 +513,32 @@ def read_batches(source: DataSource, size: int, start: int = 0) -> Iterator[dict
                     pixels[number] = one
                 yield {name: pixels}
         return
-    feeds: dict[str, np.ndarray] = {}
-    with ExitStack() as stack:
-        rows: dict[str, _Rows] = {}
-        for name, own in source.names.items():
-            if (axis := source.axes[name]) is not None:
-                rows[name] = _Rows(source, own, axis, stack)
-            else:  # all samples share it
-                feeds[name] = _native(source.read_part(0, own))
-        skipped = [(at, min(_SKIPPED, start - at)) for at in range(0, start, _SKIPPED)]
-        wanted = [(at, min(size, source.count - at)) for at in range(start, source.count, size)]
-        for at, count in (*skipped, *wanted):
-            feeds |= {name: each.read(count) for name, each in rows.items()}
-            if at >= start:
-                yield {name: feeds[name] for name in source.names}
+    streams = {name: _read_rows(source, name, size, start) for name in source.names}
+    for _ in range(start, source.count, size):
+        yield {name: next(stream) for name, stream in streams.items()}
 
 
-class _Rows:
-    """One array of a source, read in order from all files. `axis`: that of the samples."""
-
-    def __init__(self, source: DataSource, name: str, axis: int, stack: ExitStack) -> None:
-        self._left = deque(
-            (f, part[name]) for f, part in zip(source.files, source.parts, strict=True)
-        )
-        self._stack = stack
-        header, self._axis = source.parts[0][name], axis
-        self._shape, self._dtype = (*header.shape[:axis], *header.shape[axis + 1 :]), header.dtype
-        self._row_bytes = math.prod(self._shape) * header.dtype.itemsize
-        self._file, self._handle = self._open_next()
-
-    def read(self, count: int) -> np.ndarray:
-        """Return the next `count` rows."""
-        raw = bytearray(count * self._row_bytes)
-        view = memoryview(raw)
-        while view:
-            with damage(self._file):
-                got = self._handle.readinto(view)  # type: ignore[attr-defined]
-            if not got and not self._left:
-                raise BadInput(f"{self._file}: ends before its last sample")
-            if not got:
-                self._handle.close()
-                self._file, self._handle = self._open_next()
-            view = view[got:]
-        rows = np.frombuffer(raw, self._dtype) if raw else np.zeros(0, self._dtype)
-        rows = np.moveaxis(rows.reshape(count, *self._shape), 0, self._axis)
-        return _native(np.ascontiguousarray(rows))
-
-    def _open_next(self) -> tuple[Path, IO[bytes]]:
-        file, header = self._left.popleft()
-        with damage(file):
-            if not header.in_rows or self._axis:  # any row needs the whole array
-                check_fits(f"{file}: its array", 2 * header.nbytes)
-                array = read_arrays(file, {"": header})[""]
-                return file, io.BytesIO(np.moveaxis(array, self._axis, 0).tobytes())
-            handle = open_array(file, header, self._stack)
-            handle.read(header.start)
-        return file, handle
+def _read_rows(source: DataSource, name: str, size: int, start: int) -> Iterator[np.ndarray]:
+    """Yield the rows of an input from `start` on, `size` at a time; all of one without an axis."""
+    path, header, axis = source.files[0], source.headers[source.names[name]], source.axes[name]
+    starts = range(start, source.count, size)
+    if axis is None or axis > 0 or not header.in_rows:  # any row needs the whole array
+        check_fits(f"{path}: its array", header.nbytes)
+        array = _native(source.read(source.names[name]))
+        for at in starts:
+            rows = (slice(None),) * (axis or 0) + (slice(at, at + size),)
+            yield array if axis is None else np.ascontiguousarray(array[rows])
+        return
+    row_bytes = header.nbytes // source.count
+    with damage(path), ExitStack() as stack:
+        handle = open_array(path, header, stack)
+        handle.seek(header.start + start * row_bytes)
+        for at in starts:
+            found = np.empty((min(size, source.count - at), *header.shape[1:]), header.dtype)
+            got = handle.readinto(found.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
+            if got < found.nbytes:
+                raise EOFError("it ends before its last sample")
+            yield _native(found)
 
 
 def read_ahead(items: Iterable[Item]) -> Iterator[Item]:
