@@ -372,10 +372,10 @@ def test_an_image_of_another_size_is_refused_with_both_sizes(folder: Path) -> No
     write(folder / "b.png", 5, 7)
     assert pixels_of(read_samples(folder, ANY)).shape == (2, 5, 7, 3)
     write(folder / "c.png", 7, 5)
-    says = r"c\.png: is 5x7 \(width x height\), the first image, a\.png, is 7x5"
+    says = r"c\.png: is 5x7 \(width x height\), the model's input, or the first image, is 7x5"
     with pytest.raises(BadInput, match=says):
         read_samples(folder, ANY)
-    says = r"a\.png: is 7x5 \(width x height\), the model's image:uint8\[N,4,6,3\] is 6x4"
+    says = r"a\.png: is 7x5 \(width x height\), the model's input, or the first image, is 6x4"
     with pytest.raises(BadInput, match=says) as caught:
         read_samples(folder, COLOUR)
     assert "not resize" in (caught.value.hint or "")
@@ -387,7 +387,7 @@ NO_IMAGE = "x:float32[N,3,4,6] x:float32[N,4,6,3] x:uint8[N,3,4,6] x:uint8[N,72]
 @pytest.mark.parametrize("specs", [*NO_IMAGE.split(), "x:uint8[N,4,6,3] mask:uint8[N,4,6,1]"])
 def test_a_model_without_uint8_input_is_refused_with_the_option(folder: Path, specs: str) -> None:
     write(folder / "a.png")
-    with pytest.raises(BadInput, match="need a model with one input uint8") as caught:
+    with pytest.raises(BadInput, match="needs a model with one input uint8") as caught:
         read_samples(folder, tuple(map(parse_spec, specs.split())))
     assert "`preprocess`" in (caught.value.hint or "")
 

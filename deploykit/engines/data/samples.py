@@ -46,7 +46,7 @@ from deploykit.core.tensors import (
 )
 
 if TYPE_CHECKING:
-    from deploykit.engines.data.images import Images
+    from deploykit.engines.data.images import PlacedImages
 
 
 LABELS, INPUTS = "labels", "inputs/"  # names in golden samples begin with the second
@@ -67,7 +67,7 @@ class DataSource:
     names: Mapping[str, str]
     axes: Mapping[str, int | None]
     headers: Mapping[str, Header]
-    images: Images | None
+    images: PlacedImages | None
     classes: np.ndarray | None
     count: int
     unused: tuple[str, ...]
@@ -94,13 +94,11 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
     """Find the data of `path` for a model with these `inputs`: see `read_samples`."""
     files, classes, images = [path], list[int](), None
     if is_folder(path):  # the decoders import Pillow, which arrays do not need
-        from deploykit.engines.data.images import Images, PlacedImages
+        from deploykit.engines.data.images import PlacedImages, input_without_task
 
         files, classes = _images_of(path, task.labels if task else ())
-        if task is not None and task.image is not None:
-            images = PlacedImages(task.image)
-        else:
-            images = Images(files[0], inputs, str(path))
+        image = task.image if task else None
+        images = PlacedImages(image or input_without_task(inputs, files[0]), resize=bool(image))
         shape = (len(files), *images.shape)
         headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
     else:
