@@ -22,11 +22,11 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.extras import installed
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.errors import DeviceLost, cuda_error
-from deploykit.engines.tensorrt import compatibility, engine
+from deploykit.engines.tensorrt import engine
 from deploykit.engines.tensorrt.compatibility import check_version, logger
 from deploykit.engines.tensorrt.engine import LogErrors
 from tests.support.campaign import rounds
-from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, replaced, tensor
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, affine, tensor
 from tests.support.runtimes.gpu_machine import Opened, X, Y, right
 from tests.support.runtimes.own_cuda import FakeCuda, driver, rows
 
@@ -710,27 +710,6 @@ def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
 
 
 # the module that owns TensorRT
-
-
-@pytest.mark.parametrize(
-    ("content", "major"),
-    [(b"\0libcudart.so.12\0", "12"), (b"libcudart.so.13", "13"), (b"static", "")],
-)
-def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, major: str
-) -> None:
-    """As NVIDIA's Debian packages and images have it: no record of pip's is there."""
-    library = tmp_path / "libnvinfer.so.10.3.0"
-    library.write_bytes(content)
-    maps = tmp_path / "maps"
-    maps.write_text(f"7f00-7f01 r-xp 0000 08:01 12   {library}\n7f02-7f03 rw-p 0 0:0 0 [heap]\n")
-    monkeypatch.setattr(compatibility, "_MAPS", maps)
-    compatibility.tensorrt_cuda.cache_clear()
-    with replaced("tensorrt", FakeTensorRt()):
-        assert compatibility.tensorrt_cuda() == major
-        machine = compatibility.read_machine(FakeCuda())
-    compatibility.tensorrt_cuda.cache_clear()
-    assert machine.facts().get("cuda", "") == major  # never that of the driver
 
 
 @pytest.mark.nvidia
