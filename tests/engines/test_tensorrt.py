@@ -224,6 +224,7 @@ def test_too_little_memory_is_refused_by_prepare_with_the_sizes(left: int) -> No
         with pytest.raises(OutOfMemory, match="free of") as caught:
             found.engine.prepare(calls(*SIZES), joined=True)
         assert "`max_batch`" in str(caught.value.hint)
+        del caught  # its frames keep the engine alive
 
 
 @pytest.mark.parametrize("graphs", [(), SIZES], ids=["plain", "graphs"])
@@ -418,7 +419,7 @@ def test_threads_that_fail_at_once_have_each_its_own_reason() -> None:
 
     def reason(number: int) -> str:
         with pytest.raises(Unsupported) as caught:
-            LogErrors(nv, Path("m.trt"), "cuda:0").call("call", fails, number)
+            LogErrors(nv, Path("m.trt"), FakeCuda()).call("call", fails, number)
         return caught.value.message.rpartition(": ")[2]
 
     with ThreadPoolExecutor(3) as threads:
