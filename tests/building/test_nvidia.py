@@ -188,8 +188,8 @@ def test_a_refused_plan_has_its_own_reason_on_each_of_several_threads() -> None:
 
     def reason(content: bytes) -> str:
         together.wait(20)
+        log_errors = LogErrors(nv, Path("m.trt"), cast("CudaDevice", None))
         with pytest.raises(Unsupported) as caught:
-            log_errors = LogErrors(nv, Path("m.trt"), cast("CudaDevice", None))
             log_errors.call("load", runtime.deserialize_cuda_engine, content)
         return caught.value.message
 

@@ -396,28 +396,27 @@ def random_feeds(
     for spec in specs:
         shape = concrete(spec, sizes)
         check_fits(f"input '{spec.name}'", 8 * math.prod(shape))
+        name = spec.name.lower()
+        hides = spec.dtype == "bool" and "pad" in name  # True masks a place
         if "float" in spec.dtype:
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
-        elif "mask" in spec.name.lower() and len(shape) == 2:
+        elif "mask" in name and len(shape) == 2:
             least = int(spec.dtype == "bool" and shape[1] > 1)
             most = min(_TAIL, max(least + 1, shape[1]))
             found = np.arange(shape[1]) < shape[1] - random.integers(least, most, (shape[0], 1))
             found[:1, -1:] = shape[1] < 2  # one row at least has padding
-            hides = spec.dtype == "bool" and "pad" in spec.name.lower()
             feeds[spec.name] = (found != hides).astype(spec.dtype)
-        elif spec.dtype == "bool":
-            feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
-            if found.ndim > 1 and spec.shape[-1] not in (1, 2):  # either value may mean masked
-                found[..., :1] = "pad" not in spec.name.lower()
-                found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
         elif (steps := steps_counted(spec, specs, sizes)) is not None:
             feeds[spec.name] = random.integers(1, steps + 1, shape).astype(spec.dtype)
             feeds[spec.name][-1:] = steps
-        elif shape and "mask" in spec.name.lower():
+        elif spec.dtype == "bool" or (shape and "mask" in name):
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(spec.dtype)
-            found[..., :1] = 1
+            if len(shape) > 1 and spec.shape[-1] not in (1, 2):  # either value may mean masked
+                found[..., :1] = not hides
+                if spec.dtype == "bool" and shape[-1] > 1:
+                    found[..., -1:] = hides
         elif spec.dtype == "uint8":  # it holds pixels, as ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
         else:
@@ -426,7 +425,6 @@ def random_feeds(
 
 
 FEW = 100  # with fewer samples, a calibration depends on chance
-_BLOCK = 64  # samples examined at a time
 _NORMALISED = 16.0  # normalised pixels span about 5, those in 0..1 span 1
 
 
@@ -457,17 +455,14 @@ def check_finite(samples: Samples) -> None:
     """Raise BadInput naming the first sample that holds NaN or infinity."""
     for name in samples.inputs:
         array = samples.each(name)
-        if array.dtype.kind != "f":
+        if array.dtype.kind != "f" or np.isfinite(array).all():
             continue
-        for start in range(0, len(array), _BLOCK):
-            block = array[start : start + _BLOCK]
-            odd = ~np.isfinite(block.reshape(len(block), -1)).all(1)
-            if odd.any():
-                raise BadInput(
-                    f"{samples.where}: input '{name}' of sample {start + int(odd.argmax())} holds "
-                    "NaN or infinity, and so do the model's answers",
-                    hint="leave such samples out, or fill the gaps as for training",
-                )
+        odd = ~np.isfinite(array).reshape(len(array), -1).all(1)
+        raise BadInput(
+            f"{samples.where}: input '{name}' of sample {int(odd.argmax())} holds NaN or infinity, "
+            "and so do the model's answers",
+            hint="leave such samples out, or fill the gaps as for training",
+        )
 
 
 def overlap(calib: Samples, test: Samples) -> int:
