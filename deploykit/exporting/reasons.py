@@ -12,9 +12,7 @@ import operator
 import re
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -70,8 +68,6 @@ _LINES = {  # of the user's code -> what to write instead
     r"\b(len|int|round|float)\(|\b(math|np|numpy)\.": "keep a size as torch gives it: x.shape[0] "
     "in place of len(x); //, * and ** 0.5 in place of int(), math and numpy",
 }
-_CHECKED = "torch.distributions checks its arguments by their values"
-_CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
 DECIDES = " decides by the data, which a graph cannot hold"
 BY_DATA_HINT = "write it with torch.where or torch.cond, or compute it outside the model"
 FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
@@ -112,9 +108,6 @@ def explain(
         or (kind.__module__.startswith("torch._dynamo") and "data-dependent" in str(item).lower())
         for kind, item in zip(kinds, chain, strict=True)
     ):
-        files = [at.filename for x in chain for at in traceback.extract_tb(x.__traceback__)]
-        if any("distributions" in Path(file).parts for file in files):
-            return NotExported(f"{_CHECKED} ({place})", hint=_CHECKED_HINT, cause=FINAL)
         if frame and is_written_for_tracing(frame.filename):
             return NotExported(
                 f"torch.export does not take torchvision's selection of boxes ({place})",
@@ -422,14 +415,6 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         place = self.lines.get(operator, "")
         if place and place not in error.message:
             error.message += f" ({place})"
-        parametrized = torch.nn.utils.parametrize.is_parametrized
-        layers = [each for _, each in self.module.named_modules() if parametrized(each)]
-        if layers and "linalg" in operator and not error.hint:
-            name = next(iter(layers[0].parametrizations))
-            error.hint = (
-                "keep the weight that the parametrization makes: torch.nn.utils.parametrize."
-                f"remove_parametrizations(layer, '{name}') before the export"
-            )
         error.hint = error.hint or rewrite_for(operator)
 
 
