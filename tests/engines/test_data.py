@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 import zipfile
@@ -364,6 +365,14 @@ def test_damage_in_the_middle_names_the_file(tmp_path: Path, at: float) -> None:
     (tmp_path / "d.npz").write_bytes(content)
     with pytest.raises(BadInput, match=r"d\.npz: is not a readable \.npz file"):
         list(read_batches(find_source(tmp_path / "d.npz", (X,)), 64))
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "d.npy", rows(50))
+    source = find_source(tmp_path / "d.npy", (X,))
+    os.truncate(tmp_path / "d.npy", 400)
+    with pytest.raises(BadInput, match=r"d\.npy: .*ends before its last sample"):
+        list(read_batches(source, 8))
 
 
 def test_the_next_items_are_made_in_order_by_another_thread_while_one_is_used() -> None:

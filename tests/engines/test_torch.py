@@ -336,6 +336,15 @@ NOT_FITTING: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]
         {"weight": torch.zeros(2, 4, dtype=torch.int8), "bias": torch.zeros(2)},
         "weight is int8 in the file, float32 in the model",
     ),
+    "two models": (
+        lambda: torch.nn.Linear(4, 2),
+        {
+            f"{name}.{key}": torch.zeros(2, *[4] * (key == "weight"))
+            for name in ("student", "teacher")
+            for key in ("weight", "bias")
+        },
+        "missing weight, bias; unexpected student.weight, student.bias and 2 more",
+    ),
     "tied": (Tied, {"x": torch.ones(1)}, "missing table.weight, head.weight; unexpected x"),
 }
 
