@@ -450,14 +450,14 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder}: is a folder without {CONFIG}",
             hint="name a file, or a folder that transformers' save_pretrained wrote",
         )
-    index, whole = folder / INDEX, folder / "model.safetensors"
-    if whole.is_file() or not index.is_file():
-        if not whole.is_file():
-            raise BadInput(
-                f"{folder}: has no model.safetensors",
-                hint="save the model again with save_pretrained(folder), which writes one",
-            )
+    whole = folder / "model.safetensors"
+    if whole.is_file():
         return [whole]
+    if not (folder / INDEX).is_file():
+        raise BadInput(
+            f"{folder}: has no model.safetensors",
+            hint="save the model again with save_pretrained(folder), which writes one",
+        )
     names = set(read_settings(folder, INDEX).get("weight_map", {}).values())
     return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
 
