@@ -360,26 +360,6 @@ _PACKAGE = re.compile(r"package-[0-9]{1,3}")
 _EVERY_S = 0.2
 
 
-@dataclass
-class _Package:
-    """One RAPL package: a counter of microjoules that wraps around at `range_uj`."""
-
-    folder: Path
-    range_uj: int
-    last_uj: int
-
-    def joules(self) -> float | None:
-        """Return the energy since the last reading; None if the counter cannot be read.
-
-        It must be read more than once per wrap-around, which takes minutes at full power.
-        """
-        now = natural_number(file_text(self.folder / "energy_uj"))
-        if now is None:
-            return None
-        since, self.last_uj = (now - self.last_uj) % self.range_uj, now
-        return since / 1e6
-
-
 class DeviceWatch(Closing):
     """The GPUs that CUDA shows to this process and all meters, read until `close`.
 
@@ -458,17 +438,24 @@ class DeviceWatch(Closing):
             self._used[name] = self._used.get(name, 0.0) + used
             if state.source.endswith("sysfs"):
                 self._used[CPU] = self._used[name]
-        for package in self._packages:
-            if (joules := package.joules()) is None:
-                self._packages = []
+        for folder, (span_uj, last_uj) in self._packages.items():
+            now_uj = natural_number(file_text(folder / "energy_uj"))
+            if now_uj is None:
+                self._packages = {}
                 self.sources.pop(CPU, None)
                 self.why[CPU] = "the RAPL counters could no longer be read"
                 break
-            self._used[CPU] = self._used.get(CPU, 0.0) + joules
+            self._packages[folder] = span_uj, now_uj
+            self._used[CPU] = self._used.get(CPU, 0.0) + (now_uj - last_uj) % span_uj / 1e6
         return seen
 
-    def _open_packages(self, root: Path) -> list[_Package]:
-        found, hidden = [], []
+    def _open_packages(self, root: Path) -> dict[Path, tuple[int, int]]:
+        """Return RAPL's packages: the microjoules at which each wraps around, and its counter.
+
+        It must be read more than once per wrap-around, which takes minutes at full power.
+        """
+        found: dict[Path, tuple[int, int]] = {}
+        hidden = []
         for folder in _list(root, f"{_POWERCAP}/*:*"):
             name = file_text(folder / "name").strip()
             if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
@@ -477,8 +464,8 @@ class DeviceWatch(Closing):
             highest = natural_number(file_text(folder / "max_energy_range_uj"))
             if now is None or not highest:
                 hidden.append(name)
-                continue
-            found.append(_Package(folder, highest + 1, now))
+            else:
+                found[folder] = highest + 1, now
         if found and not hidden:
             self.sources[CPU] = f"RAPL, {len(found)} package{'s' * (len(found) > 1)}"
             return found
@@ -487,7 +474,7 @@ class DeviceWatch(Closing):
             if hidden
             else f"no RAPL meter in /{_POWERCAP}, as on most virtual machines"
         )
-        return []
+        return {}
 
     def _name_sources(self, seen: Sequence[GpuState]) -> None:
         if "cuda:0" not in self._names.values():
