@@ -20,7 +20,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
@@ -79,7 +78,7 @@ class DataSource:
 
     def read(self, name: str) -> np.ndarray:
         """Read the whole array `name`."""
-        return read_arrays(self.files[0], {"": self.headers[name]})[""]
+        return read_array(self.files[0], self.headers[name])
 
     def read_labels(self) -> np.ndarray | None:
         return self.read(LABELS) if self.labelled else self.classes
@@ -365,7 +364,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     headers = read_headers(path)
     check_fits(f"{path}: its arrays", sum(each.nbytes for each in headers.values()))
-    return {name: _native(array) for name, array in read_arrays(path, headers).items()}
+    return {name: read_array(path, header) for name, header in headers.items()}
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
@@ -517,14 +516,13 @@ def _read_rows(source: DataSource, name: str, size: int, start: int) -> Iterator
     starts = range(start, source.count, size)
     if axis is None or axis > 0 or not header.in_rows:  # any row needs the whole array
         check_fits(f"{path}: its array", header.nbytes)
-        array = _native(source.read(source.names[name]))
+        array = source.read(source.names[name])
         for at in starts:
             rows = (slice(None),) * (axis or 0) + (slice(at, at + size),)
             yield array if axis is None else np.ascontiguousarray(array[rows])
         return
     row_bytes = header.nbytes // source.count
-    with damage(path), ExitStack() as stack:
-        handle = open_array(path, header, stack)
+    with open_array(path, header) as handle:
         handle.seek(header.start + start * row_bytes)
         for at in starts:
             found = np.empty((min(size, source.count - at), *header.shape[1:]), header.dtype)
@@ -594,21 +592,21 @@ def read_headers(path: Path) -> dict[str, Header]:
     return found
 
 
-def read_arrays(path: Path, headers: Mapping[str, Header]) -> dict[str, np.ndarray]:
-    """Return the arrays of a file whose headers were checked."""
+def read_array(path: Path, header: Header) -> np.ndarray:
+    """Return an array whose header was checked, in this machine's byte order."""
+    with open_array(path, header) as handle:
+        return _native(npy.read_array(handle, allow_pickle=False))
+
+
+@contextlib.contextmanager
+def open_array(path: Path, header: Header) -> Iterator[IO[bytes]]:
+    """Open the array's member at its start. In the block, damage is BadInput."""
     with damage(path), contextlib.ExitStack() as stack:
-        return {
-            name: npy.read_array(open_array(path, header, stack), allow_pickle=False)
-            for name, header in headers.items()
-        }
-
-
-def open_array(path: Path, header: Header, stack: contextlib.ExitStack) -> IO[bytes]:
-    """Open the array's member at its start, until `stack` closes. Raises as zipfile does."""
-    if not header.member:
-        return stack.enter_context(path.open("rb"))
-    archive = stack.enter_context(zipfile.ZipFile(path))
-    return stack.enter_context(archive.open(header.member))
+        if header.member:
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            yield stack.enter_context(archive.open(header.member))
+        else:
+            yield stack.enter_context(path.open("rb"))
 
 
 def is_npy(path: Path) -> bool:
