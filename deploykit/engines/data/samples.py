@@ -116,8 +116,7 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
     facts = (names, axes, headers, images, numbers, count, unused)
     found = DataSource(str(path), tuple(files), *facts)
     if found.labelled and headers[LABELS].shape[:1] != (count,):
-        shape = headers[LABELS].shape
-        raise BadInput(f"{path}: {count} samples but labels of shape {shape}")
+        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
     return found
 
 
