@@ -280,7 +280,7 @@ FILE = Path("w.pt")
         ("number", BadInput, "is a int, a callable is needed"),
         ("not_a_module", BadInput, "returned a int, not a torch.nn.Module"),
         ("absent", NotFound, "has no 'absent'"),
-        ("needy", BadInput, "needs the arguments width, depth$"),
+        ("needy", BadInput, "missing a required argument: .width.$"),
         ("broken", BadInput, "arch.py:broken: ZeroDivisionError: no$"),
     ],
 )

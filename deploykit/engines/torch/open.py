@@ -55,18 +55,19 @@ def _from_program(path: Path, content: Content) -> Loaded:
     arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
     axes: dict[Any, str] = {}  # the name of each size that is an expression
+
+    def describe_value(name: str, tensor: Any) -> TensorSpec:
+        shape: list[int | str] = list(tensor.shape)
+        for at, size in enumerate(tensor.shape):
+            if not isinstance(size, int):
+                shape[at] = axes.get(size.node.expr, f"{name}_{at}")
+        return make_spec(name, dtype_of(tensor), shape)
+
     for name in names:
         for at, size in enumerate(values[name].shape):
             axis = BATCH if at == 0 and BATCH not in axes.values() else f"{name}_{at}"
             if not isinstance(size, int):
                 axes.setdefault(size.node.expr, axis)
-
-    def describe_value(name: str, tensor: Any) -> TensorSpec:
-        sizes = enumerate(tensor.shape)
-        shape = [
-            x if isinstance(x, int) else axes.get(x.node.expr, f"{name}_{at}") for at, x in sizes
-        ]
-        return make_spec(name, dtype_of(tensor), shape)
 
     def bind(feeds: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         fed = dict(zip(names, feeds, strict=True))
@@ -223,8 +224,13 @@ def _from_whole_model(
                 hint = "leave `inputs` and `example_inputs` out"
                 raise BadInput(f"{path}: states its own inputs", hint=hint)
             return _from_program(path, content)
-        module, notes = in_float32(content.value.cpu())
-        content = replace(content, value=module, notes=(*content.notes, *notes))
+        module, notes = content.value.cpu(), content.notes
+        if not isinstance(module, torch.jit.ScriptModule):
+            halves = sum(each.dtype == torch.float16 for each in module.state_dict().values())
+            if halves:  # as Ultralytics saves them
+                notes += (f"{halves} tensors converted from float16 to float32",)
+                module = module.float()
+        content = replace(content, value=module, notes=notes)
         return describe_module(path, content, inputs, example=example, preset=preset_of(module))
 
 
@@ -337,30 +343,21 @@ def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str
     if not callable(function):
         raise BadInput(f"`arch` {arch}: is a {type(function).__name__}, a callable is needed")
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # it is written in C
         return {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    given = {p.name: offered[p.name] for p in parameters if p.kind in named and p.name in offered}
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
-    lacking = [name for name in needed if name not in given]
-    if lacking:
+    known = [name for name, each in signature.parameters.items() if each.kind in named]
+    given = {name: offered[name] for name in known if name in offered}
+    try:
+        signature.bind(**given)
+    except TypeError as exc:
         raise BadInput(
-            f"`arch` {arch}: needs the arguments {', '.join(lacking)}",
+            f"`arch` {arch}: {exc}",
             hint="write a function without arguments and name that: "
             f"def build(): return {arch.rpartition(':')[2]}(...)  ->  `arch` ./file.py:build",
-        )
+        ) from exc
     return given
-
-
-def in_float32(module: Any) -> tuple[Any, tuple[str, ...]]:
-    """Convert a module saved in float16, as Ultralytics does, to float32; return it and a note."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return module, ()
-    count = sum(tensor.dtype == torch.float16 for tensor in module.state_dict().values())
-    note = f"{count} tensors converted from float16 to float32"
-    return (module.float(), (note,)) if count else (module, ())
 
 
 def copy_weights(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[str, ...]:
