@@ -367,6 +367,11 @@ def test_a_wrappers_name_prefix_is_removed_with_a_note(prefix: str) -> None:
     notes = copy_weights(FILE, linears(1), averaged.state_dict())
     assert notes == ("took the weights under 'module.'; not used: n_averaged",)
     assert copy_weights(FILE, Own(), Own().state_dict()) == ()  # which has it itself
+    norm, older = torch.nn.BatchNorm1d(3), {"weight": torch.full((3,), 7.0)}
+    older = {**norm.state_dict(), **older}
+    del older["num_batches_tracked"]  # as in files of years ago
+    copy_weights(FILE, norm, {f"{prefix}{name}": value for name, value in older.items()})
+    assert norm.weight.tolist() == [7.0] * 3
 
 
 def test_tied_weights_may_be_missing_from_the_file() -> None:

@@ -400,17 +400,18 @@ def copy_weights(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[
 def _of_wrapped(
     own: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the weights with all the names in `own`, without what a wrapper put before these.
+    """Return the weights of the model with the names `own`, without what a wrapper put before them.
 
     Wrappers are DataParallel, torch.compile, AveragedModel, and a LightningModule with the model
-    as an attribute.
+    as an attribute. Of several prefixes the one with the most of the names counts, if one has.
     """
     first = next(iter(own), "")
     prefixes = [key.removesuffix(first) for key in weights if key.endswith(f".{first}")]
-    fitting = [each for each in prefixes if all(f"{each}{name}" in weights for name in own)]
-    if len(fitting) != 1 or not own.keys().isdisjoint(weights):
+    counts = {each: sum(f"{each}{name}" in weights for name in own) for each in prefixes}
+    most = [each for each in prefixes if counts[each] == max(counts.values())]
+    if len(most) != 1 or not own.keys().isdisjoint(weights):
         return weights, []
-    prefix = fitting[0]
+    prefix = most[0]
     names = [key for key in weights if key.startswith(prefix)]
     others = [key for key in weights if not key.startswith(prefix)]
     note = f"took the weights under '{prefix}'"
