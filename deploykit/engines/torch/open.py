@@ -486,7 +486,21 @@ def load_folder(
             f"{folder}: transformers {transformers.__version__} has no model '{name}'",
             hint="export its model.safetensors with `arch` and `inputs`, or upgrade transformers",
         )
-    module = _load(folder, found)
+    with module_errors(f"{folder}: transformers cannot load it"), without_messages():
+        module, report = found.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    wrong = {
+        f"{key} ": sorted(map(str, report.get(f"{key}_keys") or ()))
+        for key in ("missing", "mismatched")
+    }
+    if any(wrong.values()):  # transformers fills these with random numbers
+        raise _misfit(folder, {}, wrong)
     specs = tuple(inputs) or _inputs(folder, module)
     with module_errors(folder):
         content = Content("Hugging Face", module)
@@ -506,25 +520,6 @@ def without_messages() -> Iterator[None]:
     finally:
         if bars:
             logging.enable_progress_bar()
-
-
-def _load(folder: Path, found: Any) -> Any:
-    with module_errors(f"{folder}: transformers cannot load it"), without_messages():
-        module, report = found.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
-    wrong = {
-        key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
-    }
-    if any(wrong.values()):  # transformers fills these with random numbers
-        reasons = [f"{key} {list_names(names, 2)}" for key, names in wrong.items() if names]
-        raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
-    return module
 
 
 def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
