@@ -23,7 +23,7 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.extras import require
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
 from deploykit.engines.cuda.errors import USE_LESS_MEMORY, out_of_memory
-from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket
+from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket, give_back
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import (
     PlanFile,
@@ -438,9 +438,7 @@ def _output_allocator(nv: Any) -> Any:
             self.shape = tuple(shape)
 
         def release(self) -> None:
-            with contextlib.suppress(DeploykitError):
-                if self.address:
-                    self.driver.free(self.address)
+            give_back(self.driver.free, self.address)
             self.address = self.size = 0
 
     return OutputAllocator
