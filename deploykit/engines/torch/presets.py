@@ -110,7 +110,20 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     found = torchvision_name(arch)
     if found is None:
         return None
-    return _build_torchvision(found, weights)
+    builder = _torchvision().get_model_builder(found)
+    known = inspect.signature(builder).parameters
+    given: dict[str, Any] = {"weights": None}
+    if "weights_backbone" in known:
+        given["weights_backbone"] = None  # prevents a download
+    auxiliary = any(".aux" in f".{key.lower()}" for key in weights)
+    if "aux_loss" in known:
+        given["aux_loss"] = auxiliary
+    if found in _OWN_NORMALISATION:
+        given |= {"aux_logits": auxiliary, "init_weights": False}
+    module = _sized(lambda **more: builder(**given, **more), weights)
+    if found in _OWN_NORMALISATION:
+        module.transform_input = True
+    return module
 
 
 class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
@@ -188,23 +201,6 @@ def _torchvision() -> Any:
 
 
 # torchvision
-
-
-def _build_torchvision(name: str, weights: Mapping[str, Any]) -> Any:
-    builder = _torchvision().get_model_builder(name)
-    known = inspect.signature(builder).parameters
-    given: dict[str, Any] = {"weights": None}
-    if "weights_backbone" in known:
-        given["weights_backbone"] = None  # prevents a download
-    auxiliary = any(".aux" in f".{key.lower()}" for key in weights)
-    if "aux_loss" in known:
-        given["aux_loss"] = auxiliary
-    if name in _OWN_NORMALISATION:
-        given |= {"aux_logits": auxiliary, "init_weights": False}
-    module = _sized(lambda **more: builder(**given, **more), weights)
-    if name in _OWN_NORMALISATION:
-        module.transform_input = True
-    return module
 
 
 def _sized(build: Callable[..., Any], weights: Mapping[str, Any]) -> Any:
