@@ -46,6 +46,7 @@ _FUNCTIONS = {  # functions in torch's expressions for conditions on a size
     "Max": max,
     "Min": min,
 }
+_TRIED = sorted({2**power + more for power in range(1, 15) for more in (0, 1)})  # above 1
 _SIZE_TAKEN = re.compile(r"^(\d+) not in VR\[(\d+), (\w+)\]")
 _SOURCE = re.compile(r" = L\[.*?\]\.size\(\)\[\d+\]")
 _NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
@@ -235,7 +236,9 @@ class SizeWatch(logging.Handler):
         found: dict[str, Decision] = {}
         for guard, place in self.guards.items():
             guard = guard.removeprefix("runtime_assert ")
-            if not _always(guard, self.symbols) and not re.search(r"\bu\d+\b", guard):
+            tried = [dict.fromkeys(self.symbols, size) for size in _TRIED]
+            always = all(Decision(guard, "").holds(sizes) for sizes in tried)
+            if not always and not re.search(r"\bu\d+\b", guard):
                 text = re.sub(r"s\d+", lambda match: names.get(match[0], match[0]), guard)
                 found.setdefault(place, Decision(text, place))
         return tuple(found.values())
@@ -251,12 +254,6 @@ class SizeWatch(logging.Handler):
         logger = logging.getLogger(_SHAPES_LOGGER)
         level, logger.propagate, logger.handlers = self._before
         logger.setLevel(level)
-
-
-def _always(guard: str, symbols: Mapping[str, int]) -> bool:
-    """Return whether torch's expression `guard` holds for every size above 1."""
-    sizes = {2**power + more for power in range(1, 15) for more in (0, 1)}
-    return all(Decision(guard, "").holds(dict.fromkeys(symbols, size)) for size in sizes)
 
 
 def _decided_at(frame: FrameType | None) -> str:

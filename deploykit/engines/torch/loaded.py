@@ -271,7 +271,21 @@ def specs_from(
     batch N of every input whose axis 0 is as long as the first input's. `dynamic_axes`: names of
     other axes, {"input_ids": {1: "T"}}. Raises BadInput.
     """
-    tensors = _name_tensors(module, example)
+    if isinstance(example, Mapping):
+        tensors = {str(name): value for name, value in example.items()}
+    else:
+        values = list(example) if isinstance(example, (tuple, list)) else [example]
+        names = parameter_names(_unwrap(module)) if is_module(module) else []
+        names += [f"input_{number}" for number in range(len(names), len(values))]
+        tensors = dict(zip(names, values, strict=False))
+    for name, value in tensors.items():
+        if isinstance(value, np.ndarray):
+            tensors[name] = torch.from_numpy(value)
+        elif not isinstance(value, torch.Tensor):
+            packs = isinstance(value, (Mapping, tuple, list))
+            usual = "give a tensor, a tuple of tensors, or a dict of tensors by parameter name"
+            what = f"`example_inputs`: '{name}' is a {type(value).__name__}, not a tensor"
+            raise BadInput(what, hint=WRAP if packs else usual)
     named = dict(dynamic_axes or {})
     unknown = [name for name in named if name not in tensors]
     if unknown:
@@ -291,28 +305,6 @@ def specs_from(
             axes[at] = axis
         specs.append(make_spec(name, dtype_of(tensor), axes))
     return tuple(specs), {name: to_numpy(tensor) for name, tensor in tensors.items()}
-
-
-def _name_tensors(module: Any, example: object) -> dict[str, Any]:
-    if isinstance(example, Mapping):
-        found = {str(name): value for name, value in example.items()}
-    else:
-        values = list(example) if isinstance(example, (tuple, list)) else [example]
-        names = parameter_names(_unwrap(module)) if is_module(module) else []
-        names += [f"input_{number}" for number in range(len(names), len(values))]
-        found = dict(zip(names, values, strict=False))
-    for name, value in found.items():
-        if isinstance(value, np.ndarray):
-            found[name] = value = torch.from_numpy(value)
-        if not isinstance(value, torch.Tensor):
-            packs = isinstance(value, (Mapping, tuple, list))
-            raise BadInput(
-                f"`example_inputs`: '{name}' is a {type(value).__name__}, not a tensor",
-                hint=WRAP
-                if packs
-                else "give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
-            )
-    return found
 
 
 def _unwrap(module: Any) -> Any:
