@@ -269,7 +269,7 @@ class Devices(Closing):
 
     def read(self) -> tuple[GpuState, ...]:
         """Return the state of every GPU, in about a millisecond each. Never raises."""
-        gpus = self._from_nvml()
+        gpus = self._from_nvml() if self._nvml is not None else ()
         tegra = self._jetson.read()
         if tegra is None:
             return gpus
@@ -293,8 +293,6 @@ class Devices(Closing):
             return None
 
     def _from_nvml(self) -> tuple[GpuState, ...]:
-        if self._nvml is None:
-            return ()
         try:
             if not self._open:  # retry each time: the driver may load later
                 self._nvml.nvmlInit()

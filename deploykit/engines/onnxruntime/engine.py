@@ -593,8 +593,14 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
             try:
                 yield
             except _OF_CUDA as exc:
-                if device != "cpu":
-                    _raise_cuda_error(path, device, exc)
+                where, text = f"{path}: {device}", str(exc)
+                if device != "cpu" and (asked := ASKED_BYTES.search(text)):
+                    needed = f"{int(asked[1]) / 2**20:,.1f} MiB needed at once"
+                    full = f"{where}: out of memory: {needed}"
+                    raise OutOfMemory(full, hint=USE_LESS_MEMORY) from exc
+                if device != "cpu" and (failed := _CUDA_FAILURE.search(text)):
+                    code, words = int(failed[1]), failed[2].strip()
+                    raise cuda_error(where, "ONNX Runtime", code, words) from exc
                 raise
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
         raise damaged(path) from exc
@@ -607,18 +613,6 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
         error = BadInput if refused or "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
         verb = "refused it" if refused else "failed"
         raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}") from exc
-
-
-def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:
-    memory, failure = ASKED_BYTES.search(str(exc)), _CUDA_FAILURE.search(str(exc))
-    if memory:
-        raise OutOfMemory(
-            f"{path}: {device}: out of memory: {int(memory[1]) / 2**20:,.1f} MiB needed at once",
-            hint=USE_LESS_MEMORY,
-        ) from exc
-    if failure:
-        code, words = int(failure[1]), failure[2].strip()
-        raise cuda_error(f"{path}: {device}", "ONNX Runtime", code, words) from exc
 
 
 def providers() -> tuple[str, ...]:
