@@ -175,7 +175,8 @@ def _ours(task: Task, loaded: Loaded, folder: Path) -> np.ndarray:
     return np.stack(rows)
 
 
-def _off_sentence_transformers(task: Task, loaded: Loaded, _model: Any, folder: Path) -> float:
+def _off_sentence_transformers(task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
+    del model
     library = require("sentence_transformers").SentenceTransformer
     whole = library(str(folder), device="cpu", local_files_only=True)
     theirs = whole.encode(list(_SENTENCES), normalize_embeddings=True)

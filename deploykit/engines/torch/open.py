@@ -478,7 +478,7 @@ def load_folder(
     transformers = require("transformers")
     name = str(names[0]) if isinstance(names, list) and names else ""
     with module_errors(folder):
-        found = getattr(transformers, name, None)
+        found: Any = getattr(transformers, name, None)
     if not hasattr(found, "from_pretrained"):
         if not name:
             raise undescribed(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)

@@ -200,7 +200,17 @@ def describe(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
 ) -> Description:
     """Run the module on `example`, else on zeros. Raises BadInput naming the reason."""
-    probe, base = _first_that_runs(where, adapter, inputs, example)
+    tries = _sizes_near(inputs, example) if example.arrays else _made_up_sizes(inputs, example)
+    refusals: list[SizeRefused] = []
+    for sizes, fill in tries:
+        probe = _Probe(where, adapter, inputs, example, sizes, fill)
+        found = probe.run(sizes)
+        if isinstance(found, list):
+            base = found
+            break
+        refusals.append(found)
+    else:  # at the example's own sizes, or the smallest
+        raise refusals[-1 if example.arrays else 0]
     follows: dict[tuple[int, int], set[str]] = defaultdict(set)  # "": not one axis of the inputs
     limits = {}
     for number, at, *_ in _changes(base, probe.other_data()) or ():
@@ -369,25 +379,10 @@ def _changes(base: Leaves, other: Leaves) -> list[tuple[int, int, int, int]] | N
     ]
 
 
-def _first_that_runs(
-    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
-) -> tuple[_Probe, Leaves]:
-    """Find sizes and a value for integers at which the module runs; else raise its failure."""
-    tries = _sizes_near(example, inputs) if example.arrays else _made_up_sizes(inputs, example.most)
-    failures: list[SizeRefused] = []
-    for sizes, fill in tries:
-        probe = _Probe(where, adapter, inputs, example, sizes, fill)
-        found = probe.run(sizes)
-        if isinstance(found, list):
-            return probe, found
-        failures.append(found)
-    raise failures[-1 if example.arrays else 0]  # at the example's own sizes, or the smallest
-
-
 def _made_up_sizes(
-    inputs: Sequence[TensorSpec], most: Mapping[str, int]
+    inputs: Sequence[TensorSpec], example: Example
 ) -> Iterator[tuple[dict[str, int], int]]:
-    """Yield sizes that differ, up to `most`: only the batch does not grow with each try."""
+    """Yield sizes that differ, up to the most: only the batch does not grow with each try."""
     batch = batch_axes(inputs)
     axes = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
     others = [axis for axis in axes if axis not in batch]
@@ -397,14 +392,14 @@ def _made_up_sizes(
         first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
         sizes = {axis: _SMALL + at for at, axis in enumerate(batch)}
         sizes |= {axis: first + step * at for at, axis in enumerate(others)}
-        sizes = {axis: min(size, most.get(axis, size)) for axis, size in sizes.items()}
+        sizes = {axis: min(size, example.most.get(axis, size)) for axis, size in sizes.items()}
         yield sizes, 0
         if integers:  # a length of 0 is refused
             yield sizes, 1
 
 
 def _sizes_near(
-    example: Example, inputs: Sequence[TensorSpec]
+    inputs: Sequence[TensorSpec], example: Example
 ) -> Iterator[tuple[dict[str, int], int]]:
     """Yield sizes that differ and are near the example's, then its own."""
     own = example.sizes(inputs)
