@@ -10,8 +10,9 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +172,10 @@ def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in weights.items()
         if hasattr(value, "shape") and not key.endswith(_COUNTERS)
     }
-    while prefix := common_prefix(found):
-        found = {key.removeprefix(prefix): shape for key, shape in found.items()}
-    return found
-
-
-def common_prefix(names: Iterable[str]) -> str:
-    """Return what DataParallel, torch.compile, Lightning or an attribute puts before every name."""
-    prefixes = {name.partition(".")[0] + "." * ("." in name) for name in names}
-    return prefixes.pop() if len(prefixes) == 1 and "." in min(prefixes) else ""
+    parts = zip(*(key.split(".")[:-1] for key in found), strict=False)
+    shared = takewhile(lambda names: len(set(names)) == 1, parts)
+    front = "".join(f"{names[0]}." for names in shared)
+    return {key.removeprefix(front): shape for key, shape in found.items()}
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:
