@@ -469,3 +469,9 @@ def memory_errors(where: object, files: Iterable[Path] = ()) -> Iterator[None]:
         if isinstance(exc, OutOfMemory) or not lacks_memory(exc):
             raise
         raise does_not_fit(where, first_line(exc), files) from exc
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return (10, 13, 3) for "10.13.3.post1"; empty if `version` does not begin with a number."""
+    match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

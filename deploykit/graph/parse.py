@@ -244,6 +244,7 @@ def duplicate(names: Iterable[str]) -> str:
     return next((str(name) for name, count in counts.items() if count > 1), "")
 
 
+@cache
 def dtype_name(data_type: int) -> str:
     """Return numpy's name of an ONNX element type ('float32'), else ONNX's own in lower case."""
     try:
@@ -347,10 +348,9 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
         operators=operators,
         element_types=frozenset(types),
         external=tuple(external),
-        slowed_by_values=(
-            # inputs are not followed into functions
-            not operators.isdisjoint(_WORK) if model.functions else _values_set_work(graph, stored)
-        ),
+        # inputs are not followed into functions
+        slowed_by_values=not operators.isdisjoint(_WORK)
+        and (bool(model.functions) or _values_set_work(graph, stored)),
         twice=duplicate(names),
     )
 
