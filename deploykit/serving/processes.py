@@ -25,7 +25,7 @@ from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine, usable_cores
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import load
-from deploykit.engines.onnxruntime.file import copies_folder
+from deploykit.engines.onnxruntime.file import copies_folder, use_copies
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.model import why_not_batched
 from deploykit.serving.models.warmup import WarmUp
@@ -131,7 +131,8 @@ def run_workers(
         import deploykit.engines.onnxruntime.engine  # noqa: F401
 
     def worker(group: ServerGroup) -> int:
-        return serve(lambda *_: None, group=group, shared=folder)
+        with use_copies(folder):
+            return serve(lambda *_: None, group=group, shared=folder)
 
     count = workers.count or 1
     with copies_folder() as folder:

@@ -98,6 +98,17 @@ def _started(process: int | str) -> str:
     return " ".join(file_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()[19:20])
 
 
+@contextlib.contextmanager
+def use_copies(folder: Path | None) -> Iterator[None]:
+    """Use the folder of the parent process; at the end, remove it if the parent was killed."""
+    parent = os.getppid()
+    try:
+        yield
+    finally:
+        if folder is not None and os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Path:
     """Return the copy of the model `path` in `folder`; the first process to ask must `write` it.
 
