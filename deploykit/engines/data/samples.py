@@ -363,7 +363,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     headers = read_headers(path)
     check_fits(f"{path}: its arrays", sum(each.nbytes for each in headers.values()))
-    return {name: read_array(path, header) for name, header in headers.items()}
+    return {name: _native(read_array(path, header)) for name, header in headers.items()}
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
@@ -515,7 +515,7 @@ def _read_rows(source: DataSource, name: str, size: int, start: int) -> Iterator
     starts = range(start, source.count, size)
     if axis is None or axis > 0 or not header.in_rows:  # any row needs the whole array
         check_fits(f"{path}: its array", header.nbytes)
-        array = source.read(source.names[name])
+        array = _native(source.read(source.names[name]))
         for at in starts:
             rows = (slice(None),) * (axis or 0) + (slice(at, at + size),)
             yield array if axis is None else np.ascontiguousarray(array[rows])
@@ -592,9 +592,10 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 
 def read_array(path: Path, header: Header) -> np.ndarray:
-    """Return an array whose header was checked, in this machine's byte order."""
+    """Return an array whose header was checked."""
     with open_array(path, header) as handle:
-        return _native(npy.read_array(handle, allow_pickle=False))
+        found: np.ndarray = npy.read_array(handle, allow_pickle=False)
+        return found
 
 
 @contextlib.contextmanager
