@@ -93,9 +93,9 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
     """Find the data of `path` for a model with these `inputs`: see `read_samples`."""
     files, classes, images = [path], list[int](), None
     if is_folder(path):  # the decoders import Pillow, which arrays do not need
+        files, classes = _images_of(path, task.labels if task else ())
         from deploykit.engines.data.images import PlacedImages, input_without_task
 
-        files, classes = _images_of(path, task.labels if task else ())
         image = task.image if task else None
         images = PlacedImages(image or input_without_task(inputs, files[0]), resize=bool(image))
         shape = (len(files), *images.shape)
