@@ -529,6 +529,11 @@ SIZED = {
         "r = MatMul(x, W) h = Reshape(r, row) y = Reshape(h, back)",
         {"N": 1},
     ),
+    "a long row": (
+        "(float[N,T] x) => (float[L] y)",
+        'p = Pad<mode = "reflect">(x, pads) y = Squeeze(p, zero)',
+        {"N": 1, "T": 80},
+    ),
     "a state": (  # whose batch has no name
         "(float[N,T] x, float[2,K,4] h) => (float[N,4] y)",
         """p = Pad<mode = "reflect">(x, pads) m = ReduceMax<axes = [1]>(p)
@@ -557,7 +562,7 @@ def write_sized(folder: Path, name: str) -> Path:
     return write_text(folder, *SIZED[name][:2], CONSTANTS)
 
 
-@pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a state"])
+@pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a long row", "a state"])
 def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Path) -> None:
     path = write_sized(tmp_path, name)
     with dk.load(path, "cpu") as engine:
