@@ -32,9 +32,9 @@ def add_scores(request: HeadRequest) -> TaskHead:
             f"`task` {request.kind}: the outputs are numbers, not classes (regression)",
             hint="without `task` they stay as they are",
         )
-    if request.stated == EMBED and request.loaded.preset and not request.labelled:
+    if request.preset.task == EMBED and not request.labelled:
         raise BadInput(
-            f"`task` {request.kind}: by {request.loaded.preset.source} the outputs are features",
+            f"`task` {request.kind}: by {request.preset.source} the outputs are features",
             hint="`task` embed; where they are classes, `labels` says so",
         )
     needs = "classify needs scores of two classes or more, float [N,classes]"
