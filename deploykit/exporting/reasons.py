@@ -139,7 +139,12 @@ def explain(
             hint=FREE_HINT,
             cause=FIXED,
         )
-    operator, reason = _operator(chain, reason)
+    missing, node = _NO_OPERATOR.search(reason), _NODE.search("\n".join(map(str, chain)))
+    operator = missing[1] if missing else node[1] if node else ""
+    if missing:
+        reason = f"ONNX has no operator for {operator}"
+    elif node:
+        reason = f"its exporter does not take this use of {operator}: {reason}"
     reason = textwrap.shorten(reason, _LONGEST, placeholder=" ...")
     where = f" ({place})" if place else ""
     return NotExported(
@@ -148,15 +153,6 @@ def explain(
         cause=CAPTURED if any(kind.__name__ == "ConversionError" for kind in kinds) else "",
         operator=operator,
     )
-
-
-def _operator(chain: Sequence[BaseException], reason: str) -> tuple[str, str]:
-    """Return the operator that ONNX or torch lacks, "" if none, and the reason with its name."""
-    if missing := _NO_OPERATOR.search(reason):
-        return missing[1], f"ONNX has no operator for {missing[1]}"
-    if node := next((match for item in chain if (match := _NODE.search(str(item)))), None):
-        return node[1], f"its exporter does not take this use of {node[1]}: {reason}"
-    return "", reason
 
 
 def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
