@@ -202,8 +202,7 @@ class HttpTaskCall(TaskCall):
 
 
 def _split_json(text: bool, data: bytes) -> Items:
-    check_json_size(data, _hint(text))
-    document = parse_document(data)
+    document = parse_document(data, _hint(text))
     kind = "text" if text else "image"
     if type(document) is dict:
         known = _TEXT if text else _IMAGE
@@ -318,11 +317,11 @@ class PipelineRoute:
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)
         text_in_json = takes == "text" and is_json
-        if takes == "json" or text_in_json:
+        if takes == "json":
             check_json_size(data, NOT_JSON)
         if not text_in_json:
             return Sent(data)
-        value = parse_document(data)
+        value = parse_document(data, NOT_JSON)
         found = value.get(name) if isinstance(value, dict) else value
         if not isinstance(found, str):
             raise BadInput(f"'{name}' must be a JSON string, or an object with it")

@@ -214,7 +214,7 @@ class PipelineInferRoute(PipelineRoute):
         pipeline, body, json_bytes = self._pipeline, call.body, call.head.json_bytes
         call.body = b""
 
-        def decode() -> Request:
+        def read() -> Request:
             plain = decompress(body, call.head.encoding, pipeline.options.max_body_bytes)
             sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
             signature = pipeline.signature if sends_bytes else pipeline.tensors
@@ -227,7 +227,7 @@ class PipelineInferRoute(PipelineRoute):
             return request
 
         reply, fail = partial(_reply, call, pipeline.name), partial(reply_exception, call)
-        pipeline.infer(decode, reply, fail, call, call.head.trace)
+        pipeline.infer(read, reply, fail, call, call.head.trace)
 
 
 class Scrapes:
