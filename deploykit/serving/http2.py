@@ -12,7 +12,7 @@ import random
 import re
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, cast
@@ -69,7 +69,7 @@ class ConnectionFault(Exception):  # noqa: N818 - RFC 9113 calls it a connection
         self.code = code
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: Bytes = b"") -> bytes:
     return FRAME.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream) + payload
 
 
@@ -101,6 +101,10 @@ class Stream:
         self.gone = False  # the stream has ended: nothing can be sent
 
     @property
+    def unread_bytes(self) -> int:
+        return sum(map(len, self.unsent))
+
+    @property
     @abstractmethod
     def unanswered(self) -> int:
         """Return the number of requests whose replies have not been written."""
@@ -121,8 +125,10 @@ class Stream:
     def check(self, now_s: float) -> None:
         """Fail the stream if it is past a limit; called periodically."""
 
-    def send(self, parts: Iterable[Bytes]) -> None:
-        self.unsent.extend(map(memoryview, parts))
+    def send(self, data: bytes) -> None:
+        """Send DATA, which counts as unread until the windows allow it."""
+        self.link.answer_bytes += len(data)
+        self.unsent.append(memoryview(data))
         self.push()
 
     def end(self, trailers: bytes) -> None:
@@ -137,18 +143,11 @@ class Stream:
             take = min(link.sendable(self), link.frame_bytes)
             if take <= 0:
                 return
-            pieces = []
-            size = 0
-            while unsent and size < take:
-                piece = unsent.pop(0)
-                if size + len(piece) > take:
-                    unsent.insert(0, piece[take - size :])
-                    piece = piece[: take - size]
-                pieces.append(piece)
-                size += len(piece)
-            link.count_sent(self, size)
-            head = FRAME.pack(size >> 16, size & 0xFFFF, DATA, 0, self.id)
-            link.write(b"".join((head, *pieces)))
+            piece, rest = unsent[0][:take], unsent[0][take:]
+            unsent[:1] = [rest] if rest else []
+            link.count_sent(self, len(piece))
+            link.write(frame(DATA, 0, self.id, piece))
+            link.answers_read(len(piece))
         if self.trailers is None:
             self.resume()
         else:
@@ -167,59 +166,51 @@ class Stream:
         """End the stream and drop its unsent output."""
         self.gone = True
         self.trailers = None
-        self.unsent.clear()
+        if self.unsent:
+            self.link.answers_read(self.unread_bytes)
+            self.unsent.clear()
         self.link.drop(self)
-
-
-class _Decoder(Decoder):
-    """Bounds the changes of the table's size, which cost time but yield no header."""
-
-    sizes = 0  # in this block
-
-    def _update_encoding_context(self, data: bytes | memoryview) -> int:
-        self.sizes += 1
-        if self.sizes > _TABLE_SIZES:
-            raise HPACKDecodingError("too many changes of the table's size")
-        return super()._update_encoding_context(data)
 
 
 class MalformedHeaders(Exception):  # noqa: N818 - RFC 9113 calls them malformed
     """The request's headers are not allowed (RFC 9113, section 8): a stream error."""
 
 
-class HeaderReader:
+class HeaderReader(Decoder):
     """Reads the header blocks of one connection; `parse` makes a head from names and values."""
 
     def __init__(self, parse: Callable[[Pairs], Any], max_bytes: int) -> None:
+        super().__init__(max_bytes)
         self._parse = parse
-        self._decoder = _Decoder(max_bytes)
-        self._known: dict[bytes, Any] = {}
+        self._known: dict[bytes, Any] = {}  # heads by their blocks
+        self._sizes = 0  # changes of the table's size in this block: they yield no header
+
+    def _update_encoding_context(self, data: bytes | memoryview) -> int:
+        self._sizes += 1
+        if self._sizes > _TABLE_SIZES:
+            raise HPACKDecodingError("too many changes of the table's size")
+        return super()._update_encoding_context(data)
 
     def read(self, block: bytes) -> Any:
         """Return the head. Raises MalformedHeaders, and HPACKError, which ends the connection."""
-        head = self._known.get(block)
-        if head is not None:
-            return head
-        pairs, changed = self.decode(block)
-        check_request(pairs)
-        head = self._parse(pairs)
-        if not changed and len(self._known) < _CACHED:
-            self._known[block] = head
+        known = self._known
+        head = known.get(block)
+        if head is None:
+            pairs = self.read_pairs(block)
+            check_request(pairs)
+            head = self._parse(pairs)
+            if known is self._known and len(known) < _CACHED:
+                known[block] = head
         return head
 
-    def decode(self, block: bytes) -> tuple[Pairs, bool]:
-        """Decode a block without other checks. Raises HPACKError.
-
-        Also returns whether it changed HPACK's table, and so what equal blocks mean.
-        """
-        entries = self._decoder.header_table.dynamic_entries
-        newest, count = (entries[0] if entries else None), len(entries)
-        self._decoder.sizes = 0
-        pairs = cast("Pairs", self._decoder.decode(block, raw=True))
-        changed = len(entries) != count or (count > 0 and entries[0] is not newest)
-        if changed:
-            self._known.clear()
-        return pairs, changed
+    def read_pairs(self, block: bytes) -> Pairs:
+        """Decode a block without other checks. Raises HPACKError."""
+        entries = self.header_table.dynamic_entries
+        newest, count, self._sizes = (entries[0] if entries else None), len(entries), 0
+        pairs = cast("Pairs", self.decode(block, raw=True))
+        if len(entries) != count or (count and entries[0] is not newest):
+            self._known = {}  # equal blocks mean something else now
+        return pairs
 
 
 def check_request(pairs: Pairs) -> None:
@@ -436,10 +427,7 @@ class Http2Connection(Connection):
         return size if self.phase is CLOSED else at
 
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
-        length = end - at
-        stream = self.streams.get(number)
-        if stream is None or stream.ended:
-            stream = self._find(number)
+        length, stream = end - at, self._find(number)
         self.received_bytes += length
         if self.received_bytes > UPDATE_BYTES:
             self._update(0, self.received_bytes)
@@ -522,7 +510,7 @@ class Http2Connection(Connection):
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
         """Process headers on a stream opened before: they can only be its last frame."""
-        self._heads.decode(block)
+        self._heads.read_pairs(block)
         stream = self._find(number)
         if stream is None:
             self.count_frame()
@@ -606,8 +594,7 @@ class Http2Connection(Connection):
 
     def take_window(self, stream: Stream, size: int) -> bool:
         """Count `size` bytes of DATA as sent, if this stream may send them in one frame."""
-        free = not self.stalled and size <= self.frame_bytes
-        if not free or size > self.send_window or size > stream.send_window:
+        if self.stalled or size > min(self.frame_bytes, self.send_window, stream.send_window):
             return False
         self.count_sent(stream, size)
         return True
@@ -619,7 +606,8 @@ class Http2Connection(Connection):
         self.empty_frames -= 2  # the client may acknowledge it with window updates
 
     def answers_read(self, size: int) -> None:
-        """Count answers that the client has read; streams that waited for it go on."""
+        """Free answers that the client has read; streams that waited for it go on."""
+        self.shared.memory.release(size)
         full, self.answer_bytes = self.answer_bytes > WAITING_BYTES, self.answer_bytes - size
         if full and self.answer_bytes <= WAITING_BYTES:
             self._push_soon()

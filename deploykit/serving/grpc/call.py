@@ -67,38 +67,22 @@ class MessageReader:
     __slots__ = ("_data", "have", "need")
 
     def __init__(self) -> None:
-        self._data: bytes | bytearray = b""  # a single piece as it came
+        self._data = bytearray()
         self.have = self.need = 0
 
     def add(self, piece: bytes) -> None:
-        if self.have:
-            data = self._joined()
-            data += piece
-        else:
-            self._data = piece
-        self.have += len(piece)
+        self._data += piece
         self._read_prefix()
-
-    def _joined(self) -> bytearray:
-        data = self._data
-        if not isinstance(data, bytearray):
-            data = self._data = bytearray(data)
-        return data
 
     def take(self) -> bytes:
         """Return the next message with its prefix, which must have arrived."""
-        need, self.need = self.need, 0
-        self.have -= need
-        if not self.have:
-            message, self._data = bytes(self._data), b""
-            return message
-        data = self._joined()
-        message = bytes(memoryview(data)[:need])
-        del data[:need]  # which moves nothing
+        message = bytes(memoryview(self._data)[: self.need])
+        del self._data[: self.need]  # which moves nothing
         self._read_prefix()
         return message
 
     def _read_prefix(self) -> None:
+        self.have, self.need = len(self._data), 0
         if self.have >= PREFIX_BYTES:
             self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0]
 
@@ -183,7 +167,6 @@ class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes",
         "_by_s",
         "_in_turn",
         "_inflating",
@@ -206,7 +189,6 @@ class GrpcCall(Stream):
         shared = link.shared
         self.head = head
         self.held_bytes = 0  # bytes of messages counted in the server's memory budget
-        self._answer_bytes = 0  # bytes of answers that the client has not read, counted there too
         self.unreplied = 0  # messages delivered and not answered
         self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
@@ -278,8 +260,6 @@ class GrpcCall(Stream):
             self._in_turn = self._deliver_all()
 
     def resume(self) -> None:
-        if self._answer_bytes:
-            self._free_answers()
         self.read()
 
     def _continue(self) -> None:
@@ -403,26 +383,11 @@ class GrpcCall(Stream):
         if slot is not None:
             self._sizes[slot] += size
         self.held_bytes += size
-        return self.link.shared.memory.add(size, self.held_bytes + self._answer_bytes)
+        return self.link.shared.memory.add(size, self.held_bytes + self.unread_bytes)
 
     def _free(self, size: int) -> None:
         self.held_bytes -= size
-        self.link.shared.memory.bytes -= size
-
-    def _count_answer(self, size: int) -> bool:
-        """Count an answer that exceeds the client's windows; above the budget the call fails."""
-        shared = self.link.shared
-        self._answer_bytes += size
-        self.link.answer_bytes += size
-        if shared.memory.add(size, self.held_bytes + self._answer_bytes):
-            return True
-        self.fail("UNAVAILABLE", shared.memory.message)
-        return False
-
-    def _free_answers(self) -> None:
-        self.link.shared.memory.bytes -= self._answer_bytes
-        self.link.answers_read(self._answer_bytes)
-        self._answer_bytes = 0
+        self.link.shared.memory.release(size)
 
     # -- replies ---------------------------------------------------------------------------------
 
@@ -456,18 +421,21 @@ class GrpcCall(Stream):
             self._free(self._sizes.pop(0))
         elif self.ended:
             self._free(self.held_bytes)
-        link, length = self.link, sum(map(len, parts))
-        prefix, size = b"\0" + length.to_bytes(4, "big"), PREFIX_BYTES + length
-        at_once = not self.unsent and link.take_window(self, size)
-        if not at_once and not self._count_answer(size):
+        data = b"".join((b"\0", sum(map(len, parts)).to_bytes(4, "big"), *parts))
+        link, memory = self.link, self.link.shared.memory
+        at_once = not self.unsent and link.take_window(self, len(data))
+        fits = at_once or memory.add(len(data), self.held_bytes + self.unread_bytes + len(data))
+        if not fits:
+            memory.release(len(data))
+            self.fail("UNAVAILABLE", memory.message)
             return
         if not self.opened:
             self.opened = True
             link.write(frame(HEADERS, END_HEADERS, self.id, REPLY_HEADERS))
         if at_once:
-            link.write(frame(DATA, 0, self.id, b"".join((prefix, *parts))))
+            link.write(frame(DATA, 0, self.id, data))
         else:
-            self.send((prefix, *parts))
+            self.send(data)
 
     def complete(self) -> None:
         """End the call with status OK."""
@@ -518,10 +486,8 @@ class GrpcCall(Stream):
         if self._reader.have:  # an incomplete message
             self._reader = MessageReader()
         Stream.finish(self)
-        self.link.shared.memory.bytes -= self.held_bytes
+        self.link.shared.memory.release(self.held_bytes)
         self.held_bytes = 0
-        if self._answer_bytes:
-            self._free_answers()
         if cancel is not None:
             cancel()
 
