@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote as percent_encode
 
-from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
+from deploykit.core.errors import BadInput, quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.http2 import (
@@ -312,7 +312,7 @@ class GrpcCall(Stream):
         if self.deadline_s is not None and self._is_late():
             return
         reader, size = self._reader, self._reader.need
-        data, at = reader.take(), PREFIX_BYTES
+        data = reader.take()
         if method.ended is not None:
             used = STREAM_WINDOW - self.receive_window - reader.have
             if used > STREAM_WINDOW // 2 and not self.ended:
@@ -323,20 +323,20 @@ class GrpcCall(Stream):
             return
         self._received_one = True
         self.unreplied += 1
-        if data[0]:
-            self._decompress(method, data)
-            return
         try:
-            method.message(self, data, at)
+            if data[0]:
+                self._decompress(method, data)
+            else:
+                method.message(self, data, PREFIX_BYTES)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
+            self._inflating = False
             fail_with(self, exc)
 
     def _decompress(self, method: Method, data: bytes) -> None:
-        """Deliver a compressed message, which another thread decompresses."""
+        """Deliver a compressed message, which another thread decompresses. Raises Overloaded."""
         encoding = self.head.encoding
         if data[0] != 1 or encoding == b"identity":
-            self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
-            return
+            raise BadInput("a message's first byte does not fit 'grpc-encoding'")
 
         def then(result: Callable[[], bytes]) -> None:
             self._inflating = False
@@ -348,9 +348,6 @@ class GrpcCall(Stream):
                     self._sizes[-1] += len(plain)
                 if self._reserve(len(plain)):
                     method.message(self, plain, 0)
-            except UnknownEncoding:
-                text = f"grpc-encoding is {quote(encoding)}"
-                self.fail("UNIMPLEMENTED", f"{text}; send gzip, deflate or plain messages")
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 fail_with(self, exc)
             self.read()
@@ -359,11 +356,7 @@ class GrpcCall(Stream):
             return bytes(decompress(data[PREFIX_BYTES:], encoding, method.max_bytes))
 
         self._inflating = True
-        try:
-            self.link.shared.offload(work, then, peer=self.peer)
-        except DeploykitError as exc:  # no thread can be started
-            self._inflating = False
-            fail_with(self, exc)
+        self.link.shared.offload(work, then, peer=self.peer)
 
     # -- memory ----------------------------------------------------------------------------------
 

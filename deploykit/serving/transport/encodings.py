@@ -61,7 +61,7 @@ def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
     name = names[0]
     if len(names) > 1 or name.encode() not in _WINDOWS:
         hint = "send gzip, deflate or plain bytes"
-        raise UnknownEncoding(f"Content-Encoding {quote(text)} is not supported", hint=hint)
+        raise UnknownEncoding(f"the encoding {quote(text)} is not supported", hint=hint)
     try:
         return _inflate(body, name, max_bytes)
     except zlib.error as exc:
