@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from email.utils import formatdate
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache, partial
 from http import HTTPStatus
 from typing import cast
 
@@ -78,35 +78,17 @@ class HttpLimits(Limits):
 class _Fields:
     """A parser's callbacks collect here what llhttp finds in a head, complete or not."""
 
-    def __init__(self, limits: HttpLimits) -> None:
+    def __init__(self) -> None:
         self.parser = httptools.HttpRequestParser(self)
-        self._limits = limits
-        self._count = 0
         self.target = b""
-        self.headers: dict[bytes, bytes] = {}
+        self.pairs: list[tuple[bytes, bytes]] = []  # the headers
         self.complete = self.old = self.keep_alive = False
-        self.refusal: Refusal | None = None
-
-    def refuse(self, status: int, text: str) -> None:
-        self.refusal = self.refusal or Refusal(status, text)
 
     def on_url(self, url: bytes) -> None:
         self.target += url
-        if len(self.target) > self._limits.target_bytes:
-            self.refuse(414, f"the target is above {self._limits.target_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count += 1
-        if self._count > self._limits.headers:
-            self.refuse(431, f"there are more than {self._limits.headers} headers")
-        name = name.lower()
-        if name in _USED:
-            value, before = value.strip(b" \t"), self.headers.get(name)  # llhttp keeps blanks
-            if before is not None and name in _LISTS:
-                value = before + b", " + value
-            elif before is not None and (value != before or name in _ONCE):
-                self.refuse(400, f"the header {quote(name.decode())} is given twice")
-            self.headers[name] = value
+        self.pairs.append((name.lower(), value.strip(b" \t")))  # llhttp keeps blanks
 
     def on_headers_complete(self) -> None:
         # The parser drops the headers at the end of the message, which may follow at once.
@@ -114,38 +96,64 @@ class _Fields:
         self.old = self.parser.get_http_version() == "1.0"
         self.keep_alive = self.parser.should_keep_alive()
 
+    def headers(self) -> tuple[dict[bytes, bytes], str]:
+        """Return the headers in use, and why the request is ambiguous, or ""."""
+        found: dict[bytes, bytes] = {}
+        repeated = ""
+        for name, value in self.pairs:
+            before = found.get(name)
+            if before is not None and name in _LISTS:
+                found[name] = before + b", " + value
+            elif before is not None and (value != before or name in _ONCE):
+                repeated = f"the header {quote(name.decode())} is given twice"
+            elif name in _USED:
+                found[name] = value
+        return found, repeated
+
 
 def read_head(
-    raw: bytes, limits: HttpLimits, access: AccessControl, max_body_bytes: int
+    limits: HttpLimits, access: AccessControl, max_body_bytes: int, raw: bytes
 ) -> Head | None:
-    """Parse a head up to its END, or as much of it as was received; None if more is needed."""
-    fields = _Fields(limits)
-    parser = fields.parser
+    """Parse a head up to its END, or as much of it as was received; None if more is needed.
+
+    The head has a refusal if the request is invalid, ambiguous or not allowed.
+    """
+    fields, invalid = _Fields(), ""
     try:
-        parser.feed_data(raw)
+        fields.parser.feed_data(raw)
     except httptools.HttpParserUpgrade:
         pass  # the client offers another protocol, which a server may ignore
     except httptools.HttpParserError as exc:
-        fields.refuse(400, f"the request is not valid HTTP/1.1: {quote(str(exc))}")
-    if len(raw) > limits.header_bytes:
-        fields.refuse(431, f"the headers are above {limits.header_bytes} bytes")
-    if fields.complete != raw.endswith(END):
-        text = "the request's head does not end where it should"
-        if fields.target == b"*" and parser.get_method() == b"PRI":
-            text = "this port speaks HTTP/1.1; HTTP/2 is spoken on the port for gRPC"
-        fields.refuse(400, text)
+        invalid = f"the request is not valid HTTP/1.1: {quote(str(exc))}"
+    method = fields.parser.get_method().decode("latin-1")
     del fields.parser  # a reference cycle: only the garbage collector would free it
-    if fields.refusal is not None:
-        return Head(target=fields.target.decode("latin-1"), refusal=fields.refusal)
-    method = parser.get_method().decode("latin-1")
-    return _check(method, fields, access, max_body_bytes) if fields.complete else None
-
-
-def _check(method: str, fields: _Fields, access: AccessControl, max_body_bytes: int) -> Head:
-    """Return the head, with a refusal if the request is ambiguous or not allowed."""
-    headers, old = fields.headers, fields.old
-    host, origin = headers.get(b"host"), headers.get(b"origin")
+    if raw.startswith(b"PRI * HTTP/2"):
+        invalid = "this port speaks HTTP/1.1; HTTP/2 is spoken on the port for gRPC"
+    elif not invalid and fields.complete != raw.endswith(END):
+        invalid = "the request's head does not end where it should"
+    headers, repeated = fields.headers()
     target = fields.target.decode("latin-1")
+    refusal = Refusal(400, invalid or repeated) if invalid or repeated else None
+    if len(target) > limits.target_bytes:
+        refusal = Refusal(414, f"the target is above {limits.target_bytes} bytes")
+    elif len(fields.pairs) > limits.headers or len(raw) > limits.header_bytes:
+        most = f"{limits.headers} headers or {limits.header_bytes} bytes"
+        refusal = Refusal(431, f"the request's head is above {most}")
+    if refusal is not None:
+        return Head(target=target, refusal=refusal)
+    return _check(method, fields, headers, access, max_body_bytes) if fields.complete else None
+
+
+def _check(
+    method: str,
+    fields: _Fields,
+    headers: dict[bytes, bytes],
+    access: AccessControl,
+    max_body_bytes: int,
+) -> Head:
+    """Return the head, with a refusal if the request is not allowed."""
+    target, old = fields.target.decode("latin-1"), fields.old
+    host, origin = headers.get(b"host"), headers.get(b"origin")
     if (absolute := _ABSOLUTE.fullmatch(target)) and (host is not None or old):
         host, target = absolute[1].encode("latin-1"), absolute[2] or "/"
         target = target if target[0] == "/" else f"/{target}"
@@ -153,14 +161,14 @@ def _check(method: str, fields: _Fields, access: AccessControl, max_body_bytes: 
     coding = headers.get(b"transfer-encoding")
     length = int(headers.get(b"content-length", b"0")) if coding is None else None
     if host is None and not old:
-        fields.refuse(400, "the header Host is missing")
+        refusal = Refusal(400, "the header Host is missing")
     elif coding is not None and (old or coding.lower() != b"chunked"):
         offered = "without HTTP/1.1" if old else "only chunked"
-        fields.refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, {offered}")
-    elif refusal := access.refusal(method, path, host, origin, headers.get(b"authorization")):
-        fields.refusal = refusal
-    elif length is not None and length > max_body_bytes:
-        fields.refuse(413, message_of(body_too_large(max_body_bytes)))
+        refusal = Refusal(400, f"Transfer-Encoding {quote(coding)} is not offered, {offered}")
+    else:
+        refusal = access.refusal(method, path, host, origin, headers.get(b"authorization"))
+    if refusal is None and length is not None and length > max_body_bytes:
+        refusal = Refusal(413, message_of(body_too_large(max_body_bytes)))
     return Head.of(
         method,
         target,
@@ -172,7 +180,7 @@ def _check(method: str, fields: _Fields, access: AccessControl, max_body_bytes: 
         length=length,
         expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
         cors=access.cors_headers(origin, host, headers),
-        refusal=fields.refusal,
+        refusal=refusal,
     )
 
 
@@ -345,12 +353,12 @@ class Listener(Port):
     ) -> None:
         super().__init__(limits, memory)
         self.handle = handle
-        self.access = access
         self.max_body_bytes = max_body_bytes
         self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
         self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
-        self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
-        self.find_head = self._known_heads.get
+        self._read_long = partial(read_head, limits, access, max_body_bytes)
+        self._read_short = lru_cache(_KNOWN_HEADS)(self._read_long)  # clients repeat their heads
+        self.forget_heads = self._read_short.cache_clear  # other requests are allowed now
         self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
             NEW: limits.header_s,
             IDLE: limits.idle_s,
@@ -365,16 +373,8 @@ class Listener(Port):
         _status_lines.cache_clear()  # their Date is that of a tick
         super().tick(now_s)
 
-    def keep(self, raw: bytes, head: Head) -> None:
-        """Cache a head, unless it is long."""
-        if len(raw) <= _KNOWN_HEAD_BYTES:
-            if len(self._known_heads) >= _KNOWN_HEADS:
-                self._known_heads.clear()
-            self._known_heads[raw] = head
-
-    def forget_heads(self) -> None:
-        """Empty the cache: other requests are allowed now."""
-        self._known_heads.clear()
+    def read_head(self, raw: bytes) -> Head | None:
+        return (self._read_short if len(raw) <= _KNOWN_HEAD_BYTES else self._read_long)(raw)
 
     def has_spare_place(self, connection: HttpConnection) -> bool:
         """Return whether a new connection is one above the limit, which may ask for the health."""
@@ -458,24 +458,11 @@ class HttpConnection(Connection):
             self._complete(body.body)
 
     def _read(self, data: bytes) -> None:
-        stop = data.find(END) + _END_BYTES
-        head = self.listener.find_head(data[:stop])
-        if head is None:
-            self._read_head(data, stop if stop >= _END_BYTES else len(data))
-        else:
-            self._begin(head, data, stop)
-
-    def _read_head(self, data: bytes, stop: int) -> None:
-        """Read a head that is not cached, as far as it was received."""
-        plain, listener = data.lstrip(b"\r\n"), self.listener
-        if len(plain) < len(data):  # empty lines, as after a body
-            self._read(plain)
-            return
-        raw = data[:stop]
-        head = read_head(raw, self._limits, listener.access, listener.max_body_bytes)
+        data = data.lstrip(b"\r\n")  # empty lines, as after a body
+        end = data.find(END)
+        stop = len(data) if end < 0 else end + _END_BYTES
+        head = self.listener.read_head(data[:stop])
         if head is not None:
-            if head.refusal is None:
-                listener.keep(raw, head)
             self._begin(head, data, stop)
         elif data:
             self.keep(data)
