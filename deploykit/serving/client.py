@@ -69,8 +69,8 @@ class ModelClient(Shown):
         self._connect = partial(connect, url, timeout_s, ca=ca, cert=cert, key=key)
         self._timeout_s = timeout_s
         connection, self._base = self._connect()
-        # by process, as a forked one must not use those of its parent; removed by `close`
-        self._idle: dict[int, list[http.client.HTTPConnection]] = {os.getpid(): [connection]}
+        self._idle = [connection]  # of this process; `close` makes a new list
+        self._process = os.getpid()
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
         if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
             raise BadInput("`token`: has characters that no header can carry")
@@ -101,29 +101,22 @@ class ModelClient(Shown):
         query = urlencode({key: value for key, value in options.items() if value is not None})
         path = f"/v2/models/{escape(model, safe='')}/predict?{query}"
         takes, pipeline = self._what_it_takes(model)
+        data = map(_text if takes in ("text", "json") else _image, items)
         found: list[Any] = []
         if pipeline:
-            for one in items:
-                data = _text(one).encode() if takes in ("text", "json") else _image(one)
-                found.append(self._ask("POST", path, data, any_bytes=True))
-        elif takes == "text":
-            for at in range(0, len(items), _ITEMS):
-                body = json.dumps({"text": [_text(one) for one in items[at : at + _ITEMS]]})
-                found += self._ask("POST", path, body.encode(), "application/json")
-        else:
-            for group in _groups(map(_image, items)):
-                boundary = secrets.token_hex(16)
-                part = 'Content-Disposition: form-data; name="image"; filename="image"'
-                lines = f"--{boundary}\r\n{part}\r\n\r\n".encode()
-                end = f"--{boundary}--\r\n".encode()
-                form = b"".join([*(lines + image + b"\r\n" for image in group), end])
-                kind = f"multipart/form-data; boundary={boundary}"
-                answers = self._ask("POST", path, form, kind)
-                found += answers if len(group) > 1 else [answers]
+            found = [self._ask("POST", path, one, any_bytes=True) for one in data]
+            return found if several else found[0]
+        boundary = secrets.token_hex(16)
+        start = f'--{boundary}\r\nContent-Disposition: form-data; name="{takes}"\r\n\r\n'.encode()
+        for group in _groups(data):
+            form = b"".join([start + one + b"\r\n" for one in group]) + f"--{boundary}--".encode()
+            answers = self._ask("POST", path, form, f"multipart/form-data; boundary={boundary}")
+            found += answers if len(group) > 1 else [answers]
         return found if several else found[0]
 
     def close(self) -> None:
-        _close_all(self._idle.pop(os.getpid(), []))
+        idle, self._idle = self._idle, []
+        _close_all(idle)
 
     def __enter__(self) -> ModelClient:
         return self
@@ -185,32 +178,30 @@ class ModelClient(Shown):
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes]:
         """Return the reply's status and body; its connection is out of the list until then."""
-        process = os.getpid()
-        for other in self._idle.keys() - {process}:  # copies of the parent's connections
-            _close_all(self._idle.pop(other, []))
-        idle = self._idle.setdefault(process, [])
+        if self._process != os.getpid():  # forked: these are copies of the parent's connections
+            self.close()
+            self._process = os.getpid()
+        idle = self._idle
         try:
             connection = idle.pop()
         except IndexError:
             connection = self._connect()[0]
-        fresh = connection.sock is None  # the server may have closed one that was idle
-        try:
-            for last in (True,) if fresh else (False, True):
-                try:
-                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        connection.request(method, path, body or None, headers)
-                    with connection.getresponse() as reply:  # also to a body that was refused early
-                        answer = reply.status, reply.read()
-                    break
-                except (OSError, http.client.HTTPException) as exc:
-                    connection.close()
-                    if last or isinstance(exc, TimeoutError):
-                        raise
-        except BaseException:
-            connection.close()
-            raise
+        kept = connection.sock is not None
+        while True:
+            try:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request(method, path, body or None, headers)
+                with connection.getresponse() as reply:  # also to a body that was refused early
+                    answer = reply.status, reply.read()
+                break
+            except BaseException as exc:
+                connection.close()
+                lost = isinstance(exc, (OSError, http.client.HTTPException))
+                if not (kept and lost) or isinstance(exc, TimeoutError):
+                    raise
+                kept = False  # the server may have closed it while it was idle
         idle.append(connection)
-        if self._idle.get(process) is not idle:  # `close` was called meanwhile
+        if self._idle is not idle:  # `close` was called meanwhile
             _close_all(idle)
         return answer
 
@@ -224,14 +215,9 @@ def _close_all(idle: list[http.client.HTTPConnection]) -> None:
             idle.pop().close()
 
 
-def _text(item: OneItem) -> str:
-    if isinstance(item, bytes):
-        try:
-            return item.decode()
-        except UnicodeDecodeError:
-            raise BadInput("the text is not UTF-8") from None
-    if isinstance(item, str):
-        return item
+def _text(item: OneItem) -> bytes:
+    if isinstance(item, (str, bytes)):  # the server refuses what is not UTF-8
+        return item if isinstance(item, bytes) else item.encode("utf-8", "surrogatepass")
     raise BadInput(f"the model takes text, and the item is a {type(item).__name__}")
 
 
