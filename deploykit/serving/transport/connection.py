@@ -28,7 +28,7 @@ from deploykit.core.errors import DeploykitError, Overloaded, os_reason, quote
 from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.transport.encodings import other_charset
+from deploykit.serving.transport.encodings import choose_encoding, other_charset
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("deploykit.access")
@@ -109,7 +109,7 @@ class Head:
     content_type: bytes | None = None
     charset: bytes | None = None  # of the Content-Type, unless it is UTF-8
     accept: bytes | None = None
-    accept_encoding: bytes | None = None
+    coding: bytes | None = None  # of the reply, by Accept-Encoding
     trace: str | None = None  # traceparent
     cors: bytes = b""  # CORS headers of the reply, for an allowed origin
     refusal: Refusal | None = None
@@ -130,7 +130,7 @@ class Head:
             content_type=content_type,
             charset=other_charset(content_type),
             accept=headers.get(b"accept"),
-            accept_encoding=headers.get(b"accept-encoding"),
+            coding=choose_encoding(headers.get(b"accept-encoding", b"")),
             trace=trace.decode("latin-1") if trace else None,
             **values,
         )
