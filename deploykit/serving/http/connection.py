@@ -448,14 +448,10 @@ class HttpConnection(Connection):
 
     def process(self, data: bytes) -> None:
         """Process the next request, or a part of it; what follows waits for another turn."""
-        body = self._body
-        if body is None and self._state <= HEAD:
+        if isinstance(self._body, ChunkedBody):
+            self._read_chunks(self._body, data, 0)
+        elif self._state <= HEAD:
             self._read(data)
-        elif isinstance(body, ChunkedBody):
-            self._read_chunks(body, data, 0)
-        elif body is not None and self.whole:
-            self._body = None
-            self._complete(body.body)
 
     def _read(self, data: bytes) -> None:
         data = data.lstrip(b"\r\n")  # empty lines, as after a body
@@ -503,11 +499,16 @@ class HttpConnection(Connection):
             return
         body.left = body.left[size:]
         if not body.left:
-            self.whole = True
-            self.data_received(b"")
+            self._state, self.answering = ANSWERING, True
+            self.listener.turns.run(self._end_body)
         elif self.listener.turns.late():
             self.pause()
             self.listener.turns.wait(self.go_on)
+
+    def _end_body(self) -> None:
+        body, self._body = self._body, None
+        if body is not None:  # else the client has left meanwhile
+            self._complete(body.body)
 
     def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> None:
         try:
@@ -539,7 +540,7 @@ class HttpConnection(Connection):
         exchange = self._exchange
         exchange.body = body
         del body  # the route frees its memory
-        self._state, self.answering, self.whole = ANSWERING, True, False
+        self._state, self.answering = ANSWERING, True
         if rest:
             self.keep(rest)
         self.listener.handle(exchange)

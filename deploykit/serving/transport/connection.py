@@ -317,7 +317,6 @@ class Connection(asyncio.BufferedProtocol, ABC):
     def __init__(self, port: Port) -> None:
         self._port = port
         self.kept = b""  # bytes received and not processed; counted in the memory budget
-        self.whole = False  # all of a body was received elsewhere, and is not processed
         self.answering = False  # the next bytes wait for a reply
         self.queued = False  # what was received waits for a turn of the event loop
         self.paused = False  # nothing is received
@@ -387,7 +386,7 @@ class Connection(asyncio.BufferedProtocol, ABC):
         """Process what was received in one of the next turns, or receive more."""
         if self.queued or self.stalled or self.answering:
             return
-        if self.kept or self.whole:
+        if self.kept:
             self.queued = True
             self.pause()
             self._port.turns.wait(self._take_turn, urgent=urgent)
