@@ -206,11 +206,10 @@ class ChunkedBody:
         self._limits = limits
         self._max_body_bytes = max_body_bytes
         self.body = bytearray()
-        self._left = 0  # bytes of this chunk still to come
-        self._in_chunk = False  # its end is still to come
-        self._body_bytes = self._chunks = self._trailer_bytes = self._lines = 0
-        self._last = False  # only trailers follow
         self.done = False
+        self._left = 0  # bytes of this chunk still to come
+        self._body_bytes = self._chunks = self._trailer_bytes = self._lines = 0
+        self._read_line = ChunkedBody._begin_chunk  # what the next line is
 
     def feed(self, data: bytes, at: int) -> int:
         """Consume bytes from `at` on, at most _LINES whole lines; return the index after them."""
@@ -227,25 +226,12 @@ class ChunkedBody:
             if self._trailer_bytes + len(line) > self._limits.header_bytes:
                 most = self._limits.header_bytes
                 raise TooLarge(f"lines between or after chunks are above {most} bytes")
-            if self._in_chunk and not b"\r\n".startswith(line):
-                raise BadInput("a chunk does not end where its size says")
             if not end:
                 break
             self._lines += 1
-            self._read_line(line)
+            self._read_line(self, line)
             at = end
         return at
-
-    def _read_line(self, line: bytes) -> None:
-        if self._in_chunk:
-            self._in_chunk = False
-        elif self._last:
-            if not line.endswith(b"\r\n"):
-                raise BadInput("a line after the last chunk does not end with CR LF")
-            self._trailer_bytes += len(line)
-            self.done = line == b"\r\n"
-        else:
-            self._begin_chunk(line)
 
     def _begin_chunk(self, line: bytes) -> None:
         match = _SIZE.fullmatch(line)
@@ -258,8 +244,19 @@ class ChunkedBody:
             raise TooLarge(f"the body has more than {self._limits.chunks} chunks")
         if self._body_bytes > self._max_body_bytes:
             raise body_too_large(self._max_body_bytes)
-        self._in_chunk = self._left > 0
-        self._last = not self._in_chunk
+        rest = ChunkedBody._end_chunk if self._left else ChunkedBody._read_trailer
+        self._read_line = rest
+
+    def _end_chunk(self, line: bytes) -> None:
+        if line != b"\r\n":
+            raise BadInput("a chunk does not end where its size says")
+        self._read_line = ChunkedBody._begin_chunk
+
+    def _read_trailer(self, line: bytes) -> None:
+        if not line.endswith(b"\r\n"):
+            raise BadInput("a line after the last chunk does not end with CR LF")
+        self._trailer_bytes += len(line)
+        self.done = line == b"\r\n"
 
 
 class State(IntEnum):
