@@ -86,10 +86,6 @@ def literal(name: bytes, value: bytes) -> bytes:
 class Stream:
     """A stream from its headers to its trailers. A subclass interprets what it receives."""
 
-    __slots__ = (
-        "ended", "gone", "id", "link", "receive_window", "send_window", "trailers", "unsent",
-    )  # fmt: skip
-
     def __init__(self, link: Http2Connection, number: int) -> None:
         self.link = link
         self.id = number

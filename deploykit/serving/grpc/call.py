@@ -166,24 +166,6 @@ def parse_head(
 class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
-    __slots__ = (
-        "_by_s",
-        "_in_turn",
-        "_inflating",
-        "_reader",
-        "_received_one",
-        "_sizes",
-        "about",
-        "begun_s",
-        "cancel",
-        "deadline_s",
-        "head",
-        "held_bytes",
-        "opened",
-        "slots",
-        "unreplied"
-    )  # fmt: skip
-
     def __init__(self, link: Http2Connection, number: int, head: CallHead) -> None:
         Stream.__init__(self, link, number)
         shared = link.shared
