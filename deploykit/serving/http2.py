@@ -114,8 +114,8 @@ class Stream:
         """Receive the content of a DATA frame; `ended`: it is the last."""
 
     @abstractmethod
-    def resume(self) -> None:
-        """Continue once all output was sent."""
+    def read(self) -> None:
+        """Process what was received, once all output was sent."""
 
     @abstractmethod
     def check(self, now_s: float) -> None:
@@ -145,7 +145,7 @@ class Stream:
             link.write(frame(DATA, 0, self.id, piece))
             link.answers_read(len(piece))
         if self.trailers is None:
-            self.resume()
+            self.read()
         else:
             link.write(self.trailers)
             if self.ended:
@@ -590,7 +590,8 @@ class Http2Connection(Connection):
 
     def take_window(self, stream: Stream, size: int) -> bool:
         """Count `size` bytes of DATA as sent, if this stream may send them in one frame."""
-        if self.stalled or size > min(self.frame_bytes, self.send_window, stream.send_window):
+        fits = size <= self.frame_bytes and size <= self.send_window and size <= stream.send_window
+        if self.stalled or not fits:
             return False
         self.count_sent(stream, size)
         return True

@@ -202,13 +202,6 @@ class GrpcCall(Stream):
             return None
         return int((self.deadline_s - self.link.shared.turns.clock_s()) * 1e6)
 
-    def _is_late(self) -> bool:
-        """Return whether the client's deadline has passed; the call has failed then."""
-        if self.deadline_s is None or self.link.shared.turns.clock_s() < self.deadline_s:
-            return False
-        self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
-        return True
-
     # -- messages in -----------------------------------------------------------------------------
 
     def begin(self, ended: bool) -> None:
@@ -240,9 +233,6 @@ class GrpcCall(Stream):
         if not (self._in_turn or self._inflating):  # a reply sent immediately re-enters here
             self._in_turn = True
             self._in_turn = self._deliver_all()
-
-    def resume(self) -> None:
-        self.read()
 
     def _continue(self) -> None:
         self._in_turn = False
@@ -291,8 +281,6 @@ class GrpcCall(Stream):
         return False
 
     def _deliver(self, method: Method) -> None:
-        if self.deadline_s is not None and self._is_late():
-            return
         reader, size = self._reader, self._reader.need
         data = reader.take()
         if method.ended is not None:
@@ -360,15 +348,13 @@ class GrpcCall(Stream):
         self.held_bytes += size
         return self.link.shared.memory.add(size, self.held_bytes + self.unread_bytes)
 
-    def _free(self, size: int) -> None:
-        self.held_bytes -= size
-        self.link.shared.memory.release(size)
-
     # -- replies ---------------------------------------------------------------------------------
 
     def reply(self, parts: Sequence[Bytes]) -> None:
         """Send the only reply of a call and end it."""
-        if self.gone or (self.deadline_s is not None and self._is_late()):
+        if self.deadline_s is not None and (self.left_us or 0) <= 0:
+            self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
+        if self.gone or self.trailers is not None:
             return
         link, number = self.link, self.id
         message_bytes = sum(map(len, parts))
@@ -378,10 +364,7 @@ class GrpcCall(Stream):
                 FIRST_FRAME, number, REPLY_HEADERS, length << 8 | DATA, number, message_bytes
             )
             link.write(b"".join((start, *parts, REPLY_END.pack(LAST_FRAME, number, OK))))
-            if link.shared.records:
-                self._record("OK")
-            else:
-                link.shared.replies["OK"] += 1
+            self._record("OK")
             self.finish()
             return
         self.send_message(parts)
@@ -392,12 +375,11 @@ class GrpcCall(Stream):
         if self.gone or self.trailers is not None:
             return
         self.unreplied = max(0, self.unreplied - 1)  # health updates answer no message
-        if self._sizes:
-            self._free(self._sizes.pop(0))
-        elif self.ended:
-            self._free(self.held_bytes)
-        data = b"".join((b"\0", sum(map(len, parts)).to_bytes(4, "big"), *parts))
+        size = self._sizes.pop(0) if self._sizes else self.held_bytes if self.ended else 0
+        self.held_bytes -= size
         link, memory = self.link, self.link.shared.memory
+        memory.release(size)
+        data = b"".join((b"\0", sum(map(len, parts)).to_bytes(4, "big"), *parts))
         at_once = not self.unsent and link.take_window(self, len(data))
         fits = at_once or memory.add(len(data), self.held_bytes + self.unread_bytes + len(data))
         if not fits:

@@ -64,7 +64,7 @@ _END_BYTES = len(END)
 _ABSOLUTE = re.compile(r"https?://([^/?#@]+)([/?].*)?", re.IGNORECASE | re.DOTALL)
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
-_LINES = 1000  # about a millisecond
+_LINES = 500  # about a millisecond
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class ChunkedBody:
         self._max_body_bytes = max_body_bytes
         self.body = bytearray()
         self.done = False
-        self._left = 0  # bytes of this chunk still to come
+        self._left = 0  # bytes of this chunk still to come, with the CR LF after it
         self._body_bytes = self._chunks = self._trailer_bytes = self._lines = 0
-        self._read_line = ChunkedBody._begin_chunk  # what the next line is
+        self._last = False  # only trailers follow
 
     def feed(self, data: bytes, at: int) -> int:
         """Consume bytes from `at` on, at most _LINES whole lines; return the index after them."""
@@ -220,6 +220,10 @@ class ChunkedBody:
                 self.body += piece
                 self._left -= len(piece)
                 at += len(piece)
+                if not self._left:
+                    if not self.body.endswith(b"\r\n"):
+                        raise BadInput("a chunk does not end where its size says")
+                    del self.body[-2:]
                 continue
             end = data.find(b"\n", at) + 1
             line = data[at : end or len(data)]
@@ -229,34 +233,29 @@ class ChunkedBody:
             if not end:
                 break
             self._lines += 1
-            self._read_line(self, line)
             at = end
+            if self._last:
+                if not line.endswith(b"\r\n"):
+                    raise BadInput("a line after the last chunk does not end with CR LF")
+                self._trailer_bytes += len(line)
+                self.done = line == b"\r\n"
+            else:
+                self._begin_chunk(line)
         return at
 
     def _begin_chunk(self, line: bytes) -> None:
         match = _SIZE.fullmatch(line)
         if not match:
             raise BadInput("the size of a chunk is not a hexadecimal number")
-        self._left = int(match[1], 16)
+        size = int(match[1], 16)
         self._chunks += 1
-        self._body_bytes += self._left
+        self._body_bytes += size
         if self._chunks > self._limits.chunks:
             raise TooLarge(f"the body has more than {self._limits.chunks} chunks")
         if self._body_bytes > self._max_body_bytes:
             raise body_too_large(self._max_body_bytes)
-        rest = ChunkedBody._end_chunk if self._left else ChunkedBody._read_trailer
-        self._read_line = rest
-
-    def _end_chunk(self, line: bytes) -> None:
-        if line != b"\r\n":
-            raise BadInput("a chunk does not end where its size says")
-        self._read_line = ChunkedBody._begin_chunk
-
-    def _read_trailer(self, line: bytes) -> None:
-        if not line.endswith(b"\r\n"):
-            raise BadInput("a line after the last chunk does not end with CR LF")
-        self._trailer_bytes += len(line)
-        self.done = line == b"\r\n"
+        self._last = size == 0
+        self._left = size and size + 2
 
 
 class State(IntEnum):
