@@ -57,36 +57,6 @@ _SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need 
 _LONGEST_MESSAGE = 1000
 
 
-class MessageReader:
-    """Assembles messages with their prefixes from the pieces of a stream.
-
-    `have`: bytes received and not taken. `need`: bytes of the next message with its prefix, 0 until
-    that has arrived.
-    """
-
-    __slots__ = ("_data", "have", "need")
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-        self.have = self.need = 0
-
-    def add(self, piece: bytes) -> None:
-        self._data += piece
-        self._read_prefix()
-
-    def take(self) -> bytes:
-        """Return the next message with its prefix, which must have arrived."""
-        message = bytes(memoryview(self._data)[: self.need])
-        del self._data[: self.need]  # which moves nothing
-        self._read_prefix()
-        return message
-
-    def _read_prefix(self) -> None:
-        self.have, self.need = len(self._data), 0
-        if self.have >= PREFIX_BYTES:
-            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0]
-
-
 @dataclass(frozen=True)
 class Method:
     """The handlers of a method. `message(call, data, at)`: the message is `data[at:]`.
@@ -175,7 +145,8 @@ class GrpcCall(Stream):
         self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
         self.cancel: Callable[[], object] | None = None  # called if the client cancels
-        self._reader = MessageReader()
+        self._data = bytearray()  # of messages with their prefixes, received and not delivered
+        self._need = 0  # bytes of the next message with its prefix, 0 until that has arrived
         self._sizes: list[int] = []  # bytes of each delivered message of a streaming call
         self._in_turn = False  # messages are being delivered, now or in the next turn of the loop
         self._inflating = False  # a message is being decompressed
@@ -216,17 +187,21 @@ class GrpcCall(Stream):
         if ended:
             self.ended = True
         if piece:
-            reader = self._reader
             shared = self.link.shared
             now_s, stall_s = shared.now_s, shared.limits.stall_s
-            if reader.have:
+            if self._data:
                 self._by_s = extend(self._by_s, len(piece), now_s, stall_s)
             else:
                 self._by_s = now_s + stall_s
-            reader.add(piece)
+            self._data += piece
+            self._read_prefix()
             if not self._reserve(len(piece)):
                 return
         self.read()
+
+    def _read_prefix(self) -> None:
+        started = len(self._data) >= PREFIX_BYTES
+        self._need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0] if started else 0
 
     def read(self) -> None:
         """Deliver complete messages, while replies can be sent."""
@@ -240,18 +215,18 @@ class GrpcCall(Stream):
 
     def _deliver_all(self) -> bool:  # noqa: C901, PLR0912 - why a call stops here, one reason each
         """Return whether to continue in the next turn of the loop, after other calls."""
-        method, link, reader = self.head.method, self.link, self._reader
+        method, link, data = self.head.method, self.link, self._data
         if method is None:
             return False
         shared, most, delivered = link.shared, method.max_bytes, False
-        while reader.need and not self.gone:
-            if reader.need - PREFIX_BYTES > most:
+        while self._need and not self.gone:
+            if self._need - PREFIX_BYTES > most:
                 text = f"the message is above {most} bytes"
                 if most == shared.max_message_bytes:
                     text += "; start the server with a larger `max_body_bytes`"
                 self.fail("RESOURCE_EXHAUSTED", text)
                 return False
-            if reader.have < reader.need or (method.ended is None and not self.ended):
+            if len(data) < self._need or (method.ended is None and not self.ended):
                 break
             if self.unsent or len(self.slots) >= shared.limits.outstanding:
                 return False  # `read` continues when the client has read some replies
@@ -266,14 +241,14 @@ class GrpcCall(Stream):
                 return False  # `_decompress` continues this
         if self.gone:
             return False
-        missing = reader.need - reader.have
+        missing = self._need - len(data)
         if missing > self.receive_window:
             link.allow(self, missing - self.receive_window)
         if not self.ended:
             return False
-        if reader.have:
-            size = reader.need or PREFIX_BYTES
-            self.fail("INVALID_ARGUMENT", f"the message ends after {reader.have} of {size} bytes")
+        if data:
+            size = self._need or PREFIX_BYTES
+            self.fail("INVALID_ARGUMENT", f"the message ends after {len(data)} of {size} bytes")
         elif method.ended is not None:
             method.ended(self)
         elif not self._received_one:
@@ -281,14 +256,18 @@ class GrpcCall(Stream):
         return False
 
     def _deliver(self, method: Method) -> None:
-        reader, size = self._reader, self._reader.need
-        data = reader.take()
+        size = self._need
+        data = bytes(memoryview(self._data)[:size])
+        del self._data[:size]  # which moves nothing
+        self._need = 0
+        if self._data:
+            self._read_prefix()
         if method.ended is not None:
-            used = STREAM_WINDOW - self.receive_window - reader.have
+            used = STREAM_WINDOW - self.receive_window - len(self._data)
             if used > STREAM_WINDOW // 2 and not self.ended:
                 self.link.allow(self, used)
             self._sizes.append(size)
-        elif reader.have:
+        elif self._data:
             self.fail("INVALID_ARGUMENT", "the call holds more than one message")
             return
         self._received_one = True
@@ -433,17 +412,16 @@ class GrpcCall(Stream):
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
         elif not self.ended and now_s > self._by_s:
             method = self.head.method  # a client may pause between the messages of a stream
-            if self._reader.have or (method is not None and method.ended is None):
+            if self._data or (method is not None and method.ended is None):
                 self.fail("DEADLINE_EXCEEDED", "the message stalled, or came too slowly")
 
     def finish(self) -> None:
         """End the call; drop its requests that still wait for an engine."""
         cancel, self.cancel = self.cancel, None
         self.unreplied = 0
-        if self._reader.have:  # an incomplete message
-            self._reader = MessageReader()
+        self._data.clear()  # an incomplete message
         Stream.finish(self)
-        self.link.shared.memory.release(self.held_bytes)
+        self.link.shared.memory.bytes -= self.held_bytes
         self.held_bytes = 0
         if cancel is not None:
             cancel()

@@ -352,9 +352,9 @@ class Listener(Port):
         self.max_body_bytes = max_body_bytes
         self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
         self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
-        self._read_long = partial(read_head, limits, access, max_body_bytes)
-        self._read_short = lru_cache(_KNOWN_HEADS)(self._read_long)  # clients repeat their heads
-        self.forget_heads = self._read_short.cache_clear  # other requests are allowed now
+        self.read_long = partial(read_head, limits, access, max_body_bytes)
+        self.read_short = lru_cache(_KNOWN_HEADS)(self.read_long)  # clients repeat their heads
+        self.forget_heads = self.read_short.cache_clear  # other requests are allowed now
         self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
             NEW: limits.header_s,
             IDLE: limits.idle_s,
@@ -368,9 +368,6 @@ class Listener(Port):
     def tick(self, now_s: float) -> None:
         _status_lines.cache_clear()  # their Date is that of a tick
         super().tick(now_s)
-
-    def read_head(self, raw: bytes) -> Head | None:
-        return (self._read_short if len(raw) <= _KNOWN_HEAD_BYTES else self._read_long)(raw)
 
     def has_spare_place(self, connection: HttpConnection) -> bool:
         """Return whether a new connection is one above the limit, which may ask for the health."""
@@ -444,16 +441,17 @@ class HttpConnection(Connection):
 
     def process(self, data: bytes) -> None:
         """Process the next request, or a part of it; what follows waits for another turn."""
-        if isinstance(self._body, ChunkedBody):
-            self._read_chunks(self._body, data, 0)
-        elif self._state <= HEAD:
+        if self._state <= HEAD:
             self._read(data)
+        elif isinstance(self._body, ChunkedBody):
+            self._read_chunks(self._body, data, 0)
 
     def _read(self, data: bytes) -> None:
         data = data.lstrip(b"\r\n")  # empty lines, as after a body
         end = data.find(END)
         stop = len(data) if end < 0 else end + _END_BYTES
-        head = self.listener.read_head(data[:stop])
+        short = stop <= _KNOWN_HEAD_BYTES
+        head = (self.listener.read_short if short else self.listener.read_long)(data[:stop])
         if head is not None:
             self._begin(head, data, stop)
         elif data:
