@@ -160,6 +160,7 @@ def _check(
     path = access.path_of(target)
     coding = headers.get(b"transfer-encoding")
     length = int(headers.get(b"content-length", b"0")) if coding is None else None
+    refusal: Refusal | None
     if host is None and not old:
         refusal = Refusal(400, "the header Host is missing")
     elif coding is not None and (old or coding.lower() != b"chunked"):
@@ -501,7 +502,7 @@ class HttpConnection(Connection):
 
     def _end_body(self) -> None:
         body, self._body = self._body, None
-        if body is not None:  # else the client has left meanwhile
+        if isinstance(body, SizedBody):  # else the client has left meanwhile
             self._complete(body.body)
 
     def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> None:
