@@ -119,7 +119,7 @@ def parse_head(
         text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
         refusal = ("UNAUTHENTICATED", text)
     elif method is None:
-        refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+        refusal = ("UNIMPLEMENTED", f"the method {quote(path)} is not offered by this server")
     elif timeout is not None and match is None:
         refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
     return CallHead(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deploykit.core.errors import NotFound, Unsupported, quote
+from deploykit.core.errors import NotFound, quote
 from deploykit.core.tensors import Bytes
 from deploykit.engines.oip import FILES, MESSAGES, POOL, message_from
 from deploykit.pipelines.threads import Peer
@@ -33,12 +33,6 @@ log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 _HEALTH = "grpc.health.v1.Health"
-_MEMORY = [
-    f"{kind}SharedMemory{action}"
-    for kind in ("System", "Cuda")
-    for action in ("Status", "Register", "Unregister")
-]
-_EXTENSIONS = ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
 _SMALL_BYTES = 64 << 10  # the largest message to any method but inference
 _WATCHES = 1024  # concurrent calls of Health.Watch, which needs no token
 _WATCHES_EACH = 16  # the same, per connection
@@ -216,8 +210,6 @@ class GrpcPort(Http2Port):
         for version in ("v1", "v1alpha"):  # of the same messages: some tools ask for the older one
             path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
             methods[path] = Method(_reflect, GrpcCall.complete, max_bytes=_REFLECTION_BYTES)
-        for name in (*_EXTENSIONS, *_MEMORY):
-            methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():
             public = name in ("ServerLive", "ServerReady")
             methods[f"/{SERVICE}/{name}"] = _small(name, handler, public=public)
@@ -376,10 +368,6 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
         handle(messages.parse(f"{name}Request", data[at:]), then)
 
     return Method(message, public=public, max_bytes=_SMALL_BYTES)
-
-
-def _not_offered(_call: GrpcCall, _data: bytes, _at: int) -> None:
-    raise Unsupported("this extension is not offered by this server")
 
 
 def _reflect(call: GrpcCall, data: bytes, at: int) -> None:

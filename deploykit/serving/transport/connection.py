@@ -499,10 +499,9 @@ class Port(ABC):
             place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
             ms = 1000 * (self.turns.clock_s() - call.begun_s)
             name, rows = about or (None, 0)
-            more = [f" rows={rows}"] if rows else []
-            names = {"id": name, "trace": call.head.trace}
-            more += [f" {key}={quote(value)}" for key, value in names.items() if value]
-            access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, "".join(more))
+            facts = {"rows": rows, "id": name, "trace": call.head.trace}
+            more = "".join(f" {key}={quote(value)}" for key, value in facts.items() if value)
+            access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, more)
 
     @property
     def unanswered(self) -> int:

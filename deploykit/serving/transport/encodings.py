@@ -6,7 +6,6 @@ import io
 import re
 import zlib
 from collections.abc import Iterable
-from functools import lru_cache
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
@@ -19,7 +18,7 @@ _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's h
 _PIECE_BYTES = 1 << 16  # input of zlib in one step
 _GROWTH_BYTES = 1 << 20  # output of zlib in one step
 _MEMBERS = 256  # members of one gzip body: each costs time, however short
-_QUALITY = re.compile(rb"0(\.\d{0,3})?|1(\.0{0,3})?")
+_ACCEPTED = re.compile(rb"\s*(gzip|deflate)\s*(?:;\s*q=(?:1(?:\.0*)?|0\.\d*[1-9]\d*))?\s*")
 _FAST = 1  # compression level: higher ones cost a server more than they save
 
 
@@ -93,18 +92,10 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
     return out.getvalue()
 
 
-@lru_cache(maxsize=256)
 def choose_encoding(accept: bytes) -> bytes | None:
-    """Return b"gzip" or b"deflate" if Accept-Encoding names and prefers it, else None."""
-    weights = {}
-    for item in accept.lower().split(b","):
-        name, *parameters = (part.strip() for part in item.split(b";"))
-        pairs = (parameter.partition(b"=") for parameter in parameters)
-        quality = next((value.strip() for key, _, value in pairs if key.strip() == b"q"), b"1")
-        weights[name] = float(quality) if _QUALITY.fullmatch(quality) else 0.0
-    best = max(_WINDOWS, key=lambda name: weights.get(name, 0.0))
-    weight = weights.get(best, 0.0)
-    return best if weight > 0 and weight >= weights.get(b"identity", 0.0) else None
+    """Return b"gzip" or b"deflate", which Accept-Encoding names first and allows, else None."""
+    matches = map(_ACCEPTED.fullmatch, accept.lower().split(b","))
+    return next((match[1] for match in matches if match), None)
 
 
 def compress(parts: Iterable[Bytes], coding: bytes) -> bytes:

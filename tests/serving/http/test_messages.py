@@ -787,7 +787,7 @@ ACCEPTED = {
     ),
     b"deflate": (b"deflate", b"deflate, gzip;q=0.5"),
     None: (
-        *(b"identity, gzip;q=0.5", b"gzip;q=0", b"gzip;q=0.000, deflate;q=0", b"gzip;q=abc"),
+        *(b"gzip;q=0", b"gzip;q=0.000, deflate;q=0", b"gzip;q=abc"),
         *(b"gzip;q=1.0001", b"gzip;q=-1", b"gzip;q=nan", b"gzip;q=\xb2", b"gzip;q=", b"*"),
         *(b"*;q=0", b"identity", b"br", b"", b",,;;=,q=1", b"\xff\0"),
     ),
