@@ -14,7 +14,6 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, cast
 
 from hpack import Decoder, HPACKDecodingError, HPACKError
@@ -57,6 +56,9 @@ _VALUE = re.compile(rb"[^\0\r\n \t](?:[^\0\r\n]*[^\0\r\n \t])?|")
 _REQUEST = frozenset((b":method", b":scheme", b":path"))
 _OPTIONAL = frozenset((b":authority",))
 _HOP_BY_HOP = b"connection proxy-connection keep-alive transfer-encoding upgrade".split()
+
+# what a connection reads next: the preface, frames, the rest of a header block, or nothing more
+AWAIT_PREFACE, OPEN, IN_HEADERS, CLOSED = range(4)
 
 Pairs = list[tuple[bytes, bytes]]
 
@@ -211,18 +213,16 @@ class HeaderReader(Decoder):
 
 def check_request(pairs: Pairs) -> None:
     """Raise MalformedHeaders unless the headers are those of a request, without forbidden ones."""
-    count = 0
-    while count < len(pairs) and pairs[count][0].startswith(b":"):
-        count += 1
-    pseudo = [name for name, _ in pairs[:count]]
-    if not _REQUEST <= set(pseudo) <= _REQUEST | _OPTIONAL or len(set(pseudo)) < count:
-        raise MalformedHeaders("a request has :method, :scheme and :path once, and no others")
-    for name, value in pairs[:count]:
-        if not _VALUE.fullmatch(value) or not (value or name in _OPTIONAL):
-            raise MalformedHeaders("a pseudo-header is empty or has characters it cannot have")
-    for name, value in pairs[count:]:
-        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-            raise MalformedHeaders("a header has characters that it cannot have, or is misplaced")
+    names = [name for name, _ in pairs]
+    pseudo = [name for name in names if name.startswith(b":")]
+    once = len(set(pseudo)) == len(pseudo) and names[: len(pseudo)] == pseudo
+    if not once or not _REQUEST <= set(pseudo) <= _REQUEST | _OPTIONAL:
+        raise MalformedHeaders("a request begins with :method, :scheme and :path, each once")
+    for name, value in pairs:
+        if not _VALUE.fullmatch(value) or not (_NAME.fullmatch(name) or name in pseudo):
+            raise MalformedHeaders("a header has characters that it cannot have")
+        if not value and name in _REQUEST:
+            raise MalformedHeaders("a pseudo-header is empty")
         if name in _HOP_BY_HOP or (name == b"te" and value != b"trailers"):
             raise MalformedHeaders("a header is about the connection, which HTTP/2 forbids")
 
@@ -289,18 +289,6 @@ class Http2Port(Port):
                 log.exception("writing to an HTTP/2 connection failed")
 
 
-class Phase(IntEnum):
-    """The input that a connection expects next."""
-
-    AWAIT_PREFACE = 0
-    OPEN = 1
-    IN_HEADERS = 2  # the rest of a header block
-    CLOSED = 3  # nothing more is read
-
-
-AWAIT_PREFACE, OPEN, IN_HEADERS, CLOSED = Phase
-
-
 class Http2Connection(Connection):
     """One client's connection: its streams, its windows and its unsent output."""
 
@@ -336,7 +324,7 @@ class Http2Connection(Connection):
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self.streams or self.unsent_bytes or self.phase is CLOSED
+        busy = self.streams or self.unsent_bytes or self.phase == CLOSED
         return None if busy else self.since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
@@ -361,7 +349,7 @@ class Http2Connection(Connection):
         return self.part_of(self.shared.view)
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.phase is not CLOSED:
+        if self.phase != CLOSED:
             self.data_received(bytes(self.shared.view[:nbytes]))
 
     def resume_writing(self) -> None:
@@ -389,7 +377,7 @@ class Http2Connection(Connection):
     def _frames(self, data: bytes) -> int:
         """Process the complete frames that this turn allows; return the index after them."""
         at, size = 0, len(data)
-        if self.phase is AWAIT_PREFACE:
+        if self.phase == AWAIT_PREFACE:
             if not data.startswith(PREFACE[:size]):
                 raise ConnectionFault(PROTOCOL_ERROR, "this port speaks HTTP/2 with gRPC only")
             if size < len(PREFACE):
@@ -397,7 +385,7 @@ class Http2Connection(Connection):
             self.phase = OPEN
             at = len(PREFACE)
         turns, unchecked = self.shared.turns, 0
-        while size - at >= 9 and self.phase is not CLOSED:
+        while size - at >= 9 and self.phase != CLOSED:
             high, low, kind, flags, number = FRAME.unpack_from(data, at)
             number &= LARGEST_STREAM  # the highest bit is reserved
             length = high << 16 | low
@@ -409,7 +397,7 @@ class Http2Connection(Connection):
             if unchecked > _UNCHECKED_BYTES and turns.late():
                 break
             unchecked = 0 if unchecked > _UNCHECKED_BYTES else unchecked + length + _FRAME_COST
-            if self.phase is IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
+            if self.phase == IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
                 raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
             if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
@@ -420,7 +408,7 @@ class Http2Connection(Connection):
             else:
                 self._other(kind, flags, number, data[at + 9 : end])
             at = end
-        return size if self.phase is CLOSED else at
+        return size if self.phase == CLOSED else at
 
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
         length, stream = end - at, self._find(number)
@@ -471,7 +459,7 @@ class Http2Connection(Connection):
             self.since_s = self.shared.now_s
 
     def _continue_headers(self, payload: bytes, flags: int) -> None:
-        if self.phase is not IN_HEADERS:
+        if self.phase != IN_HEADERS:
             raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._block += payload
         if len(self._block) > self.shared.limits.header_bytes:
@@ -659,9 +647,9 @@ class Http2Connection(Connection):
         for stream in list(self.streams.values()):
             stream.check(now_s)
         late = not self.reads(now_s, waits=any(each.unsent for each in self.streams.values()))
-        if self.phase is CLOSED:
+        if self.phase == CLOSED:
             late = late or waited_s > limits.linger_s
-        elif self.phase is not OPEN:
+        elif self.phase != OPEN:
             late = late or waited_s > limits.header_s
         if late:
             self.transport.abort()
@@ -675,7 +663,7 @@ class Http2Connection(Connection):
 
         It may open some until it has read this.
         """
-        if self.phase is not CLOSED and self._close_at_s == math.inf:
+        if self.phase != CLOSED and self._close_at_s == math.inf:
             self._close_at_s = now_s + self.shared.limits.linger_s
             self.write(frame(GOAWAY, 0, 0, _number(LARGEST_STREAM) + _number(NO_ERROR)))
 
@@ -684,7 +672,7 @@ class Http2Connection(Connection):
 
     def end(self, code: int, text: str) -> None:
         """Send GOAWAY and read no more; after an error, wait for the client to read it."""
-        if self.phase is CLOSED:
+        if self.phase == CLOSED:
             return
         self.phase = CLOSED
         self.write(frame(GOAWAY, 0, 0, _number(self.last) + _number(code) + text.encode()))
