@@ -218,7 +218,8 @@ class GrpcCall(Stream):
         method, link, data = self.head.method, self.link, self._data
         if method is None:
             return False
-        shared, most, delivered = link.shared, method.max_bytes, False
+        shared, delivered = link.shared, False
+        most = min(method.max_bytes, shared.max_message_bytes)
         while self._need and not self.gone:
             if self._need - PREFIX_BYTES > most:
                 text = f"the message is above {most} bytes"
@@ -302,10 +303,12 @@ class GrpcCall(Stream):
             self.read()
 
         def work() -> bytes:
-            return bytes(decompress(data[PREFIX_BYTES:], encoding, method.max_bytes))
+            return bytes(decompress(data[PREFIX_BYTES:], encoding, most))
 
+        shared = self.link.shared
+        most = min(method.max_bytes, shared.max_message_bytes)
         self._inflating = True
-        self.link.shared.offload(work, then, peer=self.peer)
+        shared.offload(work, then, peer=self.peer)
 
     # -- memory ----------------------------------------------------------------------------------
 

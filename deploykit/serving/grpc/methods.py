@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -155,10 +154,7 @@ class ReplySlot:
 
     def _put(self, parts: list[Bytes]) -> None:
         self.parts = parts
-        call = self._call
-        slots = call.slots
-        if not slots or slots[0].parts is None:
-            return
+        call, slots = self._call, self._call.slots
         while slots and slots[0].parts is not None:
             call.send_message(slots.pop(0).parts)
         call.read()  # reads messages that waited for this reply, or ends the call
@@ -214,10 +210,6 @@ class GrpcPort(Http2Port):
             public = name in ("ServerLive", "ServerReady")
             methods[f"/{SERVICE}/{name}"] = _small(name, handler, public=public)
         most = repository.options.max_body_bytes
-        methods = {
-            path: replace(each, max_bytes=min(each.max_bytes, most))
-            for path, each in methods.items()
-        }
         parse = partial(parse_head, methods, access.allows, limits.headers)
         large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, most, memory, large)
@@ -236,15 +228,7 @@ class GrpcPort(Http2Port):
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
         call.slots.append(slot)
-        if call.cancel is None:
-
-            def cancel(slots: list[ReplySlot] = call.slots) -> None:
-                for each in slots:
-                    if each.cancel is not None:
-                        each.cancel()
-                slots.clear()
-
-            call.cancel = cancel
+        call.cancel = partial(_cancel, call.slots)
         self.infer(call, data, at, slot)
 
     def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
@@ -341,6 +325,13 @@ class GrpcPort(Http2Port):
         self._watching[call] = name, status
         message = message_from("HealthCheckResponse", {"status": status})
         call.send_message([message.SerializeToString()])
+
+
+def _cancel(slots: list[ReplySlot]) -> None:
+    for slot in slots:
+        if slot.cancel is not None:
+            slot.cancel()
+    slots.clear()
 
 
 def _end_stream(call: GrpcCall) -> None:
