@@ -258,10 +258,11 @@ class GrpcCall(Stream):
 
     def _deliver(self, method: Method) -> None:
         size = self._need
-        data = bytes(memoryview(self._data)[:size])
+        whole = len(self._data) == size
+        data = bytes(self._data) if whole else bytes(memoryview(self._data)[:size])
         del self._data[:size]  # which moves nothing
         self._need = 0
-        if self._data:
+        if not whole:
             self._read_prefix()
         if method.ended is not None:
             used = STREAM_WINDOW - self.receive_window - len(self._data)

@@ -201,9 +201,11 @@ def decode(
 
     `memory`: shared memory that it may use, None if disabled. Raises the errors of `request.plan`.
     """
-    read = _plan_cached if len(split.head) <= _CACHED_BYTES else _plan
-    with ONE_JSON if len(split.head) > LARGE_BYTES else contextlib.nullcontext():
-        planned = read(split.head, split.spans, model)
+    size = len(split.head)
+    if size <= _CACHED_BYTES:
+        return fill(_plan_cached(split.head, split.spans, model), data, at, memory)
+    with ONE_JSON if size > LARGE_BYTES else contextlib.nullcontext():
+        planned = _plan(split.head, split.spans, model)
     return fill(planned, data, at, memory)
 
 
