@@ -153,7 +153,7 @@ def _check(
 ) -> Head:
     """Return the head, with a refusal if the request is not allowed."""
     target, old = fields.target.decode("latin-1"), fields.old
-    host, origin = headers.get(b"host"), headers.get(b"origin")
+    host = headers.get(b"host")
     if (absolute := _ABSOLUTE.fullmatch(target)) and (host is not None or old):
         host, target = absolute[1].encode("latin-1"), absolute[2] or "/"
         target = target if target[0] == "/" else f"/{target}"
@@ -167,7 +167,7 @@ def _check(
         offered = "without HTTP/1.1" if old else "only chunked"
         refusal = Refusal(400, f"Transfer-Encoding {quote(coding)} is not offered, {offered}")
     else:
-        refusal = access.refusal(method, path, host, origin, headers.get(b"authorization"))
+        refusal = access.refusal(method, path, host, headers)
     if refusal is None and length is not None and length > max_body_bytes:
         refusal = Refusal(413, message_of(body_too_large(max_body_bytes)))
     return Head.of(
@@ -180,7 +180,7 @@ def _check(
         old=old,
         length=length,
         expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
-        cors=access.cors_headers(origin, host, headers),
+        cors=access.cors_headers(host, headers),
         refusal=refusal,
     )
 

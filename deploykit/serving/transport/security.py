@@ -81,15 +81,10 @@ class AccessControl:
         return path
 
     def refusal(
-        self,
-        method: str,
-        path: str,
-        host: bytes | None,
-        origin: bytes | None,
-        authorization: bytes | None,
+        self, method: str, path: str, host: bytes | None, headers: Mapping[bytes, bytes]
     ) -> Refusal | None:
         """Return why a request is refused; None if it is allowed."""
-        health = path.startswith(HEALTH)
+        health, origin = path.startswith(HEALTH), headers.get(b"origin")
         checked = health and not self._loopback  # the checks of a cluster name an address
         if host is not None and not (checked or self._any_host or self._is_own(host)):
             text = f"this server does not answer as {quote(host.decode('latin-1'))}"
@@ -98,8 +93,8 @@ class AccessControl:
             text = f"pages of {ascii(origin.decode('latin-1'))[:80]} may not call this server"
             return Refusal(403, f"{text}; see `origins`")
         # browsers send CORS preflight requests without a token
-        preflight = method == "OPTIONS" and origin is not None
-        if not (health or preflight or path in self._public or self.allows(authorization)):
+        free = health or path in self._public or (method == "OPTIONS" and origin is not None)
+        if not (free or self.allows(headers.get(b"authorization"))):
             text = "a token is needed: send the header 'Authorization: Bearer TOKEN'"
             return Refusal(401, text, b"WWW-Authenticate: Bearer\r\n")
         return None
@@ -120,10 +115,9 @@ class AccessControl:
         known = any(each in self._hosts or each.endswith(self._domains) for each in names)
         return known or (self._loopback and _is_local(name))
 
-    def cors_headers(
-        self, origin: bytes | None, host: bytes | None, headers: Mapping[bytes, bytes]
-    ) -> bytes:
-        """Return the headers that let a page of `origin` read the reply, if it may."""
+    def cors_headers(self, host: bytes | None, headers: Mapping[bytes, bytes]) -> bytes:
+        """Return the headers that let a page of another origin read the reply, if it may."""
+        origin = headers.get(b"origin")
         if origin is None or not self.is_known(origin, host):
             return b""
         found = (
