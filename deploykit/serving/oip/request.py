@@ -174,14 +174,14 @@ def fill(plan: Plan, body: Bytes, start: int = 0, memory: SharedMemory | None = 
     parts, fields, regions, _ = plan  # this and `type` are faster than attributes and isinstance
     if regions and memory is None:
         raise BadInput("shared memory is not enabled", hint="send binary data")
-    feeds = {}
-    for name, slot, shape, count, size, data in parts:
+    feeds: dict[str, Any] = {}
+    for part in parts:
+        data = part.data
         if type(data) is Binary:
-            feeds[name] = from_bytes(body, start + data.at, size, count, shape, slot)
-        elif not isinstance(data, Region):
-            feeds[name] = data
-        elif memory is not None:
-            feeds[name] = from_bytes(memory.read(data), 0, size, count, shape, slot)
+            data = from_bytes(part, body, start + data.at)
+        elif isinstance(data, Region) and memory is not None:
+            data = from_bytes(part, memory.read(data), 0)
+        feeds[part.name] = data
     return Request(feeds, *fields)
 
 
@@ -424,30 +424,28 @@ def collect_results(
 # -- one tensor ----------------------------------------------------------------------------------
 
 
-def from_bytes(
-    body: Bytes, at: int, size: int, count: int, shape: tuple[int, ...], slot: Slot
-) -> np.ndarray:
-    """Read `count` elements from `size` bytes of `body` at `at`; numbers are not copied."""
+def from_bytes(part: Part, body: Bytes, at: int) -> np.ndarray:
+    """Read the tensor of a part from `body` at `at`; numbers are not copied."""
+    name, slot, shape, count, size, _ = part
     if slot.plain and count:
         array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
         return array
     if not slot.item_bytes:
-        return _string_array(_elements(body, at, size, count, slot), shape, slot)
+        return _string_array(_elements(body, at, size, count, name), shape, slot)
     if count == 0:
         return np.empty(shape, slot.dtype)
     if slot.datatype == "BF16":
         upper = np.frombuffer(body, np.uint16, count, at)
         return (upper.astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if np.frombuffer(body, np.uint8, count, at).max() > 1:
-        raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
+        raise BadInput(f"input '{name}': a BOOL byte is neither 0 nor 1")
     flags: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
     return flags
 
 
-def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:
+def _elements(body: Bytes, at: int, size: int, count: int, name: str) -> list[bytes]:
     """Split BYTES into elements, each of which follows its length in 4 bytes."""
-    name, end = slot.spec.name, at + size
-    elements = []
+    end, elements = at + size, []
     for number in range(count):
         start = at + LENGTH_BYTES
         if start > end:
