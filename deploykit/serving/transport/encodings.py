@@ -68,12 +68,8 @@ def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
 
 
 def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
-    out = io.BytesIO()
-    at, members, remaining = 0, 0, max_bytes
-    while at < len(body) or members == 0:
-        if members == _MEMBERS:
-            raise BadInput(f"the body is {name} in more than {_MEMBERS} parts")
-        members += 1
+    out, at = io.BytesIO(), 0
+    for _ in range(_MEMBERS):
         stream = zlib.decompressobj(_WINDOWS[name.encode()])
         while not stream.eof:
             piece: Bytes = stream.unconsumed_tail
@@ -81,15 +77,17 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
                 piece, at = body[at : at + _PIECE_BYTES], at + _PIECE_BYTES
             if not piece:
                 raise BadInput(f"the body ends in the middle of its {name} data")
-            got = stream.decompress(piece, min(remaining + 1, _GROWTH_BYTES))
-            if len(got) > remaining:
+            left = max_bytes - out.tell()
+            got = stream.decompress(piece, min(left + 1, _GROWTH_BYTES))
+            if len(got) > left:
                 raise body_too_large(max_bytes, " when decompressed")
-            remaining -= len(got)
             out.write(got)
         at = min(at, len(body)) - len(stream.unused_data)
-        if name != "gzip" and at < len(body):  # only gzip may have several members
+        if at == len(body):
+            return out.getvalue()
+        if name != "gzip":  # only gzip may have several members
             raise BadInput(f"{len(body) - at} bytes follow the body's {name} data")
-    return out.getvalue()
+    raise BadInput(f"the body is {name} in more than {_MEMBERS} parts")
 
 
 def choose_encoding(accept: bytes) -> bytes | None:
