@@ -374,8 +374,7 @@ class HttpConnection(Connection):
         self._limits = listener.limits
         self._state = NEW
         self._spare = False  # above the limit of connections: only health checks are answered
-        self._since_s = listener.now_s  # when it began to wait for the client
-        self._by_s = 0.0  # when more of the body must have come
+        self._by_s = listener.now_s + listener.limits.header_s  # when the client must have acted
         self._body: memoryview | ChunkedBody | None = None
         self._left = _NOTHING  # the part of a body of known length that is to come
         self._exchange = Exchange(self, _UNREAD)  # the request that is read or answered
@@ -387,7 +386,7 @@ class HttpConnection(Connection):
     @property
     def idle_since_s(self) -> float | None:
         busy = self._state > HEAD or self.queued or self.unsent_bytes
-        return None if busy else self._since_s
+        return None if busy else self._by_s - self.listener.longest_s[self._state]
 
     # -- asyncio ---------------------------------------------------------------------------------
 
@@ -421,7 +420,7 @@ class HttpConnection(Connection):
         self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def resume_writing(self) -> None:
-        self._by_s = self.listener.now_s + self._limits.stall_s  # of a body that waited
+        self._by_s = max(self._by_s, self.listener.now_s + self._limits.stall_s)
         super().resume_writing()
 
     # -- requests --------------------------------------------------------------------------------
@@ -549,7 +548,7 @@ class HttpConnection(Connection):
             self._finish()
         elif self._state is ANSWERING:
             self._state = IDLE
-            self._since_s = self.listener.now_s
+            self._by_s = self.listener.now_s + self._limits.idle_s
             if self.kept or self.paused:
                 self.go_on()
 
@@ -582,20 +581,16 @@ class HttpConnection(Connection):
 
     def _enter(self, state: State) -> None:
         self._state = state
-        self._since_s = self.listener.now_s
-        self._by_s = self._since_s + self._limits.stall_s
+        self._by_s = self.listener.now_s + self.listener.longest_s[state]
 
     def check(self, now_s: float) -> None:
-        waited_s, state = now_s - self._since_s, self._state
+        state = self._state
         if not self.reads(now_s):
             self.transport.abort()
-        elif self.queued or self.stalled or state is ANSWERING:
-            pass  # the client waits for the server, or has to read first
+        elif self.queued or self.stalled or state is ANSWERING or now_s <= self._by_s:
+            pass  # the client waits for the server, has to read first, or has time
         elif state in (SIZED, CHUNKED):
-            if now_s > self._by_s:
-                self._refuse(408, "the request's body stalled, or came too slowly")
-        elif waited_s <= self.listener.longest_s[state]:
-            pass
+            self._refuse(408, "the request's body stalled, or came too slowly")
         elif state >= LAST:  # closed, except for what the client has not read
             self.transport.abort()
         elif state <= IDLE:
