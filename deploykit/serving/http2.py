@@ -20,7 +20,7 @@ from hpack import Decoder, HPACKDecodingError, HPACKError
 from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.transport.connection import Connection, Limits, MemoryBudget, Port
+from deploykit.serving.transport.connection import BUG, Connection, Limits, MemoryBudget, Port
 
 log = logging.getLogger(__name__)
 
@@ -367,7 +367,7 @@ class Http2Connection(Connection):
             self.end(COMPRESSION_ERROR, "the headers are not valid HPACK, or too large")
         except Exception:  # any bug: this connection ends with a reason, the server does not
             log.exception("an HTTP/2 connection failed")
-            self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
+            self.end(INTERNAL_ERROR, BUG)
         else:
             if rest:
                 self.keep(rest)

@@ -26,7 +26,7 @@ from deploykit.serving.http2 import (
     literal,
 )
 from deploykit.serving.models.pipelines import Receiver
-from deploykit.serving.transport.connection import BUG, About, extend, message_of, refusal_of
+from deploykit.serving.transport.connection import About, extend, message_of, refusal_of
 from deploykit.serving.transport.encodings import decompress
 
 log = logging.getLogger(__name__)
@@ -441,9 +441,5 @@ class Replying(Receiver, Protocol):
 
 def fail_with(reply_to: Replying, error: Exception) -> None:
     """Send an error as the reply; log one that is not a DeploykitError instead of sending it."""
-    exc = refusal_of(error)
-    if exc is None:
-        log.error("a gRPC call failed", exc_info=error)
-        reply_to.fail("INTERNAL", BUG)
-    else:
-        reply_to.fail(exc.grpc_status, message_of(exc))
+    exc = refusal_of(error, "a gRPC call")
+    reply_to.fail(exc.grpc_status, message_of(exc))

@@ -179,15 +179,19 @@ class Call:
             cancel()
 
 
-def refusal_of(error: Exception) -> DeploykitError | None:
-    """Return the error for the client; Overloaded without descriptors or memory. None: a bug."""
+def refusal_of(error: Exception, what: str) -> DeploykitError:
+    """Return the error for the client; Overloaded without descriptors or memory.
+
+    A bug is logged instead of sent: `what` has failed.
+    """
     if isinstance(error, DeploykitError):
         return error
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in EXHAUSTED):
         reason = os_reason(error) if isinstance(error, OSError) else "out of memory"
         log.warning("a request is refused: %s", reason)
         return Overloaded(f"the server cannot do this now ({reason}); try again later")
-    return None
+    log.error("%s failed", what, exc_info=error)
+    return DeploykitError(BUG)
 
 
 def message_of(error: DeploykitError) -> str:
@@ -197,11 +201,7 @@ def message_of(error: DeploykitError) -> str:
 
 def reply_exception(call: Call, error: Exception) -> None:
     """Reply with an error; log a bug instead of sending it."""
-    exc = refusal_of(error)
-    if exc is None:
-        log.error("a request to %s failed", quote(call.head.target), exc_info=error)
-        reply_error(call, 500, BUG)
-        return
+    exc = refusal_of(error, f"a request to {quote(call.head.target)}")
     headers = RETRY if exc.http_status == 503 else b""
     reply_error(call, exc.http_status, message_of(exc), headers)
 
