@@ -315,8 +315,7 @@ class Http2Connection(Connection):
         self.first_window = FIRST_WINDOW  # the same on a new stream
         self.answer_bytes = 0  # bytes of answers that exceed its windows
         self._will_push = False
-        self._writes: list[bytes] = []
-        self._write_bytes = 0
+        self._writes = bytearray()  # output of this turn
 
     @property
     def unanswered(self) -> int:
@@ -612,21 +611,17 @@ class Http2Connection(Connection):
 
     def write(self, data: bytes) -> None:
         """Send `data`, joined with other writes of this turn of the loop."""
-        writes = self._writes
-        if not writes:
+        if not self._writes:
             self.shared.flush_soon(self)
-        writes.append(data)
-        self._write_bytes += len(data)
-        if self._write_bytes > _TOGETHER_BYTES:
+        self._writes += data
+        if len(self._writes) > _TOGETHER_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Pass what was written to the transport."""
-        writes = self._writes
+        writes, self._writes = self._writes, bytearray()
         if writes and not self.transport.is_closing():
-            self.transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
-        writes.clear()
-        self._write_bytes = 0
+            self.transport.write(writes)
 
     def drop(self, stream: Stream) -> None:
         """Forget a finished stream."""
