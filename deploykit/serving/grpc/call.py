@@ -229,10 +229,9 @@ class GrpcCall(Stream):
                 return False
             if len(data) < self._need or (method.ended is None and not self.ended):
                 break
-            if self.unsent or len(self.slots) >= shared.limits.outstanding:
+            full = len(self.slots) >= shared.limits.outstanding or link.answer_bytes > WAITING_BYTES
+            if self.unsent or full:
                 return False  # `read` continues when the client has read some replies
-            if link.answer_bytes > WAITING_BYTES:
-                return False  # the same for the answers of all calls of the connection
             if delivered and shared.turns.late():
                 shared.turns.wait(self._continue)
                 return True

@@ -21,7 +21,7 @@ from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Request, Result, collect_results
+from deploykit.serving.oip.request import Request, Result, Signature, collect_results
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport.connection import About, MemoryBudget
 from deploykit.serving.transport.security import AccessControl
@@ -48,10 +48,12 @@ _LARGE_ITEMS_BYTES = 256 << 10  # images or sentences above this size are split 
 Message = tuple[messages.Split, bytes, int]  # the arguments of `messages.decode`
 
 
-def _timeout_us(request: Request, client: Replying) -> int | None:
-    """Return how long a request may wait: by its parameter and by the deadline of its call."""
-    waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
-    return max(1, min(waits_us)) if waits_us else None
+def _decode(source: Message, route: ModelRoute, model: Signature, client: Replying) -> Request:
+    """Decode a message, which may wait until the deadline of its call at most."""
+    request, left_us = messages.decode(*source, model, route.memory), client.left_us
+    if left_us is None:
+        return request
+    return request._replace(timeout_us=max(1, min(left_us, request.timeout_us or left_us)))
 
 
 class GrpcTaskCall(TaskCall):
@@ -63,8 +65,7 @@ class GrpcTaskCall(TaskCall):
     client: Replying
 
     def items(self, source: Message) -> Items:
-        request = messages.decode(*source, self.signature, self.route.memory)
-        return self.items_of(request._replace(timeout_us=_timeout_us(request, self.client)))
+        return self.items_of(_decode(source, self.route, self.signature, self.client))
 
     def reply(self, answers: Sequence[bytes]) -> None:
         found, name = self.outputs_of(answers), self.route.model.name
@@ -101,10 +102,7 @@ class GrpcInference(Inference):
     client: Replying
 
     def decode(self, source: Message) -> Request:
-        request = messages.decode(*source, self.route.model.signature, self.route.memory)
-        if self.client.left_us is None:
-            return request
-        return request._replace(timeout_us=_timeout_us(request, self.client))
+        return _decode(source, self.route, self.route.model.signature, self.client)
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > _LONG_BYTES
