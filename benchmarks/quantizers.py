@@ -251,7 +251,7 @@ def rows(name: str, folder: Path) -> Iterator[tuple[str, ...]]:
     export(build, data, path)
     wanted = outputs(path, test)
     samples = Samples({"x": data}, None, "data")
-    for method in METHODS:
+    for method in ("minmax", *METHODS):
         for who in ("deploykit", *(["onnxruntime"] if method in ORT_METHODS else [])):
             start = time.perf_counter()
             if who == "deploykit":

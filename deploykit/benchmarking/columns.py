@@ -21,7 +21,8 @@ from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
 from deploykit.core.runtime import ALL, BUILT, RUNTIMES
 from deploykit.engines.engine import Arrays, Engine, load
-from deploykit.evaluation.verify import find_sources, open_proven
+from deploykit.evaluation.artefacts import find_sources
+from deploykit.evaluation.verify import open_proven
 from deploykit.graph.graph import Graph
 from deploykit.quantization.half_precision import to_half
 from deploykit.reporting.report import (

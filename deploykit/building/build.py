@@ -8,20 +8,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deploykit.building import tensorrt
+import numpy as np
+
 from deploykit.building.builder import (
     BuildJob,
     BuildResult,
     Shapes,
     check_options,
-    check_samples,
     count_precisions,
     find_builder,
+    open_graph_file,
     parse_axis,
     parse_batch,
 )
-from deploykit.building.prove import check_here, prove_plan
-from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
+from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import (
     BuildRecord,
@@ -36,14 +36,16 @@ from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH, batch_axes, dynamic_sizes
+from deploykit.engines.batching import spread_places
 from deploykit.engines.data.samples import Samples, check_calibration, read_samples
 from deploykit.engines.engine import Arrays, Engine, load
-from deploykit.evaluation import golden, verify
+from deploykit.evaluation import golden
 from deploykit.evaluation.artefacts import (
     Made,
     Progress,
     carry_task,
     destination,
+    find_sources,
     keep_if_equal,
     named_files,
     no_progress,
@@ -52,6 +54,7 @@ from deploykit.evaluation.artefacts import (
     stage,
 )
 from deploykit.evaluation.feeds import (
+    MOST_SAMPLES,
     Feeds,
     comparison_feeds,
     feeds_at_sizes,
@@ -81,7 +84,6 @@ from deploykit.quantization.quantize import (
     check_quantize_options,
     keep_if_passed,
     write_graph,
-    write_quantized,
 )
 
 BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places than the graph
@@ -130,7 +132,7 @@ def build(
     shapes = shapes or Shapes()
     auto = profile == "auto"
     target, why = choose_profile(shapes.device) if auto else (load_profile(profile), "")
-    source = _open(model)
+    source = open_graph_file(model)
     request = QuantizeRequest(
         to=precision or "fp32",
         runtime=target.runtime,
@@ -142,8 +144,10 @@ def build(
     )
     plans = target.runtime == "tensorrt"
     if plans:
+        from deploykit.building import prove, tensorrt
+
         check_options(tensorrt.options_of(target, shapes, source))
-        check_here(target, source, shapes.device)
+        prove.check_here(target, source, shapes.device)
     else:
         shapes.refuse(target)
         axes = {name: each.optimum for name, each in map(parse_axis, shapes.axes)}
@@ -170,64 +174,9 @@ def build(
         if given and (plans or request.to == "fp32"):  # else a quantization reads them
             samples = read_samples(given, Graph.open(source.path).inputs, task=source.task)
         job = BuildJob(source, target, request, shapes, tmp, place, max_error, samples)
-        made = (_build_plan if plans else build_for_runtime)(job, on_progress)
+        made = (prove.build_plan if plans else build_for_runtime)(job, on_progress)
     chosen = (f"profile auto: {target.name} ({why})",) if why else ()
     return replace(made, notes=(*chosen, *made.notes))
-
-
-def _build_plan(job: BuildJob, on_progress: Progress) -> Made:
-    """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
-    source, request, graph_file, notes = job.source, job.request, job.source, list[str]()
-    if job.samples is not None:
-        options = tensorrt.options_of(job.target, job.shapes, source)
-        check_samples(Graph.open(source.path).inputs, job.samples, options)
-    if job.quantizes:
-        step, typed = span(on_progress, 0.0, 0.6), job.tmp.with_name("typed.onnx")
-        plain = prepare(source, request, step)
-        quantized = write_quantized(plain, typed, job.place.with_suffix(".onnx"), step)
-        if quantized.evaluation and not quantized.evaluation.passed:
-            keep_if_passed(typed, quantized, request.to)  # raises
-        if quantized.search:
-            if quantized.search.interrupted:
-                raise KeyboardInterrupt
-            notes.append(quantized.search.why)
-        if quantized.evaluation:
-            cost = quantized.evaluation
-            notes.append(f"against {cost.parity.a}: {cost.describe()}")
-        notes += quantized.notes
-        graph_file = Artefact.from_manifest(typed, quantized.manifest)
-    step = span(on_progress, 0.0 if graph_file is source else 0.6, 0.8)
-    step("building", 0.0)
-    builder = find_builder(job.target.runtime)
-    built = builder(graph_file, job.tmp, job.target, job.shapes, step)
-    on_progress("comparing with the model", 0.8)
-    made = prove_plan(built, graph_file, job)
-    return replace(made, notes=(*notes, *made.notes))
-
-
-def check_build(
-    model: ArtefactLike,
-    profile: str,
-    *,
-    shapes: Shapes | None = None,
-    on_progress: Progress | None = None,
-) -> tensorrt.BuildCheck:
-    """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
-
-    Raises MissingExtra where there is none, BadInput for a profile that needs none.
-    """
-    target = load_profile(profile)
-    source = _open(model)
-    if target.runtime != "tensorrt":
-        raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return tensorrt.check_engine(source, target, shapes or Shapes(), on_progress)
-
-
-def _open(model: ArtefactLike) -> Artefact:
-    source = Artefact.open(model)
-    if source.format != "onnx":
-        raise wrong_format(source, source.format, "an ONNX file")
-    return source
 
 
 _FOLLOW = (
@@ -320,7 +269,7 @@ def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
         why = f"its pairs are placed for TensorRT, and it computes in {halves[0]} between"
     elif "int16" in graph.precision:
         why = "it has no kernels for 16 bits"
-    found = verify.find_sources(source.path, source.manifest) if source.manifest else iter(())
+    found = find_sources(source.path, source.manifest) if source.manifest else iter(())
     again = f"{next(found, 'FLOAT32.onnx')} --profile {target.name}"
     return BadInput(
         f"{source}: {start}{why}",
@@ -468,9 +417,13 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
         title = f"{source.name} in {request.to}" if quantize else source.name
         names = (title, name)
 
-        def each(number: int, _: Arrays, outputs: Arrays) -> None:
+        joined: list[golden.Joined] = []
+        keep = golden.keep_largest(feeds, joined)
+
+        def each(number: int, ours: Arrays, outputs: Arrays) -> None:
             sizes = dynamic_sizes(engine.inputs, _shapes_of(feeds[number]))
             runs.append((sizes, _shapes_of(outputs)))
+            keep(number, ours, outputs)
 
         parity = compare_engines(
             reference, engine, feeds, max_error=bound, names=names, each=each, random=data is None
@@ -490,7 +443,7 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             samples = golden.carry(source, tmp)
             if samples is not None and moved:  # recorded with the pairs at other places
                 samples = golden.loosen(samples, tmp, engine)
-        proof = golden.prove_batch(engine, tmp, samples, most)
+        proof = golden.prove_batch(engine, tmp, samples, most, joined)
         notes += golden.batching_notes(engine, proof)
     if moved and not evaluation:
         notes.append(_NOT_CHECKED)
@@ -511,13 +464,17 @@ def _shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
 def _feeds(
     reference: Engine, engine: Engine, samples: Samples | None, graph: Graph, shapes: Shapes
 ) -> tuple[list[Feeds], tuple[str, ...]]:
-    """Return inputs to compare on, and notes: samples at several batches, or sizes of `shapes`."""
+    """Return inputs to compare on, and notes: some samples at several batches, or random ones."""
     ranges = dict(map(parse_axis, shapes.axes))
     rows = batch_axes(engine.inputs)
     if shapes.batch is not None:
         ranges |= dict.fromkeys(rows or (BATCH,), parse_batch(shapes.batch))
     usual = {axis: sizes.optimum for axis, sizes in ranges.items()}
     given_sizes(engine.inputs, None, usual, samples)
+    if samples is not None:
+        count = max(MOST_SAMPLES, samples.fixed_batch(engine.inputs) or 0)
+        places = np.sort(spread_places(len(samples), count))
+        samples = replace(samples, inputs=samples.rows(places))
     feeds, notes = comparison_feeds(reference, engine, samples, graph.path, usual)
     if samples is not None:
         return [*small_batches(samples, feeds, engine), *feeds], notes

@@ -10,17 +10,17 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.artefact import Artefact
+from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Layer
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record, Shown
+from deploykit.core.machine import version_numbers
 from deploykit.core.precision import narrowest
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.data.samples import Samples
-from deploykit.engines.tensorrt.compatibility import version_numbers
 from deploykit.graph.parse import onnx_files
 
 if TYPE_CHECKING:
@@ -72,6 +72,13 @@ class BuildResult(Record):
     notes: tuple[str, ...] = ()
     flags_used: tuple[str, ...] = ()
     plugins: Mapping[str, str] = field(default_factory=dict)  # path -> SHA-256
+
+
+def open_graph_file(model: ArtefactLike) -> Artefact:
+    source = Artefact.open(model)
+    if source.format != "onnx":
+        raise wrong_format(source, source.format, "an ONNX file")
+    return source
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prove a TensorRT engine that was built, and check before whether it can be built here."""
+"""Build a TensorRT engine with its proof, and check before whether it can be built here."""
 
 from __future__ import annotations
 
@@ -6,35 +6,88 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+from deploykit.building import tensorrt
 from deploykit.building.builder import (
     BuildJob,
     BuildResult,
+    Shapes,
+    check_samples,
     count_precisions,
+    find_builder,
     note_dla,
+    open_graph_file,
 )
-from deploykit.building.tensorrt import options_of
-from deploykit.core.artefact import Artefact, Manifest, write_manifest
-from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
+from deploykit.core.artefact import Artefact, ArtefactLike, Manifest, write_manifest
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, PrecisionReadBack
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.files import sha256
 from deploykit.core.machine import this_machine, tool_versions
 from deploykit.core.precision import max_engine_error, narrowest
-from deploykit.core.profile import Profile, fits, with_gpu
+from deploykit.core.profile import Profile, fits, load_profile, with_gpu
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import golden, verify
-from deploykit.evaluation.artefacts import Made, carry_task, keep, reject
+from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject, span
 from deploykit.evaluation.feeds import feeds_at_sizes
 from deploykit.graph.graph import Graph
-from deploykit.quantization.job import evaluate_engine
+from deploykit.quantization.job import evaluate_engine, prepare
+from deploykit.quantization.quantize import keep_if_passed, write_quantized
 
 _NOT_RECORDED = (
     "the engine brings code along, and the cache folder cannot record that it was built here: "
     "opening it needs --trust"
 )
+
+
+def build_plan(job: BuildJob, on_progress: Progress) -> Made:
+    """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
+    source, request, graph_file, notes = job.source, job.request, job.source, list[str]()
+    if job.samples is not None:
+        options = tensorrt.options_of(job.target, job.shapes, source)
+        check_samples(Graph.open(source.path).inputs, job.samples, options)
+    if job.quantizes:
+        step, typed = span(on_progress, 0.0, 0.6), job.tmp.with_name("typed.onnx")
+        plain = prepare(source, request, step)
+        quantized = write_quantized(plain, typed, job.place.with_suffix(".onnx"), step)
+        if quantized.evaluation and not quantized.evaluation.passed:
+            keep_if_passed(typed, quantized, request.to)  # raises
+        if quantized.search:
+            if quantized.search.interrupted:
+                raise KeyboardInterrupt
+            notes.append(quantized.search.why)
+        if quantized.evaluation:
+            cost = quantized.evaluation
+            notes.append(f"against {cost.parity.a}: {cost.describe()}")
+        notes += quantized.notes
+        graph_file = Artefact.from_manifest(typed, quantized.manifest)
+    step = span(on_progress, 0.0 if graph_file is source else 0.6, 0.8)
+    step("building", 0.0)
+    builder = find_builder(job.target.runtime)
+    built = builder(graph_file, job.tmp, job.target, job.shapes, step)
+    on_progress("comparing with the model", 0.8)
+    made = prove_plan(built, graph_file, job)
+    return replace(made, notes=(*notes, *made.notes))
+
+
+def check_build(
+    model: ArtefactLike,
+    profile: str,
+    *,
+    shapes: Shapes | None = None,
+    on_progress: Progress | None = None,
+) -> tensorrt.BuildCheck:
+    """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
+
+    Raises MissingExtra where there is none, BadInput for a profile that needs none.
+    """
+    target = load_profile(profile)
+    source = open_graph_file(model)
+    if target.runtime != "tensorrt":
+        raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
+    return tensorrt.check_engine(source, target, shapes or Shapes(), on_progress)
 
 
 def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
@@ -72,7 +125,7 @@ def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manife
     graph, tmp, shapes = Graph.open(graph_file.path), job.tmp, job.shapes
     samples, given = golden.carry(graph_file, tmp), job.samples
     if samples is None:  # at a small batch and the optimum of the other axes
-        options = options_of(job.target, shapes, graph_file)
+        options = tensorrt.options_of(job.target, shapes, graph_file)
         rows = min(max(golden.SAMPLES, options.batch.minimum), options.batch.maximum)
         names = {axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)}
         sizes = {n: options.axes[n].optimum if n in options.axes else rows for n in names}

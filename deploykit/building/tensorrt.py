@@ -37,7 +37,7 @@ from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsuppor
 from deploykit.core.extras import installed, require
 from deploykit.core.files import atomic_write, cache_folder, check_data_file, make_folder, sha256
 from deploykit.core.json_value import Record
-from deploykit.core.machine import Machine, builder_bytes, this_machine
+from deploykit.core.machine import Machine, builder_bytes, this_machine, version_numbers
 from deploykit.core.precision import ALL
 from deploykit.core.profile import Profile, with_gpu
 from deploykit.core.subprocesses import run_apart
@@ -48,7 +48,6 @@ from deploykit.engines.tensorrt.compatibility import (
     load_plugins,
     logger,
     read_machine,
-    version_numbers,
 )
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph

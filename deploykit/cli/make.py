@@ -308,7 +308,9 @@ def build(
         Progress(f"build for {profile}") as progress,
     ):
         if check:
-            checked = making.check_build(model, profile, shapes=shapes, on_progress=progress)
+            from deploykit.building.prove import check_build
+
+            checked = check_build(model, profile, shapes=shapes, on_progress=progress)
             checked.raise_if_refused()
             output.show(checked, tables.checked(checked), as_json=as_json)
             return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
-from types import SimpleNamespace, UnionType
+from types import UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from deploykit.core.errors import BadInput, quote
@@ -27,10 +26,9 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        bound = signature(function).bind(*args, **kwargs)
-        for name, kind in _types(function, bound.arguments).items():
-            value = bound.arguments[name]
-            if not _fits(value, kind) and _fits([value], kind):
+        bound, kinds = signature(function).bind(*args, **kwargs), get_type_hints(function)
+        for name, value in bound.arguments.items():
+            if not _fits(value, kinds[name]) and _fits([value], kinds[name]):
                 bound.arguments[name] = [value]
         check_arguments(function, bound.arguments)
         return function(*bound.args, **bound.kwargs)
@@ -38,15 +36,9 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def _types(function: Callable[..., object], names: Iterable[str]) -> dict[str, Any]:
-    annotations = {name: function.__annotations__[name] for name in names}  # without its result
-    module = vars(sys.modules[function.__module__])
-    return get_type_hints(SimpleNamespace(__annotations__=annotations), module)
-
-
 def check_arguments(function: Callable[..., object], given: Mapping[str, object]) -> None:
     """Raise BadInput for the first value of `given` that has another type than its parameter."""
-    kinds = _types(function, given)
+    kinds = get_type_hints(function)
     for name, value in given.items():
         if not _fits(value, kinds[name]):
             raise BadInput(f"`{name}` must be {_describe(kinds[name])}, got {quote(value)}")

@@ -29,7 +29,7 @@ from deploykit.core.files import (
 from deploykit.core.json_value import Shown, field_types, from_json, json_value
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 from deploykit.core.task import Task
-from deploykit.core.tensors import TensorSpec, spec_from_dict
+from deploykit.core.tensors import TensorSpec, make_spec
 
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # a newer and an older .pt2
@@ -42,7 +42,6 @@ _TAKEN = {  # format -> what it is called, and the commands that take it
 }
 _UNPACKED_TEXT_BYTES = 256 << 20  # torch compresses the code and the graph, not the weights
 MANIFEST_VERSION = 2
-_SPEC_LISTS = ("inputs", "outputs")
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,12 @@ def load_manifest(artefact: Path) -> Manifest | None:
             f"{where}: is not a deploykit manifest of version {MANIFEST_VERSION}",
             hint="make the file that it describes again",
         )
-    hints = field_types(Manifest)
-    known: dict[str, Any] = {}
-    for name, hint in hints.items():
-        if name == "task" and name not in values:  # version 2 lacks it
-            continue
-        if name not in values:
-            raise BadInput(f"{where}: '{name}' is missing")
-        if name in _SPEC_LISTS:
-            items = from_json(list[dict[str, Any]], values[name], f"{where}: '{name}'")
-            known[name] = tuple(spec_from_dict(item, where) for item in items)
-        else:
-            known[name] = from_json(hint, values[name], f"{where}: '{name}'")
-    return Manifest(**known)
+    if missing := field_types(Manifest).keys() - values.keys() - {"task"}:
+        raise BadInput(f"{where}: '{min(missing)}' is missing")
+    found: Manifest = from_json(Manifest, values, where)
+    for spec in (*found.inputs, *found.outputs):
+        make_spec(f"{where}: {spec.name}", spec.dtype, spec.shape)  # raises for an odd type or size
+    return found
 
 
 class Artefact(Shown):
@@ -163,19 +155,18 @@ class Artefact(Shown):
         found = load_manifest(self.path)
         if found is None:
             return None
-        where, data, wrong = manifest_path(self.path), found.evidence.weights, None
-        if found.sha256 and found.sha256 != self.sha256:
-            wrong = self.path
-        if data is not None:
-            check_inside(self.path.parent, data.file, f"{where}: its weights")
-            weights = self.path.with_name(data.file)
-            if wrong is None and data.sha256 != sha256(weights):
-                wrong = weights
-        if wrong is not None:
-            raise BadInput(
-                f"{wrong}: is not the file that {where.name} describes (SHA-256 differs)",
-                hint=f"make it again, or remove {where} if you changed the file on purpose",
-            )
+        where, weights = manifest_path(self.path), found.evidence.weights
+        files = [(self.path, found.sha256, self.sha256)] if found.sha256 else []
+        if weights is not None:
+            check_inside(self.path.parent, weights.file, f"{where}: its weights")
+            file = self.path.with_name(weights.file)
+            files.append((file, weights.sha256, sha256(file)))
+        for file, expected, actual in files:
+            if expected != actual:
+                raise BadInput(
+                    f"{file}: is not the file that {where.name} describes (SHA-256 differs)",
+                    hint=f"make it again, or remove {where} if you changed the file on purpose",
+                )
         return found
 
     @property

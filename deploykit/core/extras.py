@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -123,8 +123,9 @@ def _signals_afterwards() -> Iterator[None]:
     A native module that is loading loses the exception of a signal handler, or turns it into an
     ImportError. Signals with the system's default or ignored stay as they are.
     """
-    received: list[int] = []
-    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+    received, main = list[int](), threading.current_thread() is threading.main_thread()
+    found = ((each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM) if main)
+    handlers = {number: handler for number, handler in found if callable(handler)}
 
     def restore() -> None:
         for number, handler in handlers.items():
@@ -134,15 +135,11 @@ def _signals_afterwards() -> Iterator[None]:
         received.append(number)
         restore()
 
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handler = signal.getsignal(number)
-            if callable(handler):
-                handlers[number] = handler
-                signal.signal(number, defer)
+    for number in handlers:
+        signal.signal(number, defer)
     try:
         yield
     finally:
         restore()
         if received:
-            handlers[received[0]](received[0], None)
+            handlers[signal.Signals(received[0])](received[0], None)

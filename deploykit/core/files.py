@@ -19,7 +19,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -204,47 +204,52 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 each.rmdir()
 
 
-def read_text(path: Path) -> str:
-    """Return a text file's content. Raises NotFound or BadInput."""
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Map the system's errors of reading `path` to NotFound or BadInput."""
     try:
-        return check_readable(path).read_text(encoding="utf-8")
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    except UnicodeDecodeError as exc:
-        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the values of a TOML file. Raises NotFound or BadInput."""
-    if sys.version_info >= (3, 11):
-        import tomllib  # late: `--help` does not need it
-    else:
-        import tomli as tomllib
-    text = read_text(path)
-    try:
-        values: dict[str, Any] = tomllib.loads(text)
-        return values
-    except (tomllib.TOMLDecodeError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
-
-
-def read_json(path: Path) -> Any:
-    """Return the value of a JSON file. Raises NotFound or BadInput."""
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
-
-
-def check_readable(path: Path) -> Path:
-    """Raise NotFound or BadInput unless `path` is a non-empty regular file that can be read."""
-    try:
-        info = path.stat()
+        yield
     except FileNotFoundError:
         raise NotFound(f"{path}: no such file") from None
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+
+
+def read_text(path: Path) -> str:
+    """Return a text file's content. Raises NotFound or BadInput."""
+    try:
+        with read_errors(path):
+            return check_readable(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as exc:
+        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
+
+
+def _read(path: Path, kind: str, loads: Callable[[str], Any]) -> Any:
+    text = read_text(path)
+    try:
+        return loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise BadInput(f"{path}: is not valid {kind}: {exc}") from exc
+
+
+def read_toml(path: Path) -> Any:
+    """Return the values of a TOML file by key. Raises NotFound or BadInput."""
+    if sys.version_info >= (3, 11):
+        import tomllib  # late: `--help` does not need it
+    else:
+        import tomli as tomllib
+    return _read(path, "TOML", tomllib.loads)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file. Raises NotFound or BadInput."""
+    return _read(path, "JSON", json.loads)
+
+
+def check_readable(path: Path) -> Path:
+    """Raise NotFound or BadInput unless `path` is a non-empty regular file that can be read."""
+    with read_errors(path):
+        info = path.stat()
     if stat.S_ISDIR(info.st_mode):
         raise BadInput(f"{path}: is a folder; a file is needed")
     if not stat.S_ISREG(info.st_mode):
@@ -258,10 +263,8 @@ def check_readable(path: Path) -> Path:
 
 def open_readable(path: Path) -> BinaryIO:
     """Open `path` to read it. Raises as `check_readable`."""
-    try:
+    with read_errors(path):
         return check_readable(path).open("rb")
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
 
 
 def sha256(path: Path) -> str:

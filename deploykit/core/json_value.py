@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from html import escape
@@ -86,22 +86,20 @@ class Shown:
             cls.__repr__ = Shown.__repr__  # type: ignore[method-assign] # before `dataclass` adds one
 
     def __repr__(self) -> str:
-        shown = [
-            f"{name}={text}"
-            for name, value in _facts(self)
-            if (text := _text(value) or "…" * bool(value))
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        parts = {name: _text(each) or "…" * bool(each) for name, each in _facts(self).items()}
+        shown = ", ".join(f"{name}={text}" for name, text in parts.items() if text)
+        return f"{type(self).__name__}({shown})"
 
     def _repr_html_(self) -> str:
-        return _tables_of(type(self).__name__, self)
+        return table_of(type(self).__name__, self, whole=True)
 
 
-def _facts(value: Any) -> Iterable[tuple[str, Any]]:
-    names: tuple[str, ...] = getattr(value, "in_notebook", ())
-    if is_dataclass(value):
-        names = names or tuple(each.name for each in fields(value))
-    return ((name, getattr(value, name, None)) for name in names)
+def _facts(value: Any) -> dict[str, Any]:
+    """Return what is shown of an object or a dict, by name."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    names = getattr(value, "in_notebook", ()) or [each.name for each in fields(value)]
+    return {name: getattr(value, name, None) for name in names}
 
 
 def _text(value: Any) -> str:
@@ -130,25 +128,22 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def table_of(name: str, value: Any) -> str:
-    """Return a table of an object, or of several or of dicts, with each fact that fits a cell."""
-    if isinstance(value, Shown) and not _is_plain(value):
-        return _tables_of(name, value)
+def table_of(title: str, value: Any, *, whole: bool = False) -> str:
+    """Return a table of an object, or of several or of dicts, with each fact that fits a cell.
+
+    Below that of an object are those of its other facts. `whole`: also for an object that fits one.
+    """
+    if isinstance(value, Shown) and (whole or not _is_plain(value)):
+        facts = {name.replace("_", " "): each for name, each in _facts(value).items()}
+        rows = [(name, text) for name, each in facts.items() if (text := _text(each))]
+        return _table(title, ("", ""), rows) + "".join(table_of(*fact) for fact in facts.items())
     if not isinstance(value, (tuple, list)) or all(map(_is_plain, value)):
         return ""
-    known = [each for each in value if isinstance(each, Mapping) or is_dataclass(each)]
-    facts = [each if isinstance(each, Mapping) else dict(_facts(each)) for each in known]
-    names = list(dict.fromkeys(key for row in facts for key, each in row.items() if _text(each)))
-    cells = [tuple(_text(row.get(key)) for key in names) for row in facts[:_ROWS]]
-    more = f", the first {_ROWS} of {len(facts)}" * (len(facts) > _ROWS)
-    return _table(name + more, tuple(key.replace("_", " ") for key in names), cells)
-
-
-def _tables_of(title: str, value: Any) -> str:
-    """Return a table of the facts that fit a cell, and below it those of the others."""
-    facts = [(name.replace("_", " "), each) for name, each in _facts(value)]
-    rows = [(name, text) for name, each in facts if (text := _text(each))]
-    return "".join([_table(title, ("", ""), rows), *(table_of(*each) for each in facts)])
+    known = [_facts(each) for each in value if isinstance(each, Mapping) or is_dataclass(each)]
+    names = list(dict.fromkeys(key for row in known for key, each in row.items() if _text(each)))
+    cells = [tuple(_text(row.get(key)) for key in names) for row in known[:_ROWS]]
+    more = f", the first {_ROWS} of {len(known)}" * (len(known) > _ROWS)
+    return _table(title + more, tuple(key.replace("_", " ") for key in names), cells)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -195,10 +190,11 @@ def from_json(kind: Any, value: object, where: str) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin in (Union, types.UnionType):  # only `X | None` is supported
-        if value is None:
+    if origin in (Union, types.UnionType):
+        kinds = [each for each in args if each is not types.NoneType]
+        if value is None and len(kinds) < len(args):
             return None
-        return from_json(next(arg for arg in args if arg is not type(None)), value, where)
+        return from_json(type(value) if type(value) in kinds else kinds[0], value, where)
     if origin in (tuple, list):
         items = _of(list, value, where)
         found = [from_json(args[0], item, f"{where}[{n}]") for n, item in enumerate(items)]

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ _CPU_FLAGS = (
     "i8mm",
 )
 _M_MMAP_THRESHOLD = -3  # see mallopt(3)
-_QUERY = "name,memory.total,driver_version,compute_cap"
+_QUERY, _CSV = "name,memory.total,driver_version,compute_cap", "--format=csv,noheader,nounits"
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def this_machine(root: Path = Path("/")) -> Machine:
         usable_cores=usable_cores(root),
         cpu_features=cpu_features(cpuinfo),
         memory_bytes=memory_bytes(root),
-        gpus=_gpus(),
+        gpus=parse_gpus(_output("nvidia-smi", f"--query-gpu={_QUERY}", _CSV, limit_s=10.0) or ""),
         board=board_model(root),
         board_ids=tuple(_device_tree(root, "compatible").replace("\0", " ").split()),
         l4t=l4t,
@@ -174,23 +173,15 @@ def return_large_blocks() -> None:
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
     """Return this machine's memory, or the container's limit (cgroup v2) if that is less."""
-    text = file_text(root / "proc/meminfo")
-    match = re.search(r"^MemTotal:\s*([0-9]{1,15}) kB", text, re.MULTILINE)
-    total = int(match[1]) * 1024 if match else None
+    total = _meminfo_bytes(root, "MemTotal")
     limit = natural_number(file_text(root / "sys/fs/cgroup/memory.max"))
     return total if total is None or limit is None else min(total, limit)
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return ()
-    command = [smi, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpus(answer.stdout.decode(errors="replace"))
+def _meminfo_bytes(root: Path, name: str) -> int | None:
+    text = file_text(root / "proc/meminfo")
+    match = re.search(rf"^{name}:\s*([0-9]{{1,15}}) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
@@ -265,17 +256,17 @@ def _commit(folder: Path, *, ours: bool = False) -> dict[str, Any]:
     `git status` runs filters that a checkout's own configuration names, so it never runs in a
     folder that may be somebody else's.
     """
-    commit = _git(folder, "rev-parse", "HEAD")
-    if not commit or not ours:
-        return {"commit": commit} if commit else {}
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    git = ("git", *_QUIET, "-C", str(folder.absolute()))
+    if not (commit := _output(*git, "rev-parse", "HEAD")):
+        return {}
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no") if ours else None
     return {"commit": commit} | ({} if changed is None else {"changed": bool(changed)})
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    command = ["git", *_QUIET, "-C", str(folder.absolute()), *words]
+def _output(*command: str, limit_s: float = _GIT_S) -> str | None:
+    """Return what a program prints; None if it is absent, fails, or takes longer."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="replace").strip()
@@ -283,22 +274,19 @@ def _git(folder: Path, *words: str) -> str | None:
 
 def _clocks(root: Path) -> dict[str, Any]:
     cpus = root / "sys/devices/system/cpu"
-    policies = sorted(cpus.glob("cpufreq/policy*"))
-
-    def each(name: str) -> list[str]:
-        return list(dict.fromkeys(filter(None, (file_text(p / name).strip() for p in policies))))
-
-    def mhz(end: str) -> list[float]:
-        khz = map(natural_number, each(f"scaling_{end}_freq"))
-        return [number / 1e3 for number in khz if number]
-
+    names = ("scaling_governor", "scaling_driver", "scaling_min_freq", "scaling_max_freq")
+    governors, drivers, lows, highs = (
+        dict.fromkeys(file_text(each).strip() for each in sorted(cpus.glob(f"cpufreq/policy*/{n}")))
+        for n in names
+    )
     boost = file_text(cpus / "cpufreq/boost").strip()
     no_turbo = file_text(cpus / "intel_pstate/no_turbo").strip()
+    low, high = ([n / 1e3 for n in map(natural_number, khz) if n] for khz in (lows, highs))
     found: Mapping[str, Any] = {
-        "governor": ", ".join(each("scaling_governor")),
-        "driver": ", ".join(each("scaling_driver")),
-        "min_mhz": min(mhz("min"), default=None),
-        "max_mhz": max(mhz("max"), default=None),
+        "governor": ", ".join(filter(None, governors)),
+        "driver": ", ".join(filter(None, drivers)),
+        "min_mhz": min(low, default=None),
+        "max_mhz": max(high, default=None),
         "turbo": {"1": "on", "0": "off"}.get(boost) or {"0": "on", "1": "off"}.get(no_turbo),
     }
     return {name: value for name, value in found.items() if value}
@@ -368,12 +356,11 @@ def find_jetpack(l4t: str | None) -> JetPack | None:
 
 
 def jetpack_name(l4t: str | None) -> str | None:
-    """Return the JetPack version of an L4T release; past the table's end, `6.2.2 or later`."""
+    """Return the JetPack version of an L4T release; `6.2.2 or later` if the table lacks it."""
     row = find_jetpack(l4t)
     if row is None:
         return None
-    last = [each for each in JETPACKS if each.l4t.split(".")[0] == row.l4t.split(".")[0]][-1]
-    newer = row is last and release_numbers(l4t or "") > release_numbers(row.l4t)
+    newer = release_numbers(l4t or "") > release_numbers(row.l4t)
     return f"{row.version} or later" if newer else row.version
 
 
@@ -411,10 +398,7 @@ def builder_bytes(weights_bytes: int, shared: bool) -> int:
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the memory a process can still get without swapping, within a cgroup v2 limit."""
-    text = file_text(root / "proc/meminfo")
-    match = re.search(r"^MemAvailable:\s*([0-9]{1,15}) kB", text, re.MULTILINE)
-    available = int(match[1]) * 1024 if match else None
-    group = root / "sys/fs/cgroup"
+    available, group = _meminfo_bytes(root, "MemAvailable"), root / "sys/fs/cgroup"
     read = (file_text(group / f"memory.{name}") for name in ("max", "current"))
     limit, used = map(natural_number, read)
     if available is None or limit is None or used is None:
@@ -469,3 +453,9 @@ def memory_errors(where: object, files: Iterable[Path] = ()) -> Iterator[None]:
         if isinstance(exc, OutOfMemory) or not lacks_memory(exc):
             raise
         raise does_not_fit(where, first_line(exc), files) from exc
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return (10, 13, 3) for "10.13.3.post1"; empty if `version` does not begin with a number."""
+    match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

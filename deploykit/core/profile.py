@@ -97,16 +97,13 @@ class Profile(Record):
         """
         if not release:
             return next(iter(self.container_base.values()), None)
-        kind, _, wanted = release.partition("-")
-        numbers = release_numbers(wanted)
-        found = [
-            (known, image)
-            for key, image in self.container_base.items()
-            for family, _, since in [key.partition("-")]
-            if family == kind and (known := release_numbers(since)) <= numbers
-            if known[:1] == numbers[:1]
-        ]
-        return max(found)[1] if found else None
+        family, _, wanted = release.partition("-")
+        numbers, found = release_numbers(wanted), dict[tuple[int, ...], str]()
+        for key, image in self.container_base.items():
+            known = release_numbers(key.removeprefix(f"{family}-"))  # () for another family
+            if known and known[:1] == numbers[:1] and known <= numbers:
+                found[known] = image
+        return found[max(found)] if found else None
 
 
 def profile_names() -> list[str]:
@@ -177,19 +174,20 @@ def _generic(machine: Machine) -> Profile:
     since = {(8, 0): "bf16", (8, 9): "fp8", (10, 0): "fp4"}
     more = [name for first, name in since.items() if capability >= first]
     memory = gpu.memory_bytes or machine.memory_bytes
-    values: dict[str, Any] = {
-        "summary": f"{gpu.name}, as its driver describes it",
-        "runtime": "tensorrt",
-        "device": "cuda",
-        "architecture": machine.architecture,
-        "precisions": [name for name in HARDWARE if name in ("fp32", "fp16", "int8", *more)],
-        "gpu_names": [gpu.name],
-        "unified_memory": gpu.memory_bytes is None,
-        **({"memory_bytes": memory, "workspace_bytes": memory // 4} if memory else {}),
-        **({"compute_capability": gpu.compute_capability} if any(capability) else {}),
-        **({"tensorrt_min": "10.8"} if capability >= (10, 0) else {}),
-    }
-    return _read(Path("auto"), "auto", values)
+    return Profile(
+        name="auto",
+        summary=f"{gpu.name}, as its driver describes it",
+        runtime="tensorrt",
+        device="cuda",
+        architecture=machine.architecture,
+        precisions=tuple(name for name in HARDWARE if name in ("fp32", "fp16", "int8", *more)),
+        compute_capability=gpu.compute_capability,
+        memory_bytes=memory,
+        workspace_bytes=memory // 4 if memory else None,
+        unified_memory=gpu.memory_bytes is None,
+        tensorrt_min="10.8" if capability >= (10, 0) else None,
+        gpu_names=(gpu.name,),
+    )
 
 
 def fits(profile: Profile, machine: Machine) -> bool:
@@ -205,16 +203,14 @@ def fits(profile: Profile, machine: Machine) -> bool:
 
 def _with_mode(profile: Profile, mode: str) -> Profile:
     """Apply a mode, found without regard to case and to the `MODE_` that some boards put first."""
-    wanted = mode.lower().removeprefix("mode_")
-    for known in profile.power_modes:
-        if known.name.lower().removeprefix("mode_") == wanted:
-            return replace(profile, power_mode=known.name)
-    names = ", ".join(known.name for known in profile.power_modes)
-    hint = f"one of: {names}" if names else "this target has no power modes"
+    known = {each.name.lower().removeprefix("mode_"): each.name for each in profile.power_modes}
+    if found := known.get(mode.lower().removeprefix("mode_")):
+        return replace(profile, power_mode=found)
+    hint = f"one of: {', '.join(known.values())}" if known else "this target has no power modes"
     raise NotFound(f"profile '{profile.name}' has no power mode '{mode}'", hint=hint)
 
 
-def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa: C901 - checks in a row
+def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:
     """Read a profile. Raises BadInput for a key that is unknown, wrong or contradicts another."""
 
     def fail(key: str, what: str) -> BadInput:
@@ -242,11 +238,6 @@ def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa:
     if profile.device not in runtime.devices:
         needed = "' or '".join(runtime.devices)
         raise fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
-    peaks = profile.peak_ops_per_s
-    for mark in ("derived", "unverified"):
-        for key in getattr(profile, mark):
-            if key not in values and key.rpartition("peak_ops_per_s.")[2] not in peaks:
-                raise fail(mark, f"names '{key}', which this profile does not have")
     return profile
 
 
@@ -293,8 +284,8 @@ def with_gpu(machine: Machine, number: int) -> Machine:
     A part of a GPU (MIG) has a name of its own, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", with its
     memory.
     """
-    gpus = machine.gpus
-    if len(gpus) < 2 and (not gpus or "CUDA_VISIBLE_DEVICES" not in os.environ):
+    gpus, hides = machine.gpus, "CUDA_VISIBLE_DEVICES" in os.environ
+    if not gpus or (len(gpus) == 1 and not hides):
         return machine
     if devices := _ask():
         (name,) = [name for _, name in devices[number : number + 1]] or [""]
@@ -303,19 +294,16 @@ def with_gpu(machine: Machine, number: int) -> Machine:
         whole = [gpu for gpu in gpus if part and name.startswith(gpu.name)]
         found += [replace(gpu, name=name, memory_bytes=int(part[1]) << 30) for gpu in whole if part]
     else:
-        places = cuda_order([""] * len(gpus))
-        found = [gpus[place] for place in places[number : number + 1] if place is not None]
+        found = [] if hides else list(gpus[number : number + 1])
     return replace(machine, gpus=tuple(found[:1]))
 
 
-def _ask() -> tuple[tuple[str, str], ...]:
-    """Return UUID, in hexadecimal, and name of each of CUDA's devices; none without CUDA."""
-    return _answer(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
-
-
 @functools.cache
-def _answer(_visible: str | None, _order: str | None) -> tuple[tuple[str, str], ...]:
-    """Ask in a process of its own: the forks of a process that has asked cannot use CUDA."""
+def _ask() -> tuple[tuple[str, str], ...]:
+    """Return UUID, in hexadecimal, and name of each of CUDA's devices; none without CUDA.
+
+    It is asked in a process of its own: the forks of a process that has asked cannot use CUDA.
+    """
     found: tuple[tuple[str, str], ...] = ()
     with (
         contextlib.suppress(OSError, DeploykitError),

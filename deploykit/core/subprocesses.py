@@ -50,11 +50,16 @@ class Child:
     ) -> None:
         self._what = what
         self._pipe, theirs = Pipe()
+        # a terminal, and many a supervisor, sends Ctrl-C to all processes
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         with theirs:
-            number = theirs.fileno()
+            number, nothing = theirs.fileno(), subprocess.DEVNULL
             command = module_command("deploykit.core.subprocesses", str(number))
-            nothing = subprocess.DEVNULL
-            self._process = start_blocked(command, stdin=nothing, pass_fds=(number, *inherit))
+            try:
+                descriptors = (number, *inherit)
+                self._process = subprocess.Popen(command, stdin=nothing, pass_fds=descriptors)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.send((function, arguments))
 
     def send(self, message: object) -> None:
@@ -158,20 +163,6 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, *_SAFE_PATH, "-c", program, *arguments]
 
 
-def start_blocked(
-    command: Sequence[str], *signals: signal.Signals, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start a child with Ctrl-C and `signals` blocked until it unblocks them.
-
-    A terminal, and many a supervisor, sends signals to all processes. `options` go to Popen.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *signals})
-    try:
-        return subprocess.Popen(command, **options)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def main() -> None:
     """Run the child process."""
     with contextlib.suppress(AttributeError, OSError):  # else it would outlive its parent
@@ -218,20 +209,16 @@ class _Inside:
 
     def __enter__(self) -> None:
         thread = get_ident()
-        if thread in _depth:
-            _depth[thread] += 1
-            return
-        _depth[thread] = 1
-        if _ending and threading.current_thread().daemon:
+        depth = _depth[thread] = _depth.get(thread, 0) + 1
+        if depth == 1 and _ending and threading.current_thread().daemon:
             del _depth[thread]
             threading.Event().wait()  # wait until the process has ended
 
     def __exit__(self, *_: object) -> None:
         thread = get_ident()
-        if _depth[thread] == 1:
+        _depth[thread] -= 1
+        if not _depth[thread]:
             del _depth[thread]
-        else:
-            _depth[thread] -= 1
 
 
 INSIDE = _Inside()  # use `with INSIDE:`, which may be nested

@@ -46,8 +46,7 @@ _CARRIERS: Mapping[str, str] = {"bfloat16": "float32", "string": "object"}
 
 # A name may hold colons, as TensorFlow's do ("x:0"): the last one before the bracket separates.
 _SPEC = re.compile(r"(?P<name>\S(?:.*\S)?)\s*:\s*(?P<dtype>\w+)\[(?P<axes>[^\[\]]*)\]")
-_AXIS_SIZE = re.compile(r"[0-9]{1,18}")
-_AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_AXIS = re.compile(r"[0-9]{1,18}|[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -138,20 +137,15 @@ def parse_spec(text: str) -> TensorSpec:
         )
     if match["dtype"] == "string":
         raise BadInput(f"'{text}': PyTorch has no tensors of strings")
-    axes_text = match["axes"].strip()
-    axes = [axis.strip() for axis in axes_text.split(",")] if axes_text else []
-    return make_spec(match["name"], match["dtype"], [_axis(axis, text) for axis in axes])
-
-
-def _axis(axis: str, text: str) -> int | str:
-    if _AXIS_SIZE.fullmatch(axis):
-        return int(axis)
-    if _AXIS_NAME.fullmatch(axis):
-        return axis
-    raise BadInput(
-        f"'{text}': axis '{axis}' is neither a size nor a name",
-        hint="a size is an integer, a dynamic axis is a name such as N or T",
-    )
+    axes = [axis.strip() for axis in match["axes"].split(",")] if match["axes"].strip() else []
+    for axis in axes:
+        if not _AXIS.fullmatch(axis):
+            raise BadInput(
+                f"'{text}': axis '{axis}' is neither a size nor a name",
+                hint="a size is an integer, a dynamic axis is a name such as N or T",
+            )
+    shape = [int(axis) if axis[0].isdigit() else axis for axis in axes]
+    return make_spec(match["name"], match["dtype"], shape)
 
 
 def make_spec(name: str, dtype: str, shape: Sequence[int | str]) -> TensorSpec:
@@ -163,16 +157,6 @@ def make_spec(name: str, dtype: str, shape: Sequence[int | str]) -> TensorSpec:
         if isinstance(axis, int) and axis < 0:
             raise BadInput(f"{name}: axis size {axis} is negative")
     return TensorSpec(name, dtype, tuple(shape))
-
-
-def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
-    """Read what `to_dict` wrote; `where` names the file in the error. Raises BadInput."""
-    name, dtype, shape = values.get("name"), values.get("dtype"), values.get("shape")
-    if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
-        raise BadInput(f"{where}: a tensor needs a name, a dtype and a shape, got {dict(values)}")
-    if any(isinstance(axis, bool) or not isinstance(axis, (int, str)) for axis in shape):
-        raise BadInput(f"{where}: {name}: axes are sizes or names, got {shape}")
-    return make_spec(name, dtype, shape)
 
 
 def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:

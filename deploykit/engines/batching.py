@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product
 
 import numpy as np
 
-from deploykit.core.errors import first_line
+from deploykit.core.errors import DeviceLost, first_line
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec, carrier
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine
 
@@ -49,6 +48,7 @@ _PLANS: Mapping[int, tuple[str, ...]] = {
     3: ("ab", "ba", "aAb", "zbt", "nai", "bna"),
     4: ("ab", "ba", "aAb", "zbat", "naib"),
 }
+_NEXT_TO = ("zbAa", "nait")  # after a batch of ordinary rows that ran already
 _LARGEST = "abAzbtaba"
 _PLAIN = str.maketrans("Atzni", "babab")
 
@@ -83,21 +83,32 @@ def prove_rows(
     *,
     sizes: Mapping[str, int] | None = None,
     samples: Arrays | None = None,
+    outputs: Arrays | None = None,
 ) -> RowIndependence:
     """Run up to `most_rows` rows, at least 2, and report whether they depend on each other.
 
-    `sizes`: sizes of dynamic axes. `samples`: inputs that the model is known to run; others are
-    invented in addition. Raises DeviceLost.
+    Args:
+        engine: the engine.
+        most_rows: the most rows of a batch.
+        sizes: sizes of dynamic axes.
+        samples: inputs that the model is known to run; others are invented in addition.
+        outputs: those of `samples` in one batch, which is then not run again.
+
+    Raises DeviceLost.
     """
     if why := why_no_batch(engine.inputs, engine.outputs):
         return RowIndependence(False, why)
     most = min(max(2, most_rows), engine.max_batch or most_rows + 2)
     if most < 2:
         return RowIndependence(True, "the engine takes one row at a time", (1,))
-    proof, began_s = _Proof(engine, most), time.perf_counter()
+    proof, began_s = _Proof(engine), time.perf_counter()
     try:
-        for number, pool in enumerate(_pools(engine, sizes or {}, samples or {}), 1):
-            proof.run(pool)
+        joined = [samples] if samples and outputs and _count(samples) > 1 else []
+        pools = _pools(engine, sizes or {}, {} if joined else samples or {})
+        for number, pool in enumerate(chain(joined, pools), 1):
+            proof.run(pool, _NEXT_TO if pool is samples and most >= 4 else _plans(most))
+            if pool is samples:
+                proof.check_whole(outputs or {}, _count(pool))
             quick = time.perf_counter() - began_s < _QUICK_S
             if number >= _ROUNDS or (proof.decided and not quick):
                 break
@@ -110,6 +121,11 @@ def prove_rows(
         return RowIndependence(False, str(exc), tuple(sorted(proof.rows)), proof.worst)
     why = f"the same within {proof.worst:.2g} alone and joined, whatever the other rows are"
     return RowIndependence(True, why, tuple(sorted(proof.rows)), proof.worst)
+
+
+def _plans(most: int) -> list[str]:
+    largest = "".join(islice(cycle(_LARGEST), most - 1)) + "b"
+    return [*_PLANS[min(most, 4)], *[largest] * (most > 4)]
 
 
 def _run(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray] | Exception:
@@ -166,9 +182,9 @@ def _invent(
 class _Proof:
     """The runs of one engine, compared. `rows`: the numbers of rows that were run."""
 
-    def __init__(self, engine: Engine, most: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.rows: set[int] = set()
-        self._engine, self._most = engine, most
+        self._engine = engine
         self._names = [spec.name for spec in engine.outputs]
         self._errors = dict.fromkeys(self._names, 0.0)
         self._alone: dict[str, Arrays] = {}  # the outputs of the rows a and b of a pool, run alone
@@ -190,8 +206,8 @@ class _Proof:
         floats = [found for name, found in distinct.items() if "float" in kinds[name]]
         return all(floats) if floats else any(distinct.values())
 
-    def run(self, pool: Arrays) -> None:
-        """Compare the first two rows of `pool` in every plan. Raises _Dependent."""
+    def run(self, pool: Arrays, plans: Sequence[str]) -> None:
+        """Compare the first and the last row of `pool` in every plan. Raises _Dependent."""
         kinds = _rows(pool)
         self._first = {}
         for letter in "ab":
@@ -206,9 +222,6 @@ class _Proof:
             if a.size or b.size:
                 apart = _difference(a, b, scale)
                 self._apart[name] = max(self._apart.get(name, 0.0), apart)
-        plans = list(_PLANS[min(self._most, 4)])
-        if self._most > 4:
-            plans.append("".join(islice(cycle(_LARGEST), self._most - 1)) + "b")
         for plan in plans:
             outputs = self._call(kinds, plan)
             if isinstance(outputs, Exception):  # it may refuse only these values
@@ -223,6 +236,12 @@ class _Proof:
             compared = [n for n, letter in enumerate(plan) if letter in "ab" and n not in middle]
             for place, name in product(compared, self._names):
                 self._check(plan, place, name, outputs[name][place, ...])  # `...`: an array always
+
+    def check_whole(self, outputs: Arrays, rows: int) -> None:
+        """Compare the same two with `outputs`, those of the whole pool at once. Raises as `run`."""
+        self._check_count(outputs, rows)
+        for place, name in product((0, rows - 1), self._names):
+            self._check(f"a{'A' * (rows - 2)}b", place, name, outputs[name][place, ...])
 
     def _check(self, plan: str, place: int, name: str, got: np.ndarray) -> None:
         """Compare a row of output `name` with itself alone, and elsewhere among as many rows."""
@@ -243,12 +262,16 @@ class _Proof:
         self._errors[name] = max(self._errors[name], error)
 
     def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray] | Exception:
-        """Run the rows of `plan`. Raises _Dependent where an output has another number of rows."""
+        """Run the rows of `plan`. Raises as `_check_count`."""
         joined = {n: np.concatenate([kinds[each][n] for each in plan]) for n in kinds["a"]}
         rows = len(plan)
         outputs = _run(self._engine, joined)
-        if isinstance(outputs, Exception):
-            return outputs
+        if not isinstance(outputs, Exception):
+            self._check_count(outputs, rows)
+        return outputs
+
+    def _check_count(self, outputs: Arrays, rows: int) -> None:
+        """Raise _Dependent where an output has another number of rows."""
         for name in self._names:
             shape = outputs[name].shape if name in outputs else None
             if shape is None or shape[:1] != (rows,):
@@ -256,7 +279,6 @@ class _Proof:
                 raise _Dependent(f"output '{name}' is {found} for {rows} rows")
         if rows > 1:
             self.rows.add(rows)
-        return outputs
 
 
 def _largest(array: np.ndarray) -> float:
@@ -290,12 +312,17 @@ def _difference(got: np.ndarray, want: np.ndarray, scale: np.ndarray | float) ->
         return float(np.where(off == 0, 0.0, off / scale).max(initial=0.0))
 
 
+def _count(pool: Arrays) -> int:
+    return len(next(iter(pool.values())))
+
+
 def _rows(pool: Arrays) -> dict[str, dict[str, np.ndarray]]:
     """Return one row of each kind, by its letter in a plan."""
-    count = len(next(iter(pool.values())))
+    count = _count(pool)
+    places = {letter: n % count for n, letter in enumerate("aAtzni")} | {"b": count - 1}
     found: dict[str, dict[str, np.ndarray]] = {
-        letter: {name: array[n % count : n % count + 1] for name, array in pool.items()}
-        for n, letter in enumerate("abAtzni")
+        letter: {name: array[n : n + 1] for name, array in pool.items()}
+        for letter, n in places.items()
     }
     values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
         "A": lambda row: row * row.dtype.type(1000),

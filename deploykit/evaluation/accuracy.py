@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -272,8 +273,8 @@ def evaluate(
         criterion: the metric and the bound.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        random: inputs where there are no samples; by default those of `comparison_feeds`. Rows of
-            the largest are compared one by one too: see `single_rows`.
+        random: inputs where there are no samples; by default those of `comparison_feeds`. Where
+            they fail, rows of the largest are compared one by one too: see `single_rows`.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -290,9 +291,7 @@ def evaluate(
             )
         if not random:
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
-        random = [*single_rows(random, reference.inputs), *random]
-        parity = compare_engines(reference, candidate, random, names=names, random=True)
-        return _without_labels(parity, None, None, criterion)
+        return _on_random(reference, candidate, random, criterion, names)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
@@ -323,6 +322,20 @@ def evaluate(
         passed, reason = _bounded(text, drop.drop, bound, drop.unit, drop.n, changed=changed)
         return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
     return _without_labels(parity, agreement, used, criterion)
+
+
+def _on_random(
+    reference: Engine,
+    candidate: Engine,
+    feeds: Sequence[Feeds],
+    criterion: Criterion,
+    names: tuple[str, str],
+) -> Evaluation:
+    compare = partial(compare_engines, reference, candidate, names=names, random=True)
+    found = _without_labels(compare(feeds), None, None, criterion)
+    if not found.passed and (single := single_rows(feeds, reference.inputs)):
+        found = _without_labels(compare([*single, *feeds]), None, None, criterion)
+    return found
 
 
 def _broken(parity: Parity) -> str:

@@ -419,3 +419,16 @@ def onnx_manifest(
         evidence=replace(evidence, weights=weights),
         task=task,
     )
+
+
+def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
+    """Yield the ONNX files next to `path` that it was made from, then the sources of these."""
+    hashes, wanted = {}, list(manifest.made_from)
+    for file in sorted(path.parent.glob("*.onnx")) if wanted else ():
+        with contextlib.suppress(DeploykitError):  # it cannot be read
+            hashes[sha256(file)] = file
+    while wanted:
+        if (found := hashes.pop(wanted.pop(0), None)) is not None:
+            yield found
+            before = Artefact(found).manifest
+            wanted += before.made_from if before else ()

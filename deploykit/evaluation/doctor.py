@@ -19,11 +19,12 @@ from deploykit.core.machine import (
     find_jetpack,
     release_numbers,
     this_machine,
+    version_numbers,
 )
 from deploykit.core.profile import Profile, recognise
 from deploykit.core.runtime import ALL, RUNTIMES, Runtime
 from deploykit.engines.devices import GpuState, read_gpus
-from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, version_numbers
+from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
 # command -> modules that it needs beyond the base
 NEEDS = {

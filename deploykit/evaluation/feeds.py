@@ -187,17 +187,21 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
     batch, wanted = batch_axes(inputs), parity_sizes(inputs, limits)
     free = [axis for axis in wanted[0] if axis not in given and axis not in batch]
     problems: list[DeploykitError] = []
+    ran: set[tuple[object, ...]] = set()  # sizes often differ in the batch alone
 
     def runs(
         sizes: Sizes, rows: int = 2, axes: Sequence[str] = batch, make: MakeFeeds = random_feeds
     ) -> bool:
         """Run inputs of few rows. `axes`: those that have as many."""
         few = {axis: max(least.get(axis, 1), min(sizes.get(axis, rows), rows)) for axis in axes}
-        try:
-            engine(make(inputs, {**sizes, **few, **given}))
-        except (BadInput, Unsupported) as exc:
-            problems.append(exc)
-            return False
+        tried = {**sizes, **few, **given}
+        if (key := (make, *tried.items())) not in ran:
+            try:
+                engine(make(inputs, tried))
+            except (BadInput, Unsupported) as exc:
+                problems.append(exc)
+                return False
+            ran.add(key)
         return True
 
     chosen = _unique({**sizes, **given} for sizes in wanted)

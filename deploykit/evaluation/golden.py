@@ -8,10 +8,10 @@ They also are what the proof that requests may be joined is run on.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from deploykit.core.artefact import Artefact, Manifest
 from deploykit.core.errors import BadInput
@@ -20,13 +20,15 @@ from deploykit.core.files import check_inside, sha256
 from deploykit.core.tensors import Specs, batch_axes, batch_places
 from deploykit.engines.batching import looks_batched, prove_rows
 from deploykit.engines.data.samples import read_npz, write_npz
-from deploykit.engines.engine import Engine, RecordedEngine
+from deploykit.engines.engine import Arrays, Engine, RecordedEngine
 from deploykit.evaluation.feeds import batch_limits
 from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
     import numpy as np
 
+
+Joined: TypeAlias = "tuple[Arrays, Arrays]"  # inputs, and an engine's outputs for them
 
 SAMPLES = 4
 ROWS = 32  # as many as `serve` joins by default
@@ -133,14 +135,37 @@ def find_samples(artefact: Path, manifest: Manifest | None) -> GoldenSamples | N
     return found
 
 
+def keep_largest(
+    feeds: Sequence[Arrays], kept: list[Joined]
+) -> Callable[[int, Arrays, Arrays], None]:
+    """Return an `each` of `compare_engines`: it keeps the most rows, and what they gave."""
+    rows = [max((array.shape[:1] for array in each.values()), default=()) for each in feeds]
+
+    def keep(number: int, _: Arrays, outputs: Arrays) -> None:
+        if number == rows.index(max(rows)):
+            kept.append((feeds[number], outputs))
+
+    return keep
+
+
 def prove_batch(
-    engine: Engine, path: Path, samples: GoldenSamples | None, rows: int = ROWS
+    engine: Engine,
+    path: Path,
+    samples: GoldenSamples | None,
+    rows: int = ROWS,
+    joined: Sequence[Joined] = (),
 ) -> RowIndependence:
     """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.
 
-    `rows`: fewer than `ROWS` where those need too much memory; `serve` then tries more itself.
+    Args:
+        engine: the engine.
+        path: its file.
+        samples: the golden samples next to it.
+        rows: fewer than `ROWS` where those need too much memory; `serve` then tries more itself.
+        joined: what `keep_largest` kept, if anything, in place of the samples.
     """
-    return prove_rows(engine, min(ROWS, rows), samples=_row_inputs(engine, path, samples))
+    known, outputs = joined[0] if joined else (_row_inputs(engine, path, samples), None)
+    return prove_rows(engine, min(ROWS, rows), samples=known, outputs=outputs)
 
 
 def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:

@@ -7,8 +7,8 @@ no ONNX Runtime.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ from deploykit.core.evidence import (
     Parity,
     PrecisionReadBack,
 )
-from deploykit.core.files import sha256
 from deploykit.core.precision import max_engine_error
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load
@@ -32,6 +31,7 @@ from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
 from deploykit.evaluation.accuracy import MAX_DROP, MIN_SQNR_DB
+from deploykit.evaluation.artefacts import find_sources
 from deploykit.evaluation.feeds import comparison_feeds, small_batches
 from deploykit.evaluation.parity import compare_engines
 
@@ -86,19 +86,6 @@ def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
         allow_wider=before.allow_wider,
         asked=before.asked,
     )
-
-
-def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
-    """Yield the ONNX files next to `path` that it was made from, then the sources of these."""
-    hashes, wanted = {}, list(manifest.made_from)
-    for file in sorted(path.parent.glob("*.onnx")) if wanted else ():
-        with suppress(DeploykitError):  # it cannot be read
-            hashes[sha256(file)] = file
-    while wanted:
-        if (found := hashes.pop(wanted.pop(0), None)) is not None:
-            yield found
-            before = Artefact(found).manifest
-            wanted += before.made_from if before else ()
 
 
 def prove_engine(

@@ -32,7 +32,7 @@ from deploykit.core.profile import Profile, load_profile
 from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, parse_spec
 from deploykit.engines.data.examples import Example
 from deploykit.engines.data.samples import random_feeds, read_samples
-from deploykit.engines.engine import Arrays, Engine, load
+from deploykit.engines.engine import Arrays, Engine, RecordedEngine, load
 from deploykit.evaluation import golden
 from deploykit.evaluation.artefacts import (
     Made,
@@ -347,10 +347,10 @@ def prove_export(
         feeds, left_out = _taken(reference, feeds, loaded.example)
         check = partial(compare_engines, feeds_list=feeds, max_error=bound, names=names)
         with load(tmp, "cpu") as exported:
-            parity = check(reference, exported)
-            few = _few_rows(reference, feeds)
-            recorded = golden.record(reference, few, tmp)
-            rows = golden.prove_batch(exported, tmp, recorded, most)
+            joined: list[golden.Joined] = []
+            parity = check(reference, exported, each=golden.keep_largest(feeds, joined))
+            few, recorded = _record_few(reference, feeds, tmp)
+            rows = golden.prove_batch(exported, tmp, recorded, most, joined)
             notes = (*left_out, *rows_note(most))
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
@@ -397,17 +397,18 @@ def _taken(
     return kept, notes if lost else ()
 
 
-def _few_rows(reference: Engine, feeds: Sequence[Arrays]) -> Arrays:
-    """Return rows of the largest feeds, or all of them where edges of a graph point at rows."""
+def _record_few(
+    reference: Engine, feeds: Sequence[Arrays], tmp: Path
+) -> tuple[Arrays, GoldenSamples | None]:
+    """Record rows of the largest feeds, or all of them where edges of a graph point at rows."""
     specs = reference.inputs
     most = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
     cut = {spec.name for spec in specs if spec.batched}
     few = {name: a[: golden.SAMPLES] if name in cut else a for name, a in most.items()}
     with contextlib.suppress(DeploykitError):
         if not any(axis in spec.shape[1:] for axis in batch_axes(specs) for spec in specs):
-            reference(few)
-            return few
-    return most
+            return few, golden.record(reference, few, tmp)
+    return most, golden.record(reference, most, tmp)
 
 
 class _ChosenBy:
@@ -469,7 +470,7 @@ def _limits(decision: Decision, reference: Engine, exported: Engine, done: Expor
     return True
 
 
-_ROWS = 3
+_ROWS = 2
 _OUTSIDE_MAX_ERROR = 1e-2  # of values this large; what float32 itself loses is added
 
 
@@ -501,9 +502,11 @@ def _probe_outside(
     for what, changed in trials.items():
         feeds = {**arrays, **changed}
         with contextlib.suppress(DeploykitError):
-            reference(feeds)
+            recorded = feeds, reference(feeds)
+            known = RecordedEngine(specs, reference.outputs, recorded, reference.runtime)
             try:
-                why = _difference(reference, exported, feeds, only_places=what == "zeros")
+                parity = compare_engines(known, exported, [feeds], max_error=_OUTSIDE_MAX_ERROR)
+                why = _difference(reference, parity, feeds, only_places=what == "zeros")
             except DeploykitError as exc:  # the graph does not take what the model does
                 why = exc.message
             if why and changed:
@@ -512,17 +515,12 @@ def _probe_outside(
 
 
 def _difference(
-    reference: TorchEngine,
-    exported: Engine,
-    feeds: Mapping[str, np.ndarray],
-    *,
-    only_places: bool,
+    reference: TorchEngine, parity: Parity, feeds: Mapping[str, np.ndarray], *, only_places: bool
 ) -> str:
     """Return by what the answers differ; "" if they do not, or float32 explains it.
 
     `only_places`: look at NaN and the infinities alone, as equal scores may be ordered differently.
     """
-    parity = compare_engines(reference, exported, [feeds], max_error=_OUTSIDE_MAX_ERROR)
     if not parity.passed:
         with contextlib.suppress(DeploykitError):  # its code names float32
             parity = add_float32_errors(parity, reference, reference.in_float64, [feeds])

@@ -6,10 +6,10 @@ The shape and type of every tensor are inferred first, with dynamic axes at give
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -47,40 +47,35 @@ KINDS = (*ARITHMETIC, SIMPLE, FUNCTION, NORMALISATION, POOLING, MOVEMENT, OTHER)
 # ResNet-18 on 224x224 has 3.6e9, where torchvision states 1.81e9 multiply-adds.
 
 
-def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    weight = known.shapes.get(node.input[3 if node.op_type.startswith("QLinear") else 1])
+def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
+    weight = known.shapes[node.input[3 if node.op_type.startswith("QLinear") else 1]]
     transposed = node.op_type == "ConvTranspose"  # it multiplies each input, not each output
     places = known.elements(node.input[0] if transposed else node.output[0])
-    return None if weight is None or places is None else 2 * places * math.prod(weight[1:])
+    return 2 * places * math.prod(weight[1:])
 
 
-def _product_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    left, outputs = known.shapes.get(node.input[0]), known.elements(node.output[0])
-    if not left or outputs is None:
-        return None
+def _product_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
     transposed = any(a.name == "transA" and a.i for a in node.attribute)
-    return 2 * outputs * left[-2 if transposed else -1]
+    inner = known.shapes[node.input[0]][-2 if transposed else -1]
+    return 2 * known.elements(node.output[0]) * inner
 
 
-def _recurrent_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+def _recurrent_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
     """Count both matrices of every gate, direction and step; pointwise work is small."""
-    x, w, r = (known.shapes.get(name) for name in node.input[:3])
-    if x is None or w is None or r is None:
-        return None
+    x, w, r = (known.shapes[name] for name in node.input[:3])
     return 2 * x[0] * x[1] * (math.prod(w) + math.prod(r))
 
 
-def _pooling_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    outputs = known.elements(node.output[0])
+def _pooling_flops(node: onnx.NodeProto, known: TensorShapes) -> int:
     kernel = next((a.ints for a in node.attribute if a.name == "kernel_shape"), ())
-    return None if outputs is None else outputs * math.prod(kernel)
+    return known.elements(node.output[0]) * math.prod(kernel)
 
 
 GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
 # Kind, its operations, operators. The operations are those of one output element, by definition
 # (softmax takes the largest, subtracts, exponentiates, adds up and divides), or a formula; None:
 # not known.
-_ROWS: tuple[tuple[str, int | Callable[..., int | None] | None, str], ...] = (
+_ROWS: tuple[tuple[str, int | Callable[..., int] | None, str], ...] = (
     (CONVOLUTION, _convolution_flops, "Conv ConvInteger ConvTranspose FusedConv QLinearConv"),
     (PRODUCT, _product_flops, "Gemm MatMul MatMulInteger QLinearMatMul QGemm FusedGemm"),
     (RECURRENT, _recurrent_flops, "LSTM DynamicQuantizeLSTM GRU RNN"),
@@ -131,12 +126,14 @@ def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     if any(subgraphs(node)):
         return None  # the data decide how often bodies of If, Loop and Scan run
     _, count = _OPERATORS.get(node.op_type, (OTHER, None))
-    if callable(count):
-        return count(node, known)
-    if count is None or node.domain not in STANDARD_DOMAINS:
+    try:
+        if callable(count):
+            return count(node, known)
+        if count is None or node.domain not in STANDARD_DOMAINS:
+            return None
+        return count * known.elements(node.output[0]) if count else 0
+    except LookupError:  # a shape is not known
         return None
-    outputs = known.elements(node.output[0]) if count else 0
-    return None if outputs is None else count * outputs
 
 
 def kind_of(node: onnx.NodeProto, known: TensorShapes, constants: Collection[str]) -> str:
@@ -272,10 +269,11 @@ class _Costing:
                 self.alone |= {name for name in made if made[name] == "DequantizeLinear"}
         self.inside: set[str] = set()  # these tensors never reach memory
         self.firsts: dict[int, int] = {}  # a fused node -> the first node of its kernel
+        self.sources = [self._sources(node) for node in self.nodes]
         self._fuse()
 
     def costs(self) -> tuple[NodeCost, ...]:
-        traffic = [self._traffic(node) for node in self.nodes]
+        traffic = [self._traffic(*each) for each in zip(self.nodes, self.sources, strict=True)]
         for number, first in self.firsts.items():
             moved = [_total(parts) for parts in zip(traffic[first], traffic[number], strict=True)]
             if None not in moved:
@@ -319,24 +317,26 @@ class _Costing:
             name = maker.input[0]
         return name
 
+    def _sources(self, node: onnx.NodeProto) -> set[str]:
+        """Return the tensors that a kernel for `node` reads."""
+        if node.op_type in _THROUGH | DESCRIBES:
+            return set()
+        return {self._source(name) for name in reads(node)}
+
     def _fuse(self) -> None:
         """Fuse elementwise nodes with the node that makes their input, if nothing else reads it."""
-        readers: defaultdict[str, list[int]] = defaultdict(list)
-        for number, node in enumerate(self.nodes):
-            if node.op_type not in _THROUGH | DESCRIBES:
-                for name in {self._source(name) for name in reads(node)}:
-                    readers[name].append(number)
-        outputs = {self._source(name) for name in self.known.outputs}
+        made = {name: number for number, node in enumerate(self.nodes) for name in node.output}
+        readers = Counter(name for names in self.sources for name in names)
+        kept = {self._source(name) for name in self.known.outputs} | self.roots.keys()
         fused = _FUSED_ON_CPU if self.on_cpu else _FUSED
-        before: dict[int, tuple[str, int]] = {}  # the input computed last: others are in memory
         for number, node in enumerate(self.nodes):
-            for name in node.output:
-                alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
-                if alone and self.nodes[readers[name][0]].op_type in fused:
-                    before[readers[name][0]] = name, number
-        for number, (name, maker) in sorted(before.items()):
+            names = self.sources[number] - kept if node.op_type in fused else set[str]()
+            alone = [(made[name], name) for name in names if readers[name] == 1 and name in made]
+            if not alone:
+                continue
+            maker, name = max(alone)  # the input computed last: others are in memory
             place = self.firsts.get(maker, maker)
-            first, node = self.nodes[place], self.nodes[number]
+            first = self.nodes[place]
             if self.on_cpu:
                 rounds = node.op_type == "QuantizeLinear" and self.kinds.precision(first) in FLOATS
                 if first.op_type not in _TAKE_IN or rounds:
@@ -344,13 +344,13 @@ class _Costing:
             self.inside.add(name)
             self.firsts[number] = place
 
-    def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:
+    def _traffic(self, node: onnx.NodeProto, sources: set[str]) -> tuple[int | None, int | None]:
         if not self.alone.isdisjoint(node.output):
             return self.known.bytes(node.input[0]), self.known.bytes(node.output[0])
         if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
             return 0, 0
-        sources = {self._source(name) for name in reads(node) if name not in self.roots}
-        read = [self.known.bytes(name) for name in sources if name not in self.inside]
+        names = [name for name in sources - self.inside if name not in self.roots]
+        read = [self.known.bytes(name) for name in names]
         made = [name for name in node.output if name and name not in self.inside]
         return _total(read), _total([self.known.bytes(name) for name in made])
 
@@ -377,13 +377,9 @@ class Curve(Record):
     seconds: tuple[float, ...]
 
     def at(self, work: float) -> float:
-        place = bisect_left(self.work, work)
-        if place in (0, len(self.work)):
-            nearest = -1 if place else 0
-            return self.seconds[nearest] * work / self.work[nearest]
-        (w0, w1), (s0, s1) = self.work[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
-        share = math.log(work / w0) / math.log(w1 / w0)
-        return math.exp(math.log(s0) + share * math.log(s1 / s0))
+        inside = min(max(work, self.work[0]), self.work[-1])
+        logarithm = np.interp(math.log(inside), np.log(self.work), np.log(self.seconds))
+        return math.exp(logarithm) * work / inside
 
 
 @dataclass(frozen=True)
@@ -483,31 +479,22 @@ def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name
     a tensor's size. Tensors of unknown size, and those inside If and Loop, are not counted.
     """
     source: dict[str, str] = {}  # a view -> the tensor whose memory it shares
-    for node in known.nodes:
-        if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
-            source[node.output[0]] = source.get(node.input[0], node.input[0])
-    last: dict[str, int] = {}
+    first, last = dict[str, int](), dict[str, int]()  # the nodes that make and read a tensor
     for number, node in enumerate(known.nodes):
-        for name in reads(node):
-            last[source.get(name, name)] = number
+        last |= {source.get(name, name): number for name in reads(node)}
+        for name in node.output:
+            if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
+                source[name] = source.get(node.input[0], node.input[0])
+            elif name:
+                first[name] = number
     end = len(known.nodes)
     last |= {source.get(name, name): end for name in known.outputs}
-    made = {name for node in known.nodes for name in node.output}
-    inputs = [n for n in last if n not in made and n not in known.constants]
-    size = {name: int((known.bytes(name) or 0) * scale(name)) for name in [*last, *made]}
-    alive = peak = sum(size[name] for name in inputs)
-    ends: dict[int, list[str]] = {}
-    for name, number in last.items():
-        if name in made:
-            ends.setdefault(number, []).append(name)
-    for number, node in enumerate(known.nodes):
-        new = [n for n in node.output if n and n not in known.constants and n not in source]
-        alive += sum(size[name] for name in new)
-        peak = max(peak, alive)
-        unread = [name for name in new if name not in last]
-        ended = [name for name in ends.get(number, ()) if name not in known.constants]
-        alive -= sum(size[name] for name in (*ended, *unread))
-    return peak
+    change = [0] * (end + 2)  # of the bytes that are alive, before each node
+    for name in (first.keys() | last.keys()) - known.constants.keys():
+        size, begin = int((known.bytes(name) or 0) * scale(name)), first.get(name, 0)
+        change[begin] += size
+        change[(last.get(name, begin) if name in first else end) + 1] -= size
+    return max(accumulate(change))
 
 
 _ROUNDS = 64  # inference needs one for each shape that depends on an inferred one
@@ -533,9 +520,9 @@ class TensorShapes:
     types: Mapping[str, int]
     constants: Mapping[str, onnx.TensorProto]
 
-    def elements(self, name: str) -> int | None:
-        shape = self.shapes.get(name)
-        return None if shape is None else math.prod(shape)
+    def elements(self, name: str) -> int:
+        """Raises KeyError if the shape is not known."""
+        return math.prod(self.shapes[name])
 
     def bytes(self, name: str) -> int | None:
         """Return the size in memory, packed; None if the shape or the type is not known."""
@@ -625,7 +612,7 @@ def _evaluate(
     names = [name for name in node.input if name]
     if node.op_type == "Shape" and names[0] in shapes:
         feeds = {names[0]: np.broadcast_to(np.float32(0), shapes[names[0]])}
-    elif all(name in constants for name in names) and _small(node, constants):
+    elif all(name in constants for name in names) and _small(node, shapes):
         feeds = {name: numpy_helper.to_array(constants[name]) for name in names}
     else:
         return None
@@ -648,17 +635,13 @@ def _fix(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
                 axis.Clear()  # inference finds the value of an expression such as N*49
 
 
-def _small(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
+def _small(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a node is arithmetic whose result cannot be large."""
     if node.op_type == "Constant":
         return all(stored_bytes(a.t) <= SMALL_BYTES for a in node.attribute if a.HasField("t"))
-    if node.op_type not in _GENERATORS:
-        return node.op_type in _ON_SHAPES
-    values = numpy_helper.to_array(constants[node.input[-1 if node.op_type == "Expand" else 0]])
-    if node.op_type == "Range":
-        limit, step = (numpy_helper.to_array(constants[name]).item() for name in node.input[1:3])
-        return bool(step) and abs(limit - values.item()) <= abs(step) * _LARGEST_SHAPE
-    return math.prod(int(size) for size in values.flat) <= _LARGEST_SHAPE
+    if node.op_type in _GENERATORS:  # inference knows their shape, as their inputs are constants
+        return math.prod(shapes.get(node.output[0], (math.inf,))) <= _LARGEST_SHAPE
+    return node.op_type in _ON_SHAPES
 
 
 def elements_of(tensor: onnx.TensorProto) -> int:

@@ -168,8 +168,6 @@ def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
 # Newer opsets mostly allow more types. An operator that changed in another way is refused, not
 # rewritten: the exporter can write the newer form itself.
 
-# Each IR version came with an opset's new types: 8-bit floats, INT4, FP4.
-_IR_VERSIONS = ((13, 7), (15, 8), (19, 9), (21, 10), (23, 11))
 # Operator -> the opset that changed its meaning, where the schema's signature does not show it.
 _CHANGED = {
     "GroupNormalization": 21,  # scale and bias became per channel, not per group
@@ -197,7 +195,8 @@ def raise_opset(model: onnx.ModelProto, least: int) -> None:
     for entry in model.opset_import:
         if entry.domain in ("", "ai.onnx"):
             entry.version = least
-    needed = max((ir for version, ir in _IR_VERSIONS if version <= least), default=0)
+    # each IR version came with an opset's new types: 8-bit floats, INT4, FP4
+    needed = helper.find_min_ir_version_for([helper.make_opsetid("", least)])
     model.ir_version = max(model.ir_version, needed)
 
 

@@ -20,9 +20,9 @@ from onnx import TensorProto, numpy_helper
 from deploykit.core.errors import BadInput, Unsupported, first_line
 from deploykit.core.json_value import Record
 from deploykit.core.precision import FLOATS
-from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, axis_name
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
 from deploykit.graph import storage
-from deploykit.graph.parse import dtype_name
+from deploykit.graph.parse import dtype_name, read_value
 from deploykit.graph.storage import (
     RUNTIME_DOMAINS,
     all_nodes,
@@ -235,10 +235,6 @@ class Graph:
         return tuple(_spec(value, self.path) for value in self.model.graph.output)
 
     @cached_property
-    def opset(self) -> int:
-        return opset(self.model)
-
-    @cached_property
     def element_types(self) -> dict[str, int]:
         """Element type by tensor name, for the tensors of the main graph whose type is known."""
         graph = self.skeleton.graph
@@ -331,12 +327,4 @@ def _spec(value: onnx.ValueInfoProto, path: Path, *, described: bool = False) ->
         if "map(" in dtype:  # scikit-learn's converter adds ZipMap to classifiers
             cure += ": to_onnx(model, X, options={'zipmap': False})"
         raise Unsupported(f"{path}: '{value.name}' is a {dtype}, which is not supported", hint=cure)
-    shape: list[int | str] = []
-    for number, axis in enumerate(value.type.tensor_type.shape.dim):
-        if axis.HasField("dim_value") and axis.dim_value >= 0:
-            shape.append(axis.dim_value)
-        else:
-            own = axis.dim_param  # protobuf returns a name that is not UTF-8 as bytes
-            own = own if isinstance(own, str) else own.decode(errors="replace")
-            shape.append(axis_name(value.name, number, own))
-    return TensorSpec(value.name, dtype, tuple(shape))
+    return TensorSpec(value.name, dtype, name_axes(value.name, read_value(value).shape or ()))

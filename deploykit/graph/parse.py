@@ -9,27 +9,26 @@ import contextlib
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from deploykit.core.artefact import file_stamp
-from deploykit.core.errors import BadInput, DeploykitError, os_reason
+from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.extras import require
-from deploykit.core.files import open_readable
+from deploykit.core.files import open_readable, read_errors
 from deploykit.core.machine import memory_errors
 
 MAX_NESTED = 12  # nested graphs: ONNX Runtime 1.23 opens 12 levels in 0.2 s, 20 in 30 s
 SMALL_BYTES = 1024  # a smaller tensor may be a shape, whose value inference needs
 _MAX_INLINED = 1 << 18  # nodes that inlining may add: a file of 1.7 kB can hold 2^28
-_PAGE_BYTES = 1 << 14
 _MAX_FIELDS = 5_000_000  # the most read from one file: each costs a microsecond
-GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9  # field numbers of onnx.proto
+# keys of onnx.proto's fields: the number, and that a length and bytes follow
+GRAPH, INITIALIZER, RAW_DATA = 7 << 3 | 2, 5 << 3 | 2, 9 << 3 | 2
 EXTERNAL = 1  # TensorProto.DataLocation
 
 
@@ -46,57 +45,43 @@ def messages() -> ModuleType:
     return module
 
 
-class Pages(AbstractContextManager["Pages"]):
-    """A file's bytes by position, read on demand. Raises as `open_readable`.
+class Reader:
+    """The fields of a protobuf file by position, so that weights can be skipped.
 
     The file is not mapped: truncating a mapped file ends the server's process (SIGBUS).
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = open_readable(path)
-        self.size = os.fstat(self._file.fileno()).st_size
-        self._left = _MAX_FIELDS
-        self._at, self._page = 0, b""
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, _MAX_FIELDS
 
     def read(self, begin: int, end: int) -> bytes:
-        return os.pread(self._file.fileno(), end - begin, begin)
+        self._file.seek(begin)
+        return self._file.read(end - begin)
 
-    def varint(self, at: int) -> tuple[int, int]:
-        """Return the number at `at`, and the position after it. Raises ValueError."""
-        place = at - self._at
-        if not 0 <= place <= len(self._page) - 10:
-            self._at, self._page, place = at, self.read(at, at + _PAGE_BYTES), 0
+    def _varint(self) -> int:
         value = shift = 0
-        for byte in self._page[place : place + 10]:
-            value |= (byte & 0x7F) << shift
+        while shift < 70 and (byte := self._file.read(1)):
+            value |= (byte[0] & 0x7F) << shift
+            if byte[0] < 0x80:
+                return value
             shift += 7
-            if byte < 0x80:
-                return value, at + shift // 7
         raise ValueError("not a protobuf")
 
-    def fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield the fields from `at` to `end`: (number, wire type, start, begin of the value, end).
+    def fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the fields from `at` to `end`: (key, start, begin of the bytes, end).
 
         Raises ValueError if the bytes are not protobuf.
         """
         while at < end:
-            start = at
-            key, at = self.varint(at)
-            number, wire, begin = key >> 3, key & 7, at
+            self._file.seek(at)
+            start, key = at, self._varint()
+            size = self._varint() if key & 7 in (0, 2) else {1: 8, 5: 4}.get(key & 7, end)
+            begin = self._file.tell()
+            at = begin + size if key & 7 else begin
             self._left -= 1
-            if wire == 2:
-                size, begin = self.varint(at)
-                at = begin + size
-            elif wire == 0:
-                _, at = self.varint(at)
-            else:
-                at += {1: 8, 5: 4}.get(wire, end)
-            if not number or self._left < 0 or at > end:  # zeros are not protobuf
+            if key < 8 or self._left < 0 or at > end:  # zeros are not protobuf
                 raise ValueError("not a protobuf")
-            yield number, wire, start, begin, at
+            yield key, start, begin, at
 
 
 def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[int, int]]]:
@@ -108,46 +93,44 @@ def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[
     model, spots = messages().ModelProto(), dict[int, tuple[int, int]]()
     decode_error = require("google.protobuf.message").DecodeError
     try:
-        with memory_errors(path, [path]), Pages(path) as data:
-            next(data.fields(0, data.size))  # this raises for a file of zeros
-            if data.size <= whole_bytes:
-                model.ParseFromString(data.read(0, data.size))
+        with memory_errors(path, [path]), read_errors(path), open_readable(path) as file:
+            data, size = Reader(file), os.fstat(file.fileno()).st_size
+            next(data.fields(0, size))  # this raises for a file of zeros
+            if size <= whole_bytes:
+                model.ParseFromString(data.read(0, size))
             else:
-                for number, wire, start, begin, end in data.fields(0, data.size):
-                    if (number, wire) == (GRAPH, 2):
+                for key, start, begin, end in data.fields(0, size):
+                    if key == GRAPH:
                         _parse_graph(data, begin, end, model.graph, spots)
                     else:
                         model.MergeFromString(data.read(start, end))
     except (decode_error, ValueError) as exc:
         raise damaged(path) from exc
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     if not model.graph.output:
         raise BadInput(f"{path}: is a truncated or damaged ONNX file: it holds no graph")
     return model, spots
 
 
 def _parse_graph(
-    data: Pages, at: int, stop: int, graph: Any, spots: dict[int, tuple[int, int]]
+    data: Reader, at: int, stop: int, graph: Any, spots: dict[int, tuple[int, int]]
 ) -> None:
-    others, first = bytearray(), at  # `first`: the begin of the fields between initializers
-    for number, wire, start, begin, end in data.fields(at, stop):
-        if (number, wire) != (INITIALIZER, 2):
+    others = bytearray()
+    for key, start, begin, end in data.fields(at, stop):
+        if key != INITIALIZER:
+            others += data.read(start, end)
             continue
-        others += data.read(first, start)
-        first = end
         place, tensor = len(graph.initializer), graph.initializer.add()
         if end - begin <= SMALL_BYTES:
             tensor.ParseFromString(data.read(begin, end))
             continue
-        for inner, kind, head, value, last in data.fields(begin, end):
-            if (inner, kind) == (RAW_DATA, 2) and last - value > SMALL_BYTES:
+        for inner, head, value, last in data.fields(begin, end):
+            if inner == RAW_DATA and last - value > SMALL_BYTES:
                 spots[place] = value, last - value
             else:
                 tensor.MergeFromString(data.read(head, last))
         if tensor.data_location == EXTERNAL:
             spots.pop(place, None)
-    graph.MergeFromString(bytes(others + data.read(first, stop)))
+    graph.MergeFromString(bytes(others))
 
 
 def damaged(path: Path) -> BadInput:
@@ -166,9 +149,19 @@ class Parts:
         self.graphs, self.nodes, self.inner = [model.graph], list[Any](), list[Any]()
         nodes = self._walk(model.graph.node, path)
         inside = {(each.domain, each.name): self._walk(each.node, path) for each in model.functions}
+        calls = {
+            key: {(node.domain, node.op_type) for node in nodes} & inside.keys()
+            for key, nodes in inside.items()
+        }
         sizes: dict[tuple[str, str], int] = {}  # of each function, inlined
-        for key in _callees_first(inside, path):
-            sizes[key] = _inlined(inside[key], sizes)
+        try:
+            for key in TopologicalSorter(calls).static_order():
+                sizes[key] = _inlined(inside[key], sizes)
+        except CycleError as exc:
+            name = exc.args[1][0][1]
+            raise BadInput(
+                f"{path}: its function '{name}' calls itself, which ONNX forbids"
+            ) from exc
         if sizes and _inlined(nodes, sizes) > _MAX_INLINED + sum(map(_size, self.nodes)):
             raise BadInput(
                 f"{path}: its functions call one another so often that the graph, inlined, is "
@@ -206,21 +199,6 @@ class Parts:
         self.inner += [part for each in tensors for part in (each.values, each.indices)]
 
 
-def _callees_first(
-    inside: Mapping[tuple[str, str], Sequence[Any]], path: Path
-) -> Iterator[tuple[str, str]]:
-    """Order functions by their calls. Raises BadInput if one calls itself, through any others."""
-    calls = {
-        key: {(node.domain, node.op_type) for node in nodes} & inside.keys()
-        for key, nodes in inside.items()
-    }
-    try:
-        yield from TopologicalSorter(calls).static_order()
-    except CycleError as exc:
-        name = exc.args[1][0][1]
-        raise BadInput(f"{path}: its function '{name}' calls itself, which ONNX forbids") from exc
-
-
 def _size(node: Any) -> int:
     """Return what a copy of the node costs: 1, and 1 more for each 256 bytes of its constants."""
     return 1 + int(node.ByteSize()) // 256
@@ -244,6 +222,7 @@ def duplicate(names: Iterable[str]) -> str:
     return next((str(name) for name, count in counts.items() if count > 1), "")
 
 
+@cache
 def dtype_name(data_type: int) -> str:
     """Return numpy's name of an ONNX element type ('float32'), else ONNX's own in lower case."""
     try:
@@ -342,15 +321,12 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
     names = [tensor.name for tensor in graph.initializer]
     stored = set(names)
     return OnnxFacts(
-        inputs=tuple(_value(each) for each in graph.input if each.name not in stored),
-        outputs=tuple(_value(each) for each in graph.output),
+        inputs=tuple(read_value(each) for each in graph.input if each.name not in stored),
+        outputs=tuple(map(read_value, graph.output)),
         operators=operators,
         element_types=frozenset(types),
         external=tuple(external),
-        slowed_by_values=(
-            # inputs are not followed into functions
-            not operators.isdisjoint(_WORK) if model.functions else _values_set_work(graph, stored)
-        ),
+        slowed_by_values=not operators.isdisjoint(_WORK) and _values_set_work(parts, stored),
         twice=duplicate(names),
     )
 
@@ -371,12 +347,15 @@ def external_files(path: Path) -> list[str]:
     return []
 
 
-def _value(value: Any) -> Value:
+def read_value(value: Any) -> Value:
+    """Return an input or output as the file states it; a size below 0 is unknown."""
     kind = value.type.tensor_type
     shape = None
     if kind.HasField("shape"):
         shape = tuple(
-            axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None
+            axis.dim_value
+            if axis.HasField("dim_value") and axis.dim_value >= 0
+            else _text(axis.dim_param) or None
             for axis in kind.shape.dim
         )
     return Value(_text(value.name), dtype_name(kind.elem_type), shape)
@@ -387,12 +366,16 @@ def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode(errors="replace")
 
 
-def _values_set_work(graph: Any, stored: set[str]) -> bool:
-    """Return whether the values of a graph's inputs reach an operator of _WORK."""
+def _values_set_work(parts: Parts, stored: set[str]) -> bool:
+    """Return whether the values of a graph's inputs reach an operator of _WORK.
+
+    They are not followed into functions and bodies: one of these that has such an operator counts.
+    """
+    graph = parts.graphs[0]
+    if any(node.op_type in _WORK for node in parts.nodes[len(graph.node) :]):
+        return True
     from_values = {value.name for value in graph.input} - stored
     nodes = [(node.op_type, list(node.input), list(node.output)) for node in graph.node]
-    if any(_in_bodies(node) for node in graph.node):
-        return True
     known = 0
     while known < len(from_values):  # nodes may come before the ones that they depend on
         known = len(from_values)
@@ -403,10 +386,3 @@ def _values_set_work(graph: Any, stored: set[str]) -> bool:
             if kind not in _SHAPES and from_values.intersection(takes):
                 from_values.update(gives)
     return False
-
-
-def _in_bodies(node: Any) -> bool:
-    """Return whether a body of the node holds an operator of _WORK."""
-    return any(
-        each.op_type in _WORK or _in_bodies(each) for body in subgraphs(node) for each in body.node
-    )

@@ -21,8 +21,8 @@ import onnx
 from onnx import TensorProto, defs, helper, numpy_helper
 
 from deploykit.core.artefact import sniff, wrong_format
-from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.core.files import atomic_write, check_data_file, open_readable
+from deploykit.core.errors import BadInput, first_line
+from deploykit.core.files import atomic_write, check_data_file, open_readable, read_errors
 from deploykit.core.machine import memory_errors
 from deploykit.graph.parse import (
     GRAPH,
@@ -62,12 +62,9 @@ def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
     if tensor.data_location == TensorProto.EXTERNAL:
         entry = {item.key: item.value for item in tensor.external_data}
         path, length = folder / str(entry["location"]), stored_bytes(tensor)
-        try:
-            with memory_errors(path, [path]), open_readable(path) as handle:
-                handle.seek(int(entry.get("offset", "0")))
-                data: bytes = handle.read(length)
-        except OSError as exc:
-            raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+        with memory_errors(path, [path]), read_errors(path), open_readable(path) as handle:
+            handle.seek(int(entry.get("offset", "0")))
+            data: bytes = handle.read(length)
         if len(data) != length:
             raise BadInput(f"{path}: tensor '{tensor.name}' ends too early: was the file changed?")
         return data
@@ -101,30 +98,31 @@ def write(
         with atomic_write(file, durable=not temporary) as tmp, tmp.open("wb") as handle:
             yield handle
 
-    written = onnx.ModelProto()
-    copy_fields(model, written, left_out="graph")
-    copy_fields(model.graph, written.graph, left_out="initializer")
-    large = {t.name: t for t in model.graph.initializer if stored_bytes(t) > SMALL_BYTES}
+    written, large = copy_without_weights(model), dict[str, int]()  # name -> bytes
     for tensor in model.graph.initializer:
-        kept = written.graph.initializer.add()
-        if tensor.name in large:
+        kept, nbytes = written.graph.initializer.add(), stored_bytes(tensor)
+        if nbytes > SMALL_BYTES:
+            large[tensor.name] = nbytes
             kept.name, kept.data_type = tensor.name, tensor.data_type
             kept.dims.extend(tensor.dims)
         else:
             kept.CopyFrom(tensor)
-    data = {name: stored_bytes(tensor) for name, tensor in large.items()}
+    data = ((t.name, tensor_data(t, folder)) for t in model.graph.initializer if t.name in large)
     # reserve 64 bytes per tensor for its name and shape
-    if written.ByteSize() + sum(data.values()) + 64 * len(large) <= limit_bytes:
-        with writer(out) as handle:
-            offsets = _write_inline(written, large, folder, handle)
+    if written.ByteSize() + sum(large.values()) + 64 * len(large) <= limit_bytes:
         file = out.name
+        with writer(out) as handle:
+            offsets = _write_inline(written, large, data, handle)
     else:
-        file = f"{out.name}.data"
+        file, offsets = f"{out.name}.data", {}
         with writer(out.with_name(file)) as handle:
-            offsets = dict(_write_aligned(large, folder, handle))
+            for name, values in data:
+                handle.write(bytes(-handle.tell() % ALIGNMENT_BYTES))
+                offsets[name] = handle.tell()
+                handle.write(values)
     for tensor in written.graph.initializer:
         if tensor.name in large:
-            refer(tensor, file, offsets[tensor.name], data[tensor.name])
+            refer(tensor, file, offsets[tensor.name], large[tensor.name])
     if file != out.name:
         with writer(out) as handle:
             handle.write(written.SerializeToString(deterministic=True))
@@ -133,42 +131,29 @@ def write(
 
 def _write_inline(
     model: onnx.ModelProto,
-    large: Mapping[str, onnx.TensorProto],
-    folder: Path,
+    large: Mapping[str, int],
+    data: Iterator[tuple[str, bytes]],
     handle: BinaryIO,
 ) -> dict[str, int]:
     """Write one protobuf message with the data of `large` in it; return where each begins."""
-    head, body = onnx.ModelProto(), onnx.GraphProto()
-    copy_fields(model, head, left_out="graph")
-    copy_fields(model.graph, body, left_out="initializer")
-    start = body.SerializeToString(deterministic=True)
-    prefixes = []
+    head, tensors = copy_without_weights(model), list[tuple[str, bytes]]()
+    start = head.graph.SerializeToString(deterministic=True)
+    head.ClearField("graph")
     for tensor in model.graph.initializer:
-        inner, more = tensor.SerializeToString(deterministic=True), 0
-        if tensor.name in large:
-            more = stored_bytes(tensor)
-            inner += varint(RAW_DATA << 3 | 2) + varint(more)
-        prefix = varint(INITIALIZER << 3 | 2) + varint(len(inner) + more) + inner
-        prefixes.append((tensor, prefix, more))
-    size = len(start) + sum(len(prefix) + more for _, prefix, more in prefixes)
+        inner, more = tensor.SerializeToString(deterministic=True), large.get(tensor.name, 0)
+        inner += varint(RAW_DATA) + varint(more) if more else b""
+        prefix = varint(INITIALIZER) + varint(len(inner) + more) + inner
+        tensors.append((tensor.name, prefix))
+    size = len(start) + sum(len(prefix) for _, prefix in tensors) + sum(large.values())
     handle.write(head.SerializeToString(deterministic=True))
-    handle.write(varint(GRAPH << 3 | 2) + varint(size) + start)
+    handle.write(varint(GRAPH) + varint(size) + start)
     offsets = {}
-    for tensor, prefix, more in prefixes:
+    for name, prefix in tensors:
         handle.write(prefix)
-        if more:
-            offsets[tensor.name] = handle.tell()
-            handle.write(tensor_data(large[tensor.name], folder))
+        if name in large:
+            offsets[name] = handle.tell()
+            handle.write(next(data)[1])
     return offsets
-
-
-def _write_aligned(
-    large: Mapping[str, onnx.TensorProto], folder: Path, handle: BinaryIO
-) -> Iterator[tuple[str, int]]:
-    for name, tensor in large.items():
-        handle.write(bytes(-handle.tell() % ALIGNMENT_BYTES))
-        yield name, handle.tell()
-        handle.write(tensor_data(tensor, folder))
 
 
 def varint(value: int) -> bytes:
@@ -313,10 +298,8 @@ _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 def make_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose weights above 1 KiB are inputs of the same name."""
-    skeleton = onnx.ModelProto()
-    copy_fields(model, skeleton, left_out="graph")
+    skeleton = copy_without_weights(model)
     graph = skeleton.graph
-    copy_fields(model.graph, graph, left_out="initializer")
     fed = {value.name for value in model.graph.input}
     for tensor in model.graph.initializer:
         if stored_bytes(tensor) <= SMALL_BYTES:
@@ -386,13 +369,8 @@ def unused_name(name: str, taken: set[str]) -> str:
     return name
 
 
-def copy_fields(source: Any, target: Any, *, left_out: str) -> None:
-    for field, value in source.ListFields():
-        if field.name == left_out:
-            continue
-        if hasattr(value, "extend"):
-            getattr(target, field.name).extend(value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(target, field.name).CopyFrom(value)
-        else:
-            setattr(target, field.name, value)
+def copy_without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy that has no initializers."""
+    graph = {f.name: value for f, value in model.graph.ListFields() if f.name != "initializer"}
+    others: dict[str, Any] = {f.name: value for f, value in model.ListFields() if f.name != "graph"}
+    return onnx.ModelProto(**others, graph=graph)

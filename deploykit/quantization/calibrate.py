@@ -10,7 +10,7 @@ and the caller chooses by the error that each makes at the outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.runtime import TARGET_RUNTIMES
+from deploykit.engines.batching import spread_places
 from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.onnxruntime.engine import onnxruntime_errors, session_options
 from deploykit.evaluation.feeds import axis_sizes
@@ -29,7 +30,6 @@ from deploykit.graph.graph import Graph
 from deploykit.quantization.qdq import (
     TINY,
     Calibration,
-    Kept,
     Range,
     by_rows,
     is_set,
@@ -39,11 +39,13 @@ from deploykit.quantization.qdq import (
 
 ort = require("onnxruntime")
 
-METHODS = ("mixed", "percentile", "mse", "minmax")  # the first is the default
+METHODS = ("mixed", "percentile", "mse")  # the first is the default
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # limit of one batch's activations, and of kept outputs
 PERCENTILE = 99.999  # measured best of 99.9 to 99.9999: benchmarks/quantizers.py
+EQUAL = 1e-8  # noise by signal of two runs that compute the same: -80 dB
 WORTH_CLIPPING = 10**0.07  # 0.7 dB: of 0.3, 0.7 and 1.5 the best in measurements
+_CHECKED = 4  # samples that run once more, next to others
 _SIDE = 4096  # bins on either side of zero
 _CHUNK = 1 << 16  # values at a time: what fits into a core's cache
 _LEVELS = 128  # levels of an INT8 magnitude
@@ -119,14 +121,15 @@ class TensorHistogram:
         high = 2 * _SIDE - int(np.argmax(np.cumsum(self.counts[::-1]) > tail))
         return min(float(edges[low]), 0.0), max(float(edges[high]), 0.0)
 
-    def least_error(self) -> float:
-        """Return the peak at which INT8's rounding and clipping add up to the least squared error.
+    def least_error(self) -> tuple[float, float]:
+        """Return the ends at which INT8's rounding and clipping add up to the least squared error.
 
         Rounding costs a twelfth of a squared step, and no more than the value itself.
         """
         mass = self._mass()
         tops = _CUTS * (np.flatnonzero(mass).max(initial=0) + 1) / _SIDE
-        return self.limit * float(min(tops, key=lambda top: _squared_error(mass, top)))
+        peak = self.limit * float(min(tops, key=lambda top: _squared_error(mass, top)))
+        return -peak, peak
 
     def gains(self, safe: float, least: float) -> bool:
         """Return whether [-least, least] makes much less squared INT8 error than [-safe, safe].
@@ -171,20 +174,18 @@ def calibrate(
     *,
     method: str = METHODS[0],
     batch_size: int = 32,
-    places: Iterable[np.ndarray] = (),
 ) -> Calibration:
-    """Return the ranges of the inputs and of every float tensor of the main graph.
+    """Return the ranges of the inputs and of every float tensor, and the model's outputs.
 
     Args:
         graph: in float32. One with a fixed batch runs at that size.
         samples: inputs of the graph. Samples that do not fill a fixed batch are left out.
-        method: "minmax" reduces inside the graph and keeps two numbers per tensor. The others keep
-            a histogram of each tensor that `qdq` may give a scale; all come from one pass, see
-            `Calibration.using`. "percentile": the middle 99.999 % of the values. "mse": INT8 makes
-            the least squared error at the MatMuls and Convs. "mixed": "mse" for the tensors where
-            it makes much less, else "percentile".
+        method: "minmax", every value, for the range guard alone: reduced inside the graph. The
+            `METHODS` keep a histogram of each tensor that `qdq` may give a scale; all come from one
+            pass, see `Calibration.using`. "percentile": the middle 99.999 % of the values. "mse":
+            INT8 makes the least squared error at the MatMuls and Convs. "mixed": "mse" for the
+            tensors where it makes much less, else "percentile".
         batch_size: smaller where a batch would need more than 256 MiB of activations.
-        places: batches of samples, by their numbers, whose outputs are kept up to 256 MiB.
 
     Raises:
         BadInput: fewer than 8 samples, samples that are NaN, infinite or all the same, and a model
@@ -204,8 +205,9 @@ def calibrate(
     size, used = samples.batching(most, graph.inputs)
     own = [value.name for value in editor.graph.output]
     outputs = _add_outputs(editor.graph, [n for n in names if n not in counted], counted)
+    outputs += [name for name in own if name not in counted]
     ranges: dict[str, Range] = {}
-    kept, kept_bytes = list[Kept](), 0
+    kept, kept_bytes = list[dict[str, np.ndarray]](), 0
     options = session_options(None)
     # The graph runs as written: a fused node would compute a tensor otherwise than the graph says
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -230,21 +232,36 @@ def calibrate(
                     has_nan = total != total
                 nan += [name] * has_nan
                 ranges[name] = ranges.get(name, seen).merge(seen)
-            answers = session.run(own, {**feeds, **weights}) if nan else []
-            if any(np.isnan(each).any() for each in answers if each.dtype.kind == "f"):
+            answers = {name: values[name] for name in own}
+            floats = [each for each in answers.values() if each.dtype.kind == "f"]
+            if nan and any(np.isnan(each).any() for each in floats):
                 raise BadInput(
                     f"{graph.path}: tensor '{nan[0]}' is NaN on the calibration data "
                     f"{samples.where}",
                     hint="the float32 model itself fails on these samples",
                 )
-        for rows in places:
-            feeds = samples.rows(rows)
-            found = [each.copy() for each in session.run(own, {**feeds, **weights})]
-            kept.append((rows, found))
-            kept_bytes += sum(each.nbytes for each in found)
-            if kept_bytes > MOST_BYTES:
-                break
-    return replace(_choose_ranges(ranges, counted, used, method), outputs=tuple(kept))
+            kept_bytes += sum(each.nbytes for each in answers.values())
+            if kept_bytes <= MOST_BYTES:
+                kept.append({name: each.copy() for name, each in answers.items()})
+        known = _by_sample(kept, size, used) if kept_bytes <= MOST_BYTES else {}
+        if known:
+            few, _ = samples.batching(min(_CHECKED, batch_size), graph.inputs)
+            rows = np.array(spread_places(used, few))
+            again = session.run(own, {**samples.rows(rows), **weights})
+            if noise_share([known[name][rows] for name in own], again) > EQUAL:
+                known = {}
+    return replace(_choose_ranges(ranges, counted, used, method), outputs=known)
+
+
+def _by_sample(
+    batches: Sequence[Mapping[str, np.ndarray]], size: int, samples: int
+) -> dict[str, np.ndarray]:
+    """Return the outputs of all batches, joined; none where one has not a row for each sample."""
+    for start, batch in zip(range(0, samples, size), batches, strict=True):
+        for name, array in batch.items():
+            if array.shape != (min(size, samples - start), *batches[0][name].shape[1:]):
+                return {}
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def _choose_ranges(
@@ -252,21 +269,43 @@ def _choose_ranges(
 ) -> Calibration:
     if method == "minmax":
         return Calibration(ranges, ranges, samples, method)
-    cut = {
-        each: {name: _cut(ranges[name], counts, each) for name, counts in counted.items()}
-        for each in METHODS
-    }
-    safe, least = cut["percentile"], cut["mse"]
-    cut["mixed"] = {
+    safe = {name: _cut(ranges[name], counts.percentile) for name, counts in counted.items()}
+    least = {name: _cut(ranges[name], counts.least_error) for name, counts in counted.items()}
+    mixed = {
         name: (least if counts.gains(safe[name].peak, least[name].peak) else safe)[name]
         for name, counts in counted.items()
     }
+    cut = dict(zip(METHODS, (mixed, safe, least), strict=True))
     peaks = {
         name: tuple(counts.channel_peaks.tolist())
         for name, counts in counted.items()
         if counts.importance is not None
     }
     return Calibration(ranges, ranges, samples, method, cut, peaks).using(method)
+
+
+def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> float:
+    """Return noise energy by signal energy, added up over the outputs.
+
+    Places that are not finite in `wanted` are left out; a value that is not where `wanted` is
+    finite makes it infinite. An integer output counts the share that differs, one of another shape
+    counts 1.
+    """
+    total = 0.0
+    for a, b in zip(wanted, got, strict=True):
+        if a.shape != b.shape:  # a size that depends on the values, such as the number of boxes
+            total += 1.0
+            continue
+        if a.dtype.kind in "biuO":
+            total += float(np.mean(a != b)) if a.size else 0.0
+            continue
+        there = np.isfinite(a)
+        x, y = a[there].astype(np.float64), b[there].astype(np.float64)
+        if not np.isfinite(y).all():
+            return math.inf
+        signal, noise = float(np.sum(x**2)), float(np.sum((x - y) ** 2))
+        total += noise / signal if signal > 0 else (math.inf if noise > 0 else 0.0)
+    return total
 
 
 def check_samples(samples: Samples) -> None:
@@ -358,13 +397,9 @@ def _add_outputs(graph: onnx.GraphProto, reduced: Sequence[str], whole: Iterable
     return added
 
 
-def _cut(seen: Range, counts: TensorHistogram, method: str) -> Range:
+def _cut(seen: Range, ends: Callable[[], tuple[float, float]]) -> Range:
     """Return the part of `seen` to keep: all of it if a value is infinite, as in a mask."""
-    if method in ("minmax", "mixed") or not np.isfinite(seen.peak):
+    if not np.isfinite(seen.peak):
         return seen
-    if method == "percentile":
-        low, high = counts.percentile()
-    else:
-        high = counts.least_error()
-        low = -high
+    low, high = ends()
     return Range(max(seen.low, low), min(seen.high, high))

@@ -31,7 +31,7 @@ from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS, WEIGHTS
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
-from deploykit.engines.engine import Engine, load
+from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import golden
 from deploykit.evaluation.accuracy import (
     MAX_DROP,
@@ -135,6 +135,7 @@ class Job:
             runtime=self.request.runtime,
             other_nodes=self.request.other_nodes,
             folder=folder,
+            batch_size=self.batch_size,
         )
 
     def convert(
@@ -194,7 +195,7 @@ class Job:
 def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.quantization.calibrate import calibrate
-    from deploykit.quantization.scales import Scales, places_to_choose_on
+    from deploykit.quantization.scales import Scales
 
     on_progress("reading the model", 0.0)
     source = Graph.open(model.path)
@@ -223,16 +224,15 @@ def prepare(model: Artefact, request: QuantizeRequest, on_progress: Progress) ->
         # the check for float16 overflow needs no outliers left out
         pairs = request.to in (*CALIBRATED, "auto")
         run = partial(calibrate, source, calib, method="mixed" if pairs else "minmax")
-        places = partial(places_to_choose_on, source, calib) if pairs else lambda _: ()
         try:
-            calibration = run(places=places(rows), batch_size=rows)
+            calibration = run(batch_size=rows)
         except BadInput:
             with load(model, "cpu") as engine:
                 rows, single = rows_that_run(engine, calib, rows)
             if not single:
                 raise
             notes += single
-            calibration = run(places=places(rows), batch_size=rows)
+            calibration = run(batch_size=rows)
         record = calibration_record(request, calibration, doubts)
         notes = (*notes, *doubts)
         if test and (shared := overlap(calib, test)):
@@ -293,6 +293,27 @@ def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
         yield reference, candidate
 
 
+class KnownOutputs(Engine):
+    """An engine that does not run where it is asked for known samples, in their order.
+
+    `feeds`, `outputs`: rows of these samples, by name.
+    """
+
+    def __init__(self, engine: Engine, feeds: Feeds, outputs: Feeds) -> None:
+        self.inputs, self.outputs, self.runtime = engine.inputs, engine.outputs, engine.runtime
+        self.device, self.limits, self.max_batch = engine.device, engine.limits, engine.max_batch
+        self._engine, self._feeds, self._outputs, self._at = engine, feeds, outputs, 0
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        rows = slice(self._at, self._at + len(next(iter(feeds.values()))))
+        if rows.stop > len(next(iter(self._outputs.values()))) or any(
+            not np.array_equal(array, self._feeds[name][rows]) for name, array in feeds.items()
+        ):
+            return self._engine(feeds)
+        self._at = rows.stop
+        return {name: array[rows].copy() for name, array in self._outputs.items()}
+
+
 def evaluate_engines(
     job: Job,
     reference: Engine,
@@ -305,15 +326,18 @@ def evaluate_engines(
 
     Args:
         job: gives the samples, the metric and the bound.
-        reference, candidate: the two engines.
+        reference, candidate: the two engines. The first does not run again for the samples whose
+            outputs the calibration kept.
         name: what tables and errors call the candidate.
         converted: the candidate's graph, to name the first tensor in it that is not finite.
         feeds: what `Job.feeds` gave.
     """
     if job.samples is None:
         feeds = feeds or job.feeds(reference, candidate)[0]
+    calibration = job.scales.calibration
+    known = calibration.outputs if calibration else {}
     found = evaluate(
-        reference,
+        KnownOutputs(reference, job.calib.inputs, known) if job.calib and known else reference,
         candidate,
         job.samples,
         Criterion(job.metric, job.request.max_drop, share_outputs(job.source)),

@@ -14,7 +14,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -30,7 +29,6 @@ from deploykit.graph.storage import all_nodes, read_names
 
 RANGES_KEY = "deploykit.int8_ranges"  # key in a graph's metadata: {tensor: [low, high]}
 TINY = 1e-30  # a tensor below it is dead: any scale stores its zeros
-Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,8 @@ class Calibration:
     `ranges`: every value seen, for the range guard of float16. `clipped`: what INT8 scales should
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
-    "minmax". `outputs`: the model's, for batches of samples that the caller named.
+    "minmax". `outputs`: the model's own, by name, a row for each sample; none where they take more
+    than 256 MiB, or a sample's depend on those next to it.
     """
 
     ranges: Mapping[str, Range]
@@ -64,7 +63,7 @@ class Calibration:
     method: str
     cut: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    outputs: tuple[Kept, ...] = ()
+    outputs: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def using(self, method: str) -> Calibration:
         """Return the calibration that `method`, one of `cut`, gives."""

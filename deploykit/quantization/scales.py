@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from deploykit.core.evidence import CalibrationRecord
 from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples
-from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.feeds import axis_sizes
 from deploykit.graph import cost
@@ -31,7 +31,7 @@ from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import read_names
 from deploykit.quantization import half_precision, qdq, weights
-from deploykit.quantization.calibrate import calibrate
+from deploykit.quantization.calibrate import calibrate, noise_share
 from deploykit.quantization.half_precision import open_graph
 from deploykit.quantization.qdq import Calibration, by_rows, is_set, quantizable_nodes
 
@@ -90,23 +90,29 @@ def convert(
 
 
 def choose_scales(
-    scales: Scales, samples: Samples, to: str, *, runtime: str, other_nodes: str, folder: Path
+    scales: Scales,
+    samples: Samples,
+    to: str,
+    *,
+    runtime: str,
+    other_nodes: str,
+    folder: Path,
+    batch_size: int,
 ) -> Scales:
     """Return `scales` with the calibrator and smoothing that make the least noise in `to`.
 
     Args:
-        scales: calibrated on `samples`, with outputs for the batches of `places_to_choose_on`.
+        scales: calibrated on `samples`, of a graph that is in its file.
         samples: the calibration data.
         to: "int8" or "fp8".
         runtime, other_nodes: as in `convert`.
         folder: for temporary files.
+        batch_size: the most samples per call.
     """
     calibration = scales.calibration
-    if calibration is None or not calibration.outputs:
+    if calibration is None or not calibration.cut:
         return scales
-    batches: Batches = [
-        (len(rows), samples.rows(rows), outputs) for rows, outputs in calibration.outputs
-    ]
+    batches = _batches(scales.graph, calibration, samples, batch_size)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".calibrators.") as name:
         trials = _Trials(to, runtime, other_nodes, batches, Path(name))
         best, noise = trials.choose(scales, calibration)
@@ -121,10 +127,21 @@ def choose_scales(
         graph, names = smooth(scales.graph, peaks)
         if not names:
             return best
-        again = calibrate(graph, samples, batch_size=max(rows for rows, *_ in batches))
+        again = calibrate(graph, samples, batch_size=batch_size)
         record = scales.record and replace(scales.record, smoothed=names)
         smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
-        return smoothed if _gains(noise, less) else best
+        rows = min(len(noise), len(less))  # of the first batch, or of all
+        return smoothed if _gains(noise[:rows], less[:rows]) else best
+
+
+def _batches(graph: Graph, found: Calibration, samples: Samples, batch_size: int) -> Batches:
+    """Return the samples to choose on, with the outputs that the calibration kept, or new ones."""
+    places = list(places_to_choose_on(graph, samples, batch_size))
+    feeds = [(len(rows), samples.rows(rows)) for rows in places]
+    if known := found.outputs.values():
+        return [(*each, [a[rows] for a in known]) for each, rows in zip(feeds, places, strict=True)]
+    with load(graph.path, "cpu") as engine:
+        return [(*each, [*engine(each[1]).values()]) for each in feeds]
 
 
 @dataclass(frozen=True)
@@ -140,18 +157,30 @@ class _Trials:
     def choose(self, scales: Scales, calibration: Calibration) -> tuple[Scales, np.ndarray]:
         """Choose the first calibrator, or the one that is seen to make less noise.
 
-        The second result is the noise of each sample.
+        The others run on more than the first batch only if one of them gains there. The second
+        result is the noise of each sample.
         """
-        cut, noise = calibration.cut, dict[str, np.ndarray]()
-        for method, ranges in cut.items():
-            twin = next((other for other in noise if cut[other] == ranges), None)
-            trial = replace(scales, calibration=calibration.using(method))
-            noise[method] = noise[twin] if twin else self.noise(trial)
+        cut = calibration.cut
+        twins = {each: next(other for other in cut if cut[other] == cut[each]) for each in cut}
+        first, *others = dict.fromkeys(twins.values())
+
+        def run(methods: Iterable[str], batches: Batches) -> dict[str, np.ndarray]:
+            trials = {
+                each: replace(scales, calibration=calibration.using(each)) for each in methods
+            }
+            return {each: self.noise(trial, batches) for each, trial in trials.items()}
+
+        noise = run((first, *others), self.batches[:1])
+        left = [each for each in others if _gains(noise[first], noise[each])]
+        if left and self.batches[1:]:
+            more = run((first, *left), self.batches[1:])
+            noise = {each: np.concatenate([noise[each], rows]) for each, rows in more.items()}
         best = least_noise(noise)
-        record = scales.record and replace(scales.record, method=best, sqnr_db=self._sqnr_db(noise))
+        shown = {each: noise[twin] for each, twin in twins.items() if twin in noise}
+        record = scales.record and replace(scales.record, method=best, sqnr_db=self._sqnr_db(shown))
         return replace(scales, calibration=calibration.using(best), record=record), noise[best]
 
-    def noise(self, scales: Scales) -> np.ndarray:
+    def noise(self, scales: Scales, batches: Batches) -> np.ndarray:
         """Return the noise of each sample at the outputs with these scales."""
         typed, _ = convert(
             scales.graph,
@@ -166,7 +195,7 @@ class _Trials:
         else:
             engine = open_as_written(graph.path)  # optimised, it would hold float32 weights, too
         with engine:
-            return _noise(engine, self.batches)
+            return _noise(engine, batches)
 
     def _sqnr_db(self, noise: Mapping[str, np.ndarray]) -> dict[str, float]:
         shares = {method: float(rows.mean()) for method, rows in noise.items()}
@@ -236,30 +265,6 @@ def noise_by_row(wanted: np.ndarray, got: np.ndarray, rows: int) -> np.ndarray:
     energy = (np.where(there, wanted, 0) - np.where(there, got, 0).astype(np.float64)) ** 2
     by_row = energy.reshape(rows, -1).sum(axis=1)
     return np.asarray(share * rows * by_row / by_row.sum())
-
-
-def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> float:
-    """Return noise energy by signal energy, added up over the outputs.
-
-    Places that are not finite in `wanted` are left out; a value that is not where `wanted` is
-    finite makes it infinite. An integer output counts the share that differs, one of another shape
-    counts 1.
-    """
-    total = 0.0
-    for a, b in zip(wanted, got, strict=True):
-        if a.shape != b.shape:  # a size that depends on the values, such as the number of boxes
-            total += 1.0
-            continue
-        if a.dtype.kind in "biuO":
-            total += float(np.mean(a != b)) if a.size else 0.0
-            continue
-        there = np.isfinite(a)
-        x, y = a[there].astype(np.float64), b[there].astype(np.float64)
-        if not np.isfinite(y).all():
-            return math.inf
-        signal, noise = float(np.sum(x**2)), float(np.sum((x - y) ** 2))
-        total += noise / signal if signal > 0 else (math.inf if noise > 0 else 0.0)
-    return total
 
 
 # SmoothQuant moves outliers of a LayerNorm's output into the weights of the MatMuls that read it.

@@ -39,9 +39,10 @@ from deploykit.graph import cost, storage
 from deploykit.graph.cost import Ceilings, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.quantization import qdq
+from deploykit.quantization.calibrate import noise_share
 from deploykit.quantization.half_precision import open_graph
 from deploykit.quantization.job import Job, evaluate_engines, open_both
-from deploykit.quantization.scales import Scales, noise_share
+from deploykit.quantization.scales import Scales
 from deploykit.quantization.weights import dynamic_nodes
 
 LEAST_GAIN = 0.05  # predictions and measurements are no finer, and a wider type is safer
@@ -292,7 +293,8 @@ def _not_worth(narrow_s: float, wider: str, wider_s: float) -> str:
 GENERIC_PROFILE = "l4"  # predicts the costs where no profile is named
 COST_BATCH = 8
 _SENSITIVITY_SAMPLES = 16
-_ROUNDS = 15  # of a measured cost
+_ROUNDS = 9  # of a candidate and float32 in turn
+_FLOAT32_ROUNDS = 3  # of float32 alone, for its figure: each candidate is timed next to it
 
 
 # on disk, as large models would not fit into memory several times, with notes
@@ -429,17 +431,19 @@ class _Candidates:
         graph, _ = model
         if not self.measured:
             return cost.predicted_s(self._costs(graph), self.ceilings)
-        feeds = self._feeds(COST_BATCH)
-        opened = (open_graph(self.runtime, each, self.folder) for each in (graph, self.job.source))
+        feeds, source = self._feeds(COST_BATCH), self.job.source
+        graphs = [graph] if graph is source else [graph, source]  # they take turns
         with ExitStack() as stack:
-            both = [stack.enter_context(engine) for engine in opened]
-            # they take turns, and the first turn warms up
+            engines = [
+                stack.enter_context(open_graph(self.runtime, each, self.folder)) for each in graphs
+            ]
             rounds = [
-                [timeit(partial(each, feeds), number=1) for each in both]
-                for _ in range(1 + _ROUNDS)
-            ][1:]
-        measured = MeasuredCost(statistics.median(ours_s for ours_s, _ in rounds))
-        measured.rounds = [ours_s / float32_s for ours_s, float32_s in rounds]
+                [timeit(partial(each, feeds), number=1) for each in engines]
+                for _ in range(1 + (_ROUNDS if len(graphs) > 1 else _FLOAT32_ROUNDS))
+            ][1:]  # the first warms up
+        measured = MeasuredCost(statistics.median(ours_s for ours_s, *_ in rounds))
+        by_round = [times[0] / times[-1] for times in rounds]
+        measured.rounds = by_round if graph is not source else [1.0] * _ROUNDS
         return measured
 
     def evaluate(self, model: _Candidate) -> Verdict:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.core.errors import DeviceLost
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import deliver_inline
 from deploykit.serving.batching.queue import Pending

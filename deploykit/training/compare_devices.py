@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ def compare_devices(
 
 Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
 Source = Generator[Times, None, None]
+Jobs = list[tuple[DeviceRow, Source]]
 
 
 def time_devices(
@@ -171,9 +172,8 @@ def time_devices(
     on_progress: Progress = no_progress,
 ) -> list[DeviceRow]:
     """Return a row for each device, precision and batch size. Raises BadInput."""
-    recipe = recipe.sized_for(splits.build_with)
+    recipe, jobs = recipe.sized_for(splits.build_with), Jobs()
     splits = check_splits(recipe, splits)
-    rows, sources = list[DeviceRow](), list[Source]()
     kinds = [(device, kind) for device, precisions in PRECISIONS.items() for kind in precisions]
     for (device, kind), compiled, batch in itertools.product(
         kinds, (False, True)[: 1 + options.compile], batches
@@ -187,11 +187,10 @@ def time_devices(
             tf32=kind != "float32",
             compile=compiled,
         )
-        name, absent = f"{kind} compiled" if compiled else kind, _lacks(device, kind)
-        threads = None if absent else torch.get_num_threads()
-        rows.append(DeviceRow(device, name, batch, threads, absent=absent))
-        sources.append(_train(recipe, splits, own))
-    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
+        row = DeviceRow(device, f"{kind} compiled" if compiled else kind, batch)
+        row = replace(row, threads=torch.get_num_threads(), absent=_lacks(device, kind))
+        jobs.append((row, _train(recipe, splits, own)))
+    return _time_rows(jobs, len(splits.train.labels), recipe.epochs, on_progress)
 
 
 def time_augmentation(
@@ -203,48 +202,47 @@ def time_augmentation(
     """
     if recipe.augment is None or recipe.backbone is not None:
         return []
-    rows, sources = list[DeviceRow](), list[Source]()
-    trains_on = "cuda" if torch.cuda.is_available() else "cpu"
+    jobs, trains_on = Jobs(), "cuda" if torch.cuda.is_available() else "cpu"
+    threads = {"cpu": max(1, free_cores(torch.device(trains_on))), "cuda": 0}
     for batch, device in itertools.product(batches, PRECISIONS):
-        absent, cores = _lacks(device, AUGMENTED), max(1, free_cores(torch.device(trains_on)))
-        threads = None if absent else cores if device == "cpu" else 0
-        rows.append(DeviceRow(device, AUGMENTED, batch, threads, absent=absent))
         options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
-        sources.append(_augment(recipe, splits.train, options, device))
-    return _time_rows(rows, sources, len(splits.train.labels), recipe.epochs, on_progress)
+        absent = _lacks(device, AUGMENTED)
+        row = DeviceRow(device, AUGMENTED, batch, threads[device], absent=absent)
+        jobs.append((row, _augment(recipe, splits.train, options, device)))
+    return _time_rows(jobs, len(splits.train.labels), recipe.epochs, on_progress)
 
 
-def _time_rows(
-    rows: list[DeviceRow],
-    sources: Sequence[Source],
-    samples: int,
-    epochs: int,
-    on_progress: Progress,
-) -> list[DeviceRow]:
-    # the CPU's rows take turns, as the machine may be busy; a GPU's are alone, for its memory
-    places = [at for at, row in enumerate(rows) if row.absent is None]
-    on_cpu, done = [at for at in places if rows[at].device == "cpu"], 0
-    for group in (on_cpu, *([at] for at in places if at not in on_cpu)):
-        left, spent_s = {at: list[Times]() for at in group}, dict.fromkeys(group, 0.0)
-        while left:
-            for at in tuple(left):
-                row = rows[at]
-                share = done / len(places)
-                on_progress(f"{row.device} {row.precision}, batch {row.batch}", share)
+def _time_rows(jobs: Jobs, samples: int, epochs: int, on_progress: Progress) -> list[DeviceRow]:
+    rows = [replace(row, threads=None) if row.absent else row for row, _ in jobs]
+
+    def time_row(at: int) -> Iterator[None]:
+        """Replace row `at` by the measured one; yield between its steps."""
+        row, (_, source) = rows[at], jobs[at]
+        times, spent_s, enough = list[Times](), 0.0, False
+        text = f"{row.device} {row.precision}, batch {row.batch}"
+        on_progress(text, at / len(rows))
+        try:
+            next(source)  # warms up
+            while not enough:
+                yield
+                on_progress(text, at / len(rows))
                 started = time.perf_counter()
-                try:
-                    left[at].append(next(sources[at]))
-                except (OutOfMemory, Unsupported) as exc:
-                    rows[at] = replace(row, threads=None, absent=exc.message)
-                else:
-                    times = left[at][1:]  # the first warms up
-                    spent_s[at] += (time.perf_counter() - started) * bool(times)
-                    if not _enough(len(times), spent_s[at]):
-                        continue
-                    rows[at] = _measured(row, times, samples, epochs)
-                sources[at].close()  # frees the model
-                del left[at]
-                done += 1
+                times.append(next(source))
+                spent_s += time.perf_counter() - started
+                least_s = _LEAST_S if len(times) >= _STEPS else _LIMIT_S
+                enough = len(times) >= _FEWEST and spent_s >= least_s
+            rows[at] = _measured(row, times, samples, epochs)
+        except (OutOfMemory, Unsupported) as exc:
+            rows[at] = replace(row, threads=None, absent=exc.message)
+        source.close()  # frees the model
+
+    # the CPU's rows take turns, as the machine may be busy; a GPU's are alone, for its memory
+    there = [at for at, row in enumerate(rows) if row.absent is None]
+    on_cpu = [at for at in there if rows[at].device == "cpu"]
+    for group in (on_cpu, *([at] for at in there if at not in on_cpu)):
+        turns = [time_row(at) for at in group]
+        while turns:
+            turns = [turn for turn in turns if next(turn, "ended") is None]
     return rows
 
 
@@ -280,12 +278,10 @@ def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Source:
 
     while True:
         with use_tf32(settings.tf32):
-            times = [now_s()]
-            inputs, labels, _ = next(loader)
-            times.append(now_s())
+            started_s, (inputs, labels, _), made_s = now_s(), next(loader), now_s()
             run.step(inputs, labels)
-            times.append(now_s())
-        yield times[1] - times[0], times[2] - times[1]
+            ended_s = now_s()
+        yield made_s - started_s, ended_s - made_s
 
 
 def _augment(recipe: Recipe, train: Split, options: TrainingOptions, device: str) -> Source:
@@ -298,10 +294,6 @@ def _augment(recipe: Recipe, train: Split, options: TrainingOptions, device: str
 
 def _first(split: Split, count: int) -> Split:
     return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
-
-
-def _enough(steps: int, seconds: float) -> bool:
-    return steps >= _FEWEST and seconds >= (_LEAST_S if steps >= _STEPS else _LIMIT_S)
 
 
 def _measured(row: DeviceRow, times: Sequence[Times], samples: int, epochs: int) -> DeviceRow:
@@ -359,11 +351,12 @@ def conclude(table: Any) -> list[str]:
     rows = [row for row in measured if row.samples_per_s.low > 0]
     like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
     work = f"{table.epochs} epochs of {table.samples:,} samples take"
-    gpu = _no_gpu(table.rows)
+    absent = next((row.absent for row in reversed(table.rows) if row.absent), "")
     if not measured:
-        return [gpu.replace("GPU: not measured, ", "Nothing could be measured: ")]
+        return [f"Nothing could be measured: {absent}."]
+    gpu = f" GPU: not measured, {absent}." if absent else ""
     if not rows:
-        return [f"The machine was too busy: the interval of every rate holds 0. Repeat it. {gpu}"]
+        return [f"The machine was too busy: the interval of every rate holds 0. Repeat it.{gpu}"]
     if len(like) == 2:
         cpu, best = like["cpu"], like["cuda"]
         first = f"In float32 at batch {table.batch} the GPU trains {table.recipe} "
@@ -374,33 +367,17 @@ def conclude(table: Any) -> list[str]:
         rate = best.samples_per_s
         first = f"The {_NAMES[best.device]} ({best.threads} threads) trains {table.recipe} at most "
         first += f"at {rate.value:,.4g} samples/s ({rate.low:,.4g} to {rate.high:,.4g}), in "
-        first += f"{best.precision} at batch {best.batch}: {work} {best.run_s.value:.3g} s. {gpu}"
-    found = [first.rstrip()]
-    for each in table.crossovers:
-        against = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
-        found.append(f"GPU {each['precision']} is ahead of {against} {_from_batch(each)}.")
-    return found + conclude_augmentation(table)
-
-
-def conclude_augmentation(table: Any) -> list[str]:
-    """Say where augmentation takes less time; say nothing where nothing was augmented."""
-    for each in find_crossovers(table.augmentation):
-        return [f"The GPU augments batches in less time than the CPU {_from_batch(each)}."]
-    for row in table.augmentation:
-        if row.batch == table.batch and row.loader_ms is not None:
-            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
-            return [f"{first}. {_no_gpu(table.augmentation)}"]
-    return []
-
-
-def _from_batch(crossover: Mapping[str, Any]) -> str:
-    batch, measured = crossover["batch"], ", ".join(map(str, crossover["measured"]))
-    return f"{f'from batch {batch} on' if batch else 'at no batch size'} (measured: {measured})"
-
-
-def _no_gpu(rows: Sequence[DeviceRow]) -> str:
-    absent = next((row.absent for row in reversed(rows) if row.absent), "")
-    return f"GPU: not measured, {absent}." if absent else ""
+        first += f"{best.precision} at batch {best.batch}: {work} {best.run_s.value:.3g} s.{gpu}"
+    found = [first]
+    for each in (*table.crossovers, *find_crossovers(table.augmentation)):
+        kind, batch = each["precision"], each["batch"]
+        against = "the CPU's float32" if kind == "float32" else "the CPU's fastest"
+        start = f"GPU {kind} is ahead of {against}"
+        if kind == AUGMENTED:
+            start = "The GPU augments batches in less time than the CPU"
+        where = f"from batch {batch} on" if batch else "at no batch size"
+        found.append(f"{start} {where} (measured: {', '.join(map(str, each['measured']))}).")
+    return found
 
 
 # The report of `train --compare-devices`.
@@ -421,7 +398,8 @@ def devices_document(table: DeviceTable) -> dict[str, Any]:
 def devices_parts(table: DeviceTable) -> Parts:
     table = replace(table, recipe=printable(table.recipe))
     chart = _chart(table)
-    return Parts([chart] if chart.series else [], [], _tables(table), [])
+    tables = [device_rows(table), _articles(table)]
+    return Parts([chart] if chart.series else [], [], tables, [])
 
 
 def device_rows(table: DeviceTable) -> Table:
@@ -429,7 +407,8 @@ def device_rows(table: DeviceTable) -> Table:
     own = {(row.device, row.precision, row.batch): row for row in table.rows + table.augmentation}
     rows = [
         (
-            *_setup(row),
+            f"{_NAMES[row.device]} {row.precision}",
+            count(row.batch),
             f"{NOT_MEASURED}: {row.absent}" if row.absent else _spread(row.samples_per_s),
             _times(row, own.get(("cpu", row.precision, row.batch))),
             *map(_spread, (row.step_ms, row.loader_ms, row.run_s)),
@@ -443,7 +422,7 @@ def device_rows(table: DeviceTable) -> Table:
     return Table("Each device", (*columns, f"{table.epochs} epochs (s)"), rows, (0, 2), note)
 
 
-def _tables(table: DeviceTable) -> list[Table]:
+def _articles(table: DeviceTable) -> Table:
     rows_of = {(row.device, row.precision, row.batch): row for row in table.rows}
     cpu, gpu = (rows_of.get((device, "float32", table.batch)) for device in PRECISIONS)
     what = f"{table.recipe} on this machine: {count(table.epochs)} epochs of "
@@ -454,21 +433,19 @@ def _tables(table: DeviceTable) -> list[Table]:
     rows += [tuple(each[key] for key in keys) for each in table.articles]
     note = " ".join(f"“{each['claim']}”: {each['measured']}." for each in table.articles)
     columns = ("what", "CPU (s)", "GPU (s)", "times", "claim")
-    articles = Table("Next to the articles", columns, rows, (0, 4), note)
-    return [each for each in (device_rows(table), articles) if each.rows]
+    return Table("Next to the articles", columns, rows, (0, 4), note)
 
 
 def _chart(table: DeviceTable) -> Chart:
-    rows = [row for row in table.rows if row.samples_per_s is not None]
-    batches = sorted({row.batch for row in rows})
+    rows = [(row, rate) for row in table.rows if (rate := row.samples_per_s)]
+    batches = sorted({row.batch for row, _ in rows})
     crossings = {each["batch"] for each in table.crossovers[:1]} - {*batches[:1]}
     series = dict[str, list[Mark]]()
-    for row in rows:
-        rate = row.samples_per_s or Interval(0.0, 0.0, 0.0)
+    for row, rate in rows:
         crossed = row.device == "cuda" and row.batch in crossings
         text = f"CPU wins below {row.batch}" * crossed
         mark = Mark(float(row.batch), rate.value, rate.low, rate.high, text)
-        series.setdefault(_setup(row)[0], []).append(mark)
+        series.setdefault(f"{_NAMES[row.device]} {row.precision}", []).append(mark)
     return Chart(
         title="Training speed against batch size",
         finding=next((each for each in table.verdict if "GPU" in each), ""),
@@ -478,10 +455,6 @@ def _chart(table: DeviceTable) -> Chart:
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
     )
-
-
-def _setup(row: DeviceRow) -> tuple[str, str]:
-    return f"{_NAMES[row.device]} {row.precision}", count(row.batch)
 
 
 def _spread(interval: Interval | None) -> str:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import islice, pairwise
@@ -65,7 +65,7 @@ class WaitClock:
         self._on_gpu, self._seconds = device.type == "cuda", 0.0
         self._times: list[Any] = []  # the start and the end of each wait
 
-    def __enter__(self) -> None:
+    def __enter__(self, *_: object) -> None:
         if self._on_gpu:
             make_event: Any = torch.cuda.Event
             self._times.append(make_event(enable_timing=True))
@@ -73,8 +73,7 @@ class WaitClock:
         else:
             self._times.append(time.perf_counter())
 
-    def __exit__(self, *_: object) -> None:
-        self.__enter__()
+    __exit__ = __enter__
 
     @property
     def seconds(self) -> float:
@@ -177,14 +176,14 @@ class Augment(Record):
 
     def _colour(self, images_NCHW: torch.Tensor, factors: torch.Tensor, top: float) -> torch.Tensor:
         bright, contrast, saturation = factors.unbind(1)
-        found = images_NCHW * bright if self.brightness else images_NCHW
+        found = images_NCHW
         if self.brightness:
-            found.clamp_(0, top)
+            found = (found * bright).clamp_(0, top)
         if self.contrast:
             steps = (_grey(found) * (_FIXED / top)).round().to(torch.int64).sum((1, 2, 3))
             means = (steps * (top / _FIXED / max(1, found[0, 0].numel()))).float()
-            found = (found * contrast).add_(means[:, None, None, None] * (1 - contrast))
-            found.clamp_(0, top)
+            shift = means[:, None, None, None] * (1 - contrast)
+            found = (found * contrast).add_(shift).clamp_(0, top)
         if self.saturation and found.shape[1] == 3:
             grey = _grey(found).mul_(1 - saturation)
             found = (found * saturation).add_(grey).clamp_(0, top)
@@ -209,12 +208,10 @@ def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) ->
     padded[:, :, 1 : h + 1, 1 : w + 1] = images_NCHW.transpose(0, 1)
     flat = padded.view(c, -1)
     columns, rows = (torch.arange(each, device=device, dtype=torch.float32) for each in (w, h))
-    factors = numbers[:, :, None, None].unbind(1)
-    places = []
-    for (a, b, start), most in zip((factors[:3], factors[3:]), (w, h), strict=True):
-        place_NHW = a * columns + (b * rows[:, None] + start)
-        places.append(place_NHW.clamp_(0, most + 1))
-    (x, y), (x0, y0) = places, (each.floor() for each in places)
+    a, b, first_x, d, e, first_y = numbers[:, :, None, None].unbind(1)
+    x = (a * columns + (b * rows[:, None] + first_x)).clamp_(0, w + 1)
+    y = (d * columns + (e * rows[:, None] + first_y)).clamp_(0, h + 1)
+    x0, y0 = x.floor(), y.floor()
     first = torch.arange(n, device=device, dtype=torch.int32)[:, None, None] * padded[0, 0].numel()
     index = (y0.to(torch.int32) * (w + 3)).add_(x0.to(torch.int32)).add_(first).view(-1)
 
@@ -229,20 +226,6 @@ def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) ->
         (pixels(row) * (1 - across)).add_(pixels(row + 1) * across) for row in (0, w + 3)
     )
     return (upper * (1 - down)).add_(lower * down).transpose(0, 1)
-
-
-def read_augment(recipe: Recipe) -> Change | None:
-    """Return `recipe.augment`: its own function, or options of `Augment`. Raises BadInput."""
-    declared = recipe.augment
-    if declared is None or callable(declared):
-        return declared
-    names = [each.name for each in fields(Augment)]
-    for name in declared:
-        if name not in names:
-            hint = did_you_mean(str(name), names, f"one of: {', '.join(names)}")
-            raise BadInput(f"augment: unknown option '{name}'", hint=hint)
-    options: dict[str, Any] = dict(declared)
-    return Augment(**options)
 
 
 @dataclass(frozen=True)
@@ -275,12 +258,18 @@ class Augmentation:
 
 def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Augmentation:
     """Augment the only input with four axes. Raises BadInput where there is none."""
-    change = read_augment(recipe)
+    change = recipe.augment
     if change is None:
         raise BadInput(
             "`augment`: this recipe declares no augmentation",
             hint='its file says what to do: Recipe(..., augment={"crop": 4, "flip": 0.5})',
         )
+    if isinstance(change, Mapping):
+        names, options = [each.name for each in fields(Augment)], dict[str, Any](change)
+        if odd := [name for name in options if name not in names]:
+            hint = did_you_mean(str(odd[0]), names, f"one of: {', '.join(names)}")
+            raise BadInput(f"augment: unknown option '{odd[0]}'", hint=hint)
+        change = Augment(**options)
     places = [i for i, each in enumerate(split.inputs.values()) if np.ndim(each) == 4]
     if len(places) != 1:
         raise BadInput(f"`augment` needs one input of images, with four axes; it has {len(places)}")
@@ -311,7 +300,7 @@ class Batches:
     on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
     of a sample are the same whoever makes its batch. `workers`: threads that make the next ones,
     on each free core where the CPU augments.
-    `note`: where augmentation runs, and why; `times_ms`: of a batch, on each processor timed.
+    `note`: where augmentation runs, or that batches are copied; `figures`: for the manifest.
     """
 
     def __init__(
@@ -323,18 +312,21 @@ class Batches:
         group: Processes | None = None,
         augmentation: Augmentation | None = None,
     ) -> None:
-        self.group = group or Processes()
+        self.group, self.note = group or Processes(), ""
         there = augmentation.device if augmentation else device
         if there.type == "cuda" and augmentation is None:  # half of what is free, or they stay out
             needed = split.labels.nbytes + sum(each.nbytes for each in split.inputs.values())
             if needed > torch.cuda.mem_get_info(there)[0] / 2:
                 there = CPU
+                self.note = "the data take over half of the GPU's memory: each batch is copied"
         self.inputs, self.labels = tensors(split, there)
-        self.note, self.times_ms = "", dict[str, float]()
         self.device, self.batch_size = device, min(batch_size, len(split.labels))
         self.augmentation = augmentation
         on_cpu = augmentation is not None and augmentation.device == CPU
         self.workers = max(1, free_cores(device)) if on_cpu else 0
+        self.figures: dict[str, Any] = {"workers": self.workers, "augment": None}
+        if augmentation is not None:
+            self.figures |= {"augment": augmentation.describe(), "augment_on": there.type}
         self.shuffle = torch.Generator().manual_seed(seed)
         self.waited = WaitClock(device)
 
@@ -342,16 +334,8 @@ class Batches:
     def copied(self) -> bool:
         return self.labels.device.type == "cpu" and self.device.type != "cpu"
 
-    def figures(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"workers": self.workers, "augment": None}
-        if (own := self.augmentation) is not None:
-            found |= {"augment": own.describe(), "augment_on": own.device.type}
-        return found | {f"augment_{on}_ms": round(ms, 4) for on, ms in self.times_ms.items()}
-
     def conclude(self, share: float) -> list[str]:
         """Say what a run waited for: it spent `share` of the time waiting for its batches."""
-        if self.copied and self.augmentation is None:
-            self.note = "the data take more than half of the GPU's memory: each batch is copied"
         waited = f"the steps waited for data in {share:.1%} of the time"
         if share > LIMITING:
             cure = "; more cores would make batches ahead" if self.workers else ""
@@ -415,26 +399,27 @@ def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Proc
     if not settings.augment:
         return make()
     on_cpu = make(CPU)
-    on_cpu.note = "augmentation runs on the CPU, as the training does"
     if settings.device.type == "cpu":
+        on_cpu.note = "augmentation runs on the CPU, as the training does"
         return on_cpu
     return faster(on_cpu, lambda: make(settings.device))
 
 
 def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
     """Return the one that makes batches in less time."""
-    times_ms = on_cpu.times_ms = {"cpu": time_batches(on_cpu)}
+    times_ms = {"cpu": time_batches(on_cpu)}
     try:
         on_gpu = make_on_gpu()
         times_ms["gpu"] = time_batches(on_gpu)
     except OutOfMemory as exc:
         on_cpu.note = f"augmentation runs on the CPU: {exc.message}"
         return on_cpu
-    where, other = sorted(times_ms, key=times_ms.__getitem__)
-    found = on_gpu if where == "gpu" else on_cpu
-    found.times_ms, against = times_ms, f"{times_ms[other]:.3g} ms on the {other.upper()}"
-    where_ms = f"{where.upper()}: {times_ms[where]:.3g} ms per batch"
-    found.note = f"augmentation runs on the {where_ms} against {against}"
+    found = on_gpu if times_ms["gpu"] < times_ms["cpu"] else on_cpu
+    times = " against ".join(f"{ms:.3g} ms on the {on.upper()}" for on, ms in times_ms.items())
+    found.note = (
+        f"augmentation runs on the {'GPU' if found is on_gpu else 'CPU'}: {times} per batch"
+    )
+    found.figures |= {f"augment_{on}_ms": round(ms, 4) for on, ms in times_ms.items()}
     return found
 
 
@@ -472,16 +457,12 @@ def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np
     digits = require("sklearn.datasets").load_digits()
     order = np.random.RandomState(0).permutation(len(digits.images))[:count]  # a stable stream
     small = (digits.images[order] / 16.0).astype(np.float32)  # the largest of scikit-learn's pixels
-    resize = _linear(small.shape[1], side)
+    before = small.shape[1]
+    at = np.clip((np.arange(side) + 0.5) * before / side - 0.5, 0, before - 1)
+    distances = np.abs(at[:, None] - np.arange(before))  # of the centres of pixels
+    resize = np.maximum(0.0, 1.0 - distances).astype(np.float32)
     large = np.clip(resize @ small @ resize.T, 0.0, 1.0)
     return large, digits.target[order].astype(np.int64)
-
-
-def _linear(before: int, after: int) -> np.ndarray:
-    """Return the matrix (after, before) that resizes an axis, pixel centres aligned."""
-    at = np.clip((np.arange(after) + 0.5) * before / after - 0.5, 0, before - 1)
-    distances = np.abs(at[:, None] - np.arange(before))
-    return np.maximum(0.0, 1.0 - distances).astype(np.float32)
 
 
 def digit_splits(side: int, train: int, calibration: int, test: int) -> Splits:

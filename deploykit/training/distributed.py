@@ -62,27 +62,26 @@ def join_processes(device: str) -> Iterator[Processes]:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield Processes()
         return
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     try:
-        rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    except (KeyError, ValueError) as exc:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if on_gpu and torch.cuda.is_available():
+            if local >= (count := torch.cuda.device_count()):
+                raise Unsupported(
+                    f"process {local} of this machine has no GPU: it has {count}",
+                    hint="start one process for each GPU",
+                )
+            torch.cuda.set_device(local)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_LIMIT)
+    except ValueError as exc:
         raise BadInput(
-            f"WORLD_SIZE is set, but not all that torchrun sets: {exc}",
+            f"WORLD_SIZE is set, but not all that torchrun sets: {first_line(exc)}",
             hint="torchrun --nproc-per-node N -m deploykit train …, or unset WORLD_SIZE",
         ) from exc
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if on_gpu and torch.cuda.is_available():
-        if local >= torch.cuda.device_count():
-            raise Unsupported(
-                f"process {local} of this machine has no GPU: it has {torch.cuda.device_count()}",
-                hint="start one process for each GPU",
-            )
-        torch.cuda.set_device(local)
+    except RuntimeError as exc:
+        raise Unsupported(f"the processes cannot be joined: {first_line(exc)}") from exc
     try:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_LIMIT)
-    except (RuntimeError, ValueError) as exc:
-        raise Unsupported(f"the {size} processes cannot be joined: {first_line(exc)}") from exc
-    try:
-        yield Processes(rank, size, local)
+        yield Processes(dist.get_rank(), dist.get_world_size(), local)
         dist.barrier()  # gloo aborts a process whose peer has gone
     finally:
         gc.collect()  # the run's cycles hold the group: its threads would outlive the interpreter
@@ -125,9 +124,7 @@ def _blocks(run: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if holder is run or isinstance(holder, _CONTAINERS):
             for part in holder.children():
                 trains = any(each.requires_grad for each in part.parameters())
-                if (
-                    trains and type(part).forward is not torch.nn.Module.forward
-                ):  # as a ModuleList's
+                if trains and type(part).forward is not torch.nn.Module.forward:
                     yield part
 
 

@@ -14,7 +14,7 @@ import platform
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +45,6 @@ from deploykit.training.options import (
     score_samples,
     settle,
 )
-
-
-@dataclass
-class State:
-    """The part of a run that a checkpoint keeps next to weights and random numbers.
-
-    `history`: one entry per epoch. `best`: score, epoch and weights. `waited_s`: of the `seconds`,
-    those in which steps waited for data. `skipped`: of the steps `tried`, those whose float16
-    gradients overflowed, so that loss scaling left the weights as they were. `amp`: whether
-    precision is mixed.
-    """
-
-    history: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    best: tuple[float, int, dict[str, Any]] | None = None
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    tried: int = 0
-    skipped: int = 0
-    amp: bool = False
-
 
 _SAMPLES = 256  # at once
 
@@ -112,30 +91,25 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     check_readable(path)
-    reason = "it was not written by `checkpoint`"
+    reason = "it was not written by `checkpoint`, or by that of another version"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
         state, reason = None, first_line(exc).rstrip(".")
-    version = state.get(KEY) if isinstance(state, dict) else None
-    if version != VERSION:
-        if version is not None:
-            reason = f"it is one of version {version}, this deploykit reads {VERSION}"
+    if not isinstance(state, dict) or state.get(KEY) != VERSION:
         raise BadInput(
             f"{path}: is not the state of a training run: {reason}",
             hint="name a file that does not exist yet as `checkpoint`",
         )
-    hint = "repeat that run's options, or name another `checkpoint`"
     done, constant = len(state["state"]["history"]), run["schedule"] == "constant"
     for name, value in run.items():
         before = state["run"].get(name)
         if before == value or (name == "epochs" and constant and done <= value):
             continue  # with a constant rate each epoch is what it would be in a run of any length
-        if name == "epochs" and before < value:
-            hint = f"the {run['schedule']} schedule ends with epoch {before}: only a recipe "
-            hint += "with schedule='constant' can be lengthened; name another `checkpoint`"
-        what = f"its {name} is {before}, here it is {value}"
-        raise BadInput(f"{path}: is the state of another run: {what}", hint=hint)
+        raise BadInput(
+            f"{path}: is the state of another run: its {name} is {before}, here it is {value}",
+            hint="repeat that run's options, or name another `checkpoint`",
+        )
     return dict(state)
 
 
@@ -153,8 +127,8 @@ _CLOSE = 1e-3  # relative: the head on features against the whole module, in ano
 class Frozen:
     """The head, and the recipe whose inputs are the backbone's features.
 
-    `mean`, `deviation`: shape (features,), what the features were standardised with; None where the
-    head does not begin with a dense layer.
+    `scale`: mean and deviation, of shape (features,), that the features were standardised with;
+    None where the head does not begin with a dense layer.
     """
 
     head: torch.nn.Module
@@ -162,19 +136,18 @@ class Frozen:
     train: Split
     calibration: Split
     seconds: float
-    mean: np.ndarray | None = None
-    deviation: np.ndarray | None = None
+    scale: tuple[np.ndarray, np.ndarray] | None
 
     def fold(self, head: torch.nn.Module) -> None:
         """Let a head that was trained on standardised features take those of the backbone."""
         dense = _first_dense(head)
-        if dense is None or self.mean is None or self.deviation is None:
+        if dense is None or self.scale is None:
             return
-        weight_OD = dense.weight.detach().double().cpu() / torch.from_numpy(self.deviation)
-        shift_O = weight_OD @ torch.from_numpy(self.mean)
+        mean_D, deviation_D = map(torch.from_numpy, self.scale)
+        weight_OD = dense.weight.detach().double().cpu() / deviation_D
         with torch.no_grad():
             dense.weight.copy_(weight_OD)
-            dense.bias.sub_(shift_O.to(dense.bias))
+            dense.bias.sub_((weight_OD @ mean_D).to(dense.bias))
 
 
 def start_from(module: torch.nn.Module, recipe: Recipe, where: Path) -> list[str]:
@@ -231,13 +204,11 @@ def freeze(
             f"the recipe's module does not compute {names[1]}({names[0]}(x))",
             hint="its features cannot be computed once; leave the recipe's `backbone` out",
         )
-    mean, deviation = _standardise(found, head)
-    splits = [
-        Split({"features": each}, split.labels)
-        for each, split in zip(found, (train, calibration), strict=True)
-    ]
+    scale = _standardise(found, head)
     inner = replace(recipe, preprocess=None, inputs=(), backbone=None)
-    return Frozen(head, inner, splits[0], splits[1], seconds, mean, deviation)
+    labels = (train.labels, calibration.labels)
+    first, second = (Split({"features": x}, y) for x, y in zip(found, labels, strict=True))
+    return Frozen(head, inner, first, second, seconds, scale)
 
 
 def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
@@ -248,11 +219,11 @@ def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
 
 def _standardise(
     features: list[np.ndarray], head: torch.nn.Module
-) -> tuple[np.ndarray | None, np.ndarray | None]:
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Standardise the arrays in place by the first one's mean and deviation, and return these."""
     dense, (train, *_) = _first_dense(head), features
     if dense is None or train.ndim != 2:
-        return None, None
+        return None
     mean: np.ndarray = train.mean(axis=0, dtype=np.float64)
     deviation: np.ndarray = train.std(axis=0, dtype=np.float64)
     deviation = np.maximum(deviation, _LEAST_DEVIATION * deviation.mean())
@@ -312,12 +283,11 @@ def run_training(
         run = Run(recipe, splits, settings, module, name, group or Processes())
         run.notes += notes
         run.train(on_progress or no_progress)
+    module = run.module
     if run.group.size > 1:  # its layers may have been replaced by those that several processes use
+        state = run.group.share(whole_state(module)) if options.fsdp else module.state_dict()
         module = build_from_recipe(recipe)
-        state = whole_state(run.module) if options.fsdp else run.module.state_dict()
-        module.load_state_dict(run.group.share(state) if options.fsdp else state)
-    else:
-        module = run.module
+        module.load_state_dict(state)
     layout: Any = {"device": "cpu", "memory_format": torch.contiguous_format}
     module = module.eval().to(**layout)
     if run.frozen is not None and recipe.backbone is not None:
@@ -342,17 +312,15 @@ def use_tf32(on: bool) -> Iterator[None]:
     """
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
+    switches = [(place, "allow_tf32") for place in (matmul, cudnn)]
+    switches += [(place, "fp32_precision") for place in (matmul, cudnn.conv, cudnn.rnn)]
     previous: list[tuple[Any, str, Any]] = []
-    for place in (matmul, cudnn):
+    for place, name in switches:
         with contextlib.suppress(RuntimeError):
-            previous.append((place, "allow_tf32", place.allow_tf32))
-    for place in (matmul, cudnn.conv, cudnn.rnn):
-        previous.append((place, "fp32_precision", place.fp32_precision))
-    values = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
+            previous.append((place, name, getattr(place, name)))
     try:
-        matmul.allow_tf32 = cudnn.allow_tf32 = on
-        for place, name, _ in previous:
-            setattr(place, name, values[name])
+        for place, name in switches:
+            setattr(place, name, on if name == "allow_tf32" else "tf32" if on else "ieee")
         yield
     finally:
         for place, name, value in previous:
@@ -360,7 +328,15 @@ def use_tf32(on: bool) -> Iterator[None]:
 
 
 class Run:
-    """One run: the module, what updates it, and what is known of each epoch."""
+    """One run: the module, what updates it, and what is known of each epoch.
+
+    `history`: one entry per epoch. `best`: score, epoch and weights. `waited_s`: of the `seconds`,
+    those in which steps waited for data. `skipped`: of the steps `tried`, those whose float16
+    gradients overflowed, so that loss scaling left the weights as they were. `amp`: whether
+    precision is mixed. A checkpoint keeps these next to weights and random numbers.
+    """
+
+    _kept = ("history", "notes", "best", "seconds", "waited_s", "tried", "skipped", "amp")
 
     def __init__(
         self,
@@ -395,9 +371,11 @@ class Run:
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
-        self.state = State(amp=settings.amp_dtype is not None)
-        self.notes, self.history = self.state.notes, self.state.history
-        self.run = run
+        self.history, self.notes = list[dict[str, Any]](), list[str]()
+        self.best: tuple[float, int, dict[str, Any]] | None = None
+        self.seconds = self.waited_s = 0.0
+        self.tried = self.skipped = 0
+        self.amp, self.run = settings.amp_dtype is not None, run
         self._make_optimiser()
         self.unsaved = dict[Path, str]()
         if settings.amp_dtype == torch.float16 and device.type == "cpu":
@@ -423,7 +401,7 @@ class Run:
             "learning_rate": recipe.learning_rate,
             "unfreeze": options.unfreeze,
             "processes": group.size,
-            "augment": self.batches.figures()["augment"],
+            "augment": self.batches.figures["augment"],
             "classes": list(splits.classes),
             "image": splits.image.to_dict() if splits.image else None,
             "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
@@ -436,15 +414,11 @@ class Run:
         self.weights = [each for each in self.run.parameters() if each.requires_grad]
         if not self.weights:
             raise BadInput("the recipe's model has no weights to train")
-        slow = (
-            {id(each) for each in self.backbone.parameters()} if self.backbone is not None else ()
-        )
-        rates = (recipe.learning_rate, recipe.learning_rate * (self.settings.options.unfreeze or 1))
-        groups = [
-            {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rates[part]}
-            for part in (False, True)
-        ]
-        groups = [group for group in groups if group["params"]]
+        own = self.backbone.parameters() if self.backbone is not None else ()
+        slow, rate = set(map(id, own)), recipe.learning_rate
+        rates = {False: rate, True: rate * (self.settings.options.unfreeze or 1)}
+        parts = [(lr, [p for p in self.weights if (id(p) in slow) == k]) for k, lr in rates.items()]
+        groups = [{"params": weights, "lr": lr} for lr, weights in parts if weights]
         self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
         kinds: Any = torch.optim.lr_scheduler
         highest = [group["lr"] for group in groups]
@@ -458,7 +432,7 @@ class Run:
         self._make_scaler()
 
     def _make_scaler(self) -> None:
-        half = self.state.amp and self.settings.amp_dtype == torch.float16
+        half = self.amp and self.settings.amp_dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.settings.device.type, enabled=half)
 
     def step(
@@ -473,12 +447,12 @@ class Run:
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
             torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip_norm)
-        self.state.tried += 1
+        self.tried += 1
         before = self.scaler.get_scale()
         self.scaler.step(self.optimiser)
         self.scaler.update()
         if self.scaler.get_scale() < before:  # the gradients overflowed: no step was made
-            self.state.skipped += 1
+            self.skipped += 1
         else:
             self.schedule.step()
         return loss
@@ -490,10 +464,9 @@ class Run:
         self.optimiser.zero_grad(set_to_none=True)
         device, amp_dtype = self.settings.device, self.settings.amp_dtype
         try:
-            with module_errors(
-                f"the recipe's model or loss failed on {len(labels)} samples, {device}"
-            ):
-                with torch.autocast(device.type, amp_dtype, enabled=self.state.amp):
+            where = f"the recipe's model or loss failed on {len(labels)} samples, {device}"
+            with module_errors(where):
+                with torch.autocast(device.type, amp_dtype, enabled=self.amp):
                     loss: torch.Tensor = self.recipe.loss(self.run(*inputs), labels)
                 scaled: Any = self.scaler.scale(loss * weight)
                 scaled.backward()
@@ -554,8 +527,8 @@ class Run:
         Raises Unsupported if the loss is not finite in float32 either, or with FSDP.
         """
         samples, epochs = len(self.batches.labels), self.settings.epochs
-        epoch, skipped, both = len(self.history) + 1, self.state.skipped, ""
-        again = self.state.amp and not self.settings.options.fsdp
+        epoch, skipped, both = len(self.history) + 1, self.skipped, ""
+        again = self.amp and not self.settings.options.fsdp
         start = copy.deepcopy(self._save_state()) if again else None
         started, waited_s = time.perf_counter(), self.batches.waited.seconds
         loss = self._run_epoch(on_progress)
@@ -571,14 +544,14 @@ class Run:
         seconds = max(time.perf_counter() - started, 1e-9)
         waited_s = self.batches.waited.seconds - waited_s
         if not math.isfinite(loss):
-            mixed = "compute in float32 (`amp` off), " if self.state.amp else ""
+            mixed = "compute in float32 (`amp` off), " if self.amp else ""
             raise Unsupported(
                 f"training diverged: the loss is {loss} in epoch {epoch}{both}",
                 hint=f"{mixed}lower `learning_rate`, limit the gradients (the recipe's clip_norm), "
                 "or look for NaN in the labels and the loss",
             )
-        self.state.seconds += seconds
-        self.state.waited_s += waited_s
+        self.seconds += seconds
+        self.waited_s += waited_s
         module, recipe, part = self.module, self.recipe, self.splits.calibration
         if self.frozen is not None:
             module, recipe, part = self.frozen.head, self.frozen.recipe, self.frozen.calibration
@@ -593,7 +566,7 @@ class Run:
                 "learning_rate": self.schedule.get_last_lr()[0],
                 "samples_per_s": round(samples / seconds, 1),
                 "loader_share": round(waited_s / seconds, 4),
-                "skipped_steps": self.state.skipped - skipped,
+                "skipped_steps": self.skipped - skipped,
             }
         )
         text = f"epoch {epoch}/{epochs}, loss {loss:.4f}, {samples / seconds:,.0f} samples/s"
@@ -626,9 +599,9 @@ class Run:
         if patience is None or not self.history or self.history[-1]["score"] is None:
             return False
         score, epoch = self.history[-1]["score"], self.history[-1]["epoch"]
-        best = self.state.best
+        best = self.best
         if best is None or score > best[0]:
-            best = self.state.best = score, epoch, copy.deepcopy(self.module.state_dict())
+            best = self.best = score, epoch, copy.deepcopy(self.module.state_dict())
         return bool(epoch - best[1] >= patience)
 
     def _conclude(self) -> None:
@@ -637,17 +610,16 @@ class Run:
                 f"stopped after epoch {len(self.history)}: no better score on the validation data "
                 f"for {self.settings.options.patience} epochs"
             )
-        state = self.state
-        if state.best is not None:
-            self.module.load_state_dict(state.best[2])
-            self.notes.append(f"the weights are those of epoch {state.best[1]}, the best one")
-        if state.skipped:
+        if self.best is not None:
+            self.module.load_state_dict(self.best[2])
+            self.notes.append(f"the weights are those of epoch {self.best[1]}, the best one")
+        if self.skipped:
             self.notes.append(
-                f"loss scaling skipped {state.skipped} of {state.tried} steps, whose "
-                "float16 gradients overflowed"
+                f"loss scaling skipped {self.skipped} of {self.tried} steps, whose float16 "
+                "gradients overflowed"
             )
         self.notes += self.unsaved.values()
-        self.notes += self.batches.conclude(state.waited_s / max(state.seconds, 1e-9))
+        self.notes += self.batches.conclude(self.waited_s / max(self.seconds, 1e-9))
 
     def _parts(self) -> dict[str, Any]:
         own = {"module": self.module, "optimiser": self.optimiser}
@@ -658,11 +630,11 @@ class Run:
         if self.settings.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.settings.device)
         parts = {name: each.state_dict() for name, each in self._parts().items()}
-        return {"parts": parts, "random": self.group.gather(random), "state": vars(self.state)}
+        state = {name: getattr(self, name) for name in self._kept}
+        return {"parts": parts, "random": self.group.gather(random), "state": state}
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        vars(self.state).update(saved["state"])
-        self.history, self.notes = self.state.history, self.state.notes
+        vars(self).update(saved["state"])
         self._make_scaler()  # mixed precision may have been given up
         for name, each in self._parts().items():
             each.load_state_dict(saved["parts"][name])
@@ -691,7 +663,7 @@ class Run:
 
     def figures(self) -> dict[str, Any]:
         """Return how it was trained, and each epoch, for the manifest."""
-        settings, state, epochs = self.settings, self.state, len(self.history)
+        settings, epochs, seconds = self.settings, len(self.history), max(self.seconds, 1e-9)
         samples = len(self.batches.labels)
         shared = ("batch_size", "precision", "schedule", "clip_norm", "learning_rate", "seed")
         images = ("classes", "image", "preprocess")
@@ -700,16 +672,16 @@ class Run:
             **{key: self.described[key] for key in shared},
             "device": str(settings.device),
             "threads": torch.get_num_threads(),
-            "amp": state.amp,
+            "amp": self.amp,
             "tf32": settings.tf32,
             "compile": settings.options.compile,
             "channels_last": settings.device.type == "cuda",
             "train_samples": samples,
-            "train_seconds": round(state.seconds, 3),
-            "samples_per_s": round(samples * epochs / max(state.seconds, 1e-9), 1),
-            "skipped_steps": state.skipped,
-            "loader_share": round(state.waited_s / max(state.seconds, 1e-9), 4),
-            **self.batches.figures(),
+            "train_seconds": round(self.seconds, 3),
+            "samples_per_s": round(samples * epochs / seconds, 1),
+            "skipped_steps": self.skipped,
+            "loader_share": round(self.waited_s / seconds, 4),
+            **self.batches.figures,
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **{key: self.described[key] for key in images if self.described[key]},

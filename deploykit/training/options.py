@@ -254,16 +254,12 @@ def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
     if labels.dtype.kind not in "biuf" or labels.dtype.itemsize > 8 or not labels.ndim:
         kind = f"{labels.dtype}{list(labels.shape)}"
         raise BadInput(f"{where} have labels of {kind}, a number or more per sample is needed")
-    sizes = {name: len(array) if array.ndim else 1 for name, array in arrays.items()}
-    sizes["labels"] = len(labels)
-    if len(set(sizes.values())) > 1:
-        raise BadInput(f"{where} have different numbers of samples: {sizes}")
     found = Split({name: arrays[name] for name in names}, labels)
-    if not len(labels):
+    if not any(array.size for array in (labels, *arrays.values())):
         return found
     for spec in recipe.inputs:
         array = arrays[spec.name]
-        wanted = replace(spec, shape=(BATCH, *spec.shape[1:]))
+        wanted = replace(spec, shape=(len(labels), *spec.shape[1:]))
         if (problem := mismatch(wanted, array.dtype.name, array.shape)) is not None:
             raise BadInput(f"{where}: {problem}", hint="change the recipe's `inputs` or its data")
     check_finite(Samples(arrays, labels, where))

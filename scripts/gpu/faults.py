@@ -21,9 +21,8 @@ from typing import Any
 LIMIT_S = 120
 _BEGIN = """
 import os, signal, sys, time
-from deploykit.core.errors import DeploykitError, OutOfMemory
+from deploykit.core.errors import DeploykitError, DeviceLost, OutOfMemory
 from deploykit.engines.cuda.driver import CudaDevice
-from deploykit.engines.cuda.errors import DeviceLost
 cuda = CudaDevice(0)
 """
 # Each prints what happened on its last line; the second value is what that must be.

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import pytest
 
-from deploykit.building.build import check_build
 from deploykit.building.builder import AxisRange
+from deploykit.building.prove import check_build
 from deploykit.building.tensorrt import build, check, module
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.engines.tensorrt.compatibility import logger

@@ -13,12 +13,13 @@ import pytest
 from onnx import helper
 
 import deploykit as dk
+import deploykit.building.build as building
 from deploykit.building.builder import Shapes
 from deploykit.building.onnxruntime import build
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.profile import load_profile
 from deploykit.engines.data.samples import Samples, random_feeds
-from deploykit.engines.engine import load
+from deploykit.engines.engine import Engine, load
 from deploykit.engines.onnxruntime import engine
 from tests.support.graphs.protos import calibrate, load_graph, specs, summarise, to_half, to_pairs
 from tests.support.graphs.small import write_text
@@ -283,6 +284,23 @@ def test_samples_on_another_axis_are_compared(tmp_path: Path) -> None:
     path = write_text(tmp_path, head, body, weights)
     np.savez(tmp_path / "d.npz", x=normal(7, 12, 5), h=normal(2, 12, 8))
     assert batches(dk.build(path, "cpu", data=tmp_path / "d.npz")) == [1, 2, 12]
+
+
+def test_a_build_is_compared_on_samples_from_first_to_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = write_text(tmp_path, "(float[N,4] x) => (float[N,4] y)", "y = Relu(x)", {}), []
+    np.savez(tmp_path / "d.npz", x=np.repeat(np.arange(200, dtype=np.float32)[:, None], 4, axis=1))
+    feeds = building.comparison_feeds
+
+    def seen(first: Engine, second: Engine, samples: Samples, *rest: Any) -> Any:
+        data.extend(samples.inputs["x"][:, 0])
+        return feeds(first, second, samples, *rest)
+
+    monkeypatch.setattr(building, "comparison_feeds", seen)
+    assert batches(dk.build(path, "cpu", data=tmp_path / "d.npz")) == [1, 2, 32]
+    assert (len(data), data[0], data[-1]) == (32, 0, 199)
+    assert np.diff(data).max() < 8
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,7 @@ def test_second_ctrl_c_does_not_wait_for_a_package_to_load(broken: Install, tmp_
     assert not end.exists()
 
 
-def test_a_thread_and_an_ignored_signal_are_left_alone(
-    broken: Install,
-) -> None:
+def test_a_thread_and_an_ignored_signal_are_left_alone(broken: Install) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # conftest puts it back
     broken(LOSES)
     require("onnxscript")

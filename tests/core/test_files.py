@@ -119,9 +119,7 @@ for path in (folder, folder / "new" / "report"):
 """
 
 
-def test_no_file_is_replaced_and_no_folder_made_where_one_cannot_be_written(
-    tmp_path: Path,
-) -> None:
+def test_no_file_is_replaced_and_no_folder_made_where_one_cannot_be_written(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_text("old", encoding="utf-8")
     with run(FULL, tmp_path) as process:

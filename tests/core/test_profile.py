@@ -114,9 +114,7 @@ def test_a_derived_figure_is_what_its_formula_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JETSONS)
-def test_jetson_shares_its_memory_and_has_an_image_for_each_jetpack(
-    name: str,
-) -> None:
+def test_jetson_shares_its_memory_and_has_an_image_for_each_jetpack(name: str) -> None:
     profile = load_profile(name)
     assert profile.unified_memory
     assert profile.architecture == "aarch64"
@@ -146,6 +144,7 @@ def test_the_container_image_is_found_by_the_hosts_release() -> None:
         assert image in (board.base_image(release) or "")
     for release in ("jetpack-8.0", "cuda-13", "jetpack-six", "jetpack"):
         assert orin.base_image(release) is None
+    assert load_profile("h200").base_image("jetpack-six") is None
 
 
 @pytest.mark.parametrize("name", [name for name in GPUS if name not in JETSONS])
@@ -192,7 +191,6 @@ PEAK, NAMED = "fp16 = 1e12", 'summary = "My board"'
         ("memory_bytes = 8", "memory_bytes = -8", "'memory_bytes' .* got -8"),
         ("8_000_000_000", "true", "'memory_bytes' must be an integer"),
         (PEAK, "fp16 = 1\n[container_base]\nr36 = 'x'", r"'container_base\.r36'"),
-        (PEAK, "fp16 = 1\n[derived]\nsm_count = 'x'", "'derived' names 'sm_count'"),
         (PEAK, "fp16 = nan", r"'peak_ops_per_s\.fp16' .* got nan"),
         (PEAK, "fp16 = 1e12\nfp17 = 1", r"'peak_ops_per_s\.fp17' is not"),
         ('"tensorrt"', '"tensorflow"', "'runtime' holds 'tensorflow', not one of"),
@@ -204,7 +202,6 @@ PEAK, NAMED = "fp16 = 1e12", 'summary = "My board"'
         ("watts = 15", "watts = -1", r"'power_modes\.watts' .* got -1"),
         ('{ name = "15W", watts', "{ watts", r"'power_modes'\[0\]: is not a complete .*'name'"),
         ("watts = 30", "volts = 30", r"'power_modes\.volts' is not a key"),
-        ("s.fp16", "s.int8", r"'unverified' names 'peak_ops_per_s\.int8'"),
         (NAMED, "", "is not a complete Profile: no .*'summary'"),
         (NAMED, "x = " + "[" * 5000, "is not valid TOML"),
         (NAMED, "\0", "is not valid TOML"),
@@ -288,7 +285,7 @@ def test_of_two_kinds_of_gpu_the_chosen_one_has_the_profile(
     be(monkeypatch, machine(L4, H200))
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["l4", "h200"]
     cuda = (("", "NVIDIA H200"), ("", "NVIDIA L4"))  # the fastest first
-    monkeypatch.setattr(profile, "_answer", lambda *_: cuda)
+    monkeypatch.setattr(profile, "_ask", lambda: cuda)
     assert [choose_profile(number)[0].name for number in (0, 1)] == ["h200", "l4"]
 
 
@@ -315,7 +312,7 @@ def test_a_gpu_that_cuda_hides_is_not_this_machines(
     cuda: list[str],
     names: list[str | None],
 ) -> None:
-    monkeypatch.setattr(profile, "_answer", lambda *_: tuple(("", name) for name in cuda))
+    monkeypatch.setattr(profile, "_ask", lambda: tuple(("", name) for name in cuda))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -131,7 +131,7 @@ UUIDS = ["GPU-" + "-".join((2 * n * 4, 2 * n * 2, 2 * n * 2, 2 * n * 2, 2 * n * 
 def test_without_cuda_the_order_is_that_of_nvml_unless_gpus_may_be_hidden(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, places: list[int | None]
 ) -> None:
-    monkeypatch.setattr(order, "_answer", lambda *_: ())
+    monkeypatch.setattr(order, "_ask", lambda: ())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -152,9 +152,9 @@ def test_cuda_itself_says_which_gpu_is_which(
     monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda_library))
     monkeypatch.setenv("FAKECUDA_DEVICES", str(len(cuda.split(","))))
     monkeypatch.setenv("FAKECUDA_UUIDS", cuda)
-    order._answer.cache_clear()
+    order._ask.cache_clear()
     assert order.cuda_order(UUIDS) == places
-    order._answer.cache_clear()
+    order._ask.cache_clear()
 
 
 class Gpus(Devices):
@@ -187,7 +187,7 @@ def test_energy_and_conditions_are_those_of_the_gpu_that_cuda_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, name: str
 ) -> None:
     digits = [UUIDS[int(n)].removeprefix("GPU-").replace("-", "") for n in visible.split(",")]
-    monkeypatch.setattr(order, "_answer", lambda *_: tuple((each, "") for each in digits))
+    monkeypatch.setattr(order, "_ask", lambda: tuple((each, "") for each in digits))
     with DeviceWatch(two_gpus(), root=tmp_path, every_s=3600, only=(name,)) as watch:
         before = watch.joules()[name]
         assert watch.joules()[name] - before == 300

@@ -63,6 +63,21 @@ def test_a_row_that_runs_only_among_others_depends_on_them() -> None:
     assert (found.passed, "alone: not alone" in found.why) == (False, True)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_batch_that_ran_already_stands_for_the_largest(mixed: bool) -> None:
+    rows: list[int] = []
+
+    def outputs(feeds: Arrays) -> dict[str, np.ndarray]:
+        rows.append(len(feeds["x"]))
+        return {"y": feeds["x"] * 2}
+
+    x = np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32)
+    y = x * 2 + mixed * np.roll(x, 1, axis=0)
+    found = prove_rows(Function(outputs), ROWS, samples={"x": x}, outputs={"y": y})
+    assert (found.passed, max(rows), found.rows) == (not mixed, 4, (4, 20))
+    assert ("seen with 20 rows" in found.why) == mixed
+
+
 def test_the_smaller_feeds_of_a_comparison_are_rows_of_the_largest() -> None:
     by_rows = feeds_at_sizes(Function(dict).inputs)
     largest = by_rows[-1]["x"]

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
-from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.core.errors import BadInput, DeviceLost, OutOfMemory, Unsupported
 from tests.support.onnx_zoo import mnist_like, save
 from tests.support.runtimes import cases
 

@@ -18,10 +18,16 @@ import numpy as np
 import pytest
 
 from deploykit.core.artefact import Manifest
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    DeviceLost,
+    OutOfMemory,
+    Unsupported,
+    cuda_error,
+)
 from deploykit.core.extras import installed
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.errors import DeviceLost, cuda_error
 from deploykit.engines.tensorrt import compatibility, engine
 from deploykit.engines.tensorrt.compatibility import check_version, logger
 from deploykit.engines.tensorrt.engine import LogErrors

@@ -16,6 +16,8 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import CalibrationRecord
 from deploykit.engines.data.samples import Samples
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
 from deploykit.graph.graph import Graph
 from deploykit.quantization import calibrate as calibrating
 from deploykit.quantization import scales
@@ -94,7 +96,7 @@ def test_every_calibrator_comes_from_one_pass_and_clips_what_gets_a_scale(
     )
     found = calibrate(path, data)
     assert runs == [3]
-    every = alone["minmax"].ranges
+    every = calibrate(path, data, method="minmax").ranges
     for method in METHODS:
         using = found.using(method)
         assert (using.clipped, using.method) == (alone[method].clipped, method)
@@ -105,6 +107,28 @@ def test_every_calibrator_comes_from_one_pass_and_clips_what_gets_a_scale(
     cut = {name for name, seen in found.using("mse").clipped.items() if seen != every[name]}
     assert cut <= {"image", "r1", "p1", "r2", "flat"}  # not what is before a Relu, nor logits
     assert {"image", "p1"} <= cut  # p1 has a scale of its own for TensorRT only
+
+
+OUTPUTS_KEPT = {
+    "by sample": ("y = Relu(x)", 1 << 28, True),
+    "too large": ("y = Relu(x)", 100, False),
+    "of its neighbours": ("mean = ReduceMean<axes=[0]>(x) y = Sub(x, mean)", 1 << 28, False),
+    "of all": ("y = ReduceSum<keepdims=1>(x)", 1 << 28, False),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS_KEPT)
+def test_outputs_are_kept_where_each_belongs_to_one_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    body, most, kept = OUTPUTS_KEPT[case]
+    model = parse(ROWS, body, opset=13 if "axes" in body else 17)
+    data = samples(model, 17)
+    monkeypatch.setattr(calibrating, "MOST_BYTES", most)
+    found = calibrate(save(model, tmp_path / "m.onnx"), data, batch_size=4).outputs
+    assert list(found) == (["y"] if kept else [])
+    if kept:
+        np.testing.assert_array_equal(found["y"], np.maximum(data.inputs["x"], 0))
 
 
 def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: Path) -> None:
@@ -167,7 +191,7 @@ def test_a_few_values_are_all_kept_and_a_dead_tensor_has_no_range() -> None:
     assert high >= normal(100).max()
     for values in ([], [0.0, 0.0], [1e-38, -1e-40]):
         assert histogram(np.array(values)).percentile() == (0.0, 0.0)
-    assert histogram(np.zeros(1000)).least_error() == 0.0
+    assert histogram(np.zeros(1000)).least_error()[1] == 0.0
 
 
 def test_infinities_and_nan_are_left_out_of_the_counts_and_the_ends_say_so() -> None:
@@ -190,7 +214,7 @@ def error(values: np.ndarray, peak: float, weights: np.ndarray | float = 1.0) ->
 @pytest.mark.parametrize("tail", [1.0, 5.0, 30.0])
 def test_the_least_error_is_that_of_real_rounding(tail: float) -> None:
     values = np.append(normal(100_000), normal(20, tail)).astype(np.float32)
-    found = histogram(values).least_error()
+    _, found = histogram(values).least_error()
     peaks = np.geomspace(np.abs(values).max() / 50, np.abs(values).max(), 200)
     assert error(values, found) <= 1.03 * min(error(values, peak) for peak in peaks)
 
@@ -202,9 +226,9 @@ def test_an_error_in_a_channel_counts_by_its_importance() -> None:
     counts = TensorHistogram(importance)
     counts.add(values[:6000].reshape(10, 600, 20))
     counts.add(values[6000:])
-    found = counts.least_error()
+    _, found = counts.least_error()
     assert error(values, found, importance) < 0.5 * error(values, np.abs(values).max(), importance)
-    assert found < histogram(values).least_error() / 2
+    assert found < histogram(values).least_error()[1] / 2
     np.testing.assert_array_equal(counts.channel_peaks, np.abs(values).max(axis=0))
     counts = TensorHistogram(np.array([1.0, 0.25]))
     for scale in (1.0, 40.0, 3000.0):  # the weights are kept while the limit grows
@@ -285,6 +309,46 @@ def test_the_calibrator_that_loses_least_is_kept_and_reported(
     assert record.sqnr_db[record.method] > max(record.sqnr_db.values()) - worth
     assert made.evaluation.sqnr_db == pytest.approx(record.sqnr_db[record.method], abs=2.0)
     assert Artefact(made.path).manifest.evidence.calibration == record
+
+
+def test_the_model_does_not_run_again_on_what_the_calibration_kept(
+    outliers: Path, data: Path, monkeypatch: pytest.MonkeyPatch, unsmoothed: None
+) -> None:
+    rows: list[int] = []
+    call = OnnxRuntimeEngine.__call__
+
+    def counted(self: OnnxRuntimeEngine, feeds: Arrays) -> dict[str, np.ndarray]:
+        rows.extend([len(feeds["x"])] * (self.path == outliers))
+        return call(self, feeds)
+
+    monkeypatch.setattr(OnnxRuntimeEngine, "__call__", counted)
+    known, _ = quantize(outliers, "int8", data)
+    assert rows == [4]  # golden samples
+    monkeypatch.setattr(calibrating, "EQUAL", -1.0)  # nothing counts as the same
+    again, _ = quantize(outliers, "int8", data)
+    assert sum(rows) > 4 + 128
+    assert known.evaluation.sqnr_db == pytest.approx(again.evaluation.sqnr_db, abs=0.01)
+
+
+def test_only_a_calibrator_that_gains_on_the_first_batch_is_run_on_more(
+    outliers: Path, data: Path, monkeypatch: pytest.MonkeyPatch, unsmoothed: None
+) -> None:
+    runs: list[list[int]] = []
+    noise = scales._noise
+
+    def counted(engine: Engine, batches: scales.Batches) -> np.ndarray:
+        runs.append([rows for rows, *_ in batches])
+        return noise(engine, batches)
+
+    monkeypatch.setattr(scales, "_noise", counted)
+    monkeypatch.setattr(scales, "WORTH", 1.0)  # nothing gains that much
+    record = quantize(outliers, "int8", data)[1]
+    assert runs == [[scales.FEW]] * len(runs)
+    assert record.method == "mixed"
+    first = len(runs)
+    monkeypatch.setattr(scales, "WORTH", -1e9)  # all gain
+    assert set(quantize(outliers, "int8", data)[1].sqnr_db) == set(METHODS)
+    assert [sum(rows) for rows in runs[first:]] == [8] * first + [120] * first
 
 
 @pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])

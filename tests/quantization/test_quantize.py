@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ import deploykit as dk
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.graph.graph import Graph
+from deploykit.quantization.calibrate import noise_share
 from deploykit.quantization.job import share_outputs
-from deploykit.quantization.scales import noise_share
 from deploykit.quantization.search import Level, MeasuredCost, Search, Verdict, rank
 from tests.support.graphs.small import parse
 from tests.support.onnx_zoo import mnist_like, overflow, save
@@ -141,6 +142,26 @@ def test_auto_keeps_what_passes_and_logs_its_steps(
     assert made.manifest.evidence.search.steps[0].precision.startswith("int8")
     where = "predicted for l4" if runtime == "tensorrt" else "measured on this machine"
     assert any(where in note for note in made.notes)
+
+
+@pytest.mark.parametrize(("seconds", "precision"), [(0.5, "int8"), (0.99, "float32")])
+def test_auto_weighs_a_candidate_against_float32_next_to_it(
+    model: Path,
+    calib: Path,
+    data: Path,
+    seconds: float,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def timed(call: partial[object], number: int) -> float:
+        assert number == 1
+        return 1.0 if call.func.path == model else seconds  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("deploykit.quantization.search.timeit", timed)
+    options = {"calib": calib, "data": data, "max_drop": 0.5, "runtime": "onnxruntime"}
+    search = dk.quantize(model, "auto", **options).search
+    assert search.precision == precision
+    assert search.steps[0].cost_s == seconds
 
 
 def test_auto_refuses_too_few_samples_at_once(model: Path, calib: Path, tmp_path: Path) -> None:

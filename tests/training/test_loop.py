@@ -211,9 +211,8 @@ def test_a_run_of_a_constant_rate_is_lengthened_as_if_it_had_been_asked_at_first
         run_training(recipe, SPLITS, replace(options, epochs=6))
     options = replace(CPU, checkpoint=tmp_path / "cosine.ckpt")
     run_training(LINE, SPLITS, options)
-    with pytest.raises(BadInput, match="its epochs is 4, here it is 5") as refused:
+    with pytest.raises(BadInput, match="its epochs is 4, here it is 5"):  # cosine ends with them
         run_training(LINE, SPLITS, replace(options, epochs=5))
-    assert "the cosine schedule ends with epoch 4" in str(refused.value.hint)
 
 
 OTHER_DATA = Split({"x": SPLITS.train.inputs["x"] + 1}, SPLITS.train.labels)
@@ -249,7 +248,7 @@ class Evil:
         (b"", "the file is empty"),
         (b"PK\x03\x04" + bytes(50), "is not the state"),
         ({"weight": 3}, "is not the state of a training run: it was not written by"),
-        ({KEY: VERSION - 1}, f"is not the state .*of version {VERSION - 1}, this deploykit reads"),
+        ({KEY: VERSION - 1}, "is not the state of a training run: .* of another version"),
         ({KEY: VERSION, "x": Evil()}, "is not the state"),
     ],
     ids=["empty", "cut zip", "model", "version", "code"],
@@ -282,7 +281,7 @@ def test_patience_ends_a_run_with_the_best_weights() -> None:
     assert f"epoch {scores.index(max(scores)) + 1}" in trained.notes[1]
 
 
-def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> None:
+def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32(tmp_path: Path) -> None:
     """The loss is infinite wherever the logits come in bfloat16; weights are as without it."""
 
     def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -290,7 +289,9 @@ def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> Non
         return found * (math.inf if y.dtype == torch.bfloat16 else 1.0)
 
     fragile = replace(LINE, loss=loss)
-    trained = run_training(fragile, SPLITS, replace(CPU, amp="bf16"))
+    options = replace(CPU, amp="bf16", checkpoint=tmp_path / "run.ckpt")
+    trained, again = (run_training(fragile, SPLITS, options) for _ in range(2))
+    assert not again.figures["amp"]  # which goes on from the end of the first
     plain = run_training(fragile, SPLITS, CPU)
     assert trained.notes[0].startswith("bfloat16 gave a loss of")
     assert torch.equal(trained.module.weight, plain.module.weight)

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import OutOfMemory, Unsupported
+from deploykit.core.errors import OutOfMemory, Unsupported, cuda_error, out_of_memory, unless_lost
 from deploykit.core.extras import require
 from deploykit.core.machine import available_bytes, file_text
-from deploykit.engines.cuda.errors import cuda_error, out_of_memory, unless_lost
 
 cuda = require("cuda.bindings.driver")
 

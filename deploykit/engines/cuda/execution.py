@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.errors import DeploykitError
+from deploykit.core.errors import DeploykitError, DeviceLost, unless_lost
 from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import Specs, TensorSpec
-from deploykit.engines.cuda.errors import DeviceLost, unless_lost
 from deploykit.engines.engine import Arrays, Closing
 
 if TYPE_CHECKING:

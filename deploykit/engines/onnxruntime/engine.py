@@ -21,12 +21,19 @@ from typing import Any
 import numpy as np
 
 from deploykit.core.artefact import ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.errors import (
+    USE_LESS_MEMORY,
+    BadInput,
+    DeploykitError,
+    OutOfMemory,
+    Unsupported,
+    cuda_error,
+    first_line,
+)
 from deploykit.core.extras import install_command, require
 from deploykit.core.machine import ASKED_BYTES, default_threads, memory_errors
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, name_axes
-from deploykit.engines.cuda.errors import USE_LESS_MEMORY, cuda_error
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
     EXACT_INTEGERS,

@@ -39,7 +39,7 @@ from deploykit.core.errors import (
 )
 from deploykit.core.extras import install_command, require
 from deploykit.core.files import cache_folder, make_folder, manifest_path, sha256
-from deploykit.core.machine import file_text
+from deploykit.core.machine import file_text, version_numbers
 from deploykit.core.precision import CALIBRATED
 
 if TYPE_CHECKING:
@@ -337,12 +337,6 @@ def check_version(version: str) -> None:
             "types of its own, so the precision that was verified would be lost",
             hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: " + install_command("tensorrt"),
         )
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """Return (10, 13, 3) for "10.13.3.post1"; empty if `version` does not begin with a number."""
-    match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 # Plugins are registered before TensorRT parses a graph or loads a plan that needs them.

@@ -19,10 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploykit.core.artefact import ArtefactLike, Manifest
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.errors import (
+    USE_LESS_MEMORY,
+    BadInput,
+    DeploykitError,
+    OutOfMemory,
+    Unsupported,
+    first_line,
+    out_of_memory,
+)
 from deploykit.core.extras import require
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
-from deploykit.engines.cuda.errors import USE_LESS_MEMORY, out_of_memory
 from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import (

@@ -14,9 +14,8 @@ from itertools import product
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import BadInput, DeploykitError, DeviceLost
 from deploykit.core.tensors import InputKey, TensorSpec, carrier
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.queue import Pending

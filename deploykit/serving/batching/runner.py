@@ -13,10 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Overloaded, first_line
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    DeviceLost,
+    OutOfMemory,
+    Overloaded,
+    first_line,
+)
 from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import MOST_STRINGS, TensorSpec, carrier
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine, InFlight
 from deploykit.serving.batching.queue import NEVER_US, BatchRun, Pending, Watcher
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.errors import DeploykitError, DeviceLost, OutOfMemory, Unsupported, first_line
 from deploykit.core.tensors import carrier, concrete
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.runner import Splitter
 

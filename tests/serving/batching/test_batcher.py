@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, Expired, OutOfMemory, Overloaded
+from deploykit.core.errors import BadInput, DeviceLost, Expired, OutOfMemory, Overloaded
 from deploykit.core.tensors import InputKey
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays
 from deploykit.serving.batching.batcher import Batcher, Loop, deliver_inline
 from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher

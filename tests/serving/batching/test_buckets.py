@@ -11,9 +11,8 @@ import onnx.numpy_helper
 import onnx.parser
 import pytest
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeviceLost
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Engine, load
 from deploykit.serving.batching.buckets import Buckets, relative_errors
 from deploykit.serving.batching.queue import Pending

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from deploykit.core.errors import Overloaded
-from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.core.errors import DeviceLost, Overloaded
 from deploykit.serving import server as http
 from deploykit.serving.batching import batcher as batching
 from deploykit.serving.batching.batcher import (

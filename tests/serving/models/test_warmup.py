@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.errors import DeploykitError, DeviceLost, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp
 from deploykit.serving.options import ServeOptions

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from deploykit.cli.main import main
-from deploykit.core.errors import BadInput, OutOfMemory
-from deploykit.engines.cuda.errors import DeviceLost
+from deploykit.core.errors import BadInput, DeviceLost, OutOfMemory
 from deploykit.serving import processes, serve, server
 from deploykit.serving.workers import front, parent, signals
 from tests.support.fake_engine import FakeEngine
