@@ -434,10 +434,9 @@ def _file(content_type: str, content: bytes) -> Route:
 
 
 def _ready(why_not: Callable[[], str | None], value: Mapping[str, Any]) -> Route:
-    def route(call: Call) -> None:
-        reason = why_not()
-        if reason is not None:
+    def make() -> Mapping[str, Any]:
+        if reason := why_not():
             raise Overloaded(reason)
-        call.reply(200, JSON, [orjson.dumps(value)])
+        return value
 
-    return route
+    return _value(make)
