@@ -29,7 +29,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
 PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
-FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 6, 7, 8
+FRAME_SIZE_ERROR, REFUSED_STREAM = 6, 7
 COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
 FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -150,15 +150,9 @@ class Stream:
             self.read()
         else:
             link.write(self.trailers)
-            if self.ended:
-                self.finish()
-            else:  # the client need not send more
-                self.reset(NO_ERROR)
-
-    def reset(self, code: int) -> None:
-        """End the stream with an error code of HTTP/2."""
-        self.link.write(frame(RST_STREAM, 0, self.id, _number(code)))
-        self.finish()
+            if not self.ended:  # the client need not send more
+                link.write(frame(RST_STREAM, 0, self.id, _number(NO_ERROR)))
+            self.finish()
 
     def finish(self) -> None:
         """End the stream and drop its unsent output."""
