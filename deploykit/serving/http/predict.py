@@ -1,8 +1,8 @@
 """POST /v2/models/M/predict: images or text in the client's own format, answers as JSON.
 
-The body is an image, text (text/plain), a form (multipart/form-data), or JSON: {"text": "..."},
-{"image": "BASE64"}, a list of several in place of the string, or such a list alone. Several items
-have a list of answers.
+The body is an image, text (text/plain), a form (multipart/form-data or urlencoded), or JSON:
+{"text": "..."}, {"image": "BASE64"}, a list of several in place of the string, or such a list
+alone. Several items have a list of answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _WINDOW_BYTES = 1 << 20  # searched at once: a search of all of it would keep ot
 _IMAGE, _TEXT = ("image", "images", "file"), ("text", "texts", "file")  # names of fields
 _FORM, _URL_FORM = b"multipart/form-data", b"application/x-www-form-urlencoded"
 _UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)  # _URL_FORM: curl
-_URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=", re.ASCII)
+_URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
+_MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
 _URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
@@ -50,12 +51,12 @@ Field = tuple[str, Bytes]  # name and content
 
 
 def split_form(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None:
-    """Split a form (RFC 7578) into fields; None for a body of another `kind`.
+    """Split a form (RFC 7578, or urlencoded) into fields; None for a body of another `kind`.
 
-    Raises BadInput, TooLarge above MOST_ITEMS fields, and UnknownEncoding for an urlencoded form.
+    Raises BadInput, and TooLarge above MOST_ITEMS fields.
     """
-    if kind == _URL_FORM and _URLENCODED.match(bytes(body[:_HEAD_BYTES])):
-        raise UnknownEncoding("urlencoded forms are not offered", hint="send multipart/form-data")
+    if kind == _URL_FORM and _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])):
+        return _split_urlencoded(bytes(body))
     if kind != _FORM:
         return None
     match = _BOUNDARY.search(content_type)
@@ -78,6 +79,20 @@ def split_form(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | N
             return found
         start = end
     raise BadInput("the form does not end with the boundary of its Content-Type")
+
+
+def _split_urlencoded(body: bytes) -> list[Field] | None:
+    """Split the form of `curl -d` or a browser; None for other bytes under that type."""
+    if not body.isascii():
+        return None
+    if len(body) > _MOST_URL_BYTES:
+        text = f"the urlencoded form is above {_MOST_URL_BYTES} bytes"
+        raise TooLarge(text, hint="send multipart/form-data")
+    try:
+        pairs = parse_qsl(body.decode("ascii"), True, max_num_fields=MOST_ITEMS)
+    except ValueError as exc:
+        raise TooLarge(f"the form has more than {MOST_ITEMS} fields") from exc
+    return [(name, value.encode()) for name, value in pairs]
 
 
 def _field(body: Bytes, start: int, stop: int) -> Field:
@@ -163,7 +178,11 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
         if name.removesuffix("[]") not in known:
             hint = f"possible: {', '.join(known)}"
             raise BadInput(f"the form has a field {quote(name)}", hint=hint)
-    return Items([content for _, content in fields], several=len(fields) > 1)
+    found: list[Item] = [content for _, content in fields]
+    if kind == _URL_FORM and not text:  # `curl -d image=$(base64 FILE)` leaves its plus signs
+        strings = [bytes(content).decode().replace(" ", "+") for _, content in fields]
+        found = [from_base64(each, number) for number, each in enumerate(strings, 1)]
+    return Items(found, several=len(found) > 1)
 
 
 class HttpTaskCall(TaskCall):

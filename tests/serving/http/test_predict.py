@@ -94,7 +94,9 @@ def bad_text(body: bytes, reason: str) -> tuple[str, bytes, str, int, str]:
 REFUSED: dict[str, tuple[str, bytes | Make, str, int, str]] = {
     "empty": ("classify", b"", "image/png", 400, "the body is empty; send a JPEG"),
     "type": ("classify", LIGHT, "audio/wav", 415, "'audio/wav' is not offered; send a JPEG"),
-    "urlencoded": ("text-classify", b"text=good", URLENCODED, 415, "send multipart/form-data"),
+    "another field": ("text-classify", b"txet=good", URLENCODED, 400, "has a field 'txet'"),
+    "no image in a form": ("classify", b"image=%3F", URLENCODED, 400, "image 1 is not base64"),
+    "large form": ("text-classify", b"text=" + b"%41" * 1_300_000, URLENCODED, 400, "model takes"),
     "charset": ("text-classify", b"good", "text/plain; charset=x", 415, "the charset 'x' is"),
     "charset of a field": (
         "text-classify",
@@ -276,6 +278,7 @@ SENTENCE = b"good good good"
         (as_json({"text": "good good good"}), "application/json"),
         form(("text", SENTENCE)),
         (as_json({"text": "good good good"}), URLENCODED),  # by `curl -d`
+        (b"text=good+good%20good", URLENCODED),
         (SENTENCE, URLENCODED),  # as `curl -d` sends a sentence
         (SENTENCE, 'text/plain; charset="US-ASCII"'),
         (b"old\r\n" + form(("text", SENTENCE))[0] + b"after it", FORM),
