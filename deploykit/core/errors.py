@@ -74,6 +74,7 @@ class UnknownEncoding(BadInput):
     """A request's body has an unsupported Content-Encoding."""
 
     http_status = 415
+    grpc_status = "UNIMPLEMENTED"
 
 
 class Unsupported(DeploykitError):
