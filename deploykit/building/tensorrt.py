@@ -378,15 +378,16 @@ def _build_plan(
     if options.shapes.dla is not None:
         check_graph(options, Graph.open(model))
     on_progress("parsing", 0.0)
+    release = version_numbers(str(nv.__version__))[:2]
     attempt = partial(_Attempt, nv, start(nv), model, options, on_progress, here, checking)
     load_plugins(nv, map(Path, options.shapes.plugins))
-    if options.shapes.dla is not None and version(nv) < (11,):  # its precision is a flag
+    if options.shapes.dla is not None and release < (11,):  # its precision is a flag
         return attempt().run(strong=False)
     try:
         return attempt().run(strong=True)
     except Refused as exc:
         first, last = _WEAK_ALLOWED
-        if not first <= version(nv) <= last or exc.reasons[0].damaged:
+        if not first <= release <= last or exc.reasons[0].damaged:
             raise
         with contextlib.suppress(Refused):
             weak = attempt().run(strong=False)
@@ -422,7 +423,7 @@ class _Attempt:
             try:
                 self._run(strong, lines)
             except FAILURES as exc:
-                raise Refused((reason_of(exc, lines),)) from exc
+                raise Refused((build_refusal(lines.errors or [str(exc)]),)) from exc
         return self
 
     def _run(self, strong: bool, lines: LogLines) -> None:
@@ -634,10 +635,6 @@ def module(*, rtx: bool = False) -> Any:
     return found
 
 
-def version(nv: Any) -> tuple[int, ...]:
-    return version_numbers(str(nv.__version__))[:2]
-
-
 @contextlib.contextmanager
 def collect_log(nv: Any) -> Iterator[LogLines]:
     """Collect TensorRT's log lines during the block; one thread at a time."""
@@ -671,11 +668,6 @@ def given(value: _T | None) -> _T:
     return value
 
 
-def reason_of(exc: Exception, lines: LogLines) -> Reason:
-    """Explain one of FAILURES, by the log where it says more."""
-    return build_refusal(lines.errors or [str(exc)])
-
-
 def start(nv: Any) -> trt.Builder:
     """Create a builder. Raises Unsupported where TensorRT cannot start, as without a driver."""
     with collect_log(nv) as lines:
@@ -683,7 +675,7 @@ def start(nv: Any) -> trt.Builder:
             builder: trt.Builder = given(nv.Builder(logger(nv)))
             return builder
         except FAILURES as exc:
-            reason = reason_of(exc, lines)
+            reason = build_refusal(lines.errors or [str(exc)])
             raise Unsupported(
                 f"TensorRT {nv.__version__} cannot start: {reason.text}", hint=reason.hint
             ) from exc
