@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import math
 import os
 import sys
@@ -94,10 +95,8 @@ def example_sizes(
     taken |= set(given.values())
     found: dict[str, int] = {}
     for axis in axes:
-        size, step = (_LARGE, _STEP) if axis in long else (_SMALL, 1)
-        while size in taken:
-            size += step
-        found[axis] = given.get(axis, size)
+        free = itertools.count(_LARGE, _STEP) if axis in long else itertools.count(_SMALL)
+        found[axis] = given.get(axis) or next(size for size in free if size not in taken)
         taken.add(found[axis])
     return found
 
@@ -130,15 +129,11 @@ class ExportJob:
         """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
         if self.given.arrays:
             feeds = self.given.feeds(self.inputs, self.sizes, floats=True)
-            return tuple(
-                torch.tensor(feeds[spec.name], dtype=getattr(torch, spec.dtype))
-                for spec in self.inputs
-            )
+        else:
+            ones = {x.name for x in self.inputs if x.dtype == "bool" or "mask" in x.name.lower()}
+            feeds = {x.name: np.full(concrete(x, self.sizes), x.name in ones) for x in self.inputs}
         return tuple(
-            (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
-                concrete(spec, self.sizes), dtype=getattr(torch, spec.dtype)
-            )
-            for spec in self.inputs
+            torch.tensor(feeds[x.name], dtype=getattr(torch, x.dtype)) for x in self.inputs
         )
 
     def dynamic_shapes(self, *, named: bool = True) -> tuple[Any, ...]:
@@ -474,9 +469,7 @@ def finish(model: Any, job: ExportJob) -> None:
                 value = graph.initializers.pop(old)
                 value.name = new
                 graph.initializers[new] = value
-    used = {node.domain for node in graph.all_nodes()} | {""}
-    for domain in set(model.opset_imports) - used:
-        del model.opset_imports[domain]
+    common.RemoveUnusedOpsetsPass()(model)
 
 
 def _fit(
