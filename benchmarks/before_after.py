@@ -176,7 +176,7 @@ def _grpc_answer_bytes(port: int, message: bytes) -> int:
 
 
 def verbs(side: Path, folder: Path, weights: str, arch: str, data: Path) -> dict[str, float]:
-    """Seconds and peak memory of export, quantize, build and compare on ResNet-18."""
+    """Seconds, CPU time and peak memory of export, quantize, build and compare on ResNet-18."""
     source = folder / "resnet18.onnx"
     exported = folder / "exported.onnx"
     if not source.exists():
@@ -215,6 +215,7 @@ def _timed(side: Path, steps: dict[str, tuple[object, ...]]) -> dict[str, float]
     for what, words in steps.items():
         ran = _ran(side, "-m", "deploykit", *words, "--json")
         found[f"{what}, s"] = ran.seconds
+        found[f"{what}, CPU s"] = ran.cpu_s
         found[f"{what}, peak MiB"] = ran.peak_bytes / MIB
     return found
 

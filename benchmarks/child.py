@@ -28,13 +28,17 @@ DEPLOYKIT = (sys.executable, "-m", "deploykit")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a process ended. `code` is negative for a signal; `peak_bytes`: its largest RSS."""
+    """How a process ended. `code` is negative for a signal; `peak_bytes`: its largest RSS.
+
+    `cpu_s`: of it and of the children that it waited for.
+    """
 
     code: int
     seconds: float
     peak_bytes: int
     out: str
     err: str
+    cpu_s: float = 0.0
 
     @property
     def document(self) -> dict[str, Any]:
@@ -82,6 +86,7 @@ def run(command: Sequence[object], *, limit_s: float = 3600, cwd: Path = ROOT) -
             usage.ru_maxrss * 1024,
             out.read().decode(errors="replace"),
             err.read().decode(errors="replace"),
+            usage.ru_utime + usage.ru_stime,
         )
 
 

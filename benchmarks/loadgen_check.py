@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from deploykit.benchmarking import scenarios
-from deploykit.benchmarking.timing import Column, Setup
 from deploykit.engines.engine import Arrays, Engine
 
 SHORTEST_S, SPREAD, QUERIES = 2e-3, 0.3, 100_000
@@ -131,8 +130,7 @@ def theirs(scenario: str, seconds: float, rate: float = 1.0, slo_ms: float = 1.0
 def ours(scenario: str, q: float, seconds: float) -> tuple[dict[str, Any], np.ndarray]:
     """The result, and what the engine noted of the same calls."""
     engine = LogNormal()
-    column = Column(Setup("stand-in", LogNormal), [engine])
-    found = scenarios.run_stream(q, column, FEEDS, scenarios.SAMPLES[scenario], seconds)
+    found = scenarios.run_stream(q, engine, FEEDS, scenarios.SAMPLES[scenario], seconds)
     return found, np.array(engine.took[-found["queries"] :])
 
 

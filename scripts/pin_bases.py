@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlencode
 
-from deploykit.deploying.wheels import LOCK, UNPINNED, read_digests
+from deploykit.deploying.docker import LOCK, UNPINNED, read_digests
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILES = ("Dockerfile.x86", "Dockerfile.jetson")

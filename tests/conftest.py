@@ -90,10 +90,9 @@ def affine_onnx(tmp_path: Path) -> Path:
 @pytest.fixture
 def onnxruntime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench` has the columns that a test asks for, in one session; other tests search."""
-    from deploykit.benchmarking import bench
     from deploykit.reporting.report import CpuSettings
 
-    monkeypatch.setattr(bench, "choices", lambda *_: [CpuSettings(1, 1)])
+    monkeypatch.setattr("deploykit.benchmarking.columns.choices", lambda *_: [CpuSettings(1, 1)])
     monkeypatch.setattr("deploykit.benchmarking.columns.installed", lambda _: False)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.files import read_toml
-from deploykit.deploying.wheels import own_wheel
+from deploykit.deploying.docker import own_wheel
 from scripts.setup_venv import for_uv
 from tests.support.cli.command import Run, one_process
 from tests.support.onnx_zoo import mnist_like, save

@@ -1,12 +1,14 @@
 """Time engines against the float32 model on the CPU, interleaved in one run, into a report.
 
 It chooses the columns: it compares each engine with the baseline and searches for its fastest CPU
-settings. Then it times all columns and writes the verdict.
+settings. Then it times all columns and writes the verdict. A pipeline is timed end to end and per
+stage, into an ordinary report.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import tempfile
 import time
@@ -18,35 +20,25 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.benchmarking.columns import (
-    BASELINE,
-    SEARCHED,
-    Entry,
-    Note,
-    best_cpu,
-    choices,
-    find_gpu,
-    find_rivals,
-    make_columns,
-    on_gpu_alone,
-    open_entries,
-    search_cpu,
-)
-from deploykit.benchmarking.limits import (
-    EnergyLog,
-    cpu_ceilings,
-    gpu_limits,
-    limits,
-    measure_layers,
-    measure_memory,
-)
+from deploykit.benchmarking import columns, limits
+from deploykit.benchmarking.columns import BASELINE, Entry, Note
 from deploykit.benchmarking.scenarios import check_scenarios, run_scenarios
-from deploykit.benchmarking.timing import FULL_S, PROCESSES, Setup, Timing, sweep
+from deploykit.benchmarking.timing import (
+    FULL_S,
+    PROCESSES,
+    Block,
+    Measured,
+    Setup,
+    Timing,
+    Turns,
+    make_point,
+    sweep,
+)
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import Gate, Parity
-from deploykit.core.files import StrPath
+from deploykit.core.files import StrPath, sha256
 from deploykit.core.machine import default_threads, now, provenance, this_machine, usable_cores
 from deploykit.core.tensors import TensorSpec, batch_axes, dynamic_sizes, steps_counted
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
@@ -59,6 +51,7 @@ from deploykit.evaluation.golden import find_samples, open_samples
 from deploykit.evaluation.parity import compare_engines
 from deploykit.evaluation.statistics import paired_drop
 from deploykit.evaluation.verify import outputs_gate
+from deploykit.pipelines.pipeline import OpenPipeline
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
 from deploykit.reporting.report import (
     Accuracy,
@@ -77,7 +70,6 @@ log = logging.getLogger(__name__)
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32), (1, 8, 32)
 QUICK_S = 1.5  # per point
 DATA, GOLDEN, RANDOM = "the data given", "golden samples", "random numbers"  # sources of the inputs
-_AROUND_S = 0.5  # how long the machine is watched before and after
 _SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # share of a point's time per window of the CPU search
 
 
@@ -134,7 +126,7 @@ def bench(
     timing = Timing.lasting(seconds if seconds is not None else QUICK_S if quick else FULL_S)
     check_scenarios(scenarios, slo_ms)
     others = [each for each in against if not is_report(each)]
-    entries = open_entries(engines, others, trust=trust, on_note=note_once, arch=arch)
+    entries = columns.open_entries(engines, others, trust=trust, on_note=note_once, arch=arch)
     folder = claim_report(out, (*engines, *against, data), force=force)
     run = _Run(
         entries,
@@ -165,7 +157,7 @@ def bench(
         wrong=wrong,
         asked=tuple(each.label for each in run.setups if each.entry in asked),
         against=tuple(each.label for each in run.setups if each.entry in rivals),
-        best_cpu=best_cpu(points, wrong),
+        best_cpu=columns.best_cpu(points, wrong),
         cpu_search=tuple(run.searches.values()),
         not_measured=tuple(run.gaps),
         notes=(_describe_method(timing, points), run.inputs.describe(), *sorted(notes)),
@@ -205,21 +197,21 @@ class _Run:
             self.inputs = choose_inputs(reference.artefact, base, samples, axis)
             self.proofs = proofs = Proofs(base, reference, samples, device, note, axis)
             right = [reference, *(each for each in entries[1:] if proofs.prove(each).passed)]
-            rivals, gaps = find_rivals(right, machine, scratch)
-            rivals = [each for each in rivals if not on_gpu_alone(each, device)]
+            rivals, gaps = columns.find_rivals(right, machine, scratch)
+            rivals = [each for each in rivals if not columns.on_gpu_alone(each, device)]
             rivals = [each for each in rivals if proofs.admit(each, gaps)]
-            self.gpu, why = find_gpu(reference, machine, device)
+            self.gpu, why = columns.find_gpu(reference, machine, device)
             gaps += [] if self.gpu else [NotMeasured("GPU", why)]
             on_gpu = [e for e in entries if self.gpu and "cuda" in e.artefact.runtime.devices]
             on_gpu = [e for e in on_gpu if e.on_cpu and proofs.admit(e, gaps, self.gpu)]
         for entry in (*right, *rivals):
-            elsewhere = self.gpu and on_gpu_alone(entry, device)
-            if entry.on_cpu and entry.runtime in SEARCHED and not elsewhere:
+            elsewhere = self.gpu and columns.on_gpu_alone(entry, device)
+            if entry.on_cpu and entry.runtime in columns.SEARCHED and not elsewhere:
                 for batch in self.batches:
                     if found := self._search_cpu(entry, batch):
                         self.searches[entry.label, batch] = found
         every = [*entries, *rivals]
-        self.setups, untimed = make_columns(
+        self.setups, untimed = columns.make_columns(
             every, self.searches, self.batches, device, self.gpu, on_gpu
         )
         self.gaps += [*untimed, *gaps]
@@ -239,31 +231,31 @@ class _Run:
         what = entry.label if entry.rival else entry.artefact.name
         self.progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
         window_s = min(_SEARCH_MAX_S, self.timing.seconds * _SEARCH_SHARE)
-        tried = choices(sorted({default_threads(), usable_cores()}), entry.runtime)
-        trials = search_cpu(tried, entry.open_on_cpu, self.inputs(batch), batch, window_s)
+        tried = columns.choices(sorted({default_threads(), usable_cores()}), entry.runtime)
+        trials = columns.search_cpu(tried, entry.open_on_cpu, self.inputs(batch), batch, window_s)
         return CpuSearch(entry.artefact.name, batch, trials, entry.runtime)
 
     def measure(self, scenarios: Sequence[str], slo_ms: float | None, layers: bool) -> list[Point]:
         """Time the columns; fill `measured`, and `gaps` with what could not be measured."""
         setups, inputs, progress, timing = self.setups, self.inputs, self.progress, self.timing
-        ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
-        gpu_ceilings, gpu_target, gpu_gaps = gpu_limits(self.gpu, timing.seconds, progress)
-        watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
-        before = watch.over(around_s, time.sleep)
+        ceilings, unprobed = limits.cpu_ceilings(setups, timing.seconds, progress)
+        gpu_ceilings, gpu_target, gpu_gaps = limits.gpu_limits(self.gpu, timing.seconds, progress)
+        watch = Watch()
+        before = watch.around(timing.seconds)
         apart = timing.seconds >= FULL_S
         used = self.device if ":" in self.device else "cuda:0"
         with DeviceWatch(only=(used,)) as gpu_watch:
-            energy = EnergyLog(gpu_watch, progress)
+            energy = limits.EnergyLog(gpu_watch, progress)
             count = PROCESSES if apart else 1
             points = sweep(
                 setups, self.batches, timing, inputs, energy, processes=count, watch=watch
             )
             right = [each for each in setups if self.proofs.is_right(each.entry)]
             ran = run_scenarios(scenarios, right, points, timing.seconds, slo_ms, inputs, progress)
-        memory = measure_memory(setups, points, inputs, progress) if apart else ()
-        outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+        memory = limits.measure_memory(setups, points, inputs, progress) if apart else ()
+        outside = sum_up(watch, before, watch.around(timing.seconds))
         wanted = (self.entries[1:] or self.entries[:1]) if layers else ()
-        by_layer, missing = measure_layers(wanted, right, points, inputs, progress)
+        by_layer, missing = limits.measure_layers(wanted, right, points, inputs, progress)
         self.gaps += [*unprobed, *gpu_gaps, *energy.gaps(points), *missing]
         self.measured = {
             "scenarios": tuple(ran),
@@ -274,7 +266,7 @@ class _Run:
             "outside": outside,
             "invalid": invalid(outside, watch.bound),
             "energy": energy.energy(points),
-            **limits(self.entries, setups, points, ceilings, gpu_ceilings, gpu_target),
+            **limits.limits_of(self.entries, setups, points, ceilings, gpu_ceilings, gpu_target),
         }
         return points
 
@@ -372,45 +364,44 @@ def choose_inputs(
     return inputs
 
 
+@dataclass
 class Proofs:
     """Compares entries with `base`, the open baseline. `gates` maps labels of entries to gates."""
 
-    def __init__(
-        self,
-        base: Engine,
-        reference: Entry,
-        samples: Samples | None,
-        device: str,
-        note: Note,
-        axis: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        self._base, self._reference, self._samples = base, reference, samples
-        self._device, self._note, self._axis = device, note, axis
-        self.parity: list[Parity] = []
-        self.accuracy: list[Accuracy] = []
-        self.gates: dict[str, Gate] = {}
-        self._scores: np.ndarray | None = None
-        if samples is not None and samples.labels is not None:
-            feeds = comparison_feeds(base, base, samples, reference.artefact.path)[0]
-            self._scores = self._score(base, feeds)
+    base: Engine
+    reference: Entry
+    samples: Samples | None
+    device: str
+    note: Note
+    axis: Mapping[str, int] = field(default_factory=dict)
+    parity: list[Parity] = field(default_factory=list)
+    accuracy: list[Accuracy] = field(default_factory=list)
+    gates: dict[str, Gate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        path, self._scores = self.reference.artefact.path, None
+        if self.samples is not None and self.samples.labels is not None:
+            self._scores = self._score(
+                self.base, comparison_feeds(self.base, self.base, self.samples, path)[0]
+            )
         if self._scores is not None:
             score = paired_drop(self._scores, self._scores, TOP1)
-            row = Accuracy(reference.precision, TOP1, score.n, score.reference, None, BASELINE)
-            self.accuracy.append(row)
+            row = (self.reference.precision, TOP1, score.n, score.reference, None, BASELINE)
+            self.accuracy.append(Accuracy(*row))
 
     def prove(self, entry: Entry, gpu: str = "") -> Gate:
         """Measure parity and accuracy, on `gpu` or the CPU, and return the gate of the outputs."""
-        samples, reference = self._samples, self._reference
+        samples, reference = self.samples, self.reference
         name = f"{entry.artefact.name} in {entry.label}" if entry.rival else entry.artefact.name
         name += f" on {gpu}" if gpu else ""
-        with entry.open(gpu or ("cpu" if entry.on_cpu else self._device)) as engine:
+        with entry.open(gpu or ("cpu" if entry.on_cpu else self.device)) as engine:
             feeds, fewer = comparison_feeds(
-                self._base, engine, samples, reference.artefact.path, self._axis
+                self.base, engine, samples, reference.artefact.path, self.axis
             )
             for text in (*(f"parity: {each}" for each in fewer), *engine.notes):
-                self._note(text)
+                self.note(text)
             names, random = (reference.artefact.name, name), samples is None
-            parity = compare_engines(self._base, engine, feeds, names=names, random=random)
+            parity = compare_engines(self.base, engine, feeds, names=names, random=random)
             scores, drop = self._score(engine, feeds), None
         if scores is not None and self._scores is not None:
             drop = paired_drop(self._scores, scores, TOP1)
@@ -442,6 +433,105 @@ class Proofs:
         return key not in self.gates or self.gates[key].passed
 
     def _score(self, engine: Engine, feeds: Sequence[Arrays]) -> np.ndarray | None:
-        if self._samples is None or self._samples.labels is None:
+        if self.samples is None or self.samples.labels is None:
             return None
-        return top1_scores(engine, self._samples, len(next(iter(feeds[0].values()))))
+        return top1_scores(engine, self.samples, len(next(iter(feeds[0].values()))))
+
+
+# A pipeline is timed like an engine: a call takes a batch of files, from their bytes to the JSON of
+# the answers. The stages' times in these calls have intervals over the same rounds.
+
+
+def bench_pipeline(
+    opened: OpenPipeline,
+    path: Path,
+    files: Sequence[Path],
+    batches: Sequence[int],
+    timing: Timing,
+    on_progress: Progress = no_progress,
+) -> Report:
+    """Answer `files` repeatedly by the pipeline of `path`, `batches` requests per call.
+
+    Calls follow one another in this process. The points of stages have the scenario "stage of
+    NAME". The caller writes the report.
+    """
+    name, points = path.stem, list[Point]()
+    timed = TimedPipeline(opened, [each.read_bytes() for each in files])
+    setup = Setup(name, lambda: timed, file=path.name, sha256=sha256(path))
+    watch = Watch()
+    before = watch.around(timing.seconds)
+    turns = Turns(timing, on_progress, watch=watch)
+    for batch in batches:
+        timed.calls.clear()
+        (found,) = turns.measure([setup], [batch], timed.feeds)
+        points += [make_point([found]), *_stages(found, timed.calls)]
+    outside = sum_up(watch, before, watch.around(timing.seconds))
+    what = f"a call: the next of {len(files)} files in turn, from their bytes to the answers' JSON"
+    report = Report(
+        title=f"{name}: a pipeline from end to end and by stage",
+        created=now(),
+        command="",
+        quick=timing.seconds < FULL_S,
+        machine=this_machine().to_dict(),
+        provenance=provenance(),
+        points=tuple(points),
+        asked=(name,),
+        outside=outside,
+        invalid=invalid(outside, watch.bound),
+        notes=(_describe_method(timing, points), what),
+    )
+    return replace(report, verdict=verdict(report))
+
+
+def _stages(found: Measured, calls: Sequence[dict[str, float]]) -> list[Point]:
+    """Return the time of each stage in the timed calls, which are the last, round after round."""
+    counts = [len(block.calls_ns) for block in found.blocks]
+    ends = list(itertools.accumulate(counts, initial=len(calls) - sum(counts)))
+    timed = [calls[begin:end] for begin, end in itertools.pairwise(ends)]
+    points = []
+    for stage in calls[0]:
+        blocks = []
+        for each in timed:
+            took_ns = np.array([max(1, round(call[stage] * 1e9)) for call in each], np.int64)
+            rows = found.batch * len(each)
+            blocks.append(Block(took_ns, rows, rows / (took_ns.sum() / 1e9)))
+        part = replace(found, setup=replace(found.setup, label=stage), blocks=blocks)
+        scenario = f"stage of {found.setup.label}"
+        points.append(replace(make_point([part]), scenario=scenario))
+    return points
+
+
+class TimedPipeline(Engine):
+    """Takes files in turn. `calls`: the seconds of each call's stages, with reading and JSON."""
+
+    runtime = "pipeline"
+    max_batch = None
+
+    def __init__(self, opened: OpenPipeline, files: Sequence[bytes]) -> None:
+        self._opened = opened
+        self._files = itertools.cycle(files)
+        self.inputs = (TensorSpec(opened.graph.input, "string", ("N",)),)
+        self.outputs = (TensorSpec(opened.graph.answer, "string", ("N",)),)
+        self.device = opened.device
+        self.calls: list[dict[str, float]] = []
+
+    def feeds(self, batch: int) -> Arrays:
+        """Return a placeholder per file: the call takes the next files in turn."""
+        return {self.inputs[0].name: np.full(batch, "", object)}
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        graph, now, stages = self._opened.graph, time.perf_counter, dict[str, float]()
+        count = len(feeds[graph.input])
+        began_s = now()
+        inputs = [graph.read(each) for each in itertools.islice(self._files, count)]
+        stages[graph.input] = now() - began_s
+        found = self._opened.run(inputs, stages.__setitem__)
+        ended_s = now()
+        for each in found:
+            graph.answer_json(each)
+        stages["JSON"] = now() - ended_s
+        self.calls.append(stages)
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: the function that opened the pipeline closes it."""

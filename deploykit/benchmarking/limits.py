@@ -13,15 +13,15 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from deploykit.benchmarking.columns import Entry
-from deploykit.benchmarking.timing import Column, Setup
+from deploykit.benchmarking.timing import Setup
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
 from deploykit.core.machine import default_threads, file_text, this_machine
 from deploykit.core.profile import load_profile, recognise, with_gpu
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 PROBE_FROM_S = 1.0  # per point; a shorter run does not wait for the CPU probe
 _IDLE_S = 0.5
-_ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
+_REST = "at rest"  # the step before the first
 
 
 def cpu_ceilings(
@@ -94,7 +94,7 @@ def gpu_limits(
     return ceilings, None, [*gaps, NotMeasured("plan of the GPU", target)]
 
 
-def limits(
+def limits_of(
     entries: Sequence[Entry],
     setups: Sequence[Setup],
     points: Sequence[Point],
@@ -180,24 +180,16 @@ class EnergyLog:
     meter: DeviceWatch
     forward: Progress
     clock: Callable[[], float] = time.perf_counter
-    idle_w: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._spent: dict[tuple[str, int], list[tuple[float, Mapping[str, float]]]] = {}
-        self._step: tuple[str, int] | None = None
-        self._last = (self.clock(), self.meter.joules())
+        self._readings: list[tuple[str, float, Mapping[str, float]]] = []  # as a step begins
+        self._read(_REST)
         if self.meter.sources:
-            time.sleep(_IDLE_S)  # the idle span to measure
-            seconds, joules = self._since()
-            self.idle_w = {name: used / seconds for name, used in joules.items() if seconds > 0}
+            time.sleep(_IDLE_S)
+            self._read("")
 
     def __call__(self, what: str, share: float) -> None:
-        """Begin a step; the energy used so far belongs to the previous one."""
-        since = self._since()
-        if self._step is not None:
-            self._spent.setdefault(self._step, []).append(since)
-        match = _ROUND.fullmatch(what)
-        self._step = (match[1], int(match[2])) if match else None
+        self._read(what)
         self.forward(what, share)
 
     def energy(self, points: Sequence[Point]) -> tuple[PointEnergy, ...]:
@@ -205,16 +197,12 @@ class EnergyLog:
         found = []
         for point in points:
             device = "cuda:0" if point.device == "cuda" else point.device
-            source = self.meter.sources.get(device)
-            steps = self._spent.get((point.label, point.batch), [])
-            seconds = sum(each for each, _ in steps)
-            rate = point.throughput_per_s.value
-            if source is None or not seconds or not rate:
-                continue
-            watts = sum(joules.get(device, 0.0) for _, joules in steps) / seconds
-            idle_w = self.idle_w.get(device, 0.0)
-            above = max(0.0, watts - idle_w) / rate
-            found.append(PointEnergy(point.label, point.batch, watts / rate, above, idle_w, source))
+            source, rate = self.meter.sources.get(device), point.throughput_per_s.value
+            watts = self._watts(f"{point.label}, batch {point.batch}: round ", device)
+            if source is not None and watts is not None and rate:
+                idle_w = self._watts(_REST, device) or 0.0
+                used = (watts / rate, max(0.0, watts - idle_w) / rate, idle_w, source)
+                found.append(PointEnergy(point.label, point.batch, *used))
         return tuple(found)
 
     def gaps(self, points: Sequence[Point]) -> tuple[NotMeasured, ...]:
@@ -225,11 +213,15 @@ class EnergyLog:
             if name in used
         )
 
-    def _since(self) -> tuple[float, dict[str, float]]:
-        (before_s, before), now = self._last, (self.clock(), self.meter.joules())
-        self._last = now
-        used = {name: value - before.get(name, 0.0) for name, value in now[1].items()}
-        return now[0] - before_s, used
+    def _read(self, step: str) -> None:
+        self._readings.append((step, self.clock(), self.meter.joules()))
+
+    def _watts(self, step: str, device: str) -> float | None:
+        """Return the mean power of a device in the steps that begin with `step`, if there were."""
+        pairs = [pair for pair in pairwise(self._readings) if pair[0][0].startswith(step)]
+        seconds = sum(after[1] - before[1] for before, after in pairs)
+        joules = sum(after[2].get(device, 0) - before[2].get(device, 0) for before, after in pairs)
+        return joules / seconds if seconds > 0 else None
 
 
 _CALLS = 3
@@ -261,7 +253,7 @@ def _peak_bytes(
     """Run in a separate process; return the peak, or 0 if /proc does not have it."""
     inputs = feeds(batch)
     with contextlib.ExitStack() as stack:
-        for engine in Column.open(setup, stack).engines:
+        for engine in setup.open(stack):
             for _ in range(_CALLS):
                 engine(inputs)
         children = " ".join(map(file_text, Path("/proc/self/task").glob("*/children")))

@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.benchmarking.timing import Clock, Column, Setup, no_garbage_collection, run_block
+from deploykit.benchmarking.timing import (
+    Clock,
+    Setup,
+    in_threads,
+    no_garbage_collection,
+    run_block,
+)
 from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -73,7 +79,7 @@ def fewest_queries(q: float, above: int = 1) -> int:
 
 def run_stream(
     q: float,
-    column: Column,
+    engine: Engine,
     feeds: Arrays,
     samples: int,
     seconds: float,
@@ -86,9 +92,9 @@ def run_stream(
     needs = fewest_queries(q)
     calls: list[np.ndarray] = []
     spent_s, count = 0.0, 0
-    run_block(column.engines[:1], feeds, samples, seconds * _WARM_UP, clock)
+    run_block([engine], feeds, samples, seconds * _WARM_UP, clock)
     while spent_s < seconds or (count < needs and spent_s < _LONGEST * seconds):
-        block = run_block(column.engines[:1], feeds, samples, seconds / 5, clock)
+        block = run_block([engine], feeds, samples, seconds / 5, clock)
         calls.append(block.calls_ns / 1e9)
         spent_s += block.seconds
         count += len(block.calls_ns)
@@ -102,7 +108,7 @@ def run_stream(
 
 
 def run_server(
-    column: Column,
+    engines: Sequence[Engine],
     feeds: Arrays,
     slo_ms: float,
     seconds: float,
@@ -125,12 +131,12 @@ def run_server(
         count = max(fewest, math.ceil(rate * length_s))
         gaps = np.random.default_rng(next(seeds)).exponential(1 / rate, count)
         most_late = most_above(count, _PERCENTILE[SERVER])
-        return (serve or replay)(column.engines, feeds, np.cumsum(gaps), slo_s, most_late)
+        return (serve or replay)(engines, feeds, np.cumsum(gaps), slo_s, most_late)
 
     def holds(found: np.ndarray) -> bool:
         return int((found > slo_s).sum()) <= most_above(len(found), _PERCENTILE[SERVER])
 
-    block = run_block(column.engines, feeds, 1, seconds * _WARM_UP, clock)
+    block = run_block(engines, feeds, 1, seconds * _WARM_UP, clock)
     short_s = seconds / 10
     lowest = fewest / (_LONGEST * seconds)
     low, high = 0.0, max(block.rate, lowest)  # an engine that never waits is the upper bound
@@ -161,38 +167,23 @@ def replay(
     clock = time.perf_counter_ns
     due_ns = clock() + 1_000_000 + (due_s * 1e9).astype(np.int64)
     ended = np.full(len(due_s), math.inf)
-    numbers, late, failed = itertools.count(), [0], list[BaseException]()
+    numbers, late = itertools.count(), [0]
 
-    def work(engine: Engine) -> None:
-        try:
-            for number in numbers:
-                if number >= len(due_ns) or late[0] > most_late or failed:
-                    return
-                due = int(due_ns[number])
-                if (left := due - clock()) > _SPIN_NS:
-                    time.sleep((left - _SPIN_NS) / 1e9)  # until the query is due
-                while clock() < due:
-                    time.sleep(0)
-                engine(feeds)
-                ended[number] = took = (clock() - due) / 1e9
-                late[0] += took > slo_s
-        except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread
-            failed.append(exc)
+    def work(engine: Engine, stop: threading.Event) -> None:
+        for number in numbers:
+            if number >= len(due_ns) or late[0] > most_late or stop.is_set():
+                return
+            due = int(due_ns[number])
+            if (left := due - clock()) > _SPIN_NS:
+                time.sleep((left - _SPIN_NS) / 1e9)  # until the query is due
+            while clock() < due:
+                time.sleep(0)
+            engine(feeds)
+            ended[number] = took = (clock() - due) / 1e9
+            late[0] += took > slo_s
 
     with no_garbage_collection():
-        threads = [threading.Thread(target=work, args=[each], daemon=True) for each in engines]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException as exc:
-            failed.append(exc)
-            for thread in threads:  # no thread may use a closed engine
-                thread.join()
-            raise
-    if failed:
-        raise failed[0]
+        in_threads(engines, work)
     return ended
 
 
@@ -247,14 +238,14 @@ def _run(
 ) -> dict[str, Any]:
     batch = SAMPLES[name]
     with ExitStack() as stack:
-        column = Column.open(setup, stack)
-        inputs = column.engines[0].inputs
+        engines = setup.open(stack)
+        engine, inputs = engines[0], engines[0].inputs
         fixed = inputs[0].shape[0] if inputs and inputs[0].shape else batch
-        if (isinstance(fixed, int) and fixed != batch) or batch > (column.max_batch or batch):
+        if (isinstance(fixed, int) and fixed != batch) or batch > (engine.max_batch or batch):
             return {"why": f"it takes no query of {batch} samples"}
         if name == SERVER and slo_ms is not None:
-            return run_server(column, feeds(batch), slo_ms, seconds)
-        return run_stream(_PERCENTILE[name], column, feeds(batch), batch, seconds)
+            return run_server(engines, feeds(batch), slo_ms, seconds)
+        return run_stream(_PERCENTILE[name], engine, feeds(batch), batch, seconds)
 
 
 def _fastest(

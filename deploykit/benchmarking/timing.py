@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from deploykit.reporting.report import CLOSED_LOOP, Point
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
 _POLL_S = 0.5  # interval of checks for Ctrl-C
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,7 @@ def run_block(
             if settle_ns:
                 _loop_overlapping(engines[0], feeds, settle_ns, clock, in_flight)
             return _loop_overlapping(engines[0], feeds, length_ns, clock, in_flight, batch)
-        if len(engines) == 1:
-            if settle_ns:
-                closed_loop(engines[0], feeds, settle_ns, clock)
-            sessions = [closed_loop(engines[0], feeds, length_ns, clock)]
-        else:
-            sessions = _run_together(engines, feeds, settle_ns, length_ns, clock)
+        sessions = _run_together(engines, feeds, settle_ns, length_ns, clock)
     calls_ns = [np.frombuffer(calls, dtype=np.int64) for calls in sessions]
     return Block(
         calls_ns=np.concatenate(calls_ns),
@@ -88,11 +85,7 @@ def run_block(
 
 
 def closed_loop(
-    engine: Engine,
-    feeds: Arrays,
-    length_ns: int,
-    clock: Clock,
-    stop: Callable[[], bool] | None = None,
+    engine: Engine, feeds: Arrays, length_ns: int, clock: Clock, stop: Callable[[], bool] = bool
 ) -> array[int]:
     """Return the nanoseconds of each call, from the end of the last: they sum to the time.
 
@@ -100,7 +93,7 @@ def closed_loop(
     """
     run_loop: Callable[..., array[int]] | None = getattr(engine, "run_loop", None)
     if run_loop is not None:
-        return run_loop(feeds, length_ns, stop or bool)
+        return run_loop(feeds, length_ns, stop)
     calls = array("q")
     last = clock()
     end = last + length_ns
@@ -109,7 +102,7 @@ def closed_loop(
         now = clock()
         calls.append(now - last)
         last = now
-        if now >= end or (stop is not None and stop()):
+        if now >= end or stop():
             return calls
 
 
@@ -135,38 +128,50 @@ def _loop_overlapping(
 def _run_together(
     engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
 ) -> list[array[int]]:
-    """Start one thread per engine at once; the first failure stops all and is raised."""
-    ready, stop = threading.Barrier(len(engines) + 1), threading.Event()
-    finished: list[Engine] = []
+    """Run each engine's loops, and further calls until all are as far."""
+    settled, finished = list[Engine](), list[Engine]()
 
-    def session(engine: Engine) -> array[int]:
-        try:
-            if settle_ns:
-                closed_loop(engine, feeds, settle_ns, clock, stop.is_set)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                ready.wait()
-            calls = closed_loop(engine, feeds, length_ns, clock, stop.is_set)
-            finished.append(engine)
-            while len(finished) < len(engines) and not stop.is_set():
-                engine(feeds)  # keep the load up until the others' last call ends
-        except BaseException:
-            give_up()
-            raise
+    def session(engine: Engine, stop: threading.Event) -> array[int]:
+        def keep_up(done: list[Engine]) -> None:
+            done.append(engine)
+            while len(done) < len(engines) and not stop.is_set():
+                engine(feeds)
+
+        if settle_ns:
+            closed_loop(engine, feeds, settle_ns, clock, stop.is_set)
+            keep_up(settled)
+        calls = closed_loop(engine, feeds, length_ns, clock, stop.is_set)
+        keep_up(finished)
         return calls
 
-    def give_up() -> None:
-        stop.set()
-        ready.abort()
+    return in_threads(engines, session)
+
+
+def in_threads(
+    engines: Sequence[Engine], work: Callable[[Engine, threading.Event], _T]
+) -> list[_T]:
+    """Return what `work` returns for each engine, in threads if there are several.
+
+    The first failure stops all and is raised.
+    """
+    stop = threading.Event()
+    if len(engines) == 1:
+        return [work(engines[0], stop)]
+
+    def run(engine: Engine) -> _T:
+        try:
+            return work(engine, stop)
+        except BaseException:
+            stop.set()
+            raise
 
     with ThreadPoolExecutor(len(engines), thread_name_prefix="deploykit-session") as pool:
         try:
-            futures = [pool.submit(session, engine) for engine in engines]
-            with contextlib.suppress(threading.BrokenBarrierError):
-                ready.wait()
+            futures = [pool.submit(run, engine) for engine in engines]
             while wait(futures, timeout=_POLL_S).not_done:
                 pass  # without a timeout a signal just before the wait would be missed
         except BaseException:
-            give_up()
+            stop.set()
             raise
         return [future.result() for future in futures]
 
@@ -247,10 +252,8 @@ _LAST, _STABLE = 4, 1.10  # windows that must agree within 10 %, as in perf_anal
 _RISEN, _SURE = 0.05, 6.0  # smallest rise over the rounds: a share, standard errors
 
 
-def _warm_up(
-    column: Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float
-) -> tuple[str, float]:
-    """Run windows until four agree within 10 %, or `limit_s` has passed.
+def _warm_up(run: Callable[[float], Block], limit_s: float) -> tuple[str, float]:
+    """Run windows of some seconds until four agree within 10 %, or `limit_s` has passed.
 
     Return a caveat, or "", and the longest call of the last window in seconds, 0 without any.
     """
@@ -259,7 +262,7 @@ def _warm_up(
     rates: list[float] = []
     spent_s = 0.0
     while True:
-        block = column.run(feeds, batch, limit_s / _WINDOWS, clock)
+        block = run(limit_s / _WINDOWS)
         spent_s += block.seconds
         rates.append(block.rate)
         call_s, last = float(block.calls_ns.max()) / 1e9, rates[-_LAST:]
@@ -323,6 +326,12 @@ class Setup:
         batches = self.batches or (point.batch,)
         return (self.label, self.in_flight) == (point.label, 1) and point.batch in batches
 
+    def open(self, stack: contextlib.ExitStack) -> list[Engine]:
+        return [stack.enter_context(self.engines()) for _ in range(self.sessions)]
+
+    def takes(self, batch: int, max_batch: int | None) -> bool:
+        return batch <= (max_batch or batch) and batch in (self.batches or (batch,))
+
     @property
     def scenario(self) -> str:
         more = f", {self.in_flight} calls in flight" if self.in_flight > 1 else ""
@@ -353,37 +362,12 @@ class Timing:
         return min(self.rounds, _FEW_ROUNDS if few else fit)
 
 
-@dataclass(frozen=True)
-class Column:
-    """A setup whose engines are open."""
-
-    setup: Setup
-    engines: Sequence[Engine]
-
-    @classmethod
-    def open(cls, setup: Setup, stack: contextlib.ExitStack) -> Column:
-        return cls(setup, [stack.enter_context(setup.engines()) for _ in range(setup.sessions)])
-
-    @property
-    def max_batch(self) -> int | None:
-        return self.engines[0].max_batch
-
-    def run(
-        self, feeds: Arrays, batch: int, length_s: float, clock: Clock, settle_s: float = 0.0
-    ) -> Block:
-        in_flight = self.setup.in_flight
-        return run_block(
-            self.engines, feeds, batch, length_s, clock, settle_s=settle_s, in_flight=in_flight
-        )
-
-    def takes(self, batch: int) -> bool:
-        only = self.setup.batches
-        return (self.max_batch is None or batch <= self.max_batch) and batch in (only or [batch])
+Column = tuple[Setup, Sequence[Engine]]  # a setup and its open engines
 
 
 def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[Column]) -> Arrays:
-    for column in columns:
-        label, inputs = column.setup.label, column.engines[0].inputs
+    for setup, engines in columns:
+        label, inputs = setup.label, engines[0].inputs
         check_feeds(inputs, feeds, label)
         places = batch_places(inputs)
         if not places and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
@@ -454,16 +438,18 @@ class Turns:
             raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
         measured: list[Measured] = []
         with contextlib.ExitStack() as stack:
-            at_once = order(len(setups), self.number)
-            opened = {at: Column.open(setups[at], stack) for at in at_once}
-            columns = [opened[at] for at in range(len(setups))]
+            opened = {at: setups[at].open(stack) for at in order(len(setups), self.number)}
+            columns = [(setup, opened[at]) for at, setup in enumerate(setups)]
             self.watch.know_children()
-            plan = {batch: [each for each in columns if each.takes(batch)] for batch in batches}
+            plan = {
+                batch: [each for each in columns if each[0].takes(batch, each[1][0].max_batch)]
+                for batch in batches
+            }
             steps = sum(map(len, plan.values()))
             if not steps:
+                largest = max(engines[0].max_batch or 0 for _, engines in columns)
                 raise BadInput(
-                    f"no engine takes a batch of {min(batches)}",
-                    hint=f"the largest is {max(column.max_batch or 0 for column in columns)}",
+                    f"no engine takes a batch of {min(batches)}", hint=f"the largest is {largest}"
                 )
             self._done_s, self._total_s = 0.0, steps * (self.timing.warmup_s + self.timing.seconds)
             for batch, fitting in plan.items():
@@ -475,13 +461,17 @@ class Turns:
         return measured
 
     def _run(self, columns: Sequence[Column], batch: int, feeds: Arrays) -> list[Measured]:
-        timing = self.timing
+        timing, clock = self.timing, self.clock
         found: dict[str, Measured] = {}
-        longest_s = 0.0
+        longest_s = settle_s = 0.0
+        runs = [
+            partial(run_block, engines, feeds, batch, clock=clock, in_flight=setup.in_flight)
+            for setup, engines in columns
+        ]
         for at in order(len(columns), self.number):
-            setup, engine = columns[at].setup, columns[at].engines[0]
+            setup, (engine, *_) = columns[at]
             self._begin(f"{setup.label}, batch {batch}: warm-up", timing.warmup_s)
-            note, call_s = _warm_up(columns[at], feeds, batch, self.clock, timing.warmup_s)
+            note, call_s = _warm_up(runs[at], timing.warmup_s)
             longest_s = max(longest_s, call_s)
             found[setup.label] = Measured(
                 setup=setup,
@@ -495,31 +485,30 @@ class Turns:
             )
         rounds = timing.rounds_for(longest_s)
         block_s = timing.seconds / rounds
-        settle_s = 0.0
         if len(columns) > 1:  # the last column's caches and clocks
             settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)
         for number in range(rounds):
             for at in order(len(columns), self.number * rounds + number):
-                column, one = columns[at], found[columns[at].setup.label]
-                self._begin(f"{column.setup.label}, batch {batch}: round {number + 1}", block_s)
+                one = found[columns[at][0].label]
+                self._begin(f"{one.setup.label}, batch {batch}: round {number + 1}", block_s)
                 self.watch.begin()
-                one.blocks.append(column.run(feeds, batch, block_s, self.clock, settle_s))
+                one.blocks.append(runs[at](block_s, settle_s=settle_s))
                 one.windows.append(self.watch.close())
-        for column in columns:
+        for setup, (engine, *_) in columns:
             more_s = max(block_s, timing.seconds / FEWEST_DEPENDENT)
-            found[column.setup.label].compute_s += _compute_s(column, feeds, more_s, self.clock)
-        return [found[column.setup.label] for column in columns]
+            if setup.in_flight == 1:
+                found[setup.label].compute_s += _compute_s(engine, feeds, more_s, clock)
+        return [found[setup.label] for setup, _ in columns]
 
     def _begin(self, what: str, length_s: float) -> None:
         self.on_progress(what, min(1.0, self._done_s / self._total_s))
         self._done_s += length_s
 
 
-def _compute_s(column: Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
+def _compute_s(engine: Engine, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
     """Time further calls without their copies; return [] if the engine reports no copies."""
-    engine = column.engines[0]
     calls_s: list[float] = []
-    if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
+    if not sum(engine.last_copies_us):
         return calls_s
     end = clock() + round(length_s * 1e9)
     while not calls_s or clock() < end:

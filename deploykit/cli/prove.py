@@ -260,8 +260,7 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
     _refuse(bench, options, "against axis slo_ms scenario layers arch")
     if options["data"] is None:
         raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
-    from deploykit.benchmarking.bench import QUICK_S
-    from deploykit.benchmarking.pipeline import bench_pipeline
+    from deploykit.benchmarking.bench import QUICK_S, bench_pipeline
     from deploykit.benchmarking.timing import FULL_S, Timing
     from deploykit.evaluation.artefacts import claim_report
     from deploykit.pipelines.file import input_files

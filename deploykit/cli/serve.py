@@ -249,7 +249,7 @@ def health(url: str | None = None) -> None:
 
     Example: deploykit health http://127.0.0.1:8000
     """
-    from deploykit.serving import health as probe
+    from deploykit.serving import client as probe
 
     port = os.environ.get("DEPLOYKIT_HTTP_PORT", "8000")
     port = "8000" if LINK.match(port) else port

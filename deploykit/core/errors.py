@@ -74,6 +74,7 @@ class UnknownEncoding(BadInput):
     """A request's body has an unsupported Content-Encoding."""
 
     http_status = 415
+    grpc_status = "UNIMPLEMENTED"
 
 
 class Unsupported(DeploykitError):
@@ -224,7 +225,9 @@ _LOST = frozenset((4, 53, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 7
 _LOST |= {805, 806, 810, 911, 999}
 _OTHER_GPU = frozenset((98, 200, 209, 218, 221, 222, 223))  # code of another GPU or newer driver
 
-USE_LESS_MEMORY = "use a smaller batch, or stop other programs that use the GPU (see: nvidia-smi)"
+USE_LESS_MEMORY = (
+    "use a smaller batch or `max_batch`, fewer `instances`, or stop other programs that use the GPU"
+)
 _DOCTOR = "see: deploykit doctor"
 
 

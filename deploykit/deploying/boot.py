@@ -2,40 +2,53 @@
 
 The ports open once the engine is proven. Until then health checks fail, so their start period must
 be longer than a build. A build runs in a separate process. If it fails or is killed, the previous
-engine serves.
+engine serves: a cache keeps engines in two slots, and `state.json` names the active one.
+
+    DIR/state.json      `CacheState`, replaced as a whole
+    DIR/timing.cache    TensorRT's measurements of kernels, for the next build
+    DIR/a-DIGEST/       an engine with its manifest and golden samples
+    DIR/a-DIGEST/slot.json   its key and the SHA-256 of each file, written last
+
+A slot counts once its `slot.json` is on the disk. The next build removes what a kill or a power cut
+left before that. Nothing depends on the time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
+import re
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
-from deploykit.core.files import StrPath, write_errors
-from deploykit.core.json_value import Record
+from deploykit.core.files import (
+    StrPath,
+    check_inside,
+    make_folder,
+    read_json,
+    sha256,
+    write_errors,
+    write_json,
+)
+from deploykit.core.json_value import Record, from_json
 from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile, with_gpu
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.subprocesses import run_apart
 from deploykit.deploying import STARTED
 from deploykit.deploying import device as machines
-from deploykit.deploying.folder import Bundle, read_bundle, verify
-from deploykit.deploying.slots import (
-    TIMING_FILE,
-    CacheState,
-    Decision,
-    EngineCache,
-    EngineKey,
-    decide,
-)
+from deploykit.deploying.device import EngineKey
+from deploykit.deploying.folder import Bundle, read_bundle, sync, verify
 from deploykit.engines.engine import check_device
 from deploykit.engines.tasks import TaskSteps
 from deploykit.evaluation.artefacts import span
@@ -50,15 +63,183 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _QUIET_S = 10.0  # interval of progress lines during a build
+MAX_TRIES = 3  # per key, if another engine can serve: a build may crash the machine
+
+
+@dataclass(frozen=True)
+class CacheState(Record):
+    """The state of a cache between boots.
+
+    `name`: the model's name; `active`: the slot that serves. `key`: the digest that was tried
+    `tries` times without becoming ready; `why`: why it is not tried again, if known.
+    """
+
+    name: str = ""
+    active: str = ""
+    key: str = ""
+    tries: int = 0
+    why: str = ""
+
+    def begin(self, name: str, digest: str) -> CacheState:
+        """Count a try before a build of `digest`."""
+        tries = self.tries if self.key == digest else 0
+        return replace(self, name=name, key=digest, tries=tries + 1, why="")
+
+    def fail(self, digest: str, why: str) -> CacheState:
+        """Never try `digest` again: its build failed, or it was rolled back."""
+        return replace(self, key=digest, tries=MAX_TRIES, why=why)
+
+    def interrupt(self) -> CacheState:
+        """Take back the try, as the operator stopped the build."""
+        return replace(self, tries=max(0, self.tries - 1))
+
+    def confirm(self) -> CacheState:
+        """Clear the tries, as the active engine is ready."""
+        return replace(self, key="", tries=0, why="")
 
 
 @dataclass(frozen=True)
 class Booted(Record):
-    """Which engine serves. `source`: "cache", "build", or "previous" where a build failed."""
+    """Which engine serves. `source`: "cache", "build", or "previous" where a build failed.
 
-    source: str
+    `slot`: the one to start from or to build into. `why`: a line for the log.
+    """
+
+    source: Literal["cache", "build", "previous"]
     slot: str
     why: str
+
+
+def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) -> Booted:
+    """Return the engine to serve next for `key`, which may have to be built.
+
+    `slots`: the folders that hold a complete engine, with their keys. If a slot proves damaged,
+    call it again without that slot.
+    """
+    order = sorted(slots, key=lambda slot: slot != state.active)
+    same = [slot for slot in order if slots[slot] == key]
+    others = [slot for slot in order if slots[slot] != key and slots[slot].may_replace(key)]
+    given_up = state.key == key.digest and state.tries >= MAX_TRIES
+    if given_up and others:
+        why = state.why or f"its build was begun {state.tries} times and did not come to an end"
+        return Booted("previous", others[0], why)
+    if same:
+        return Booted("cache", same[0], "nothing changed")
+    kept = others[0] if others else state.active
+    slot = f"{'b' if kept.startswith('a-') else 'a'}-{key.digest}"
+    before = next((slots[slot] for slot in order), None)
+    return Booted("build", slot, before.changes(key) if before else "the cache has no engine")
+
+
+CACHE_VERSION = 1
+STATE_FILE, SLOT_FILE = "state.json", "slot.json"
+TIMING_FILE = "timing.cache"
+_SLOT = re.compile(r"[ab]-[0-9a-f]{16}")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SlotRecord(Record):
+    """The content of `slot.json`: the engine's file, its key, and each file's SHA-256 by name."""
+
+    engine: str
+    key: EngineKey
+    files: Mapping[str, str]
+
+
+class EngineCache:
+    """The folder of a cache; read and write it only inside `lock`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[int]:
+        """Lock the cache, once no other process has it; yield a descriptor to inherit."""
+        with write_errors(self.folder):
+            if not self.folder.is_dir():
+                make_folder(self.folder)
+            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with write_errors(self.folder):
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    log.warning("%s: another process uses the cache; waiting for it", self.folder)
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):
+                for path in self.folder.glob(f".{STATE_FILE}.*"):  # left by a killed process
+                    path.unlink()
+            yield handle
+        finally:
+            os.close(handle)
+
+    def state(self) -> CacheState:
+        """Read `state.json`; return an empty state if it is missing or damaged."""
+        path = self.folder / STATE_FILE
+        with contextlib.suppress(DeploykitError):
+            return _read(CacheState, path)
+        return CacheState()
+
+    def save(self, state: CacheState) -> None:
+        """Replace `state.json`, which switches from one slot to the other."""
+        with write_errors(self.folder):
+            write_json(self.folder / STATE_FILE, {"cache": CACHE_VERSION, **state.to_dict()})
+            sync(self.folder)
+
+    def slots(self) -> dict[str, EngineKey]:
+        """Return the folders of complete engines with their keys; files are not checked yet."""
+        found = {}
+        with write_errors(self.folder):
+            names = sorted(path.name for path in self.folder.iterdir())
+        for name in filter(_SLOT.fullmatch, names):
+            with contextlib.suppress(DeploykitError):
+                found[name] = _read(SlotRecord, self.folder / name / SLOT_FILE).key
+        return found
+
+    def check(self, slot: str) -> Path:
+        """Return the engine of a slot. Raises BadInput if a file differs from what was built."""
+        folder = self.folder / slot
+        record = _read(SlotRecord, folder / SLOT_FILE)
+        if record.engine not in record.files:
+            raise BadInput(f"{folder / SLOT_FILE}: names no engine")
+        for name, digest in record.files.items():
+            check_inside(folder, name, str(folder))
+            if sha256(folder / name) != digest:
+                raise BadInput(f"{folder / name}: was changed or damaged (SHA-256 differs)")
+        return folder / record.engine
+
+    def empty(self, slot: str) -> None:
+        with write_errors(self.folder):
+            for path in list(self.folder.iterdir()):
+                if path.name.startswith(f"{slot[0]}-"):
+                    shutil.rmtree(path)
+            (self.folder / slot).mkdir()
+
+    def drop(self, slot: str) -> None:
+        shutil.rmtree(self.folder / slot, ignore_errors=True)
+
+    def seal(self, slot: str, engine: str, key: EngineKey) -> None:
+        """Record a proven engine as complete, once all its files are on the disk."""
+        folder = self.folder / slot
+        with write_errors(self.folder):
+            files = sorted(path for path in folder.iterdir() if path.is_file())
+            for path in files:
+                sync(path)
+            sync(folder)
+            record = SlotRecord(engine, key, {path.name: sha256(path) for path in files})
+            write_json(folder / SLOT_FILE, {"cache": CACHE_VERSION, **record.to_dict()})
+            sync(folder)
+            sync(self.folder)
+
+
+def _read(kind: type[_T], path: Path) -> _T:
+    """Read a JSON document of the cache. Raises BadInput, NotFound."""
+    values = read_json(path)
+    if not isinstance(values, dict) or values.get("cache") != CACHE_VERSION:
+        raise BadInput(f"{path}: does not have version {CACHE_VERSION}")
+    found: _T = from_json(kind, values, str(path))
+    return found
 
 
 def boot_until_stopped(
@@ -88,7 +269,7 @@ def boot_until_stopped(
     """
     check_device(options.device)
     folder = Path(bundle)
-    found = _read(folder)
+    found = _open_bundle(folder)
     if Path(cache).resolve().is_relative_to(folder.resolve()):
         raise BadInput(f"`cache` {cache}: is inside the bundle, which may hold only its own files")
     profile = load_profile(found.profile)
@@ -108,11 +289,11 @@ def boot_until_stopped(
 
         def on_serve(server: Server) -> None:
             """Show in the model's notes and the metrics whether the previous engine serves."""
-            (model,) = server.repository.models.values()
-            previous = boot.booted.source == "previous"
+            (model,), booted = server.repository.models.values(), boot.booted
             labels = {"model": model.name, "version": VERSION}
+            previous = booted.source == "previous"
             if previous:
-                model.remark = lambda: f"the previous engine serves: {boot.booted.why}"
+                model.remark = lambda: f"the previous engine serves: {booted.why}"
             metric = Sample("deploykit_previous_engine", labels, previous)
             server.repository.add_metrics(lambda: [metric])
 
@@ -125,7 +306,7 @@ def boot_until_stopped(
         )
 
 
-def _read(folder: Path) -> Bundle:
+def _open_bundle(folder: Path) -> Bundle:
     if folder.is_file():
         raise BadInput(f"{folder}: is a file; a bundle is a folder", hint="unpack a .tar: tar -xf")
     found = read_bundle(folder)
@@ -148,23 +329,19 @@ class Boot:
     rollback: bool = False
     retry: bool = False
     run: Callable[..., Any] = run_apart
-    state: CacheState = CacheState()  # noqa: RUF009 - frozen
-    booted: Booted = Booted("", "", "")
+    state: CacheState = CacheState()
+    booted: Booted = Booted("build", "", "")
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[Path]:
         """Yield the file of the engine to serve; the cache is locked meanwhile."""
         bundle = verify(self.folder, whole=False)
         key = self._check(bundle)
-
-        def waiting() -> None:
-            log.warning("%s: another process uses the cache; waiting for it", self.cache.folder)
-
-        with self.cache.lock(waiting) as lock:
+        with self.cache.lock() as lock:
             yield self._choose(bundle, key, lock)
 
     def confirm(self) -> Booted:
-        """Record that the engine became ready."""
+        """Record that the engine that `prepare` chose became ready, and return which it is."""
         if self.state.key and self.booted.source != "previous":
             self._save(self.state.confirm())
         return self.booted
@@ -202,47 +379,43 @@ class Boot:
         failure: DeploykitError | None = None
         if self.rollback:
             self.state = self.state.fail(key.digest, "rolled back")
-            if decide(self.state, key, slots).do != "fall back":
+            if decide(self.state, key, slots).source != "previous":
                 raise BadInput(f"{self.cache.folder}: has no earlier engine to roll back to")
             self._save(self.state)
         while True:
             step = decide(self.state, key, slots)
-            if step.do == "build":
-                if failure is not None:
-                    raise failure
-                try:
-                    return self._build(bundle, key, step, lock)
-                except DeploykitError as exc:
-                    log.error("the new engine is not used: %s", exc.message)
-                    failure = exc
-                    continue
+            building = step.source == "build"
+            if building and failure is not None:
+                raise failure
             try:
-                return self._start(step, key, lock)
+                make = self._build if building else self._start
+                engine = make(bundle, key, step, lock)
             except DeploykitError as exc:
-                log.error("the engine in %s is not used: %s", step.slot, exc.message)
-                del slots[step.slot]
+                what = "the new engine" if building else f"the engine in {step.slot}"
+                log.error("%s is not used: %s", what, exc.message)
+                failure = exc if building else failure
+                slots.pop(step.slot, None)
+                continue
+            self.booted, self.state = step, replace(self.state, active=step.slot)
+            return engine
 
-    def _start(self, step: Decision, key: EngineKey, lock: int) -> Path:
+    def _start(self, _bundle: Bundle, key: EngineKey, step: Booted, lock: int) -> Path:
         """Check a cached engine; the previous one, of another key, must be proven first."""
-        engine = self.cache.check(step.slot)
-        if step.do == "fall back":
+        engine, before = self.cache.check(step.slot), self.state
+        if step.source == "previous":
             text = "SERVING THE PREVIOUS ENGINE (%s): %s; boot --retry builds again"
             log.error(text, step.slot, step.why)
             with write_errors(self.cache.folder):
                 self.run(str(engine), prove, engine, self.device, inherit=(lock,))
         else:
             log.info("starting from the cached engine in %s", step.slot)
-        source = "cache" if step.do == "start" else "previous"
-        self.booted = Booted(source, step.slot, step.why)
-        before = self.state
-        if step.do == "start" and before.key == key.digest:  # it has never become ready
-            self.state = self.state.begin(key.name, key.digest)
-        self.state = replace(self.state, active=step.slot)
-        if self.state != before:
-            self._save(self.state)
+            if before.key == key.digest:  # it has never become ready
+                self.state = before.begin(key.name, key.digest)
+        if (state := replace(self.state, active=step.slot)) != before:
+            self._save(state)
         return engine
 
-    def _build(self, bundle: Bundle, key: EngineKey, step: Decision, lock: int) -> Path:
+    def _build(self, bundle: Bundle, key: EngineKey, step: Booted, lock: int) -> Path:
         """Build, prove and store an engine; the active slot is not touched."""
         model = self.folder / bundle.model
         log.info("building the engine in %s: %s", step.slot, step.why)
@@ -278,8 +451,6 @@ class Boot:
             raise
         for note in notes:
             log.info("%s", note)
-        self.state = replace(self.state, active=step.slot)
-        self.booted = Booted("build", step.slot, step.why)
         return out
 
     def _save(self, state: CacheState) -> None:

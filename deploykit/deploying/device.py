@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import dataclass
 from operator import eq
 from pathlib import Path
 
 from deploykit import __version__
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.json_value import Record
 from deploykit.core.machine import JETPACKS, Machine, find_jetpack, release_numbers
 from deploykit.core.profile import Profile, fits, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.deploying.folder import Bundle
-from deploykit.deploying.slots import EngineKey
 from deploykit.engines.engine import check_device
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here, read_machine
 from deploykit.evaluation.doctor import (
@@ -23,7 +25,52 @@ from deploykit.evaluation.doctor import (
     range_text,
 )
 
+_DIGITS = 16  # hex digits of the digest in a folder's name
+_ALIKE = ("name", "runtime", "architecture", "compute_capability", "gpu", "sm_count")
 _FIRST = "make a bundle for this machine: deploykit bundle MODEL --profile {}"
+
+
+@dataclass(frozen=True)
+class EngineKey(Record):
+    """All that an engine depends on. A field is empty or 0 if absent, as the GPU on profile `cpu`.
+
+    `model_sha256` covers the ONNX file with its weights, manifest and golden samples. `batch`:
+    "smallest,usual,largest", then ";T=16,128,512" for other axes. `runtime` has the full version,
+    "tensorrt 10.3.0".
+    """
+
+    name: str
+    model_sha256: str
+    profile: str
+    batch: str
+    runtime: str
+    architecture: str
+    compute_capability: str = ""
+    gpu: str = ""
+    sm_count: int = 0
+    driver: str = ""
+    l4t: str = ""
+    power_mode: str = ""
+    deploykit: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Hash of all fields, part of the name of the slot's folder."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+    def changes(self, other: EngineKey) -> str:
+        """Describe the differences: "driver 535.1 -> 580.2, power_mode 15W -> 25W"; no hashes."""
+        before, now = self.to_dict(), other.to_dict()
+        return ", ".join(
+            field if field == "model_sha256" else f"{field} {before[field]} -> {value}"
+            for field, value in now.items()
+            if before[field] != value
+        )
+
+    def may_replace(self, other: EngineKey) -> bool:
+        """Return whether an engine of this key is a valid substitute for one of `other`."""
+        return all(getattr(self, field) == getattr(other, field) for field in _ALIKE)
 
 
 def gpu_number(device: str) -> int:

@@ -219,10 +219,9 @@ def seal(folder: Path, contents: Contents, kind: str) -> Bundle:
     text = json.dumps(bundle.to_dict(), indent=2, ensure_ascii=False) + "\n"
     (folder / BUNDLE_FILE).write_text(text, encoding="utf-8")
     (folder / SUMS_FILE).write_text(_sums(bundle, sha256(folder / BUNDLE_FILE)), encoding="utf-8")
-    for parent, _, names in os.walk(folder, topdown=False):
-        for path in (*(Path(parent, name) for name in names), Path(parent)):
-            path.chmod(0o755 if path.suffix == ".sh" or path.is_dir() else 0o644)
-            os.utime(path, (epoch_s(), epoch_s()))
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.suffix == ".sh" or path.is_dir() else 0o644)
+        os.utime(path, (epoch_s(), epoch_s()))
     return bundle
 
 
@@ -286,7 +285,7 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
     bundle = read_bundle(folder)
     with _reading(folder):
         listed, there = {*bundle.files, BUNDLE_FILE, SUMS_FILE}, set[str]()
-        for name in _files(folder, refuse_links=True):
+        for name in _files(folder):
             if name not in listed:
                 raise BadInput(f"{folder / name}: is not a file of this bundle")
             there.add(name)
@@ -306,21 +305,17 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
     return bundle
 
 
-def _files(folder: Path, *, refuse_links: bool = False, below: str = "") -> Iterator[str]:
-    """Yield the paths of all files, sorted. Raises BadInput for a device, a socket and the like."""
-    entries = sorted(os.scandir(folder / below), key=lambda entry: entry.name)
-    if refuse_links and below and not entries:
-        raise BadInput(f"{folder / below}: is an empty folder, which no bundle has")
-    for entry in entries:
-        name = f"{below}/{entry.name}" if below else entry.name
-        mode = entry.stat(follow_symlinks=False).st_mode
-        if stat.S_ISDIR(mode):
-            yield from _files(folder, refuse_links=refuse_links, below=name)
-        elif stat.S_ISREG(mode):
-            yield name
-        else:
+def _files(folder: Path) -> Iterator[str]:
+    """Yield the paths of all files, sorted. Raises BadInput for what no bundle has, as a link."""
+    for path in sorted(folder.rglob("*")):  # which follows no link
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            yield path.relative_to(folder).as_posix()
+        elif not stat.S_ISDIR(mode):
             what = "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file"
-            raise BadInput(f"{folder / name}: {what}, which no bundle has")
+            raise BadInput(f"{path}: {what}, which no bundle has")
+        elif not any(path.iterdir()):
+            raise BadInput(f"{path}: is an empty folder, which no bundle has")
 
 
 def write_tar(folder: Path, out: Path, top: str) -> None:
@@ -331,15 +326,9 @@ def write_tar(folder: Path, out: Path, top: str) -> None:
         info.uname = info.gname = ""
         return info
 
-    paths = {"."}
-    for name in _files(folder):
-        paths |= {name, *map(str, PurePosixPath(name).parents)}
-    with tarfile.open(
-        out, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": _COMMENT}
-    ) as archive:
-        for path in sorted(paths):
-            at = top if path == "." else f"{top}/{path}"
-            archive.add(folder / path, at, recursive=False, filter=plain)
+    headers = {"comment": _COMMENT}
+    with tarfile.open(out, "w", format=tarfile.PAX_FORMAT, pax_headers=headers) as archive:
+        archive.add(folder, top, filter=plain)  # in the order of the names
 
 
 def is_bundle_tar(path: Path) -> bool:
@@ -394,10 +383,8 @@ def staged_folder(out: Path) -> Iterator[Path]:
         folder = work / "folder"
         folder.mkdir(mode=0o755)
         yield folder
-        for parent, _, names in os.walk(folder):
-            for name in names:
-                sync(Path(parent, name))
-            sync(Path(parent))
+        for path in (*folder.rglob("*"), folder):
+            sync(path)
         _put(folder, out)
         sync(out.parent)
 

@@ -8,7 +8,7 @@ other magnitudes, NaN and infinity.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, cycle, islice, product
 
 import numpy as np
@@ -263,22 +263,20 @@ class _Proof:
 
     def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray] | Exception:
         """Run the rows of `plan`. Raises as `_check_count`."""
-        joined = {n: np.concatenate([kinds[each][n] for each in plan]) for n in kinds["a"]}
         rows = len(plan)
+        joined = {n: np.concatenate([kinds[each][n] for each in plan]) for n in kinds["a"]}
         outputs = _run(self._engine, joined)
-        if not isinstance(outputs, Exception):
+        if isinstance(outputs, dict):
             self._check_count(outputs, rows)
         return outputs
 
     def _check_count(self, outputs: Arrays, rows: int) -> None:
         """Raise _Dependent where an output has another number of rows."""
         for name in self._names:
-            shape = outputs[name].shape if name in outputs else None
-            if shape is None or shape[:1] != (rows,):
-                found = None if shape is None else list(shape)
-                raise _Dependent(f"output '{name}' is {found} for {rows} rows")
-        if rows > 1:
-            self.rows.add(rows)
+            shape = list(outputs[name].shape) if name in outputs else []
+            if shape[:1] != [rows]:
+                raise _Dependent(f"output '{name}' is {shape} for {rows} rows")
+        self.rows |= {rows} - {1}
 
 
 def _largest(array: np.ndarray) -> float:
@@ -324,17 +322,12 @@ def _rows(pool: Arrays) -> dict[str, dict[str, np.ndarray]]:
         letter: {name: array[n : n + 1] for name, array in pool.items()}
         for letter, n in places.items()
     }
-    values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-        "A": lambda row: row * row.dtype.type(1000),
-        "t": lambda row: row * row.dtype.type(1e-3),
-        "n": lambda row: np.full_like(row, np.nan),
-        "i": lambda row: np.full_like(row, np.inf),
-    }
-    with np.errstate(all="ignore"):
-        for name in pool:
-            for letter, change in values.items():
-                if pool[name].dtype.kind == "f":
-                    found[letter][name] = change(found[letter][name])
-            zero = "" if pool[name].dtype == object else 0
-            found["z"][name] = np.full_like(found["z"][name], zero)
+    for name, array in pool.items():
+        found["z"][name] = np.full_like(array[:1], "" if array.dtype == object else 0)
+        if array.dtype.kind == "f":
+            with np.errstate(all="ignore"):
+                found["A"][name] = found["A"][name] * array.dtype.type(1000)
+                found["t"][name] = found["t"][name] * array.dtype.type(1e-3)
+            found["n"][name] = np.full_like(array[:1], np.nan)
+            found["i"][name] = np.full_like(array[:1], np.inf)
     return found

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +92,25 @@ class Conditions(Record):
 def conditions_of(states: Sequence[GpuState]) -> Conditions:
     """Summarise the states of one GPU, at least one, in order of time."""
     last, traced = states[-1], states[:: -(-len(states) // _TRACED)]
-    clocks = [state.clock_hz / 1e6 for state in states if state.clock_hz is not None]
-    watts = [state.power_w for state in states if state.power_w is not None]
-    allowed = [state.clock_max_hz / 1e6 for state in states if state.clock_max_hz]
-    heat = [degrees for degrees in map(_hottest, states) if degrees is not None]
-    modes = dict.fromkeys(state.power_mode for state in states if state.power_mode)
-    known = [state.throttled for state in states if state.throttled is not None]
+
+    def known(name: str, unit: float = 1.0) -> list[float]:
+        values = (getattr(state, name) for state in states)
+        return [value / unit for value in values if value is not None]
+
+    clocks, watts = known("clock_hz", 1e6), known("power_w")
+    reasons = [x.throttled for x in states if x.throttled is not None]
     return Conditions(
         name=last.name,
         source=last.source,
         samples=len(states),
-        power_mode=", ".join(modes) or None,
+        power_mode=", ".join(dict.fromkeys(x.power_mode for x in states if x.power_mode)) or None,
         clock_low_mhz=min(clocks, default=None),
         clock_high_mhz=max(clocks, default=None),
-        clock_max_mhz=max(allowed, default=None),
+        clock_max_mhz=max(known("clock_max_hz", 1e6), default=None),
         power_mean_w=sum(watts) / len(watts) if watts else None,
         power_high_w=max(watts, default=None),
-        temperature_c=max(heat, default=None),
-        throttled=in_order(reason for each in known for reason in each) if known else None,
+        temperature_c=max(filter(None, map(_hottest, states)), default=None),
+        throttled=in_order(chain(*reasons)) if reasons else None,
         trace={
             "clock_mhz": tuple(state.clock_hz and state.clock_hz / 1e6 for state in traced),
             "power_w": tuple(state.power_w for state in traced),
@@ -188,19 +190,15 @@ class JetsonReader:
         A `*-throttle-alert` cooling device is above 0 while a zone is too hot. The over-current
         events, under-voltage among them, count from the boot on: new ones lower the clocks.
         """
-        alerts = [
-            state
-            for device in _list(self._root, "sys/class/thermal/cooling_device*")
-            if file_text(device / "type").strip().endswith("throttle-alert")
-            and (state := _number(device / "cur_state")) is not None
-        ]
-        counts = [
-            count
-            for chip in _list(self._root, "sys/class/hwmon/hwmon*")
-            if file_text(chip / "name").strip() == "soctherm_oc"
-            for entry in _list(chip, "oc[1-9]_event_cnt")
-            if (count := _number(entry)) is not None and count >= 0
-        ]
+
+        def numbers(folder: str, kind: str, end: str, files: str) -> list[int]:
+            parts = _list(self._root, f"sys/class/{folder}")
+            right = [each for each in parts if file_text(each / kind).strip().endswith(end)]
+            found = (_number(file) for each in right for file in _list(each, files))
+            return [number for number in found if number is not None]
+
+        alerts = numbers("thermal/cooling_device*", "type", "throttle-alert", "cur_state")
+        counts = numbers("hwmon/hwmon*", "name", "soctherm_oc", "oc[1-9]_event_cnt")
         if not alerts and not counts:
             return None
         new = bool(counts) and self._events is not None and sum(counts) > self._events
@@ -211,35 +209,30 @@ class JetsonReader:
 def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]:
     """Return watts by rail, and of the module: its total rail, or on an AGX Orin the sum.
 
-    The sum is unknown if one of its rails is. A total that is not readable is not replaced by a
-    sum, nor is another board's, whose rails may not cover all of its power.
+    The rails are the connected channels of each INA3221. The sum is unknown if one of its rails is.
+    A total that is not readable is not replaced by a sum, nor is another board's, whose rails may
+    not cover all of its power.
     """
-    rails = dict(_rails(root))
-    known = {name: watts for name, watts in rails.items() if watts is not None}
-    total = next((name for name in TOTAL_RAILS if name in rails), None)
-    power = rails[total] if total else None
-    if total is None and len(known) == len(rails) and known.keys() >= _SUMMED:
-        power = sum(known.values())
-    return tuple(sorted(known.items())), power
-
-
-def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
-    """Yield each connected INA3221 channel: millivolts times milliamperes."""
-    for chip in _list(root, "sys/bus/i2c/devices/*"):
-        if "ina3221" not in file_text(chip / "name"):
-            continue
+    rails: dict[str, float | None] = {}
+    chips = _list(root, "sys/bus/i2c/devices/*")
+    for chip in (each for each in chips if "ina3221" in file_text(each / "name")):
         for entry in _list(chip, "hwmon/hwmon*/in[1-3]_label"):  # in7 is the sum of the shunts
             name = file_text(entry).strip()
-            if name == "NC":
-                continue
-            if not re.fullmatch(r"[\w .+-]{1,64}", name):
-                yield str(entry), None  # the total may be unreadable
-                continue
             mv, ma = (
                 _number(entry.with_name(f"{kind}{entry.name[2]}_input")) for kind in ("in", "curr")
             )
-            watts = None if mv is None or ma is None or mv < 0 else max(0.0, mv * ma / 1e6)
-            yield name, watts if watts is None or watts <= _MOST_WATTS else None
+            known = mv is not None and ma is not None and mv >= 0
+            watts = max(0.0, (mv or 0) * (ma or 0) / 1e6) if known else None
+            if not re.fullmatch(r"[\w .+-]{1,64}", name):  # it may be the total
+                rails[str(entry)] = None
+            elif name != "NC":
+                rails[name] = watts if watts is not None and watts <= _MOST_WATTS else None
+    found = {name: watts for name, watts in rails.items() if watts is not None}
+    total = next((name for name in TOTAL_RAILS if name in rails), None)
+    power = rails[total] if total else None
+    if total is None and len(found) == len(rails) and found.keys() >= _SUMMED:
+        power = sum(found.values())
+    return tuple(sorted(found.items())), power
 
 
 def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
@@ -276,7 +269,7 @@ class Devices(Closing):
 
     def read(self) -> tuple[GpuState, ...]:
         """Return the state of every GPU, in about a millisecond each. Never raises."""
-        gpus = self._from_nvml()
+        gpus = self._from_nvml() if self._nvml is not None else ()
         tegra = self._jetson.read()
         if tegra is None:
             return gpus
@@ -300,8 +293,6 @@ class Devices(Closing):
             return None
 
     def _from_nvml(self) -> tuple[GpuState, ...]:
-        if self._nvml is None:
-            return ()
         try:
             if not self._open:  # retry each time: the driver may load later
                 self._nvml.nvmlInit()
@@ -365,26 +356,6 @@ CPU = "cpu"  # the device that RAPL measures; a GPU is "cuda:N"
 _POWERCAP = "sys/class/powercap"
 _PACKAGE = re.compile(r"package-[0-9]{1,3}")
 _EVERY_S = 0.2
-
-
-@dataclass
-class _Package:
-    """One RAPL package: a counter of microjoules that wraps around at `range_uj`."""
-
-    folder: Path
-    range_uj: int
-    last_uj: int
-
-    def joules(self) -> float | None:
-        """Return the energy since the last reading; None if the counter cannot be read.
-
-        It must be read more than once per wrap-around, which takes minutes at full power.
-        """
-        now = natural_number(file_text(self.folder / "energy_uj"))
-        if now is None:
-            return None
-        since, self.last_uj = (now - self.last_uj) % self.range_uj, now
-        return since / 1e6
 
 
 class DeviceWatch(Closing):
@@ -457,26 +428,32 @@ class DeviceWatch(Closing):
             if not self._only or name in self._only:
                 self._states.setdefault(name, []).append(state)
             before_s, before = self._last.get(name, (now_s, state))
-            used = 0.0
-            if None not in (state.energy_j, before.energy_j):
-                used = (state.energy_j or 0.0) - (before.energy_j or 0.0)
-            elif None not in (state.power_w, before.power_w):
+            if state.energy_j is not None and before.energy_j is not None:
+                used = state.energy_j - before.energy_j
+            else:
                 used = (now_s - before_s) * ((state.power_w or 0.0) + (before.power_w or 0.0)) / 2
             self._last[name] = now_s, state
             self._used[name] = self._used.get(name, 0.0) + used
             if state.source.endswith("sysfs"):
                 self._used[CPU] = self._used[name]
-        for package in self._packages:
-            if (joules := package.joules()) is None:
-                self._packages = []
+        for folder, (span_uj, last_uj) in self._packages.items():
+            now_uj = natural_number(file_text(folder / "energy_uj"))
+            if now_uj is None:
+                self._packages = {}
                 self.sources.pop(CPU, None)
                 self.why[CPU] = "the RAPL counters could no longer be read"
                 break
-            self._used[CPU] = self._used.get(CPU, 0.0) + joules
+            self._packages[folder] = span_uj, now_uj
+            self._used[CPU] = self._used.get(CPU, 0.0) + (now_uj - last_uj) % span_uj / 1e6
         return seen
 
-    def _open_packages(self, root: Path) -> list[_Package]:
-        found, hidden = [], []
+    def _open_packages(self, root: Path) -> dict[Path, tuple[int, int]]:
+        """Return RAPL's packages: the microjoules at which each wraps around, and its counter.
+
+        It must be read more than once per wrap-around, which takes minutes at full power.
+        """
+        found: dict[Path, tuple[int, int]] = {}
+        hidden = []
         for folder in _list(root, f"{_POWERCAP}/*:*"):
             name = file_text(folder / "name").strip()
             if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
@@ -485,8 +462,8 @@ class DeviceWatch(Closing):
             highest = natural_number(file_text(folder / "max_energy_range_uj"))
             if now is None or not highest:
                 hidden.append(name)
-                continue
-            found.append(_Package(folder, highest + 1, now))
+            else:
+                found[folder] = highest + 1, now
         if found and not hidden:
             self.sources[CPU] = f"RAPL, {len(found)} package{'s' * (len(found) > 1)}"
             return found
@@ -495,7 +472,7 @@ class DeviceWatch(Closing):
             if hidden
             else f"no RAPL meter in /{_POWERCAP}, as on most virtual machines"
         )
-        return []
+        return {}
 
     def _name_sources(self, seen: Sequence[GpuState]) -> None:
         if "cuda:0" not in self._names.values():

@@ -65,17 +65,6 @@ def _error(path: Path, text: str) -> DeploykitError:
 
 
 _TAKES = PROTOCOL_NAMES.keys() - {"bfloat16", "string"}
-
-
-def _dtype(path: Path, value: Value) -> str:
-    if value.dtype not in _TAKES:
-        raise Unsupported(
-            f"{path}: tensor '{value.name}' is of {value.dtype}, which OpenVINO does not take here",
-            hint=OTHER_RUNTIME,
-        )
-    return value.dtype
-
-
 _DTYPES: Mapping[str, str] = {  # OpenVINO's name of a precision -> ours
     "f32": "float32",
     "f64": "float64",
@@ -131,11 +120,14 @@ class OpenVinoEngine(Engine):
         self.path = path
         self.runtime = f"openvino {str(ov.__version__).partition('-')[0]}"  # drop the build
         facts = read_facts(path)  # OpenVINO drops names of dynamic axes, and inputs that none reads
+        for each in (*facts.inputs, *facts.outputs):
+            if each.dtype not in _TAKES:
+                what = f"tensor '{each.name}' is of {each.dtype}, which OpenVINO does not take here"
+                raise Unsupported(f"{path}: {what}", hint=OTHER_RUNTIME)
         self.inputs = tuple(
-            TensorSpec(each.name, _dtype(path, each), name_axes(each.name, each.shape or ()))
+            TensorSpec(each.name, each.dtype, name_axes(each.name, each.shape or ()))
             for each in facts.inputs
         )
-        outputs = [(each.name, _dtype(path, each), each.shape) for each in facts.outputs]
         external_weights(path)  # checks that the files are in the folder and long enough
         with openvino_errors(path):
             reader = frontend.FrontEndManager().load_by_framework("onnx")
@@ -150,7 +142,7 @@ class OpenVinoEngine(Engine):
         # OpenVINO has no port for an input that no node reads
         self._ports = [(ports[each.name], each.name) for each in self.inputs if each.name in ports]
         self.outputs = tuple(
-            _output(port, *each) for port, each in zip(self._compiled.outputs, outputs, strict=True)
+            _output(*pair) for pair in zip(self._compiled.outputs, facts.outputs, strict=True)
         )
         self._wide = [each.name for each in self.inputs if each.dtype in _WIDE]
         self._check, self._guard = FeedCheck(self.inputs, path.name), CallGuard(path.name)
@@ -220,14 +212,15 @@ def _layers(compiled: Any) -> Iterator[Layer]:
         yield Layer(node.get_friendly_name(), kind, _DTYPES.get(runs), names, kernel)
 
 
-def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
+def _output(port: Any, value: Value) -> TensorSpec:
     """Return the output's spec from the file, with sizes that it lacks as OpenVINO infers them."""
+    shape: Any = value.shape
     if port.partial_shape.rank.is_static:
         sizes = [each.get_length() if each.is_static else None for each in port.partial_shape]
         if shape is None or len(shape) != len(sizes):
             shape = sizes
         shape = [axis if n is None else n for axis, n in zip(shape, sizes, strict=True)]
-    return TensorSpec(name, dtype, name_axes(name, shape or ()))
+    return TensorSpec(value.name, value.dtype, name_axes(value.name, shape or ()))
 
 
 def _text(value: Any) -> str:

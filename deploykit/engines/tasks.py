@@ -236,15 +236,19 @@ class TaskEngine:
         return found
 
 
+def _unlike(task: str, kind: str, specs: Mapping[str, TensorSpec]) -> BadInput:
+    """Return the error for a `task` that does not fit the inputs or outputs of the model."""
+    return BadInput(
+        f"the task {task}, the model's {kind} are: {', '.join(map(str, specs.values()))}"
+    )
+
+
 def _check_image(image: ImageInput, specs: Mapping[str, TensorSpec]) -> None:
     shape = (1, image.height, image.width, 1 if image.colours == "L" else 3)
     spec = specs.get(image.tensor)
     if spec is None or len(specs) > 1 or mismatch(spec, "uint8", shape):
         wanted = f"uint8[N,{','.join(str(size or 'any') for size in shape[1:])}]"
-        raise BadInput(
-            f"the task puts images into '{image.tensor}:{wanted}', the model's inputs are: "
-            + ", ".join(map(str, specs.values()))
-        )
+        raise _unlike(f"puts images into '{image.tensor}:{wanted}'", "inputs", specs)
 
 
 def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
@@ -254,10 +258,7 @@ def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
     length = next((n for n in lengths if isinstance(n, int)), None)
     shape = (1, text.max_length if length is None else length)
     if names != set(specs) or any(mismatch(spec, "int64", shape) for spec in specs.values()):
-        raise BadInput(
-            f"the task puts tokens into int64[N,T] {', '.join(sorted(names))}, the model's inputs "
-            "are: " + ", ".join(map(str, specs.values()))
-        )
+        raise _unlike(f"puts tokens into int64[N,T] {', '.join(sorted(names))}", "inputs", specs)
     if not 0 <= text.pad_id < 1 << 31:
         raise BadInput(f"the task fills rows up with the token {text.pad_id}")
     if length is not None and length < text.max_length:
@@ -269,19 +270,14 @@ def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
 
 def _check_outputs(task: Task, specs: Mapping[str, TensorSpec]) -> None:
     names = task.outputs
-    needed = tuple(getattr(names, field) for field in KINDS[task.kind].outputs)
-    ranks = {names.boxes: 3, names.mask: 3}
-    for name in needed:
-        if name not in specs or len(specs[name].shape) != ranks.get(name, len(specs[name].shape)):
+    for name in (getattr(names, field) for field in KINDS[task.kind].outputs):
+        spec = specs.get(name)
+        if spec is None or (name in (names.boxes, names.mask) and len(spec.shape) != 3):
+            raise _unlike(f"{task.kind} reads the output '{name}'", "outputs", specs)
+        classes = None if names.boxes or name != names.scores else spec.shape[-1]
+        if isinstance(classes, int) and task.labels and classes != len(task.labels):
             raise BadInput(
-                f"the task {task.kind} reads the output '{name}', the model's outputs are: "
-                + ", ".join(map(str, specs.values()))
-            )
-    if needed == (names.scores,) and task.labels:
-        count = specs[names.scores].shape[-1]
-        if isinstance(count, int) and count != len(task.labels):
-            raise BadInput(
-                f"the task has {len(task.labels)} labels, the output '{names.scores}' has {count}"
+                f"the task has {len(task.labels)} labels, the output '{name}' has {classes}"
             )
 
 

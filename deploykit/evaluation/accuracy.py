@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, GateFailed, first_line
+from deploykit.core.errors import BadInput, GateFailed, users_code
 from deploykit.core.evidence import Drop, Evaluation, Interval, Parity, ParityRow
 from deploykit.core.files import import_object
 from deploykit.engines.data.samples import Samples, check_finite
@@ -87,11 +86,10 @@ def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.nd
     if samples.labels is None:
         raise BadInput(f"{samples.where}: no array 'labels'")
     size, used = samples.batching(batch_size, engine.inputs)
-    name, scores = engine.outputs[0].name, []
-    for number, feeds in enumerate(samples.first(used).batches(size)):
-        labels = samples.labels[number * size : number * size + size]
-        scores.append(top1(engine(feeds)[name], labels, samples.where))
-    return np.concatenate(scores)
+    name, batches = engine.outputs[0].name, samples.first(used).batches(size)
+    labels = (samples.labels[at : at + size] for at in range(0, used, size))
+    pairs = zip(batches, labels, strict=True)
+    return np.concatenate([top1(engine(x)[name], right, samples.where) for x, right in pairs])
 
 
 IGNORED = -100  # the label of a token that does not count, as in torch's cross_entropy
@@ -146,7 +144,20 @@ def find_metric(name: str) -> Metric:
     function = import_object(name)
     if not callable(function):
         raise BadInput(f"{name}: is a {type(function).__name__}, not a function")
-    return Metric(name, "", lambda outputs, labels: _user_scores(name, function, outputs, labels))
+
+    def score(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
+        with users_code(f"metric {name}: failed"):
+            found = np.asarray(function(outputs, labels))
+        if found.dtype.kind not in "biuf" or found.shape != (len(labels),):
+            raise BadInput(
+                f"metric {name}: returned {found.dtype}{list(found.shape)}",
+                hint=f"one number for each of the {len(labels)} samples of the batch is needed",
+            )
+        if not bool(np.isfinite(found).all()):
+            raise BadInput(f"metric {name}: returned NaN or infinity for a sample")
+        return found.astype(np.float64)
+
+    return Metric(name, "", score)
 
 
 def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
@@ -194,25 +205,6 @@ def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
 def tokens(labels: np.ndarray) -> np.ndarray:
     """Return the number of labels that count in each sample; float64 (samples,)."""
     return np.asarray((labels != IGNORED).reshape(len(labels), -1).sum(1, dtype=np.float64))
-
-
-def _user_scores(
-    name: str, function: Callable[..., object], outputs: Arrays, labels: np.ndarray
-) -> np.ndarray:
-    """Call the user's function and check its scores; errors name the metric."""
-    try:
-        found = np.asarray(function(outputs, labels))
-    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
-        raise BadInput(f"metric {name}: failed: {type(exc).__name__}: {first_line(exc)}") from exc
-    if found.dtype.kind not in "biuf" or found.shape != (len(labels),):
-        raise BadInput(
-            f"metric {name}: returned {found.dtype}{list(found.shape)}",
-            hint=f"one number for each of the {len(labels)} samples of the batch is needed",
-        )
-    scores = found.astype(np.float64)
-    if not bool(np.isfinite(scores).all()):
-        raise BadInput(f"metric {name}: returned NaN or infinity for a sample")
-    return scores
 
 
 PERPLEXITY = "perplexity"
@@ -283,6 +275,7 @@ def evaluate(
     metric, max_drop = criterion.metric, criterion.max_drop
     if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
         raise BadInput(f"`max_drop` must be a number above 0, got {max_drop}")
+    drop, agreement, used = None, None, None
     if samples is None:
         if max_drop is not None:
             raise BadInput(
@@ -291,51 +284,89 @@ def evaluate(
             )
         if not random:
             random, _ = comparison_feeds(reference, candidate, None, None, None, batch_size)
-        return _on_random(reference, candidate, random, criterion, names)
-    size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
-    samples = samples.first(used)
-    labels = samples.labels if metric is not None else None
-    scores: tuple[list[np.ndarray], list[np.ndarray]] = [], []
-    answers: list[np.ndarray] = []  # of each batch, as `same_answers` counts them
+        parity = compare_engines(reference, candidate, random, names=names, random=True)
+        passed, _, _ = _decide(parity, None, None, None, criterion)
+        if not passed and (single := single_rows(random, reference.inputs)):
+            random = [*single, *random]
+            parity = compare_engines(reference, candidate, random, names=names, random=True)
+    else:
+        size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
+        samples = samples.first(used)
+        labels = samples.labels if metric is not None else None
+        scores: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        answers: list[np.ndarray] = []  # of each batch, as `same_answers` counts them
 
-    def add(number: int, left: Arrays, right: Arrays) -> None:
-        """Count the answers to batch `number`, and score them where there are labels."""
-        rows = slice(number * size, min((number + 1) * size, used))
-        if metric is not None and labels is not None:
-            for found, outputs in zip(scores, (left, right), strict=True):
-                found.append(metric.rate(outputs, labels[rows], samples.where))
-        equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
-        if equal is not None:
-            answers.append(equal)
+        def add(number: int, left: Arrays, right: Arrays) -> None:
+            """Count the answers to batch `number`, and score them where there are labels."""
+            rows = slice(number * size, min((number + 1) * size, used))
+            if metric is not None and labels is not None:
+                for found, outputs in zip(scores, (left, right), strict=True):
+                    found.append(metric.rate(outputs, labels[rows], samples.where))
+            equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
+            answers.extend([] if equal is None else [equal])
 
-    parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=add)
-    agreement = None
-    if _broken(parity):
-        check_finite(samples)
-    elif answers:
-        agreement = pooled_share(*np.concatenate(answers).T)
-    if metric is not None and labels is not None and not _broken(parity):
-        before, after = map(np.concatenate, scores)
-        drop = metric.drop(before, after, labels)
-        bound = MAX_DROP if max_drop is None else max_drop
+        parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=add)
+        if _broken(parity):
+            check_finite(samples)
+        else:
+            agreement = pooled_share(*np.concatenate(answers).T) if answers else None
+            if metric is not None and labels is not None:
+                before, after = map(np.concatenate, scores)
+                drop = metric.drop(before, after, labels)
+    passed, reason, bound = _decide(parity, drop, agreement, used, criterion)
+    return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
+
+
+def _decide(
+    parity: Parity,
+    drop: Drop | None,
+    agreement: Interval | None,
+    samples: int | None,
+    criterion: Criterion,
+) -> tuple[bool, str, float | None]:
+    """Return whether the candidate passes, the reason, and the bound on the drop that applied."""
+    bound, reasons = criterion.max_drop, [*parity.warnings]
+    if failed := _broken(parity):
+        return False, failed, bound
+    if drop is not None:
+        bound = MAX_DROP if bound is None else bound
         text, changed = "the upper end of the drop, {}, is", drop.lost + drop.gained > 0
         passed, reason = _bounded(text, drop.drop, bound, drop.unit, drop.n, changed=changed)
-        return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
-    return _without_labels(parity, agreement, used, criterion)
-
-
-def _on_random(
-    reference: Engine,
-    candidate: Engine,
-    feeds: Sequence[Feeds],
-    criterion: Criterion,
-    names: tuple[str, str],
-) -> Evaluation:
-    compare = partial(compare_engines, reference, candidate, names=names, random=True)
-    found = _without_labels(compare(feeds), None, None, criterion)
-    if not found.passed and (single := single_rows(feeds, reference.inputs)):
-        found = _without_labels(compare([*single, *feeds]), None, None, criterion)
-    return found
+        return passed, reason, bound
+    for row in parity.rows:
+        if row.answers == BOXES and (found := row.agreement or 0.0) < MIN_BOXES:
+            share = f"{found * 100:.4g} % of the boxes"
+            return False, f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}", bound
+    floating = [row for row in parity.rows if row.floating]
+    low = {row.output for row in floating if row.sqnr_db < MIN_SQNR_DB}
+    large = {row.output for row in floating if max(row.scale or 0.0, row.max_abs) >= _SMALL_SHARE}
+    if small := (low & set(criterion.shares)) - large:
+        reasons.append(f"'{', '.join(sorted(small))}' {NOTHING_FOUND}")
+        floating = [row for row in floating if row.output not in small] or floating
+    if floating:
+        worst = min(floating, key=lambda row: row.sqnr_db)
+        text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
+        if worst.sqnr_db < MIN_SQNR_DB:
+            return False, "; ".join([f"{text} below {MIN_SQNR_DB:g} dB", *reasons]), bound
+        reasons.append(f"{text} {MIN_SQNR_DB:g} dB or more")
+    elif samples is None:  # only integers, and no data that shows how many may differ
+        row = parity.worst
+        reason = f"{_where(row)}: {row.problem or 'all integers are equal'}"
+        return not row.problem, reason, bound
+    else:
+        bound = MAX_DROP if bound is None else bound
+    if bound is not None:
+        if agreement is None or samples is None:
+            raise BadInput(
+                "`max_drop`: no output holds an answer per sample, so no drop can be measured",
+                hint="give labelled samples and a metric, or no bound",
+            )
+        text = "up to {} of the samples are answered differently,"
+        lost = Interval(1 - agreement.value, 1 - agreement.high, 1 - agreement.low)
+        passed, reason = _bounded(text, lost, bound, "%", samples, changed=lost.value > 0)
+        reasons = [*reasons, reason] if passed else [reason]
+        return passed, "; ".join(reasons), bound
+    return True, "; ".join(reasons), bound
 
 
 def _broken(parity: Parity) -> str:
@@ -345,60 +376,6 @@ def _broken(parity: Parity) -> str:
 
 def _where(row: ParityRow) -> str:
     return f"output '{row.output}' at batch {row.batch}"
-
-
-def _without_labels(
-    parity: Parity, agreement: Interval | None, samples: int | None, criterion: Criterion
-) -> Evaluation:
-    max_drop = criterion.max_drop
-
-    def verdict(passed: bool, reason: str) -> Evaluation:
-        return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, MIN_SQNR_DB)
-
-    if failed := _broken(parity) or _lost_boxes(parity):
-        return verdict(False, failed)
-    reasons = [*parity.warnings]
-    every = [row for row in parity.rows if row.floating]
-    low = {row.output for row in every if row.sqnr_db < MIN_SQNR_DB}
-    large = {row.output for row in every if max(row.scale or 0.0, row.max_abs) >= _SMALL_SHARE}
-    small = (low & set(criterion.shares)) - large
-    floating = [row for row in every if row.output not in small] or every
-    if small:
-        where = ", ".join(sorted(small))
-        reasons.append(f"'{where}' {NOTHING_FOUND}")
-    if floating:
-        worst = min(floating, key=lambda row: row.sqnr_db)
-        text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
-        if worst.sqnr_db < MIN_SQNR_DB:
-            return verdict(False, "; ".join([f"{text} below {MIN_SQNR_DB:g} dB", *reasons]))
-        reasons.append(f"{text} {MIN_SQNR_DB:g} dB or more")
-    elif samples is None:  # only integers, and no data that shows how many may differ
-        row = parity.worst
-        passed = not row.problem
-        return verdict(passed, f"{_where(row)}: {row.problem or 'all integers are equal'}")
-    else:
-        max_drop = MAX_DROP if max_drop is None else max_drop
-    if max_drop is not None:
-        if agreement is None or samples is None:
-            raise BadInput(
-                "`max_drop`: no output holds an answer per sample, so no drop can be measured",
-                hint="give labelled samples and a metric, or no bound",
-            )
-        text = "up to {} of the samples are answered differently,"
-        lost = Interval(1 - agreement.value, 1 - agreement.high, 1 - agreement.low)
-        passed, reason = _bounded(text, lost, max_drop, "%", samples, changed=lost.value > 0)
-        if not passed:
-            return verdict(False, reason)
-        reasons.append(reason)
-    return verdict(True, "; ".join(reasons))
-
-
-def _lost_boxes(parity: Parity) -> str:
-    for row in parity.rows:
-        if row.answers == BOXES and (row.agreement or 0.0) < MIN_BOXES:
-            share = f"{(row.agreement or 0.0) * 100:.4g} % of the boxes"
-            return f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}"
-    return ""
 
 
 def _bounded(
@@ -432,7 +409,7 @@ def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.nd
     an axis of images are those of one sample. None where no output has answers.
     """
     if boxes := pair(left, right)[2].values():
-        return np.asarray(np.sum([each.images for each in boxes], axis=0))
+        return np.asarray(sum(each.images for each in boxes))
     for name, values in left.items():
         others = right[name]
         if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):

@@ -344,21 +344,21 @@ def keep(tmp: Path, made: Made) -> Made:
 
 def reject(tmp: Path, made: Made) -> Made:
     """Move `tmp` next to `made.path`, as NAME.rejected.EXT."""
-    place = rejected(made.path)
+    place, manifest = rejected(made.path), made.manifest
     if tmp.with_name(f"{tmp.name}.data").exists():
         from deploykit.graph.storage import point_to
 
         point_to(tmp, f"{place.name}.data")
-        made = replace(made, manifest=replace(made.manifest, sha256=sha256(tmp)))
+        manifest = replace(manifest, sha256=sha256(tmp))
     moved = {
         name: replace(found, file=place.name + suffix)
         for name, suffix in SIDECARS.items()
-        if (found := getattr(made.evidence, name, None)) is not None
+        if (found := getattr(manifest.evidence, name, None)) is not None
     }
-    evidence = replace(made.evidence, **moved)
-    task = made.manifest.task and made.manifest.task.named_after(place.name)
-    made = replace(made, manifest=replace(made.manifest, evidence=evidence, task=task))
-    return keep(tmp, replace(made, path=place))
+    task = manifest.task and manifest.task.named_after(place.name)
+    evidence = replace(manifest.evidence, **moved)
+    manifest = replace(manifest, evidence=evidence, task=task)
+    return keep(tmp, replace(made, path=place, manifest=manifest))
 
 
 def carry_task(source: Artefact, to: Path) -> Task | None:

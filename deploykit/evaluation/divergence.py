@@ -45,26 +45,22 @@ def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
     Their types must be among those that `shared` compares; one that numpy lacks is shown as
     float32.
     """
-    types = graph.element_types
+    types, shown = graph.element_types, list[str]()
     there = {value.name for value in graph.model.graph.output}
     probed = onnx.ModelProto()
     probed.CopyFrom(graph.model)
-    shown = []
     for name in names:
-        output, kind = name, types.get(name, TensorProto.UNDEFINED)
-        if dtype_name(kind) in _SHOWN_AS_FLOAT:
+        output, kind = name, types[name]
+        as_float = dtype_name(kind) in _SHOWN_AS_FLOAT
+        if as_float:
             output, kind = f"{name}/deploykit.shown", TensorProto.FLOAT
-            if output not in there:
-                probed.graph.node.append(
-                    helper.make_node("Cast", [name], [output], name=output, to=kind)
-                )
+        shown.append(output)
         if output not in there:
             there.add(output)
-            value = helper.make_empty_tensor_value_info(output)
-            if kind:
-                value = helper.make_tensor_value_info(output, kind, None)
-            probed.graph.output.append(value)
-        shown.append(output)
+            probed.graph.output.append(helper.make_tensor_value_info(output, kind, None))
+            if as_float:
+                cast = helper.make_node("Cast", [name], [output], name=output, to=kind)
+                probed.graph.node.append(cast)
     return Graph(probed, graph.path), shown
 
 
@@ -76,12 +72,9 @@ def shared(a: Graph, b: Graph) -> dict[str, tuple[str, onnx.NodeProto]]:
     coincidence and left out. The result is empty where the graphs share no names, as after two
     exports.
     """
-    twins = _makers(b)
-    by_stem: dict[str, str] = {}
-    for name in twins:
-        # the first: a node computes it, a Cast copies it
-        by_stem.setdefault(_TWIN.sub("", name), name)
-    pairs = {}
+    twins, pairs = _makers(b), {}
+    # the first of a graph counts: a node computes it, a Cast copies it
+    by_stem = {_TWIN.sub("", name): name for name in reversed(twins)}
     for name, node in _makers(a).items():
         other = name if name in twins else by_stem.get(_TWIN.sub("", name))
         if other is not None and _same_work(node, twins[other]):
@@ -149,17 +142,17 @@ def first_divergence(
     `a` is the reference. A pair of tensors whose shapes differ is left out. Returns None where
     nothing differs, or the graphs share no names. Stops at the chunk with the answer.
     """
-    pairs, before = [(name, *twin) for name, twin in shared(a, b).items()], 0.0
-    for first in range(0, len(pairs), chunk):
-        part = pairs[first : first + chunk]
-        left = _values(a, [name for name, *_ in part], feeds)
-        right = _values(b, [other for _, other, _ in part], feeds)
-        for (name, _, node), x, y in zip(part, left, right, strict=True):
+    pairs, before = shared(a, b), 0.0
+    names = list(pairs)
+    for first in range(0, len(names), chunk):
+        part = names[first : first + chunk]
+        left, right = _values(a, part, feeds), _values(b, [pairs[n][0] for n in part], feeds)
+        for name, x, y in zip(part, left, right, strict=True):
             if x.shape != y.shape:
                 continue
             error, problem = tensor_error(x, y)
             if error > max_error:
-                array = next(iter(feeds.values()), None)
+                array, node = next(iter(feeds.values()), None), pairs[name][1]
                 batch = int(array.shape[0]) if array is not None and array.ndim else 1
                 made = (node.name, node.op_type, name)
                 return Divergence(*made, error, before, batch, problem, max_error)
@@ -170,12 +163,11 @@ def first_divergence(
 def _values(graph: Graph, names: Sequence[str], feeds: Arrays) -> list[np.ndarray]:
     """Run a graph unoptimised, and return these tensors."""
     tapped, shown = expose(graph, names)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open_as_written(tapped.save(Path(folder) / "tapped.onnx").path) as engine,
-    ):
-        values = engine(feeds)
-        return [values[name] for name in shown]
+    with tempfile.TemporaryDirectory() as folder:
+        path = tapped.save(Path(folder) / "tapped.onnx").path
+        with open_as_written(path) as engine:
+            values = engine(feeds)
+            return [values[name] for name in shown]
 
 
 def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:

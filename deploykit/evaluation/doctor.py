@@ -22,7 +22,7 @@ from deploykit.core.machine import (
     version_numbers,
 )
 from deploykit.core.profile import Profile, recognise
-from deploykit.core.runtime import ALL, RUNTIMES, Runtime
+from deploykit.core.runtime import ALL, RUNTIMES
 from deploykit.engines.devices import GpuState, read_gpus
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
@@ -97,21 +97,14 @@ def doctor(root: Path = Path("/")) -> Health:
             "a GPU is here, but onnxruntime is the CPU build: " + install_command("gpu")
         )
     checks = [_check(command, needs) for command, needs in NEEDS.items()]
-    checks += [
-        _engines(each, bool(machine.gpus or gpus))
-        for each in ALL
-        if each.builder and each.opens[0] != "onnx"
-    ]
+    for each in ALL:  # those with engines of their own
+        if each.builder and each.opens[0] != "onnx":
+            check = _check(f"build, bench, serve of {each.title} engines", each.modules)
+            if not (each.on_cpu or machine.gpus or gpus):
+                check = Check(check.command, False, "no NVIDIA GPU here; --profile cpu works")
+            checks.append(check)
     name = profile.name if profile else None
     return Health(machine, name, why, gpus, providers, tuple(checks), tuple(warnings))
-
-
-def _engines(runtime: Runtime, gpu: bool) -> Check:
-    """Return whether a runtime's own engines can be built and run here."""
-    command = f"build, bench, serve of {runtime.title} engines"
-    if not runtime.on_cpu and not gpu:
-        return Check(command, False, "no NVIDIA GPU here; --profile cpu works")
-    return _check(command, runtime.modules)
 
 
 def _check(command: str, needs: tuple[str, ...]) -> Check:
@@ -132,32 +125,29 @@ _MEMORY_SHARE = 0.9  # of the profile's memory: another driver reports a few per
 
 def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
     """Return a sentence for each version, driver, memory or power mode that differs."""
-    found = [*_tensorrt(profile, machine), *_memory(profile, machine)]
-    if profile.boards:
-        return (*_jetpack(profile, machine), *found, *_power_mode(profile, machine))
-    return (*found, *_driver(machine))
+    board, server = (_jetpack, _tensorrt, _memory, _power_mode), (_tensorrt, _memory, _driver)
+    found = (check(profile, machine) for check in (board if profile.boards else server))
+    return tuple(filter(None, found))
 
 
-def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
+def _jetpack(profile: Profile, machine: Machine) -> str:
     """Check that the release is known, is for the module, and has a TensorRT that runs there."""
     if machine.l4t is None:
-        yield (
+        return (
             "the JetPack release is not known: /etc/nv_tegra_release cannot be read "
             "(in a container, mount it)"
         )
-        return
-    row = find_jetpack(machine.l4t)
+    row, first = find_jetpack(machine.l4t), first_jetpack(profile)
     if row is None:
-        yield f"L4T {machine.l4t} belongs to no JetPack release that deploykit knows"
-        return
-    what = f"JetPack {row.version} (L4T {machine.l4t})"
-    first = first_jetpack(profile)
+        return f"L4T {machine.l4t} belongs to no JetPack release that deploykit knows"
+    if jetpack_fits(profile, row):
+        return ""
     cure = f": install JetPack {first.version} or later" if first else ""
+    what = f"JetPack {row.version} (L4T {machine.l4t})"
     if profile.compute_capability not in row.compute_capabilities:
-        yield f"{what} is not for {profile.summary}{cure}"
-    elif not in_range(profile, row.tensorrt):
-        needed = range_text(profile)
-        yield f"{what} brings TensorRT {row.tensorrt}, {profile.name} needs {needed}{cure}"
+        return f"{what} is not for {profile.summary}{cure}"
+    needed = range_text(profile)
+    return f"{what} brings TensorRT {row.tensorrt}, {profile.name} needs {needed}{cure}"
 
 
 def jetson_faults(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
@@ -199,15 +189,14 @@ def jetpack_fits(profile: Profile, row: JetPack) -> bool:
     return known and in_range(profile, row.tensorrt)
 
 
-def _tensorrt(profile: Profile, machine: Machine) -> Iterator[str]:
+def _tensorrt(profile: Profile, machine: Machine) -> str:
     for name in RUNTIMES["tensorrt"].packages if profile.runtime == "tensorrt" else ():
         version = machine.packages.get(name)
         if version and not in_range(profile, version):
-            yield f"{name} {version} is installed, {profile.name} needs {range_text(profile)}"
-            return
+            return f"{name} {version} is installed, {profile.name} needs {range_text(profile)}"
         if version and profile.boards and (11, 0) <= version_numbers(version)[:2] < (11, 4):
-            yield f"{name} {version} is installed, but TensorRT 11.0 to 11.3 run on no Jetson"
-            return
+            return f"{name} {version} is installed, but TensorRT 11.0 to 11.3 run on no Jetson"
+    return ""
 
 
 def in_range(profile: Profile, version: str) -> bool:
@@ -223,17 +212,18 @@ def range_text(profile: Profile) -> str:
     return f"{low} to {profile.tensorrt_max}" if profile.tensorrt_max else f"{low} or later"
 
 
-def _memory(profile: Profile, machine: Machine) -> Iterator[str]:
+def _memory(profile: Profile, machine: Machine) -> str:
     here = [gpu.memory_bytes for gpu in machine.gpus if gpu.name in profile.gpu_names]
     here_bytes, expected = (here or [None])[0], profile.memory_bytes
-    if here_bytes and expected and here_bytes < _MEMORY_SHARE * expected:
-        yield (
-            f"the driver reports {here_bytes / 2**30:.1f} GiB of GPU memory, {profile.name} has "
-            f"{expected / 2**30:.1f}: a MIG slice, or another variant of the card"
-        )
+    if not here_bytes or not expected or here_bytes >= _MEMORY_SHARE * expected:
+        return ""
+    return (
+        f"the driver reports {here_bytes / 2**30:.1f} GiB of GPU memory, {profile.name} has "
+        f"{expected / 2**30:.1f}: a MIG slice, or another variant of the card"
+    )
 
 
-def _driver(machine: Machine) -> Iterator[str]:
+def _driver(_profile: Profile, machine: Machine) -> str:
     """Check that the driver runs the wheels' CUDA major. A Jetson's driver is JetPack's."""
     branches = [gpu.driver.partition(".")[0] for gpu in machine.gpus]
     driver = min((int(each) for each in branches if each.isdecimal()), default=None)
@@ -244,22 +234,23 @@ def _driver(machine: Machine) -> Iterator[str]:
             major = (release_numbers(version) or (0,))[0]
         needed = LEAST_DRIVERS.get(major)
         if driver and needed and driver < needed:
-            yield (
+            return (
                 f"driver {machine.gpus[0].driver} does not run CUDA {major}, which {name} "
                 f"{version} needs: install driver {needed} or later"
             )
-            return
+    return ""
 
 
-def _power_mode(profile: Profile, machine: Machine) -> Iterator[str]:
+def _power_mode(profile: Profile, machine: Machine) -> str:
     known = [mode.name for mode in profile.power_modes]
     if machine.power_mode is None:
-        yield (
+        return (
             "the power mode is not known: /var/lib/nvpmodel/status and /etc/nvpmodel.conf cannot "
             "be read (in a container, mount them)"
         )
-    elif known and machine.power_mode not in known:
-        yield (
-            f"power mode {machine.power_mode} is not one that {profile.name} knows "
-            f"({', '.join(known)}): its clocks and multiprocessors are not known"
-        )
+    if not known or machine.power_mode in known:
+        return ""
+    return (
+        f"power mode {machine.power_mode} is not one that {profile.name} knows "
+        f"({', '.join(known)}): its clocks and multiprocessors are not known"
+    )

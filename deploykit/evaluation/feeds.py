@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
-from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, batch_places
+from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, batch_places, dynamic_sizes
 from deploykit.engines.batching import spread_places
 from deploykit.engines.data.examples import Example
 from deploykit.engines.data.samples import Samples, random_feeds
@@ -59,11 +59,13 @@ def parity_sizes(
         low, high = limits.get(axis, (1, None))
         return max(low, found if high is None else min(found, high))
 
-    return _unique({axis: size(axis, at) for axis in axes} for at in range(len(BATCHES)))
+    return _unique(({axis: size(axis, at) for axis in axes} for at in range(len(BATCHES))), {})
 
 
-def _unique(sizes: Iterable[dict[str, int]]) -> list[dict[str, int]]:
-    return list({tuple(each.items()): each for each in sizes}.values())
+def _unique(sizes: Iterable[Sizes], chosen: Sizes) -> list[dict[str, int]]:
+    """Return the sizes, with those of `chosen`, each once."""
+    found = [{**each, **chosen} for each in sizes]
+    return [each for n, each in enumerate(found) if each not in found[:n]]
 
 
 def feeds_at_sizes(
@@ -184,17 +186,15 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
     the batch, and at last there are single rows. Raises BadInput with the engine's own reason.
     """
     inputs, least = engine.inputs, {axis: low for axis, (low, _) in (limits or {}).items()}
-    batch, wanted = batch_axes(inputs), parity_sizes(inputs, limits)
+    batch, wanted = batch_axes(inputs), _unique(parity_sizes(inputs, limits), given)
     free = [axis for axis in wanted[0] if axis not in given and axis not in batch]
     problems: list[DeploykitError] = []
     ran: set[tuple[object, ...]] = set()  # sizes often differ in the batch alone
 
-    def runs(
-        sizes: Sizes, rows: int = 2, axes: Sequence[str] = batch, make: MakeFeeds = random_feeds
-    ) -> bool:
-        """Run inputs of few rows. `axes`: those that have as many."""
-        few = {axis: max(least.get(axis, 1), min(sizes.get(axis, rows), rows)) for axis in axes}
-        tried = {**sizes, **few, **given}
+    def runs(sizes: Sizes, tied: Sequence[str] = (), make: MakeFeeds = random_feeds) -> bool:
+        """Run inputs of two rows at most. `tied`: other axes that are as long as the batch."""
+        rows = {axis: max(least.get(axis, 1), min(sizes[axis], 2)) for axis in (*batch, *tied)}
+        tried = {**sizes, **rows, **given}
         if (key := (make, *tried.items())) not in ran:
             try:
                 engine(make(inputs, tried))
@@ -204,23 +204,28 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
             ran.add(key)
         return True
 
-    chosen = _unique({**sizes, **given} for sizes in wanted)
-    good, make, notes = [each for each in chosen if runs(each)], random_feeds, tuple[str, ...]()
+    good, make, notes = [each for each in wanted if runs(each)], random_feeds, tuple[str, ...]()
     if not good and any(spec.dtype in ("int32", "int64") for spec in inputs):
         few: MakeFeeds = partial(random_feeds, integers=2)
-        if good := [each for each in chosen if runs(each, make=few)]:
+        if good := [each for each in wanted if runs(each, make=few)]:
             reason = first_line(problems[0])
             make = few
             notes = (f"compared on the integers 0 and 1: larger ones it does not take: {reason}",)
-    good = good or _other_sizes(inputs, wanted, free, given, runs)
+    end = time.thread_time() + _SEARCH_S
+    for sizes, longer, tied in () if good else _other_sizes(inputs, wanted, free):
+        if time.thread_time() > end:
+            break
+        if runs(sizes[-1], tied):
+            good = sizes + [longer] * (longer != sizes[-1] and runs(longer, tied))
+            break
     if not good:
         names = " ".join(f"`axis` {axis}=SIZE" for axis in free) or "`batch` SIZE"
-        cure = f", or sizes that the model takes: {names}" if chosen != [{}] else ""
+        cure = f", or sizes that the model takes: {names}" if wanted != [{}] else ""
         raise BadInput(
             f"no random inputs that were tried run: {problems[0].message}",
             hint=f"give real inputs, `data`{cure}",
         ) from problems[0]
-    if good != chosen:
+    if good != wanted:
         shown = [", ".join(f"{axis} = {size}" for axis, size in each.items()) for each in good]
         text = f"compared at {'; '.join(shown)}; at other sizes it does not run: "
         notes += (text + first_line(problems[-1 if notes else 0]),)
@@ -228,31 +233,25 @@ def random_inputs(engine: Engine, given: Sizes, limits: AxisLimits | None = None
 
 
 def _other_sizes(
-    inputs: Sequence[TensorSpec],
-    wanted: Sequence[dict[str, int]],
-    every: Sequence[str],
-    given: Sizes,
-    runs: Callable[[Sizes, int, Sequence[str]], bool],
-) -> list[dict[str, int]]:
-    """Return the first size of all free axes, `every`, that runs within the time limit."""
-    end, batch = time.thread_time() + _SEARCH_S, batch_axes(inputs)
+    inputs: Sequence[TensorSpec], wanted: Sequence[dict[str, int]], free: Sequence[str]
+) -> Iterator[tuple[list[dict[str, int]], dict[str, int], list[str]]]:
+    """Yield sizes to try, the last ones with axes twice as long, and axes as long as the batch.
+
+    All `free` axes have one length. At last there are single rows.
+    """
+    batch = batch_axes(inputs)
     # one free axis that is not the first, in an input without the batch: a state [2,?,128]
     named = [[axis for axis in spec.shape if isinstance(axis, str)] for spec in inputs]
-    states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in every}
+    states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in free and batch}
     states -= {spec.shape[0] for spec in inputs if spec.shape}
-    for rows, tied in product((2, 1), [[], sorted(states)] if states else [[]]):
-        free, axes = [axis for axis in every if axis not in tied], (*batch, *tied)
-        base = [{**each, **{a: each[batch[0]] for a in tied if batch}} for each in wanted]
-        lengths = [{axis: base[-1][axis] for axis in free}]
-        lengths += [dict.fromkeys(free, size) for size in _LONGER if free]
-        for sizes in lengths:
-            if time.thread_time() < end and runs({**base[-1], **sizes}, rows, axes):
-                found = [{**each, **sizes, **given} for each in base[: None if rows > 1 else 1]]
-                longer = {axis: 2 * size for axis, size in sizes.items()}
-                if free and runs({**base[-1], **longer}, rows, axes):
-                    found.append({**found[-1], **longer})
-                return _unique(found)
-    return []
+    for base, tied in product((wanted, wanted[:1]), [[], sorted(states)] if states else [[]]):
+        rows = [next((each[axis] for axis in batch), 1) for each in base]
+        tying = [each | dict.fromkeys(tied, n) for each, n in zip(base, rows, strict=True)]
+        axes = [axis for axis in free if axis not in tied]
+        lengths = [{axis: tying[-1][axis] for axis in axes}]
+        for each in lengths + [dict.fromkeys(axes, length) for length in _LONGER if axes]:
+            sizes = _unique(tying, each)
+            yield sizes, {**sizes[-1], **{axis: 2 * size for axis, size in each.items()}}, tied
 
 
 def given_sizes(
@@ -323,13 +322,8 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
     if not batch:
         return MOST_SAMPLES
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-    sizes = {
-        axis: 1 if axis in batch else max(size, 1)
-        for spec in opened.inputs
-        if spec.name in largest  # else the engines differ, which their comparison reports
-        for axis, size in zip(spec.shape, largest[spec.name].shape, strict=False)
-        if isinstance(axis, str)
-    }
+    found = dynamic_sizes(opened.inputs, {name: array.shape for name, array in largest.items()})
+    sizes = {axis: 1 if axis in batch else max(size, 1) for axis, size in found.items()}
     return max(2, batch_that_fits(opened, sizes, MOST_CALL_BYTES))
 
 

@@ -61,16 +61,14 @@ def spread(parts: Parts | None, scale: float = 1.0) -> str:
 
 def percent(parts: Parts, n: int) -> str:
     """Return a share and its interval in per cent, with the digits that `n` samples can carry."""
-    value, low, high = _digits(parts, n)
-    return f"{value}{SPACE}% [{low}, {high}]"
+    return "{}{space}% [{}, {}]".format(*_digits(parts, n), space=SPACE)
 
 
 def points(parts: Parts | None, n: int) -> str:
     """Return a difference of shares in percentage points: "0.2 pp (−0.3 to 0.7)"."""
     if parts is None:
         return MISSING
-    value, low, high = _digits(parts, n)
-    return f"{value}{SPACE}pp ({low} to {high})"
+    return "{}{space}pp ({} to {})".format(*_digits(parts, n), space=SPACE)
 
 
 def _digits(parts: Parts, n: int) -> list[str]:
@@ -113,15 +111,11 @@ def html_table(table: Table, *, caption: bool = True) -> str:
         f'<th scope="col"{kind}>{safe(name)}</th>'
         for kind, name in zip(kinds, table.columns, strict=True)
     )
-    rows = "".join(
-        f'<tr><th scope="row">{safe(row[0])}</th>'
-        + "".join(
-            f"<td{kind}>{_cell(cell) if kind else safe(cell)}</td>"
-            for kind, cell in zip(kinds[1:], row[1:], strict=True)
-        )
-        + "</tr>"
-        for row in table.rows
-    )
+    rows = ""
+    for first, *others in table.rows:
+        cells = zip(kinds[1:], others, strict=True)
+        found = (f"<td{kind}>{_cell(x) if kind else safe(x)}</td>" for kind, x in cells)
+        rows += f'<tr><th scope="row">{safe(first)}</th>{"".join(found)}</tr>'
     title = f"<caption>{safe(table.title)}</caption>" if caption else ""
     note = f'<p class="note">{safe(table.note)}</p>' if table.note else ""
     return (

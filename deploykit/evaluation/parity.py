@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,14 +61,10 @@ def compare_engines(
                 sides = ", ".join(map("{} from {}".format, found, names))
                 raise BadInput(f"output '{name}' at batch {batch} is {sides}")
             axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
-            if (name, batch) not in tallies:
-                images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
-                mask = x[name].dtype.kind in "iu" and x[name].shape in images
-                tallies[name, batch] = Tally(x[name], mask=mask)
-            tally = tallies[name, batch]
-            tally.add(x[name], y[name], axis)
-            if name in boxes:
-                tally.match(boxes[name])
+            images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
+            mask = x[name].dtype.kind in "iu" and x[name].shape in images
+            tally = tallies.setdefault((name, batch), Tally(x[name], mask=mask))
+            tally.add(x[name], y[name], axis, boxes.get(name))
         if each is not None and not any(tally.not_finite for tally in tallies.values()):
             each(number, left, right)
     if not tallies:
@@ -99,9 +96,8 @@ def add_float32_errors(
             if array.dtype.kind in "biuO" or array.shape != others[name].shape:
                 continue
             tally = Tally(array)
-            tally.add(others[name].astype(np.float64), array.astype(np.float64))
-            if name in boxes:
-                tally.match(boxes[name])
+            exact, rounded = (each[name].astype(np.float64) for each in (others, values))
+            tally.add(exact, rounded, boxes=boxes.get(name))
             row = tally.row(name, 0)
             if not row.problem:
                 found[name] = max(found.get(name, 0.0), row.error)
@@ -150,25 +146,18 @@ def _check_same(
         hint = "; ".join(f"{side}: {', '.join(map(str, specs))}" for side, specs in sides)
         raise BadInput(f"{has} has an {kind} '{name}', {lacks} has none", hint=hint)
     for name, spec in left.items():
-        other = right[name]
-        fits = kind == "output" or (
-            len(spec.shape) == len(other.shape)
-            and all(
-                isinstance(x, str) or isinstance(y, str) or x == y
-                for x, y in zip(spec.shape, other.shape, strict=True)
-            )
-        )
-        if spec.dtype != other.dtype or not fits:
+        other, sizes = right[name], zip(spec.shape, right[name].shape, strict=False)
+        differs = any(x != y for x, y in sizes if isinstance(x, int) and isinstance(y, int))
+        differs |= len(spec.shape) != len(other.shape)
+        if spec.dtype != other.dtype or (differs and kind == "input"):
             raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
 
 
 def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
     """Return the size of the batch: where an input has it, else of the first axis 0; else 1."""
-    axes = {**dict.fromkeys((spec.name for spec in specs if spec.shape), 0), **batch_places(specs)}
-    for name in (*batch_places(specs), *axes):
-        if name in feeds and feeds[name].ndim > axes[name]:
-            return int(feeds[name].shape[axes[name]])
-    return 1
+    places = batch_places(specs) or {spec.name: 0 for spec in specs if spec.shape}
+    sizes = (feeds[name].shape[at : at + 1] for name, at in places.items() if name in feeds)
+    return int(next(filter(None, sizes), (1,))[0])
 
 
 class Tally:
@@ -182,24 +171,22 @@ class Tally:
         self.noun = "strings" if like.dtype.hasobject else "integers or booleans"
         self.values = self.compared = self.differing = self.undefined = 0
         self.rows = self.agreeing = 0
-        self.lost = 0  # boxes of one of the two alone
-        self.max_abs = self.max_rel = self.scale = self.other_scale = 0.0
-        self.noise = self.signal = 0.0
-        self.finite = self.places_match = True
-        self.answers = ""
-        self.boxes: list[Matches] = []
+        self.max_abs = self.max_rel = self.scale = self.noise = self.signal = 0.0
+        self.places_match = True
+        self.answers, self.iou = "", 0.0
         self.shared = self.either = np.zeros(1, np.int64)  # pixels by class
 
-    def match(self, found: Matches) -> None:
-        """Count boxes as answers."""
-        self.answers = BOXES
-        self.boxes.append(found)
-        self.rows += found.total
-        self.agreeing += found.matched
-        self.lost += found.total - found.matched
+    def add(
+        self, a: np.ndarray, b: np.ndarray, axis: int | None = None, boxes: Matches | None = None
+    ) -> None:
+        """Add two arrays of one shape and dtype.
 
-    def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
-        """Add two arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
+        `axis`: that of the classes, if there is one. `boxes`: how many of them both sides have.
+        """
+        if boxes is not None:
+            matched, total = boxes.images.sum(0).tolist()
+            self.answers, self.iou = BOXES, self.iou + boxes.iou
+            self.rows, self.agreeing = self.rows + total, self.agreeing + matched
         self.values += a.size
         if a.size == 0:
             return
@@ -220,7 +207,6 @@ class Tally:
         if x.shape[1] >= 2:
             self._add_answers(x.argmax(1), y.argmax(1), x.shape[1])
         both = np.isfinite(x) & np.isfinite(y)
-        self.finite &= bool(both.all())
         self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
         self.undefined += int((x[~both] != -np.inf).sum())  # -infinity masks
         x, y = x[both], y[both]
@@ -232,7 +218,6 @@ class Tally:
             self.max_abs = max(self.max_abs, float(off.max()))
             self.max_rel = max(self.max_rel, float((off / np.maximum(size, REL_FLOOR)).max()))
             self.scale = max(self.scale, float(size.max()))
-            self.other_scale = max(self.other_scale, float(np.abs(y).max()))
             self.noise += float((off**2).sum())
             self.signal += float((size**2).sum())
 
@@ -245,39 +230,35 @@ class Tally:
             self.shared, self.either = self.shared + shared, self.either + sum(each) - shared
 
     def row(self, output: str, batch: int) -> ParityRow:
-        problem = self.problem
-        shown = self.rows and (self.scale or self.boxes)
-        agreement = self.agreeing / self.rows if shown else None
-        error = self.error
-        if self.boxes and agreement is not None:
-            error = max(error, 1 - agreement)
+        problem, error, boxes = self.problem, self.error, self.answers == BOXES
+        there = self.either > 0
+        mean_iou = (self.shared[there] / self.either[there]).mean() if there.any() else None
+        if boxes:
+            mean_iou = self.iou / self.agreeing if self.agreeing else None
+        agreement = None
+        if self.rows and (self.scale or boxes):
+            agreement = self.agreeing / self.rows
+            error = max(error, 1 - agreement) if boxes else error
         share = self.signal / self.noise if self.noise else math.inf
-        # NaN where both squares passed the end of float64
-        sqnr_db = 10 * math.log10(share) if share > 0 else -math.inf
         return ParityRow(
             output=output,
             batch=batch,
-            values=self.values + self.lost,
+            values=self.values + (self.rows - self.agreeing) * boxes,
             max_abs=self.max_abs,
             max_rel=self.max_rel,
             rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,
-            sqnr_db=sqnr_db,
+            # NaN where both squares passed the end of float64
+            sqnr_db=10 * math.log10(share) if share > 0 else -math.inf,
             agreement=agreement,
-            finite=self.finite,
+            finite=self.compared == self.values,
             error=math.inf if problem else error,
             problem=problem,
             places_match=self.places_match,
             floating=not self.exact,
             scale=self.scale,
             answers=self.answers if agreement is not None else "",
-            mean_iou=self._mean_iou(),
+            mean_iou=None if mean_iou is None else float(mean_iou),
         )
-
-    def _mean_iou(self) -> float | None:
-        if self.boxes:
-            return sum(each.iou for each in self.boxes) / self.agreeing if self.agreeing else None
-        there = self.either > 0
-        return float((self.shared[there] / self.either[there]).mean()) if there.any() else None
 
     @property
     def not_finite(self) -> bool:
@@ -288,7 +269,7 @@ class Tally:
         """The largest difference as a share of the scale; 0 where nothing differs."""
         if self.mask:
             return self.differing / max(1, self.values)
-        return self.max_abs / (self.scale or self.other_scale) if self.max_abs else 0.0
+        return self.max_abs / (self.scale or self.max_abs) if self.max_abs else 0.0
 
     @property
     def problem(self) -> str:
@@ -315,23 +296,14 @@ _MOST = 4096  # boxes per image: the IoU of all pairs is in memory at once
 _CLOSE = 1e-3  # share of the largest coordinate: boxes without an area this close are equal
 
 
-@dataclass(frozen=True)
-class Matches:
-    """Paired boxes. `iou`: the sum over pairs. `images`: of each image, those matched and all.
+class Matches(NamedTuple):
+    """Paired boxes. `iou`: the sum over pairs. `images`: those matched and all, by image: [N,2].
 
     All are the boxes of both sides, pairs counted once.
     """
 
     iou: float
-    images: tuple[tuple[int, int], ...]
-
-    @property
-    def matched(self) -> int:
-        return sum(matched for matched, _ in self.images)
-
-    @property
-    def total(self) -> int:
-        return sum(total for _, total in self.images)
+    images: np.ndarray
 
 
 def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matches]]:
@@ -345,80 +317,70 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
     found: dict[str, Matches] = {}
     left, right = dict(left), dict(right)
     for head in list(_heads(left)):
-        if any(left[name].shape[2:] != right[name].shape[2:] for name in head):
-            continue
         mine, theirs = _rows(left, head), _rows(right, head)
-        if mine[0].ndim != theirs[0].ndim or mine[0].shape[:-2] != theirs[0].shape[:-2]:
+        shapes = [(left[name].shape, right[name].shape) for name in head]
+        alike = all(len(a) == len(b) and a[2:] == b[2:] for a, b in shapes)
+        alike = alike and mine.shape[::2] == theirs.shape[::2]
+        if not alike or not _are_boxes(mine, alone=len(head) == 1):
             continue
-        if single := mine[0].ndim == 2:
-            mine, theirs = ([array[None] for array in side] for side in (mine, theirs))
-        images = range(len(mine[0]))
-        pairs = [_pairs([a[n] for a in mine], [a[n] for a in theirs]) for n in images]
-        for name in head:
-            for side, outputs in enumerate((left, right)):
-                parts = [outputs[name]] if single else outputs[name]
+        one_image = len(shapes[0][0]) == 2
+        pairs = [_pairs(*images) for images in zip(mine, theirs, strict=True)]
+        for side, outputs in enumerate((left, right)):
+            for name in head:
+                parts = outputs[name][None] if one_image else outputs[name]
                 taken = [part[each[side]] for part, each in zip(parts, pairs, strict=True)]
                 outputs[name] = np.concatenate(taken)
-        iou, counts = sum(each[2] for each in pairs), [(len(each[0]), each[3]) for each in pairs]
-        found[head[0]] = Matches(iou, tuple(counts))
+        counts = np.array([(len(places), total) for places, _, _, total in pairs])
+        found[head[0]] = Matches(sum(iou for _, _, iou, _ in pairs), counts)
     return left, right, found
 
 
 def _heads(outputs: Arrays) -> Iterator[tuple[str, ...]]:
-    """Yield the outputs of each head: boxes, scores, labels and more; or the one that holds all."""
+    """Yield the outputs that may be one head's: boxes, scores, labels and more; or all in one."""
     for name, array in outputs.items():
         if array.dtype.kind != "f" or array.ndim not in (2, 3) or array.shape[-2] > _MOST:
             continue
-        if name.endswith("boxes") and array.shape[-1] == 4:
-            stem = name.removesuffix("boxes")
-            label = next((stem + each for each in _LABELS if stem + each in outputs), "")
-            rows = [outputs[each] for each in (stem + "scores", label) if each in outputs]
-            fits = len(rows) == 2 and all(each.shape == array.shape[:-1] for each in rows)
-            if fits and _corners(array):
-                more = [stem + each for each in _MORE if array.ndim == 2 and stem + each in outputs]
-                more = [each for each in more if outputs[each].shape[:1] == array.shape[:1]]
-                yield (name, stem + "scores", label, *more)
-        elif array.ndim == 3 and array.shape[-1] == 6 and _only_boxes(array):
+        stem = name.removesuffix("boxes")
+        label = next((stem + each for each in _LABELS if stem + each in outputs), "")
+        if name.endswith("boxes") and array.shape[-1] == 4 and label and f"{stem}scores" in outputs:
+            more = [stem + each for each in _MORE if array.ndim == 2 and stem + each in outputs]
+            more = [each for each in more if len(outputs[each]) == len(array)]
+            yield (name, f"{stem}scores", label, *more)
+        elif array.ndim == 3 and array.shape[-1] == 6:
             yield (name,)
 
 
-def _rows(outputs: Arrays, head: Sequence[str]) -> Sequence[np.ndarray]:
-    """Return corners [..., M, 4], scores [..., M] and labels [..., M]."""
-    if len(head) == 1:
-        rows = outputs[head[0]]
-        return rows[..., :4], rows[..., 4], rows[..., 5]
-    return [outputs[name] for name in head[:3]]
+def _rows(outputs: Arrays, head: Sequence[str]) -> np.ndarray:
+    """Return corners, score and label of each box, float64 [N,M,6]; no image if they do not fit."""
+    boxes, *others = (outputs[name] for name in head[:3])
+    if any(each.shape != boxes.shape[:-1] or each.dtype.kind in "OU" for each in others):
+        return np.zeros((0, 0, 6))
+    rows = np.concatenate([boxes, *(each[..., None] for each in others)], -1, dtype=np.float64)
+    return rows[None] if rows.ndim == 2 else rows
 
 
-def _corners(boxes: np.ndarray) -> bool:
-    finite = bool(np.isfinite(boxes).all())
-    return finite and bool((boxes[..., 2:] >= boxes[..., :2]).all())
+def _are_boxes(rows: np.ndarray, *, alone: bool) -> bool:
+    """Return whether all rows are corners. `alone`: and a score and a class, some with an area."""
+    boxes, scores, classes = rows[..., :4], rows[..., 4], rows[..., 5]
+    if not len(rows) or not (np.isfinite(boxes).all() and (boxes[..., 2:] >= boxes[..., :2]).all()):
+        return False
+    shares = ((scores >= 0) & (scores <= 1)).all() and scores.any()
+    numbers = ((classes >= 0) & (np.trunc(classes) == classes)).all()
+    return not alone or bool(shares and numbers and _areas(boxes).any())
 
 
-def _only_boxes(rows: np.ndarray) -> bool:
-    """Return whether all rows are corners, a score and a class, and some have an area."""
-    scores, classes = rows[..., 4], rows[..., 5]
-    shares = bool(((scores >= 0) & (scores <= 1)).all() and scores.any())
-    numbers = bool(((classes >= 0) & (np.trunc(classes) == classes)).all())
-    return shares and numbers and _corners(rows[..., :4]) and bool(_areas(rows[..., :4]).any())
-
-
-def _pairs(
-    left: Sequence[np.ndarray], right: Sequence[np.ndarray]
-) -> tuple[list[int], list[int], float, int]:
+def _pairs(left: np.ndarray, right: np.ndarray) -> tuple[list[int], list[int], float, int]:
     """Return the places of an image's paired boxes on both sides, their IoU, and all boxes."""
-    (boxes, scores, labels), (others, their_scores, their_labels) = left, right
-    mine, theirs = _real(boxes, scores), _real(others, their_scores)
-    iou = _iou(boxes[mine], others[theirs])
-    iou[labels[mine][:, None] != their_labels[theirs]] = 0
+    mine, theirs = _real(left), _real(right)
+    iou = _iou(left[mine, :4], right[theirs, :4])
+    iou[left[mine, None, 5] != right[theirs, 5]] = 0
     found: tuple[list[int], list[int]] = ([], [])
     shared = 0.0
     for row, place in enumerate(mine):
         if not len(theirs) or iou[row].max() < LEAST_IOU:
             continue
         best = np.flatnonzero(iou[row] >= iou[row].max() - _CLOSE)
-        gaps = np.abs(their_scores[theirs[best]].astype(np.float64) - float(scores[place]))
-        column = best[gaps.argmin()]
+        column = best[np.abs(right[theirs[best], 4] - left[place, 4]).argmin()]
         shared += float(iou[row, column])
         iou[:, column] = 0
         found[0].append(int(place))
@@ -426,21 +388,19 @@ def _pairs(
     return *found, shared, len(mine) + len(theirs) - len(found[0])
 
 
-def _real(boxes: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def _real(rows: np.ndarray) -> np.ndarray:
     """Return the indices of the boxes, best first, without the zero rows that pad a fixed size."""
-    order = np.argsort(-scores.astype(np.float64), kind="stable")
-    return np.asarray(order[((scores != 0) | boxes.any(-1))[order]])
+    order = np.argsort(-rows[:, 4], kind="stable")
+    return np.asarray(order[rows[order, :5].any(-1)])
 
 
 def _areas(boxes: np.ndarray) -> np.ndarray:
-    sides = np.maximum(boxes[..., 2:] - boxes[..., :2], 0)
-    return np.asarray(sides[..., 0] * sides[..., 1])
+    return np.asarray(np.maximum(boxes[..., 2:] - boxes[..., :2], 0).prod(-1))
 
 
 def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Intersection over union [L,R] of boxes [L,4] and [R,4]; 1 where they are all but equal."""
-    right = np.where(np.isfinite(right), right, 0)  # then it overlaps no box of `left` much
-    a, b = left.astype(np.float64)[:, None], right.astype(np.float64)[None]
+    a, b = left[:, None], np.where(np.isfinite(right), right, 0)[None]  # 0 overlaps none much
     low, high = np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])
     shared = _areas(np.concatenate((low, high), -1))
     union = _areas(a) + _areas(b) - shared

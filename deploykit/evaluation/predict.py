@@ -12,9 +12,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +28,6 @@ from deploykit.core.files import (
     atomic_write,
     check_readable,
     make_folder,
-    manifest_path,
     read_json,
     write_errors,
     write_json,
@@ -62,7 +60,6 @@ from deploykit.evaluation.verify import open_proven
 
 log = logging.getLogger(__name__)
 
-_BLOCK = 4096  # rows of outputs at a time
 _IMAGE_FILES, _TEXT_FILES = (".jpg", ".jpeg", ".png", ".webp"), (".txt",)
 
 
@@ -117,13 +114,6 @@ def predict_items(
     """
     artefact = Artefact.open(engine)
     task = artefact.task
-    try:
-        for name in files:
-            if not Path(name).is_dir():
-                check_readable(Path(name))
-    except NotFound as exc:
-        exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
-        raise
     if task is None:
         raise BadInput(
             f"{artefact}: has no task, so it takes only tensors",
@@ -134,32 +124,36 @@ def predict_items(
         kind = ANSWER_TABLE if path.suffix.lower() == ".csv" else ANSWERS
         path = claim(path, kind, (engine, *files), force=force)
     suffixes = _IMAGE_FILES if task.image else _TEXT_FILES
-    found = [str(f) for path in files for f in _files_of(Path(path), suffixes, on_note)]
-    names = [*found, *text]
-    if not names:
+    try:
+        paths = [file for name in files for file in _files_of(Path(name), suffixes, on_note)]
+    except NotFound as exc:
+        exc.hint = "give a sentence as `text`" if task.text else exc.hint
+        raise
+    items: list[Path | str] = [*paths, *text]
+    if not items:
         raise BadInput("there is nothing to predict", hint="give image files, or `text`")
-    count = len(found)
+    names = tuple(map(str, items))
+    shown = [*map(str, paths), *(f"text {n + 1}" for n in range(len(text)))]
     (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
     answers: list[dict[str, Any]] = []
     failed: list[str] | None = None if path is None else []
     with opened, ExitStack() as stack:
         steps, started = TaskEngine(opened, task), time.perf_counter()
-        keep = None if path is None else stack.enter_context(_answer_file(path, task.kind))
-        for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
-            some = range(at, min(at + MOST_ROWS, len(names)))
-            items = [Path(names[n]) if n < count else names[n] for n in some]
-            shown = [names[n] if n < count else f"text {n - count + 1}" for n in some]
-            for n, one in zip(some, _answer(steps, items, shown, failed), strict=True):
-                if keep is not None:
-                    keep(names[n], one)
-                else:
+        write = stack.enter_context(answer_file(path, task.kind)) if path else None
+        for at in range(0, len(items), MOST_ROWS):  # the files of one call are in memory at a time
+            some = slice(at, min(at + MOST_ROWS, len(items)))
+            found = _answer(steps, items[some], shown[some], failed)
+            for name, one in zip(names[some], found, strict=True):
+                if write is None:
                     answers.append(one)
-            on_progress(f"{some.stop}/{len(names)} items", some.stop / len(names))
+                else:
+                    write(name, one)
+            on_progress(f"{some.stop}/{len(items)} items", some.stop / len(items))
         seconds = time.perf_counter() - started
     if failed:
-        on_note(f"{len(failed)} of {len(names)} items could not be answered, such as {failed[0]}")
-    asked, answered = tuple(names), tuple(answers)
-    return Answered(artefact.path, task.kind, opened.device, asked, answered, path, seconds)
+        on_note(f"{len(failed)} of {len(items)} items could not be answered, such as {failed[0]}")
+    device, given = opened.device, tuple(answers)
+    return Answered(artefact.path, task.kind, device, names, given, path, seconds)
 
 
 def _answer(
@@ -189,30 +183,32 @@ _COLUMNS = {
 
 
 @contextlib.contextmanager
-def _answer_file(out: Path, task: str) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+def answer_file(out: Path, task: str = "") -> Iterator[Callable[[str, dict[str, Any]], object]]:
     """Yield a function that writes an item's answer: a line of JSON, or rows of a table.
 
-    The table has a row for each box or segment; an item without any has one row.
+    The table, which a `task` has, has a row for each box or segment; an item without any has one.
     """
     with atomic_write(out) as tmp, tmp.open("w", encoding="utf-8", newline="") as handle:
-        table = csv.DictWriter(handle, ("file", "error", *_COLUMNS[task]), extrasaction="ignore")
-        if as_table := out.suffix.lower() == ".csv":
-            table.writeheader()
+        columns = ("file", "error", *_COLUMNS.get(task, ()))
+        table = csv.DictWriter(handle, columns, extrasaction="ignore")
 
-        def write(name: str, one: dict[str, Any]) -> None:
-            if not as_table:
-                handle.write(json.dumps({"file": name, "answer": one}, ensure_ascii=False) + "\n")
-                return
+        def write_rows(name: str, one: dict[str, Any]) -> None:
             for row in one.get("boxes") or one.get("segments") or [one]:
-                corners = dict(zip(("x1", "y1", "x2", "y2"), row.get("box", ()), strict=False))
-                table.writerow({"file": name, **row, **corners})
+                corners = zip(("x1", "y1", "x2", "y2"), row.get("box", ()), strict=False)
+                table.writerow({"file": name, **row, **dict(corners)})
 
-        yield write
+        if out.suffix.lower() == ".csv":
+            table.writeheader()
+            yield write_rows
+        else:
+            yield lambda name, one: handle.write(
+                json.dumps({"file": name, "answer": one}, ensure_ascii=False) + "\n"
+            )
 
 
 def _files_of(path: Path, suffixes: Sequence[str], on_note: Callable[[str], None]) -> list[Path]:
     if not path.is_dir():
-        return [path]
+        return [check_readable(path)]
     files = sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
     found = [file for file in files if file.suffix.lower() in suffixes]
     if not found:
@@ -286,17 +282,27 @@ def predict(
         size = _samples_per_call(opened, source, batch, on_note)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         made_by["batch"] = str(size)
-        parts = stack.enter_context(PartialOutputs(out, made_by, source, opened, restart=force))
-        resumed = parts.samples
+        parts = PartialOutputs(out, made_by, source, opened)
+        stack.enter_context(parts.opened(restart=force))
+        resumed, count = parts.samples, source.count
         if parts.dropped:
             on_note(f"{parts.folder}: begun anew: {parts.dropped} changed")
         elif resumed:
             on_note(f"{out}: goes on after the {resumed} samples that an earlier run has done")
-        run = (
-            partial(_on_ray, artefact, opened, trust=trust) if on == "ray" else partial(map, opened)
-        )
         started = time.perf_counter()
-        _append_all(parts, source, size, run, on_progress)
+        batches = read_ahead(read_batches(source, size, resumed)) if resumed < count else iter(())
+        answers: Iterator[Arrays] = map(opened, batches)
+        if on == "ray":
+            from deploykit.evaluation.ray_data import predict_batches
+
+            # `opened` has shown that the file is the one in its manifest
+            answers = predict_batches(artefact, opened.device.partition(":")[0], trust, batches)
+        for answer in answers:
+            parts.append(answer, min(size, count - parts.samples))
+            rate = (parts.samples - resumed) / max(time.perf_counter() - started, 1e-9)
+            left = timedelta(seconds=round((count - parts.samples) / rate))
+            step = f"{parts.samples}/{count} samples, {rate:,.0f}/s, {left} left"
+            on_progress(step, parts.samples / count)
         seconds = time.perf_counter() - started
         outputs = parts.arrays()
         write_npz(out, outputs, kind=PREDICTIONS)
@@ -304,7 +310,7 @@ def predict(
         _note_nan(outputs, on_note)
         accuracy, note = _accuracy(source, next(iter(outputs.values()), None))
         where = f"ray, {opened.device}" if on == "ray" else opened.device
-        return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
+        return Predicted(out, count, seconds, where, accuracy, note, resumed)
 
 
 def _samples_per_call(
@@ -329,68 +335,35 @@ def _samples_per_call(
     return fixed
 
 
-class SampleAxes:
-    """Finds the axis of samples of each output by its name, or its shape for the first samples.
+def sample_axis(
+    engine: Engine, axes: Mapping[str, int | None], name: str, shape: Sequence[int], samples: int
+) -> int:
+    """Return the axis of samples of the output `name`, which has this shape for so many samples.
 
-    `axes`: those of the inputs.
+    It is named as that of an input, whose `axes` are given. Without a name of its own, as an axis 0
+    that is `N` for want of one, it is the only one of their number that may have another size; else
+    axis 0.
     """
-
-    def __init__(self, engine: Engine, axes: Mapping[str, int | None]) -> None:
-        batch = [each.shape[n] for each in engine.inputs if (n := axes[each.name]) is not None]
-        names = [size for size in batch if isinstance(size, str)]
-        self._shapes = {spec.name: spec.shape for spec in (*engine.inputs, *engine.outputs)}
-        self._named = batch_places(engine.outputs, names)
-        self._free = bool(names)
-        self.known: dict[str, int] = {}
-
-    def find(self, name: str, shape: Sequence[int] = (), samples: int = 0) -> int:
-        """Return the axis of an output that has this shape for so many samples.
-
-        Without a name of its own, as an axis 0 that is `N` for want of one, it is the only one of
-        their number that may have another size; else axis 0.
-        """
-        if name not in self.known:
-            declared = self._shapes.get(name, ())
-            sizes = zip(declared, shape, strict=False)
-            places = [
-                place
-                for place, (own, size) in enumerate(sizes)
-                if size == samples and isinstance(own, str) is self._free
-            ]
-            place = places[0] if len(places) == 1 else 0
-            named = self._named.get(name)
-            self.known[name] = place if named is None or declared[named] == BATCH else named
-        return self.known[name]
-
-
-def _append_all(
-    parts: PartialOutputs,
-    source: DataSource,
-    size: int,
-    run: Callable[[Iterator[Arrays]], Iterator[Arrays]],
-    on_progress: Progress,
-) -> None:
-    """Run the remaining samples in order, while the next batches are read."""
-    count, resumed, started = source.count, parts.samples, time.perf_counter()
-    feeds = read_ahead(read_batches(source, size, resumed))
-    for answer in run(feeds) if resumed < count else ():
-        parts.append(answer, min(size, count - parts.samples))
-        done = parts.samples
-        rate = (done - resumed) / max(time.perf_counter() - started, 1e-9)
-        left = str(timedelta(seconds=round((count - done) / rate)))
-        on_progress(f"{done}/{count} samples, {rate:,.0f}/s, {left} left", done / count)
+    places = [(spec.shape, axes[spec.name]) for spec in engine.inputs]
+    names = [n for own, at in places if at is not None and isinstance(n := own[at], str)]
+    declared = {spec.name: spec.shape for spec in engine.outputs}.get(name, ())
+    place = batch_places(engine.outputs, names).get(name)
+    if place is not None and declared[place] != BATCH:
+        return place
+    sizes = enumerate(zip(declared, shape, strict=False))
+    free = bool(names)
+    fitting = [at for at, (n, size) in sizes if size == samples and isinstance(n, str) is free]
+    return fitting[0] if len(fitting) == 1 else 0
 
 
 def _note_nan(outputs: Mapping[str, np.ndarray], on_note: Callable[[str], None]) -> None:
     """Pass on a note for each output that is NaN somewhere; it may be larger than the memory."""
     for name, values in outputs.items():
-        rows, others = [], tuple(range(1, values.ndim))
-        for at in range(0, len(values) if values.dtype.kind in "fc" else 0, _BLOCK):
-            block = values[at : at + _BLOCK]
-            rows += (at + np.flatnonzero(np.isnan(block).any(others))).tolist()
-        if rows:
-            what = f"{len(rows)} of {len(values)} rows, first in {rows[0]}"
-            on_note(f"output '{name}' is NaN in {what}")
+        if values.dtype.kind in "fc" and values.size:
+            rows = np.flatnonzero(np.isnan(values.max(axis=tuple(range(1, values.ndim)))))
+            if rows.size:
+                what = f"{rows.size} of {len(values)} rows, first in {rows[0]}"
+                on_note(f"output '{name}' is NaN in {what}")
 
 
 def _accuracy(source: DataSource, answers: np.ndarray | None) -> tuple[Interval | None, str]:
@@ -407,185 +380,78 @@ def _accuracy(source: DataSource, answers: np.ndarray | None) -> tuple[Interval 
         return None, f"no accuracy: {exc.message}" + (f"; {exc.hint}" if exc.hint else "")
 
 
-def _on_ray(
-    artefact: Artefact, opened: Engine, batches: Iterator[Arrays], *, trust: bool
-) -> Iterator[Arrays]:
-    """Yield each batch's outputs; `opened` has shown that the file is the one in its manifest."""
-    from deploykit.evaluation.ray_data import predict_batches
-
-    path, files = artefact.path, [artefact.path]
-    if artefact.manifest is not None:
-        evidence = artefact.manifest.evidence
-        files.append(manifest_path(path))
-        files += [path.with_name(e.file) for e in (evidence.weights, evidence.golden) if e]
-    kind = opened.device.partition(":")[0]
-    contents = {file.name: file.read_bytes() for file in files}
-    open_engine = partial(_open_on_node, device=kind, trust=trust)
-    return predict_batches(contents, open_engine, batches, gpu=kind == "cuda")
-
-
-def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
-    """Open the engine of one actor, which has one CPU core or one GPU."""
-    (engine,) = open_proven(path, device, threads=1 if device == "cpu" else None, trust=trust)
-    return engine
-
-
 _EVERY_S = 10.0  # between two states
 _STATE, _KIND = "state.json", "deploykit predictions"
 _UNSAVED = f".{_STATE}."  # a killed run's, while it wrote its state
 
 
-class PartialOutputs:
-    """Keeps outputs on disk so that a later run can resume. Use in `with`, one process at a time.
+@dataclass
+class _Column:
+    """One output: the axis of its samples, the type and shape of one, and the file of all so far.
 
-    `OUT.parts/` holds one file of raw values per output, and `state.json`: all that they depend on,
-    `made_by` and the stamp of the samples so far, and where the files end. After a kill the files
-    may be longer: the excess is dropped. `samples`: the number done. `dropped`: what has changed
-    since an earlier run, so that its outputs were dropped.
+    `nbytes`: where the file ends for the samples that are done; after a kill it may be longer.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        made_by: Mapping[str, str],
-        source: DataSource,
-        engine: Engine,
-        *,
-        restart: bool = False,
-    ) -> None:
-        self.folder = out.with_name(f"{out.name}.parts")
-        self.samples, self.dropped = 0, ""
-        self._out, self._made_by, self._source, self._restart = out, made_by, source, restart
-        self._axes = SampleAxes(engine, source.axes)
-        self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-        self._files: dict[str, BinaryIO] = {}
-        self._nbytes: dict[str, int] = {}
-        self._scalars: dict[str, np.ndarray] = {}
-        self._saved_s = time.monotonic()
-        self._stack = ExitStack()
+    axis: int
+    dtype: np.dtype
+    row: tuple[int, ...]
+    file: BinaryIO
+    nbytes: int = 0
 
-    def __enter__(self) -> PartialOutputs:
-        with ExitStack() as stack:
-            _lock(make_folder(self.folder), self._out, stack)
-            state = self._read_state()
-            try:
-                self.dropped = self._resume(state) if state and not self._restart else ""
-            except (KeyError, TypeError, ValueError, AttributeError):  # edited by hand
-                self.samples, self.dropped = 0, "its state"
-            if not self.samples:
-                self._close()
-                self._kinds, self._files, self._nbytes = {}, {}, {}
-                self._axes.known.clear()
-                with write_errors(self._out):
-                    self._remove_files()
-                self._save()
-            self._stack = stack.pop_all()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        with self._stack:
-            with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
-                self._save()
-            self._close()
-            if not self.samples:
-                with contextlib.suppress(OSError):  # somebody else's file is in it
-                    self._remove_files()
-                    self.folder.rmdir()
+@dataclass
+class PartialOutputs:
+    """Outputs on disk: a file of raw values for each, and `state.json`, which names the others.
 
-    def append(self, outputs: Mapping[str, np.ndarray], samples: int) -> None:
-        """Add the outputs of the next `samples`.
+    The state holds all that they depend on, `made_by` and the stamp of the samples so far, and
+    where the files end. They are in `OUT.parts/`. `samples`: the number done. `dropped`: what has
+    changed since an earlier run, so that its outputs were dropped.
+    """
 
-        A constant without axes, as a model's scale, is kept for each sample. Raises Unsupported
-        on outputs that do not join to one array, and on a full disk.
+    out: Path
+    made_by: Mapping[str, str]
+    source: DataSource
+    engine: Engine
+    samples: int = 0
+    dropped: str = ""
+    _columns: dict[str, _Column] = field(default_factory=dict)
+    _constants: dict[str, np.ndarray] = field(default_factory=dict)
+    _files: ExitStack = field(default_factory=ExitStack)
+    _saved_s: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.parts")
+
+    @contextlib.contextmanager
+    def opened(self, *, restart: bool = False) -> Iterator[PartialOutputs]:
+        """Take up what an earlier run left, unless `restart`; keep it unless it is finished.
+
+        Raises BadInput where another process writes it, and for a folder of other files.
         """
-        rows: dict[str, np.ndarray] = {}
-        for name, values in outputs.items():
-            if np.ndim(values):
-                axis = self._axes.find(name, values.shape, samples)
-                rows[name] = np.moveaxis(values, axis, 0)
-            elif self._scalars.setdefault(name, values) == values:
-                rows[name] = np.full(samples, values)
-            else:
-                raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
-            self._check(name, rows[name], samples)
-        with write_errors(self._out):
-            nbytes = dict(self._nbytes)
-            for name, values in rows.items():
-                content: Any = np.ascontiguousarray(values).data
-                if values.dtype.hasobject:  # strings, one line of JSON for each sample
-                    content = "".join(f"{json.dumps(row)}\n" for row in values.tolist()).encode()
-                nbytes[name] = nbytes.get(name, 0) + self._files[name].write(content)
-        self.samples, self._nbytes = self.samples + samples, nbytes
-        if time.monotonic() - self._saved_s > _EVERY_S:
-            self._save()
+        with ExitStack() as stack:
+            lock = os.open(make_folder(self.folder), os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, lock)
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise BadInput(f"{self.out}: another process is writing it") from None
+            state = self._read_state()
+            if state is not None and not restart:
+                try:
+                    self.dropped = self._read_columns(state)
+                except (KeyError, TypeError, ValueError, AttributeError):  # edited by hand
+                    self.dropped = "its state"
+            if not self.samples:
+                with write_errors(self.out):
+                    self._clear()
+                self._save()
+            stack.callback(self._close)
+            yield self
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return all outputs by name, mapped from their files; strings are read."""
-        self._save()
-        found: dict[str, np.ndarray] = {}
-        for name, (dtype, row) in self._kinds.items():
-            path, size = self._files[name].name, self._nbytes[name]
-            values: np.ndarray
-            if dtype.hasobject:
-                lines = Path(path).read_bytes()[:size].splitlines()
-                values = np.array([json.loads(line) for line in lines], np.str_).reshape(-1, *row)
-            elif size:
-                shape = (size // math.prod(row, start=dtype.itemsize), *row)
-                values = np.memmap(path, dtype, "r", shape=shape)
-            else:  # an empty file cannot be mapped
-                values = np.zeros((0 if math.prod(row) else self.samples, *row), dtype)
-            found[name] = np.moveaxis(values, 0, self._axes.find(name))
-        return found
-
-    def finish(self) -> None:
-        """Forget the parts: their outputs are in the final file."""
-        self.samples = 0
-
-    def _check(self, name: str, values: np.ndarray, samples: int) -> None:
-        """Raise Unsupported unless these values can be appended to the earlier ones."""
-        kind = (values.dtype, values.shape[1:])
-        if name not in self._kinds:
-            self._kinds[name] = kind
-            self._open(name, "w+b")
-        if self._kinds[name] != kind:
-            (dtype, row), axes = self._kinds[name], list(values.shape[1:])
-            raise Unsupported(
-                f"output '{name}' is {values.dtype}{axes} for each of samples {self.samples} to "
-                f"{self.samples + samples - 1}, and {dtype}{list(row)} for those before: its size "
-                "depends on the data",
-                hint="such outputs do not join to one array: call `dk.load(...)` from Python",
-            )
-
-    def _open(self, name: str, mode: str) -> None:
-        path = self.folder / f"{list(self._kinds).index(name)}.bin"
-        with write_errors(self._out):
-            self._files[name] = open(path, mode)  # type: ignore[assignment] # noqa: PTH123, SIM115
-
-    def _close(self) -> None:
-        for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def _save(self) -> None:
-        """Sync what was appended to disk, so that it survives a crash of the machine."""
-        with write_errors(self._out):
-            for file in self._files.values():
-                file.flush()
-                os.fsync(file.fileno())
-        outputs = {
-            name: {"dtype": dtype.str, "row": row, "axis": self._axes.find(name), "bytes": nbytes}
-            for name, (dtype, row) in self._kinds.items()
-            for nbytes in [self._nbytes.get(name, 0)]
-        }
-        state = {"kind": _KIND, "count": self.samples, "outputs": outputs}
-        write_json(self.folder / _STATE, {**state, **self._depends_on(self.samples)})
-        self._saved_s = time.monotonic()
-
-    def _depends_on(self, samples: int) -> dict[str, str]:
-        return {**self._made_by, "samples": self._source.stamp(samples)}
-
-    def _read_state(self) -> dict[str, Any] | None:
-        """Read what an earlier run left; None without one. Raises BadInput for other files."""
+    def _read_state(self) -> Any:
+        """Return what an earlier run left; None without one. Raises BadInput for other files."""
         if all(path.name.startswith(_UNSAVED) for path in self.folder.iterdir()):
             return None
         with contextlib.suppress(BadInput):
@@ -594,38 +460,126 @@ class PartialOutputs:
                 return state
         raise BadInput(
             f"{self.folder}: exists, and is not what deploykit wrote there",
-            hint="it is for the outputs of an unfinished run: remove it, or choose another `out`",
+            hint="it is for an unfinished run: remove it, or choose another `out`",
         )
 
-    def _resume(self, state: Mapping[str, Any]) -> str:
+    def _close(self) -> None:
+        with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
+            self._save()
+        with contextlib.suppress(OSError):
+            self._files.close()
+        if not self.samples:
+            with contextlib.suppress(OSError):  # somebody else's file is in it
+                self._clear()
+                self.folder.rmdir()
+
+    def append(self, outputs: Mapping[str, np.ndarray], samples: int) -> None:
+        """Add the outputs of the next `samples`.
+
+        A constant without axes, as a model's scale, is kept for each sample. Raises Unsupported
+        on outputs that do not join to one array, and on a full disk.
+        """
+        ends: list[tuple[_Column, int]] = []
+        for name, values in outputs.items():
+            column, rows = self._rows(name, values, samples)
+            content: Any = np.ascontiguousarray(rows).data
+            if rows.dtype.hasobject:  # strings, one line of JSON for each sample
+                content = "".join(f"{json.dumps(row)}\n" for row in rows.tolist()).encode()
+            with write_errors(self.out):
+                ends.append((column, column.nbytes + column.file.write(content)))
+        for column, nbytes in ends:
+            column.nbytes = nbytes
+        self.samples += samples
+        if time.monotonic() - self._saved_s > _EVERY_S:
+            self._save()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all outputs by name, mapped from their files; strings are read."""
+        self._save()
+        found: dict[str, np.ndarray] = {}
+        for name, column in self._columns.items():
+            path, row, dtype = column.file.name, column.row, column.dtype
+            values: np.ndarray
+            if dtype.hasobject:
+                lines = Path(path).read_bytes()[: column.nbytes].splitlines()
+                values = np.array([json.loads(line) for line in lines], np.str_).reshape(-1, *row)
+            elif column.nbytes:
+                shape = (column.nbytes // math.prod(row, start=dtype.itemsize), *row)
+                values = np.memmap(path, dtype, "r", shape=shape)
+            else:  # an empty file cannot be mapped
+                values = np.zeros((0 if math.prod(row) else self.samples, *row), dtype)
+            found[name] = np.moveaxis(values, 0, column.axis)
+        return found
+
+    def finish(self) -> None:
+        """Forget the parts: their outputs are in the final file."""
+        self.samples = 0
+
+    def _rows(self, name: str, values: np.ndarray, samples: int) -> tuple[_Column, np.ndarray]:
+        """Return an output's column, and its values with the samples first. Raises Unsupported."""
+        column, rows, axis = self._columns.get(name), values, 0
+        if not values.ndim:
+            if self._constants.setdefault(name, values) != values:
+                raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
+            rows = np.full(samples, values)
+        else:
+            axes, shape = self.source.axes, values.shape
+            axis = column.axis if column else sample_axis(self.engine, axes, name, shape, samples)
+            rows = np.moveaxis(values, axis, 0)
+        if column is None:
+            column = self._columns[name] = self._open(axis, rows.dtype, rows.shape[1:])
+        if (column.dtype, column.row) != (rows.dtype, rows.shape[1:]):
+            raise Unsupported(
+                f"output '{name}' is {rows.dtype}{list(rows.shape[1:])} for each of samples "
+                f"{self.samples} to {self.samples + samples - 1}, and {column.dtype}"
+                f"{list(column.row)} for those before: its size depends on the data",
+                hint="such outputs do not join to one array: call `dk.load(...)` from Python",
+            )
+        return column, rows
+
+    def _open(self, axis: int, dtype: np.dtype, row: tuple[int, ...]) -> _Column:
+        path = self.folder / f"{len(self._columns)}.bin"
+        with write_errors(self.out):
+            file = self._files.enter_context(path.open("a+b"))
+        return _Column(axis, dtype, row, file)
+
+    def _save(self) -> None:
+        """Sync what was appended to disk, so that it survives a crash of the machine."""
+        outputs = {}
+        with write_errors(self.out):
+            for name, column in self._columns.items():
+                column.file.flush()
+                os.fsync(column.file.fileno())
+                kind = {"dtype": column.dtype.str, "row": column.row, "axis": column.axis}
+                outputs[name] = {**kind, "bytes": column.nbytes}
+        state = {"kind": _KIND, "count": self.samples, "outputs": outputs}
+        write_json(self.folder / _STATE, {**state, **self._depends_on(self.samples)})
+        self._saved_s = time.monotonic()
+
+    def _depends_on(self, samples: int) -> dict[str, str]:
+        return {**self.made_by, "samples": self.source.stamp(samples)}
+
+    def _read_columns(self, state: Mapping[str, Any]) -> str:
         """Resume an earlier run; return what has changed since, so that this is impossible."""
         depends_on = self._depends_on(state["count"]).items()
-        changed = [name for name, value in depends_on if state[name] != value]
-        for name, kind in state["outputs"].items() if not changed else ():
-            self._kinds[name] = np.dtype(kind["dtype"]), tuple(kind["row"])
-            self._axes.known[name], self._nbytes[name] = kind["axis"], kind["bytes"]
-            self._open(name, "a+b")
-            if self._files[name].tell() < kind["bytes"]:
-                changed.append("its files")
-            self._files[name].truncate(kind["bytes"])
-        self.samples = 0 if changed else state["count"]
-        return " and ".join(changed)
+        if changed := [name for name, value in depends_on if state[name] != value]:
+            return " and ".join(changed)
+        for name, kind in state["outputs"].items():
+            column = self._open(kind["axis"], np.dtype(kind["dtype"]), tuple(kind["row"]))
+            self._columns[name] = column
+            column.nbytes = kind["bytes"]
+            if column.file.tell() < column.nbytes:
+                return "its files"
+            column.file.truncate(column.nbytes)
+        self.samples = state["count"]
+        return ""
 
-    def _remove_files(self) -> None:
+    def _clear(self) -> None:
+        """Remove the files of this and an earlier run."""
+        self._files.close()
+        self._columns = {}
         # the state last: without it a later run would not know the others for deploykit's
         for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _STATE):
             own = path.suffix == ".bin" and path.stem.isdecimal()
             if own or path.name.startswith((_STATE, _UNSAVED)):
                 path.unlink()
-
-
-def _lock(folder: Path, out: Path, stack: ExitStack) -> None:
-    """Hold the folder until `stack` ends; without a lock where the file system has none."""
-    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    stack.callback(os.close, number)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BadInput(f"{out}: another process is writing it") from None
-    except OSError:
-        return

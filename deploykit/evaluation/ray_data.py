@@ -10,14 +10,16 @@ import os
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, Unsupported, quote
 from deploykit.core.extras import require
+from deploykit.core.files import manifest_path
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation.verify import open_proven
 
 ray = require("ray")
 ray_data = require("ray.data")
@@ -25,38 +27,33 @@ pyarrow = require("pyarrow")
 
 _ANSWERS_S = 5.0
 
-Arrays = Mapping[str, np.ndarray]
-Run = Callable[[Arrays], dict[str, np.ndarray]]
-
 
 def predict_batches(
-    files: Mapping[str, bytes],
-    open_engine: Callable[[Path], Run],
-    batches: Iterable[Arrays],
-    *,
-    gpu: bool,
-) -> Iterator[dict[str, np.ndarray]]:
+    artefact: Artefact, kind: str, trust: bool, batches: Iterable[Arrays]
+) -> Iterator[Arrays]:
     """Yield the outputs of each batch, in order, while the cluster runs the later ones.
 
-    Args:
-        files: the model's files by name, the model first, for nodes that share no file system.
-        open_engine: runs once in each actor; Ray passes it by its name.
-        batches: inputs of one call each.
-        gpu: an actor has one GPU, else one CPU core. Ray starts as many as there are, and
-            repeats the work of a node that it lost.
-
+    `kind`: "cuda" for one GPU in each actor, or "cpu" for one core. Ray starts as many actors as
+    there are, and repeats the work of a node that it lost; nodes need to share no file system.
     Raises Unsupported where no cluster answers, and what the engines raise.
     """
+    path, names = artefact.path, [artefact.path.name]
+    if artefact.manifest is not None:
+        evidence = artefact.manifest.evidence
+        names.append(manifest_path(path).name)
+        names += [each.file for each in (evidence.weights, evidence.golden) if each]
+    files, gpu = {name: path.with_name(name).read_bytes() for name in names}, kind == "cuda"
     _connect()
     context = ray_data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     blocks = [ray.put(_table([dict(batch)])) for batch in batches]
-    kind = "GPU" if gpu else "CPU"
-    most = max(1, int(ray.cluster_resources().get(kind, 1)))
+    if not blocks:
+        return
+    most = max(1, int(ray.cluster_resources().get("GPU" if gpu else "CPU", 1)))
     mapped = ray_data.from_arrow_refs(blocks).map_batches(
         _Actor,
-        fn_constructor_args=([ray.put(dict(files))], open_engine),
+        fn_constructor_args=([ray.put(files)], kind, trust),
         batch_size=None,
         batch_format="pyarrow",
         compute=ray_data.ActorPoolStrategy(min_size=1, max_size=min(most, len(blocks))),
@@ -95,26 +92,28 @@ def _connect() -> None:
 class _Actor:
     """One engine. Its errors are answers, as Ray would wrap them in its own and try again."""
 
-    def __init__(self, shipped: list[Any], open_engine: Callable[[Path], Run]) -> None:
+    def __init__(self, shipped: list[Any], kind: str, trust: bool) -> None:
         files: Mapping[str, bytes] = ray.get(shipped[0])  # a list: Ray would not start it again
         self._folder = tempfile.TemporaryDirectory(prefix="deploykit-")
         for name, content in files.items():
             Path(self._folder.name, name).write_bytes(content)
         path = Path(self._folder.name, next(iter(files)))
-        self._run: Callable[[Arrays], object]
+        threads = 1 if kind == "cpu" else None
+        self._engine: Engine | DeploykitError
         try:
-            self._run = open_engine(path)
+            (self._engine,) = open_proven(path, kind, threads=threads, trust=trust)
         except DeploykitError as exc:
-            failure = exc
-            self._run = lambda _arrays: failure
+            self._engine = exc
 
     def __call__(self, block: Any) -> Any:
         rows = block.column("pickled").to_pylist()
         return _table([self._answer(pickle.loads(row)) for row in rows])  # noqa: S301 - as above
 
     def _answer(self, arrays: Arrays) -> object:
+        if isinstance(self._engine, DeploykitError):
+            return self._engine
         try:
-            return self._run(arrays)
+            return self._engine(arrays)
         except DeploykitError as exc:
             exc.message = exc.message.replace(f"{self._folder.name}/", "")
             exc.args = (exc.message,)

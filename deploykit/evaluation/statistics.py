@@ -370,8 +370,8 @@ def _percentile(
     if n < fewest:
         return fewest
     if len(rounds) == 1:
-        most = min(_SLICES, n // _FEWEST_ROUNDS)
-        rounds = np.array_split(rounds[0], most if most >= FEWEST_DEPENDENT else _FEWEST_ROUNDS)
+        count = min(_SLICES, n // _FEWEST_ROUNDS)
+        rounds = np.array_split(rounds[0], count if count >= FEWEST_DEPENDENT else _FEWEST_ROUNDS)
     value = _at(ordered, n * q / 100)
     if value == math.inf:
         return Interval(value, value, value)
@@ -385,14 +385,19 @@ def _percentile(
         least = max(_MARGIN * fewest * alike, _ROUND * alike * len(rounds))
         if n < least:
             return math.ceil(least)
-    ranks = _ranks((rounds, short), value, n, q / 100)
-    if ranks is None:
-        return 2 * n
-    low, high = (float(ordered[rank - 1]) for rank in ranks)
+    # short rounds, of which there are many, show a slow drift; the wider interval counts
     ninth = _at(ordered, n * 0.9)  # inf, where more than a tenth is lost
-    drift = max(_drift(each, ninth if ninth < math.inf else value) for each in (rounds, short))
-    low, high = min(low, value * (1 - drift)), max(high, value * (1 + drift))
-    return Interval(value * 1e3, max(low, 0.0) * 1e3, high * 1e3)
+    most = ninth if ninth < math.inf else value
+    halves, drifts = zip(*(_half_widths(x, value, n, most) for x in (rounds, short)), strict=True)
+    share, drift = q / 100, max(drifts)
+    half, odds = max(halves) / (share * (1 - share)), math.log(share / (1 - share))
+    low = math.floor(n / (1 + math.exp(min(half - odds, 700.0))))
+    high = math.ceil(n / (1 + math.exp(-half - odds)))
+    if low < 1 or high > n:  # outside the samples
+        return 2 * n
+    low_s = min(_at(ordered, low), value * (1 - drift))
+    high_s = max(_at(ordered, high), value * (1 + drift))
+    return Interval(value * 1e3, max(low_s, 0.0) * 1e3, high_s * 1e3)
 
 
 def _at(ordered: np.ndarray, rank: float) -> float:
@@ -407,53 +412,34 @@ def _calls_per_independent(rounds: Sequence[np.ndarray], marks: set[float]) -> f
     summed up to five times itself (Sokal, Monte Carlo Methods in Statistical Mechanics, 1996,
     section 3).
     """
-    size = min(map(len, rounds))
+    size, longest = min(map(len, rounds)), 1.0
     calls = np.stack([each[:size] for each in rounds])
-    return max(_autocorrelation_time(calls > mark) for mark in marks)
+    for mark in marks:
+        above = calls > mark
+        spectrum = np.fft.rfft(above - above.mean(axis=1, keepdims=True), 2 * size, axis=1)
+        products = np.fft.irfft((spectrum * spectrum.conj()).real.sum(axis=0))[:size]
+        if products[0] > 0:
+            times = 2 * np.cumsum(products / products[0]) - 1
+            ends = np.flatnonzero(np.arange(size) >= 5 * times)
+            longest = max(longest, float(times[ends[0] if len(ends) else -1]))
+    return longest
 
 
-def _autocorrelation_time(above: np.ndarray) -> float:
-    """Return the time for values 0 and 1, shape (rounds, calls)."""
-    size = above.shape[1]
-    centred = above - above.mean(axis=1, keepdims=True)
-    spectrum = np.fft.rfft(centred, 2 * size, axis=1)
-    products = np.fft.irfft((spectrum * spectrum.conj()).real.sum(axis=0))[:size]
-    if products[0] <= 0:
-        return 1.0
-    times = 2 * np.cumsum(products / products[0]) - 1
-    ends = np.flatnonzero(np.arange(size) >= 5 * times)
-    return max(1.0, float(times[ends[0] if len(ends) else -1]))
+def _half_widths(
+    rounds: Sequence[np.ndarray], value: float, n: int, most: float
+) -> tuple[float, float]:
+    """Return half the widths of the share of calls up to `value`, and of the calls' level.
 
-
-def _ranks(
-    cuts: Sequence[Sequence[np.ndarray]], value: float, n: int, share: float
-) -> tuple[int, int] | None:
-    """The ranks (from 1) of the samples that bound the percentile; None: outside the samples.
-
-    The share of calls up to `value` has the ratio estimator's variance over rounds, as in
-    `throughput`; its log-odds keep the bounds of a share near 1 apart from it. `cuts`: the calls in
-    long rounds and in short ones, of which many show a slow drift; the wider interval counts.
+    The share, of `n` calls, has the ratio estimator's variance over rounds, as in `throughput`; its
+    log-odds keep the bounds of a share near 1 apart from it. The level of a round is the mean of
+    its calls, each of at most `most`: rare long ones do not count. Its width is relative: a clock
+    shifts every percentile.
     """
-    half = 0.0
-    for rounds in cuts:
-        sizes = np.array([len(each) for each in rounds])
-        below = np.array([np.count_nonzero(each <= value) for each in rounds])
-        shares = (below - below.sum() / n * sizes) / sizes.mean()
-        half = max(half, half_width_of_series(shares) / (share * (1 - share)))
-    odds = math.log(share / (1 - share))
-    low = math.floor(n / (1 + math.exp(min(half - odds, 700.0))))
-    high = math.ceil(n / (1 + math.exp(-half - odds)))
-    return (low, min(high, n)) if low >= 1 and high <= n else None
-
-
-def _drift(rounds: Sequence[np.ndarray], most: float) -> float:
-    """Return the uncertainty of the calls' level, as a share: a clock shifts every percentile.
-
-    The level of a round is the mean of its calls, each of at most `most`: rare long ones do not
-    count.
-    """
+    sizes = np.array([len(each) for each in rounds])
+    below = np.array([np.count_nonzero(each <= value) for each in rounds])
     levels = np.array([np.minimum(each, most).mean() for each in rounds])
-    return half_width_of_series(levels) / float(levels.mean())
+    share = half_width_of_series((below - below.sum() / n * sizes) / sizes.mean())
+    return share, half_width_of_series(levels) / float(levels.mean())
 
 
 # A histogram keeps all calls of a run in a few hundred numbers. It follows HdrHistogram (a bound on

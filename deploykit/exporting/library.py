@@ -6,7 +6,7 @@ segmentation and sentence-transformers make answers. What cannot be compared is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,13 @@ def check_answers(
     `pooled`: the user chose the pooling. Return a note where it was not compared.
     """
     described = folder is not None and (folder / "modules.json").is_file()
-    library = "transformers' own answers"
-    compare: Callable[[Task, Loaded, Any, Path], float] = _by_text_pipeline
+    library, compare = "transformers' own answers", _off_transformers
     if task.kind == EMBED:
         if pooled or not described or task.text is None:
             return ()
-        library, compare = "sentence-transformers", _by_sentence_transformers
+        library, compare = "sentence-transformers", _off_sentence_transformers
     elif not type(model).__module__.startswith("transformers."):
         return ()
-    elif task.text is None:
-        compare = _by_segmentation if task.kind == SEGMENT else _by_image_pipeline
     try:
         if folder is None:
             raise BadInput("a live module has no folder")
@@ -178,56 +175,45 @@ def _ours(task: Task, loaded: Loaded, folder: Path) -> np.ndarray:
     return np.stack(rows)
 
 
-def _by_sentence_transformers(task: Task, loaded: Loaded, _model: Any, folder: Path) -> float:
+def _off_sentence_transformers(task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
+    del model
     library = require("sentence_transformers").SentenceTransformer
     whole = library(str(folder), device="cpu", local_files_only=True)
     theirs = whole.encode(list(_SENTENCES), normalize_embeddings=True)
     return float(np.abs(_ours(task, loaded, folder) - theirs).max())
 
 
-def _by_text_pipeline(task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
+def _off_transformers(task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
+    """Return the largest difference of scores, or the share of pixels with another class.
+
+    An image is random bytes, and the model gets what the graph's first step makes of them.
+    """
     library = require("transformers")
-    tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    pipeline = library.TextClassificationPipeline(model=model, tokenizer=tokenizer, device="cpu")
-    found = pipeline(list(_SENTENCES), top_k=None)
-    return _scores_off(found, model, _ours(task, loaded, folder))
-
-
-def _by_image_pipeline(_task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
-    processor = load_processor(folder, "AutoImageProcessor")
-    kind = require("transformers").ImageClassificationPipeline
-    pipeline = kind(model=model, image_processor=processor, device="cpu")
-    placed, pixels = _image_of(loaded)
-    with torch.inference_mode():
-        found = pipeline.postprocess(model(pixel_values=pixels), top_k=model.config.num_labels)
-        ours = loaded.module(placed)[0].numpy()
-    return _scores_off([found], model, ours)
-
-
-def _by_segmentation(_task: Task, loaded: Loaded, model: Any, folder: Path) -> float:
-    processor = load_processor(folder, "AutoImageProcessor")
-    placed, pixels = _image_of(loaded)
-    with torch.inference_mode():
-        (theirs,) = processor.post_process_semantic_segmentation(
-            model(pixel_values=pixels), target_sizes=[tuple(pixels.shape[2:])]
+    if task.text is not None:
+        tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        pipeline = library.TextClassificationPipeline(
+            model=model, tokenizer=tokenizer, device="cpu"
         )
-        ours = loaded.module(placed)[0][0]
-    return float((ours != theirs).float().mean())
-
-
-def _image_of(loaded: Loaded) -> tuple[Any, Any]:
-    """Return random bytes for the graph's input, and what its first step makes of them."""
-    (spec,) = loaded.inputs
-    free = dict.fromkeys((axis for axis in spec.shape[1:] if isinstance(axis, str)), 128)
-    random = torch.Generator().manual_seed(0)
-    placed = torch.randint(0, 256, concrete(spec, free), generator=random, dtype=torch.uint8)
-    first = next(each for each in loaded.module.modules() if isinstance(each, FromBytes))
-    return placed, first.normalise(placed)
-
-
-def _scores_off(found: Sequence[Any], model: Any, ours: np.ndarray) -> float:
-    """Return the largest difference of scores; `found`: theirs by label, for each row."""
+        found, ours = pipeline(list(_SENTENCES), top_k=None), _ours(task, loaded, folder)
+    else:
+        processor = load_processor(folder, "AutoImageProcessor")
+        (spec,) = loaded.inputs
+        free = dict.fromkeys((axis for axis in spec.shape[1:] if isinstance(axis, str)), 128)
+        random = torch.Generator().manual_seed(0)
+        image = torch.randint(0, 256, concrete(spec, free), generator=random, dtype=torch.uint8)
+        first = next(each for each in loaded.module.modules() if isinstance(each, FromBytes))
+        with torch.inference_mode():
+            pixels = first.normalise(image)
+            answers, mine = model(pixel_values=pixels), loaded.module(image)[0]
+            if task.kind == SEGMENT:
+                (mask,) = processor.post_process_semantic_segmentation(
+                    answers, target_sizes=[tuple(pixels.shape[2:])]
+                )
+                return float((mine[0] != mask).float().mean())
+            kind = library.ImageClassificationPipeline
+            pipeline = kind(model=model, image_processor=processor, device="cpu")
+            found = [pipeline.postprocess(answers, top_k=model.config.num_labels)]
+            ours = mine.numpy()
     names = [model.config.id2label[at] for at in range(ours.shape[1])]
     rows = [{each["label"]: each["score"] for each in row} for row in found]
-    theirs = np.array([[row[name] for name in names] for row in rows])
-    return float(np.abs(theirs - ours).max())
+    return float(np.abs(ours - np.array([[row[name] for name in names] for row in rows])).max())

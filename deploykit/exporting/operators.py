@@ -12,6 +12,7 @@ Each is one operator in PyTorch, with a translation into ONNX's own:
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -171,15 +172,8 @@ class _Packed:
     def __getitem__(self, step: int) -> Any:
         return self.rows
 
-    def size(self, _axis: int) -> _Longest:
-        return _Longest()
-
-
-class _Longest:
-    """The length of the longest row, which torch compares with the `total_length` asked for."""
-
-    def __gt__(self, total: object) -> bool:
-        return False
+    def size(self, _axis: int) -> float:
+        return -math.inf  # no `total_length` is below it; `_unpack` gets it where there is none
 
 
 def _pack(x: Any, lengths: Any, batch_first: bool) -> tuple[Any, _Packed]:
@@ -194,7 +188,7 @@ def _unpack(
     x = x.unflatten(0, (steps, packed.rows))
     padded = torch.arange(steps).unsqueeze(1) >= lengths
     x = x.masked_fill(padded.reshape(*padded.shape, *[1] * (x.dim() - 2)), padding)
-    if isinstance(total, _Longest):
+    if isinstance(total, float):  # the longest row decides
         longest = lengths.max().item()
         torch._check(longest >= 0)
         torch._check(longest <= steps)

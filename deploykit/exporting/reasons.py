@@ -12,9 +12,7 @@ import operator
 import re
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
@@ -48,6 +46,7 @@ _FUNCTIONS = {  # functions in torch's expressions for conditions on a size
     "Max": max,
     "Min": min,
 }
+_TRIED = sorted({2**power + more for power in range(1, 15) for more in (0, 1)})  # above 1
 _SIZE_TAKEN = re.compile(r"^(\d+) not in VR\[(\d+), (\w+)\]")
 _SOURCE = re.compile(r" = L\[.*?\]\.size\(\)\[\d+\]")
 _NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
@@ -70,8 +69,6 @@ _LINES = {  # of the user's code -> what to write instead
     r"\b(len|int|round|float)\(|\b(math|np|numpy)\.": "keep a size as torch gives it: x.shape[0] "
     "in place of len(x); //, * and ** 0.5 in place of int(), math and numpy",
 }
-_CHECKED = "torch.distributions checks its arguments by their values"
-_CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
 DECIDES = " decides by the data, which a graph cannot hold"
 BY_DATA_HINT = "write it with torch.where or torch.cond, or compute it outside the model"
 FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
@@ -112,9 +109,6 @@ def explain(
         or (kind.__module__.startswith("torch._dynamo") and "data-dependent" in str(item).lower())
         for kind, item in zip(kinds, chain, strict=True)
     ):
-        files = [at.filename for x in chain for at in traceback.extract_tb(x.__traceback__)]
-        if any("distributions" in Path(file).parts for file in files):
-            return NotExported(f"{_CHECKED} ({place})", hint=_CHECKED_HINT, cause=FINAL)
         if frame and is_written_for_tracing(frame.filename):
             return NotExported(
                 f"torch.export does not take torchvision's selection of boxes ({place})",
@@ -145,7 +139,12 @@ def explain(
             hint=FREE_HINT,
             cause=FIXED,
         )
-    operator, reason = _operator(chain, reason)
+    missing, node = _NO_OPERATOR.search(reason), _NODE.search("\n".join(map(str, chain)))
+    operator = missing[1] if missing else node[1] if node else ""
+    if missing:
+        reason = f"ONNX has no operator for {operator}"
+    elif node:
+        reason = f"its exporter does not take this use of {operator}: {reason}"
     reason = textwrap.shorten(reason, _LONGEST, placeholder=" ...")
     where = f" ({place})" if place else ""
     return NotExported(
@@ -154,15 +153,6 @@ def explain(
         cause=CAPTURED if any(kind.__name__ == "ConversionError" for kind in kinds) else "",
         operator=operator,
     )
-
-
-def _operator(chain: Sequence[BaseException], reason: str) -> tuple[str, str]:
-    """Return the operator that ONNX or torch lacks, "" if none, and the reason with its name."""
-    if missing := _NO_OPERATOR.search(reason):
-        return missing[1], f"ONNX has no operator for {missing[1]}"
-    if node := next((match for item in chain if (match := _NODE.search(str(item)))), None):
-        return node[1], f"its exporter does not take this use of {node[1]}: {reason}"
-    return "", reason
 
 
 def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
@@ -242,7 +232,9 @@ class SizeWatch(logging.Handler):
         found: dict[str, Decision] = {}
         for guard, place in self.guards.items():
             guard = guard.removeprefix("runtime_assert ")
-            if not _always(guard, self.symbols) and not re.search(r"\bu\d+\b", guard):
+            tried = [dict.fromkeys(self.symbols, size) for size in _TRIED]
+            always = all(Decision(guard, "").holds(sizes) for sizes in tried)
+            if not always and not re.search(r"\bu\d+\b", guard):
                 text = re.sub(r"s\d+", lambda match: names.get(match[0], match[0]), guard)
                 found.setdefault(place, Decision(text, place))
         return tuple(found.values())
@@ -258,12 +250,6 @@ class SizeWatch(logging.Handler):
         logger = logging.getLogger(_SHAPES_LOGGER)
         level, logger.propagate, logger.handlers = self._before
         logger.setLevel(level)
-
-
-def _always(guard: str, symbols: Mapping[str, int]) -> bool:
-    """Return whether torch's expression `guard` holds for every size above 1."""
-    sizes = {2**power + more for power in range(1, 15) for more in (0, 1)}
-    return all(Decision(guard, "").holds(dict.fromkeys(symbols, size)) for size in sizes)
 
 
 def _decided_at(frame: FrameType | None) -> str:
@@ -422,14 +408,6 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         place = self.lines.get(operator, "")
         if place and place not in error.message:
             error.message += f" ({place})"
-        parametrized = torch.nn.utils.parametrize.is_parametrized
-        layers = [each for _, each in self.module.named_modules() if parametrized(each)]
-        if layers and "linalg" in operator and not error.hint:
-            name = next(iter(layers[0].parametrizations))
-            error.hint = (
-                "keep the weight that the parametrization makes: torch.nn.utils.parametrize."
-                f"remove_parametrizations(layer, '{name}') before the export"
-            )
         error.hint = error.hint or rewrite_for(operator)
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from deploykit.engines.torch.presets import Preset
     from deploykit.exporting.heads.head import TaskHead
 
-_IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
 # TensorRT's TopK takes no more boxes
 _LIMITS = {"threshold": (0, 1), "iou": (0, 1), "boxes": (1, 3840), "max_length": (2, 1 << 20)}
 _JOINERS = {0x200C: "", 0x200D: ""}  # between letters of some scripts, and parts of an emoji
@@ -249,26 +248,18 @@ def _place_image(
     placed: ImageInput, kind: Kind, preset: Preset | None, *, imagenet: bool, rule: dict[str, Any]
 ) -> ImageInput:
     """Decide how an image is placed: by the user's `rule`, the preset, or what is usual."""
-    height, width = placed.height, placed.width
-    if preset is not None and preset.image is not None:
-        least = min(preset.image.height, preset.image.width)
-        edge = round(preset.image.resize_to * min(height, width) / least)
-        resize = preset.image.resize
-        if not height:
-            resize, edge = SHORTEST_EDGE, least
-        placed = replace(
-            preset.image,
-            tensor=placed.tensor,
-            height=height,
-            width=width,
-            resize=resize,
-            resize_to=edge,
-        )
+    height, width, own = placed.height, placed.width, preset.image if preset else None
+    if own is None and kind.resize == SHORTEST_EDGE and imagenet:
+        own = ImageInput("", 224, 224, SHORTEST_EDGE, 256, colours=placed.colours)  # torchvision's
+    if own is not None:
+        least = min(own.height, own.width)
+        edge = round(own.resize_to * min(height, width) / least) if height else least
+        if own.resize == SHORTEST_EDGE:
+            edge = max(edge, height, width)
+        rule = {"resize": own.resize if height else SHORTEST_EDGE, "resize_to": edge, **rule}
+        placed = replace(own, tensor=placed.tensor, height=height, width=width)
     elif kind.resize == LETTERBOX:
         placed = replace(placed, resize=LETTERBOX)
-    elif kind.resize == SHORTEST_EDGE and imagenet:
-        edge = round(min(height, width) / _IMAGENET_CROP)
-        placed = replace(placed, resize=SHORTEST_EDGE, resize_to=max(edge, height, width))
     placed = replace(placed, **rule)
     if not height and placed.resize != SHORTEST_EDGE:
         raise BadInput(

@@ -9,7 +9,6 @@ processed; the generator's own lag is recorded separately.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import itertools
@@ -36,15 +35,13 @@ from deploykit.evaluation.artefacts import Progress
 from deploykit.loadtest.server import Server, tls_reason
 from deploykit.loadtest.wire import NO_ANSWER, UNSENT, AnswerCheck, NotHttpError, Wire
 
-USUAL_BYTES = 1 << 12  # enough for most answers, and faster to allocate
 READ_BYTES = 1 << 16  # malloc would map and unmap larger buffers per answer
 RETRY_S = 0.1  # interval of attempts to connect to a server that refuses
 REPORT_S = 0.5  # interval of progress reports
 _POLL_S = 0.5  # interval of checks for Ctrl-C
 _TOGETHER_S = 1.0  # time for several processes to get ready to begin together
 _TIMESTAMPNS = getattr(socket, "SO_TIMESTAMPNS", 35)  # Linux, asm-generic/socket.h
-_TIMER_SLACK = 29  # prctl(2), PR_SET_TIMERSLACK: by default a wait ends up to 50 us late
-_SPIN_S = 100e-6  # busy wait before a request is due, as a wait may end late
+_SPIN_S = 100e-6  # busy wait before a request is due, as a wait ends up to 90 us late
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
 _MAX_ERRORS = 8  # distinct error messages to keep
 _WAKING_S = 50e-6  # any client needs this from an answer to its next request
@@ -186,12 +183,6 @@ def run_plan(plan: SendPlan, start_s: float, on_progress: Progress | None) -> Ru
     return client.run(start_s)
 
 
-def wake_on_time() -> None:
-    """Set this thread's timer slack to 1 ns, so that its waits end on time."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)
-
-
 class _Connection:
     __slots__ = ("connected", "place", "reused", "secure", "socket", "start_s", "unsent", "wire")
 
@@ -256,7 +247,6 @@ class Client:
         self._opening = self._next_due = 0
         self._numbers = itertools.cycle([*range(1, len(plan.requests)), 0])  # 0 was the probe
         self._clock = time.perf_counter
-        self._read_bytes = USUAL_BYTES
         self._full = False  # no more connections may be opened
         self._retry_s = math.inf
         self._report_s = math.inf if on_progress is None else 0.0
@@ -269,7 +259,6 @@ class Client:
     def run(self, start_s: float = 0.0) -> RunRecord:
         """Send from `start_s` of `time.perf_counter`, or now; await the last answers and close."""
         self._zero = max(start_s, self._clock())
-        wake_on_time()
         self._epoll = select.epoll()
         while (early_s := -self.now()) > 0:
             time.sleep(early_s)
@@ -349,7 +338,7 @@ class Client:
                 if lag_s < 0:
                     data, lag_s = connection.read_with_lag()
                 else:
-                    data = connection.receive(self._read_bytes)
+                    data = connection.receive(READ_BYTES)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 continue
             except OSError as exc:
@@ -459,10 +448,11 @@ class Client:
 
     def _on_data(self, connection: _Connection, data: bytes) -> None:
         wire = connection.wire
-        if len(data) >= USUAL_BYTES:
-            self._read_bytes = READ_BYTES
+        if not data:
+            self._fail(connection, "the server closed the connection before it answered")
+            return
         try:
-            status = wire.feed(data) if data else wire.end()
+            status = wire.feed(data)
         except NotHttpError as exc:
             self._fail(connection, f"not an answer of this protocol: it {exc}")
             return
@@ -470,8 +460,6 @@ class Client:
             control, wire.control = wire.control, b""
             self._write(connection, control)
         if status is None:
-            if not data:
-                self._fail(connection, "the server closed the connection before it answered")
             return
         if wire.unread:
             self._fail(connection, str(wire.error))
@@ -481,7 +469,7 @@ class Client:
             self._drop(connection)
             return
         self._record(start_s, self._at, status, wire.error)
-        if wire.keep and data and connection.unsent is None:
+        if wire.keep and connection.unsent is None:
             self._free(connection)
         else:
             self._drop(connection)

@@ -13,7 +13,6 @@ import operator
 import os
 import re
 import resource
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,6 @@ from deploykit.reporting.verdict import verdict
 
 MAX_SENDS = 5_000_000  # requests of one open loop
 MAX_CONNECTIONS = 1024
-_AROUND_S = 0.5  # how long the machine is watched before and after
 CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # the closed loop before
 
 
@@ -64,7 +62,6 @@ def load_test(
     token: str | None = None,
     ca_file: StrPath | None = None,
     cert_file: StrPath | None = None,
-    key_file: StrPath | None = None,
     out: StrPath | None = None,
     force: bool = False,
     command: str = "",
@@ -90,8 +87,7 @@ def load_test(
             {"axis1": 128, "axis2": 4} where there are several; "h_1" is that of one input.
         token: sent as `Authorization: Bearer`.
         ca_file: certificates to trust in place of the system's.
-        cert_file: the client's own certificate, where the server wants one.
-        key_file: its private key, if that is not in `cert_file`.
+        cert_file: the client's own certificate and its key, where the server wants one.
         slo_ms: also count the answers within this latency, the goodput.
         fail_on: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
             `raise_if_unmet` turns into GateFailed.
@@ -116,9 +112,8 @@ def load_test(
         raise BadInput("`data` and `expect` exclude each other", hint="`expect` has inputs, too")
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data, expect), force=force) if out is not None else None
-    files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
-    paths = {name: os.fspath(file) for name, file in files.items() if file is not None}
-    remote = find_model(find_server(url, token=token, **paths), model)
+    certificates = (file if file is None else os.fspath(file) for file in (ca_file, cert_file))
+    remote = find_model(find_server(url, token, *certificates), model)
     file = expect if expect is not None else data
     requests = make_requests(
         remote,
@@ -146,9 +141,7 @@ def load_test(
         rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
     result = run_load(remote, requests, load, seed, processes, on_progress)
-    notes = (*result.notes, *filter(None, [requests.note]))
-    result = replace(result, batch=requests.batch, capacity_per_s=capacity, notes=notes)
-    result = apply_conditions(result, conditions)
+    result = apply_conditions(replace(result, capacity_per_s=capacity), conditions)
     if folder is not None:
         failed = {why.partition(":")[0]: why for why in result.unmet}
         report = Report(
@@ -202,10 +195,9 @@ def run_load(
     cores = usable_cores()
     most = min(cores // 2 if remote.server.loopback else cores, load.connections)
     plan = SendPlan(remote.server, requests.messages, requests.check, load, load.due_s(seed))
-    around_s = min(_AROUND_S, load.duration_s / 10)
     while True:
         watch = Watch(remote.server.processes())
-        quiet = watch.over(around_s, time.sleep)
+        before = watch.around(load.duration_s)
         watch.begin()
         records = run_plans(plan.share(processes), on_progress)
         watch.know_children()  # processes that a server started
@@ -218,11 +210,12 @@ def run_load(
     if remote.server.unix:
         figures["lag_p99_ms"] = None
         figures["notes"] += ("a Unix socket carries no time stamps: late reads were not measured",)
-    outside = sum_up(watch, quiet, watch.over(around_s, time.sleep))
+    figures["notes"] += (requests.note,) if requests.note else ()
+    outside = sum_up(watch, before, watch.around(load.duration_s))
     return LoadResult(
         url=remote.server.url,
         model=remote.name,
-        batch=1,
+        batch=requests.batch,
         seed=seed,
         same_machine=remote.server.loopback,
         server=remote.about,

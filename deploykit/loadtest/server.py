@@ -53,8 +53,8 @@ class Server:
     """A server. `address`: what to connect to, an IP address or the path of a Unix socket.
 
     `host`: the `Host:` header. `prefix`: the path before /v2. `ca_file`: whose certificates are
-    trusted in place of the system's. `cert_file`, `key_file`: the client's certificate and its
-    private key, which may be in one file. `token`: sent as `Authorization: Bearer`.
+    trusted in place of the system's. `cert_file`: the client's certificate and its
+    private key. `token`: sent as `Authorization: Bearer`.
     """
 
     url: str
@@ -66,7 +66,6 @@ class Server:
     prefix: str = ""
     ca_file: str | None = None
     cert_file: str | None = None
-    key_file: str | None = None
     token: str | None = None
 
     @property
@@ -82,7 +81,7 @@ class Server:
     def context(self) -> ssl.SSLContext:
         """Return the TLS context of all connections. Raises BadInput for its files."""
         protocol = "h2" if self.grpc else "http/1.1"
-        return tls_context(self.ca_file, self.cert_file, self.key_file, protocol)
+        return tls_context(self.ca_file, self.cert_file, protocol)
 
     def secure(self, connection: socket.socket, *, handshake: bool) -> ssl.SSLSocket:
         """Begin TLS on a connected socket; the certificate must be for the name in the URL."""
@@ -151,11 +150,10 @@ class Server:
             connection.sendall(wire.greeting + wire.request(0))
             while time.monotonic() < until_s:
                 data = connection.recv(1 << 16)
-                status = wire.feed(data) if data else wire.end()
-                if status is not None:
-                    return status
                 if not data:
                     raise ConnectionAbortedError(errno.ECONNABORTED, "it closed the connection")
+                if (status := wire.feed(data)) is not None:
+                    return status
                 control, wire.control = wire.control, b""
                 connection.sendall(control)
         raise TimeoutError
@@ -197,7 +195,7 @@ class Server:
 
     def no_tls(self, exc: OSError) -> BadInput:
         reason = tls_reason(exc)
-        hint = "the server may want a certificate that it trusts: `cert_file` and `key_file`"
+        hint = "the server may want a certificate that it trusts: `cert_file`"
         if isinstance(exc, ssl.SSLCertVerificationError):
             hint = "`ca_file` FILE, of the authority that signed the server's certificate"
         elif isinstance(exc, ssl.SSLError) and "alert" not in reason.lower():
@@ -233,18 +231,15 @@ class Server:
 
 
 @cache
-def tls_context(
-    ca_file: str | None, cert_file: str | None, key_file: str | None, protocol: str
-) -> ssl.SSLContext:
+def tls_context(ca_file: str | None, cert_file: str | None, protocol: str) -> ssl.SSLContext:
     """Return the context of all connections of a process. Raises BadInput for its files."""
     what, hint = f"`ca_file` {ca_file}: holds no certificates that can be read", None
     try:
         context = ssl.create_default_context(cafile=ca_file)
         if cert_file is not None:
-            files = f"`cert_file` {cert_file}" + f", `key_file` {key_file}" * (key_file is not None)
-            what = f"{files}: no certificate and its key can be read"
-            hint = "PEM files; the key without a password, in a file of its own or the same"
-            context.load_cert_chain(cert_file, key_file, password=lambda: b"")
+            what = f"`cert_file` {cert_file}: no certificate and its key can be read"
+            hint = "a PEM file of both, one after the other; the key without a password"
+            context.load_cert_chain(cert_file, password=lambda: b"")
     except OSError as exc:  # ssl.SSLError is one
         raise BadInput(f"{what}: {os_reason(exc)}", hint=hint) from exc
     context.set_alpn_protocols([protocol])
@@ -284,18 +279,16 @@ def parse_url(url: str) -> Server:
     return Server(url, parts.netloc, name, port, grpc, tls, prefix)
 
 
-def find_server(url: str, *, token: str | None = None, **files: str | None) -> Server:
-    """Resolve the host's name once and use the address that answers. Raises BadInput.
-
-    `files`: `ca_file`, `cert_file` and `key_file` of `Server`.
-    """
-    server = replace(parse_url(url), token=token, **files)  # type: ignore[arg-type]
+def find_server(
+    url: str, token: str | None = None, ca_file: str | None = None, cert_file: str | None = None
+) -> Server:
+    """Resolve the host's name once and use the address that answers. Raises BadInput."""
+    server = replace(parse_url(url), token=token, ca_file=ca_file, cert_file=cert_file)
     if token is not None and not re.fullmatch("[!-~]+", token):
         raise BadInput("`token`: is empty, or has characters that no header can carry")
-    for option in (name for name, file in files.items() if file is not None and not server.tls):
+    if not server.tls and (ca_file or cert_file):
+        option = "ca_file" if ca_file else "cert_file"
         raise BadInput(f"`{option}` is for https:// and grpcs://")
-    if server.key_file is not None and server.cert_file is None:
-        raise BadInput("`key_file` needs `cert_file`")
     if server.tls:
         server.context  # noqa: B018 - refuses its files before a connection
     # localhost may resolve to ::1 first, where nothing listens

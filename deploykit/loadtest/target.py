@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -95,17 +95,15 @@ class RemoteModel:
 
 def find_model(server: Server, model: str | None) -> RemoteModel:
     """Return `model`, or the only ready one, of a server. Raises BadInput, NotFound."""
-    url = server.url
-    status, about, _ = server.ask("about")
-    about = about if isinstance(about, dict) else {}
+    url, about = server.url, _mapping(server.ask("about")[1])
     status, index, error = server.ask("index")
     if status != 200 and not server.grpc:  # the index is an extension; KServe lists them here
-        _, listed, _ = server.ask("models")
-        if isinstance(listed, dict) and isinstance(listed.get("models"), list):
-            status, index = 200, [{"name": str(name)} for name in listed["models"]]
+        known = _mapping(server.ask("models")[1]).get("models")
+        if isinstance(known, list):
+            status, index = 200, [{"name": name} for name in known]
     names = None
-    if status == 200 and isinstance(index, list) and all(isinstance(one, dict) for one in index):
-        ready = [one for one in index if one.get("state", "READY") in ("READY", "")]
+    if status == 200 and isinstance(index, list):
+        ready = [one for one in map(_mapping, index) if one.get("state", "READY") in ("READY", "")]
         names = list(dict.fromkeys(str(one.get("name")) for one in ready))
     elif not about.get("name"):
         raise server.not_oip(f"index: {error or 'not a list of models'}")
@@ -121,13 +119,12 @@ def find_model(server: Server, model: str | None) -> RemoteModel:
         raise NotFound(f"{url}: no model '{model}': {error}", hint=hint)
     if status != 200:
         raise server.refused(status, f"metadata: {error}")
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
+    metadata = _mapping(metadata)
+    if not isinstance(metadata.get("inputs"), list):
         raise server.not_oip(f"metadata: {error or 'no inputs'}")
-    config: Any = None
+    config: Mapping[str, Any] = {}
     with suppress(BadInput):
-        _, config, _ = server.ask("config", model)
-    config = config if isinstance(config, dict) else {}
-    outputs = [each for each in metadata.get("outputs") or () if isinstance(each, dict)]
+        config = _mapping(server.ask("config", model)[1])
     extensions = about.get("extensions")
     return RemoteModel(
         server,
@@ -135,7 +132,7 @@ def find_model(server: Server, model: str | None) -> RemoteModel:
         inputs=tuple(_spec(server, model, item) for item in metadata["inputs"]),
         outputs={
             each["name"]: shape if isinstance(shape := each.get("shape"), list) else ()
-            for each in outputs
+            for each in map(_mapping, metadata.get("outputs") or ())
             if isinstance(each.get("name"), str)
         },
         about=_about(metadata, config, about),
@@ -145,18 +142,21 @@ def find_model(server: Server, model: str | None) -> RemoteModel:
     )
 
 
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _about(
     metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the server's name and version, and the model's platform, device and file."""
-    own, parameters = metadata.get("parameters"), config.get("parameters")
-    parameters = parameters if isinstance(parameters, dict) else {}
+    parameters = _mapping(config.get("parameters"))
     values = {
         "server": server.get("name"),
         "version": server.get("version"),
         "platform": metadata.get("platform"),
-        **{k: v.get("string_value") for k, v in parameters.items() if isinstance(v, dict)},
-        **(own if isinstance(own, dict) else {}),
+        **{name: _mapping(each).get("string_value") for name, each in parameters.items()},
+        **_mapping(metadata.get("parameters")),
     }
     return {
         name: one_line(value)
@@ -187,12 +187,8 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
     return TensorSpec(name, DTYPES[datatype], axes)
 
 
-class Body(NamedTuple):
-    """A request without tensors. `name`: its file's name, or the sentence's beginning."""
-
-    name: str
-    type: str
-    data: bytes
+# a request without tensors: its file's name or the sentence's beginning, its type, its content
+Body = tuple[str, str, bytes]
 
 
 @dataclass(frozen=True)
@@ -285,7 +281,7 @@ def probe(remote: RemoteModel, requests: Requests) -> Requests:
 def _read_bodies(source: Path | Sequence[str], *, expect: bool) -> tuple[list[Body], list[Any]]:
     """Return the requests in a file, a folder or sentences, and with `expect` their answers."""
     if not isinstance(source, Path):
-        return [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in source], []
+        return [(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in source], []
     if expect:
         lines = read_answers(source)[:MOST_BODIES]
         return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
@@ -302,24 +298,24 @@ def _read_body(file: Path) -> Body:
     if check_readable(file).stat().st_size > MOST_BYTES:
         raise BadInput(f"{file}: is above the {MOST_BYTES:,} bytes that can be sent")
     kind = _TYPES.get(file.suffix.lower(), "application/octet-stream")
-    return Body(file.name, kind, file.read_bytes())
+    return file.name, kind, file.read_bytes()
 
 
 def _describe(bodies: Sequence[Body]) -> str:
-    sizes = sorted(len(body.data) for body in bodies)
-    span = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if sizes[-1] > sizes[0] else "")
-    names = ", ".join(body.name for body in bodies[:_NAMED])
-    more = f" and {len(bodies) - _NAMED} more" if len(bodies) > _NAMED else ""
-    types = Counter(body.type for body in bodies)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in types.items())
-    return f"{kinds}, {span} bytes: {names}{more}"
+    names, types, contents = zip(*bodies, strict=True)
+    least, most = min(map(len, contents)), max(map(len, contents))
+    span = f"{least:,} to {most:,}" if most > least else f"{least:,}"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(types).items())
+    return f"{kinds}, {span} bytes: {', '.join(names[:_NAMED])}{more}"
 
 
 def _body_request(remote: RemoteModel, body: Body) -> bytes:
+    _, kind, content = body
     if not remote.server.grpc:
-        return remote.post("predict", {"Content-Type": body.type}, body.data)
+        return remote.post("predict", {"Content-Type": kind}, content)
     name = remote.inputs[0].name if remote.pipeline else remote.about["takes"]
-    return remote.infer_request([(name, "BYTES", np.array([body.data], object))])
+    return remote.infer_request([(name, "BYTES", np.array([content], object))])
 
 
 def name_batch(specs: Sequence[TensorSpec], axes: Mapping[str, int]) -> tuple[TensorSpec, ...]:

@@ -274,15 +274,10 @@ class Wire:
         """Return the status of the answer that `data` completes; else None. Raises NotHttpError."""
         raise NotImplementedError
 
-    def end(self) -> int | None:
-        """Return the status of an answer that ends with its connection; else None."""
-        return None
-
 
 class _Head(NamedTuple):
     status: int
-    length: int | None  # bytes of the body; None: in chunks, or up to the connection's end
-    chunked: bool
+    length: int | None  # bytes of the body; None: in chunks
     keep: bool  # the connection stays open
     json_bytes: int | None
     location: bytes  # where it redirects to
@@ -315,7 +310,7 @@ class Http1(Wire):
             return self._wait_for(data, len(data) + 1)
         at += 4
         if head.length is None:
-            body, end = _dechunk(data, at) if head.chunked else (None, 0)
+            body, end = _dechunk(data, at)
             if body is None:
                 return self._wait_for(data, len(data) + 1)
         else:
@@ -324,14 +319,6 @@ class Http1(Wire):
                 return self._wait_for(data, end)
             body = data[at:end]
         return self._complete(head, body, data, end)
-
-    def end(self) -> int | None:
-        data = bytes(self.buffer)
-        at = data.find(b"\r\n\r\n")
-        head = _parse_head(data[:at]) if at >= 0 else None
-        if head is None or head.length is not None or head.chunked:
-            return None
-        return self._complete(head, data[at + 4 :], data, -1)
 
     def _wait_for(self, data: bytes, needed: int) -> int | None:
         if needed > MOST_BYTES:
@@ -358,7 +345,7 @@ class Http1(Wire):
         self.error = check.problem(body, self._request, read)
         if self.error is not None:
             return WRONG
-        if self.keep and head.json_bytes is not None and not (head.chunked or check.expected):
+        if self.keep and head.json_bytes and head.length is not None and not check.expected:
             check.usual = data[: end - len(body) + head.json_bytes], end
         return 200
 
@@ -373,22 +360,19 @@ def _parse_head(head: bytes) -> _Head:
     fields = {match[1].lower(): match[2] for match in matches if match}
     status, coding = int(start[2]), fields.get(b"transfer-encoding", b"").lower()
     sizes = [fields.get(b"content-length"), fields.get(b"inference-header-content-length")]
+    if status < 200 or status in (204, 304):
+        sizes[0] = b"0"
     readable = all(_SIZE.fullmatch(size or b"0") for size in sizes)
-    if not readable or coding not in (b"", b"chunked"):
+    if not readable or coding not in (b"", b"chunked") or not (coding or sizes[0]):
         raise NotHttpError("declares no length that can be read")
     length, json_bytes = (None if size is None else int(size) for size in sizes)
-    if status < 200 or status in (204, 304):
-        length = 0
     connection = fields.get(b"connection", b"").lower()
     keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
-    chunked = bool(coding)
-    if chunked:
-        length = None
     encoding = fields.get(b"content-encoding", b"").lower()
     if encoding not in (b"", b"identity"):
         raise NotHttpError(f"is encoded as {encoding[:20]!r}, which was not asked for")
     location = fields.get(b"location", b"")
-    return _Head(status, length, chunked, keep, json_bytes, location)
+    return _Head(status, None if coding else length, keep, json_bytes, location)
 
 
 def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
@@ -424,7 +408,8 @@ def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, st
     ]
     if not binary:
         for item, (_, _, array) in zip(items, tensors, strict=True):
-            item["data"] = _json(array)
+            strings = (as_bytes(each).decode("utf-8", "replace") for each in array.flat)
+            item["data"] = [*strings] if array.dtype.hasobject else array.ravel().tolist()
         try:
             text = json.dumps({"id": "1", "inputs": items}, allow_nan=False)  # KServe needs an id
         except ValueError as exc:
@@ -452,10 +437,3 @@ def raw_bytes(datatype: str, array: np.ndarray) -> bytes:
 
 def as_bytes(item: object) -> bytes:
     return item if isinstance(item, bytes) else str(item).encode()
-
-
-def _json(array: np.ndarray) -> list[Any]:
-    if array.dtype.hasobject:
-        return [as_bytes(each).decode("utf-8", "replace") for each in array.flat]
-    values: list[Any] = array.ravel().tolist()
-    return values

@@ -17,10 +17,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, did_you_mean, users_code
+from deploykit.core.errors import BadInput, NotFound, did_you_mean, users_code
 from deploykit.core.files import StrPath, check_readable, import_object, load_py, read_toml
 from deploykit.core.runtime import READS
-from deploykit.pipelines.stages import Definition, Function, Model
+from deploykit.pipelines.stages import Definition, Function, Model, located
 
 SUFFIXES = (".py", ".toml")
 _IN_FLIGHT, _TIMEOUT = "IN_FLIGHT", "TIMEOUT_MS"
@@ -151,10 +151,8 @@ def _imported(path: Path, key: str, reference: str | None) -> Function | None:
     if reference is None:
         return None
     place = str(path.parent / reference) if ".py:" in reference else reference
-    try:
+    with located(f"{path}: {key}"):
         found = import_object(place)
-    except DeploykitError as exc:
-        raise type(exc)(f"{path}: {key}: {exc.message}", hint=exc.hint) from exc
     if not inspect.isfunction(found):
         raise BadInput(f"{path}: {key}: '{reference}' is not a function")
     return _function(path, found.__name__, found)
@@ -163,12 +161,8 @@ def _imported(path: Path, key: str, reference: str | None) -> Function | None:
 def files_of_models(definition: Definition) -> dict[str, Path]:
     """Return the file of each model. Raises NotFound or BadInput naming the model."""
     for name, file in definition.models.items():
-        try:
+        with located(f"{definition.path.name}: model '{name}'"):
             check_readable(file)
-        except DeploykitError as exc:
-            raise type(exc)(
-                f"{definition.path.name}: model '{name}': {exc.message}", hint=exc.hint
-            ) from exc
     return definition.models
 
 

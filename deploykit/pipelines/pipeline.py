@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -13,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.files import StrPath, atomic_write
+from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record, Shown
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.artefacts import ANSWERS, Progress, claim, no_progress
+from deploykit.evaluation.predict import answer_file
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
 from deploykit.pipelines.stages import (
     StageGraph,
-    WiredStage,
     connect_engines,
     failure_reason,
-    named,
+    located,
 )
 
 log = logging.getLogger(__name__)
@@ -64,20 +63,15 @@ class OpenPipeline(Closing, Shown):
             if stage.ports is None:
                 given = [stage.run(each) for each in values]
             else:
-                given = self._run_model(stage, values)
+                prepared = stage.prepare(values, self._max_rows[name])
+                with located(f"stage '{name}'"):
+                    outputs = [self.engines[name](feeds) for feeds in prepared.feeds]
+                given = prepared.collect(outputs)
             for each, value in zip(values, given, strict=True):
                 each[name] = value
             if on_stage is not None:
                 on_stage(name, time.perf_counter() - began_s)
         return [each[self.graph.answer] for each in values]
-
-    def _run_model(self, stage: WiredStage, values: Sequence[Mapping[str, Any]]) -> list[Any]:
-        prepared = stage.prepare(values, self._max_rows[stage.name])
-        with named(stage.name):
-            outputs = [self.engines[stage.name](feeds) for feeds in prepared.feeds]
-        found = iter(stage.collect(prepared, outputs))
-        given = [[next(found) for _ in stage.items(each)] for each in values]
-        return given if stage.each else [each[0] for each in given]
 
     def close(self) -> None:
         for engine in self.engines.values():
@@ -156,17 +150,15 @@ def predict_files(
         opened = stack.enter_context(
             pipeline(path, device=device, batch=batch, trust=trust, on_note=on_note)
         )
-        target = None
-        if out is not None:
-            target = stack.enter_context(stack.enter_context(atomic_write(out)).open("w"))
+        write = stack.enter_context(answer_file(out)) if out else None
         started_s = time.perf_counter()
         for at in range(0, len(files), batch):
             several = files[at : at + batch]
             for file, answer in zip(several, _answer(opened, several), strict=True):
-                if target is None:
+                if write is None:
                     answers[str(file)] = answer
                 else:
-                    target.write(json.dumps({"file": str(file), "answer": answer}) + "\n")
+                    write(str(file), answer)
             done = at + len(several)
             on_progress(f"{done}/{len(files)} files", done / len(files))
         seconds = time.perf_counter() - started_s
@@ -176,10 +168,8 @@ def predict_files(
 def _answer(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
     graph, inputs = opened.graph, list[Any]()
     for file in files:
-        try:
+        with located(str(file)):
             inputs.append(graph.read(file.read_bytes(), own_file=True))
-        except BadInput as exc:
-            raise BadInput(f"{file}: {exc.message}", hint=exc.hint) from exc
     try:
         return [graph.answer_json(each) for each in opened.run(inputs)]
     except DeploykitError as exc:
@@ -202,12 +192,10 @@ class ServedPipelines:
         self.files = dict(models)
         for name, definition in self._definitions.items():
             served = {file.resolve(): model for model, file in self.files.items()}
-            self._stages[name] = {
-                stage: served.get(file.resolve(), f"{name}.{stage}")
-                for stage, file in files_of_models(definition).items()
-            }
-            for stage, model in self._stages[name].items():
-                self.files.setdefault(model, definition.models[stage])
+            self._stages[name] = stages = {}
+            for stage, file in files_of_models(definition).items():
+                stages[stage] = served.get(file.resolve(), f"{name}.{stage}")
+                self.files.setdefault(stages[stage], file)
         for name in self._definitions:
             if name in self.files:
                 hint = "give the pipeline another: NAME=FILE"

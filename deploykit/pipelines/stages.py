@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -35,24 +35,28 @@ _VALUE_BYTES = 80  # memory for each comma, colon and opening bracket of JSON
 
 
 @contextmanager
-def named(stage: str) -> Iterator[None]:
-    """Add the stage's name to errors."""
+def located(where: str) -> Iterator[None]:
+    """Begin the messages of errors with `where`."""
     try:
         yield
     except DeploykitError as exc:
-        raise stage_error(exc, stage) from exc
+        raise _begin(exc, where) from exc
+
+
+def _begin(error: DeploykitError, where: str) -> DeploykitError:
+    if error.message.startswith(where):
+        return error
+    return type(error)(f"{where}: {error.message}", hint=error.hint)
 
 
 def stage_error(error: BaseException, stage: str) -> DeploykitError:
     """Return an error with the stage's name; a user's exception is reported by its class only."""
     where = f"stage '{stage}'"
-    if not isinstance(error, DeploykitError):
-        failed = StageFailed(f"{where} failed: {type(error).__name__}")
-        failed.__cause__ = error
-        return failed
-    if error.message.startswith(where):
-        return error
-    return type(error)(f"{where}: {error.message}", hint=error.hint)
+    if isinstance(error, DeploykitError):
+        return _begin(error, where)
+    failed = StageFailed(f"{where} failed: {type(error).__name__}")
+    failed.__cause__ = error
+    return failed
 
 
 def failure_reason(exc: DeploykitError) -> str:
@@ -131,22 +135,11 @@ def describe_value(value: object) -> str:
     return name
 
 
-class Group(NamedTuple):
-    """Items whose rows are joined in `calls` calls, with the rows of each.
-
-    `states`: of each item, whether it lacks a batch axis, or its task's state.
-    """
-
-    calls: int
-    rows: list[int]
-    states: list[Any]
-
-
 class ModelCalls(NamedTuple):
-    """The inputs of a model's calls, and the groups of items that they belong to, in order."""
+    """The inputs of a model's calls; `collect` turns their outputs into each request's value."""
 
     feeds: list[Arrays]
-    groups: list[Group]
+    collect: Callable[[Sequence[Arrays]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -176,27 +169,14 @@ class Ports:
             return dict[str, Any]
         return np.ndarray if len(self.outputs) == 1 else dict[str, np.ndarray]
 
-    def prepare(self, items: Sequence[Mapping[str, Any]], max_rows: int) -> ModelCalls:
-        """Join items of equal shapes into calls of up to `max_rows` rows; divide larger ones.
+    def read(self, item: Mapping[str, Any], max_rows: int) -> tuple[Arrays, Any]:
+        """Return an item's tensors, and its task's state, or whether it lacks a batch axis.
 
-        With `max_rows` 0 rows must not be joined, so each item is one call. An array without the
-        batch axis is one sample. Raises StageFailed for arrays that do not fit, BadInput for an
-        image or a text that cannot be read.
+        Raises StageFailed for arrays that do not fit, BadInput for an image or a text that cannot
+        be read.
         """
-        read = self._read_tensors if self.task is None else self._read_item
-        pairs = [read(item, max_rows) for item in items]
-        calls, groups = list[Arrays](), list[Group]()
-        for _, group in groupby(pairs, lambda pair: _shapes(pair[0]) if max_rows else id(pair)):
-            feeds, states = map(list, zip(*group, strict=True))
-            whole = _join(feeds)
-            rows = [len(next(iter(each.values()))) for each in feeds] if max_rows else [1]
-            cuts = [slice(at, at + max_rows) for at in range(0, sum(rows), max_rows or 1)]
-            groups.append(Group(len(cuts), rows, states))
-            calls += [{n: a[cut] for n, a in whole.items()} if max_rows else whole for cut in cuts]
-        return ModelCalls(calls, groups)
-
-    def _read_item(self, item: Mapping[str, Any], _max_rows: int) -> tuple[Arrays, Any]:
-        assert self.task is not None
+        if self.task is None:
+            return self._read_tensors(item, max_rows)
         (value,), image = item.values(), self.task.task.image
         if not isinstance(value, np.ndarray) or image is None:
             prepared = self.task.read(value)
@@ -223,21 +203,18 @@ class Ports:
             raise StageFailed("its inputs have different numbers of rows")
         return feeds, alone.pop()
 
-    def collect(self, prepared: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
-        """Return the result of each item. `outputs`: of each call."""
-        found, left = list[Any](), iter(outputs)
-        for calls, rows, states in prepared.groups:
-            whole = _join(list(islice(left, calls))) or {
-                spec.name: np.zeros((0, *concrete(spec, {})[1:]), carrier(spec.dtype))
-                for spec in self.outputs
-            }
-            if self.task is not None:
-                found += answer(self.task.task, whole, states)
-                continue
-            ends = list(accumulate(rows))
-            for end, count, state in zip(ends, rows, states, strict=True):
-                one = {n: a[end - count : end] for n, a in whole.items()} if ends[1:] else whole
-                found.append(self._result(one, state))
+    def answers(self, outputs: Arrays, rows: Sequence[int], states: Sequence[Any]) -> list[Any]:
+        """Return the result of each item. `outputs`: of all `rows`; nothing without a call."""
+        whole = outputs or {
+            spec.name: np.zeros((0, *concrete(spec, {})[1:]), carrier(spec.dtype))
+            for spec in self.outputs
+        }
+        if self.task is not None:
+            return answer(self.task.task, whole, states)
+        found, ends = [], list(accumulate(rows))
+        for end, count, state in zip(ends, rows, states, strict=True):
+            one = {n: a[end - count : end] for n, a in whole.items()} if ends[1:] else whole
+            found.append(self._result(one, state))
         return found
 
     def _result(self, outputs: Arrays, sample: bool) -> Any:
@@ -368,15 +345,35 @@ class WiredStage:
         return found if self.each else found[0]
 
     def prepare(self, values: Sequence[Mapping[str, Any]], max_rows: int) -> ModelCalls:
-        """Return the calls of a model for several requests; see `Ports.prepare`."""
-        assert self.ports is not None
-        with named(self.name):
-            return self.ports.prepare([item for v in values for item in self.items(v)], max_rows)
+        """Join items of equal shapes into calls of up to `max_rows` rows; divide larger ones.
 
-    def collect(self, calls: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
+        `values`: of several requests. With `max_rows` 0 rows must not be joined, so each item is
+        one call. An array without the batch axis is one sample. Raises as `Ports.read`.
+        """
         assert self.ports is not None
-        with named(self.name):
-            return self.ports.collect(calls, outputs)
+        ports, where = self.ports, f"stage '{self.name}'"
+        with located(where):
+            items = [self.items(each) for each in values]
+            pairs = [ports.read(item, max_rows) for some in items for item in some]
+        calls, groups = list[Arrays](), list[tuple[int, list[int], list[Any]]]()
+        for _, group in groupby(pairs, lambda pair: _shapes(pair[0]) if max_rows else id(pair)):
+            feeds, states = map(list, zip(*group, strict=True))
+            whole = _join(feeds)
+            rows = [len(next(iter(each.values()))) for each in feeds] if max_rows else [1]
+            cuts = [slice(at, at + max_rows) for at in range(0, sum(rows), max_rows or 1)]
+            groups.append((len(cuts), rows, states))
+            calls += [{n: a[cut] for n, a in whole.items()} if max_rows else whole for cut in cuts]
+
+        def collect(outputs: Sequence[Arrays]) -> list[Any]:
+            found, left = list[Any](), iter(outputs)
+            with located(where):
+                for count, rows, states in groups:
+                    found += ports.answers(_join(list(islice(left, count))), rows, states)
+            results = iter(found)
+            given = [[next(results) for _ in some] for some in items]
+            return given if self.each else [value for (value,) in given]
+
+        return ModelCalls(calls, collect)
 
 
 @dataclass(frozen=True)
@@ -474,28 +471,39 @@ def connect_engines(definition: Definition, engines: Mapping[str, Engine]) -> St
     return _Connecting(definition, {name: Ports.of(each) for name, each in engines.items()}).graph()
 
 
-@dataclass
 class _Connecting:
-    definition: Definition
-    ports: Mapping[str, Ports]
-    sources: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by stage and parameter
+    """Finds where each parameter's value is from, by the names that stages and outputs have."""
 
-    def __post_init__(self) -> None:
-        self.where = self.definition.path.name
-        self.stages = {each.name: each for each in self.definition.stages}
-        self.outputs: dict[str, list[str]] = {}  # output -> its models
-        for name, each in self.ports.items():
-            for spec in () if each.task else each.outputs:
-                self.outputs.setdefault(spec.name, []).append(name)
+    def __init__(self, definition: Definition, ports: Mapping[str, Ports]) -> None:
+        self.definition, self.ports = definition, ports
+        self.stages = {each.name: each for each in definition.stages}
+        self.takes = {
+            name: each.takes if isinstance(each, Function) else ports[name].takes
+            for name, each in self.stages.items()
+        }
+        self.names = {name: [Origin(name)] for name in self.stages}
+        outputs = [
+            (model, spec.name, Origin(model, spec.name if len(each.outputs) > 1 else ""))
+            for model, each in ports.items()
+            for spec in (() if each.task else each.outputs)
+        ]
+        for _, output, origin in outputs:
+            self.names.setdefault(output, []).append(origin)
+        for model, output, origin in outputs:
+            self.names.setdefault(f"{model}_{output}", [origin])
+        self.sources = {name: self._find_sources(name) for name in self.stages}
 
     def error(self, text: str, hint: str | None = None) -> BadInput:
-        return BadInput(f"{self.where}: {text}", hint=hint)
+        return BadInput(f"{self.definition.path.name}: {text}", hint=hint)
 
     def graph(self) -> StageGraph:
-        self.sources = {name: self._find_sources(name) for name in self.stages}
-        entry = self._find_input()
-        order = self._order()
-        used = {source.stage for found in self.sources.values() for source in found.values()}
+        before = {name: [o.stage for o in found.values()] for name, found in self.sources.items()}
+        try:
+            order = list(TopologicalSorter(before).static_order())
+        except CycleError as exc:
+            raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
+        entry, takes = self._find_input()
+        used = set(chain.from_iterable(before.values()))
         ends = [name for name in self.stages if name not in used]
         answer = "answer" if "answer" in ends else ends[-1]
         for name in ends:
@@ -504,112 +512,61 @@ class _Connecting:
                     f"no other stage takes '{name}', and the answer is that of '{answer}'",
                     hint=f"remove it, or name it _{name} if it is not a stage",
                 )
-        takes = self._find_annotation(entry)
         kind = _KINDS.get(get_origin(takes) or takes)
         if kind is None:
             hint = "bytes, str, numpy.ndarray (an image), dict, list, int, float or bool"
             raise self.error(f"the request's input is {shown(takes)}", hint)
         stages: dict[str, WiredStage] = {}
-        for name in order:
+        for name in filter(self.stages.__contains__, order):  # without the request's input
             stages[name] = self._wire(name, stages, takes)
         return StageGraph(self.definition, stages, entry, takes, kind, answer)
 
-    def _parameters(self, name: str) -> Mapping[str, Any]:
-        about = self.stages[name]
-        return about.takes if isinstance(about, Function) else self.ports[name].takes
-
     def _find_sources(self, name: str) -> dict[str, Origin]:
         """Return the origin of each parameter; a name that no stage has is the request's input."""
-        about, parameters, sources = self.stages[name], self._parameters(name), {}
+        about, takes, sources = self.stages[name], self.takes[name], {}
         wired = dict(about.wired)
-        if "" in wired and len(parameters) == 1:
-            wired = {next(iter(parameters)): wired[""]}
-        for parameter in wired:
-            if parameter not in parameters:
-                what = f"no input '{parameter}'" if parameter else f"{len(parameters)} inputs"
-                hint = f"its inputs are: {', '.join(parameters)}"
-                raise self.error(f"model '{name}' has {what}", hint)
-        for parameter in parameters:
+        if "" in wired and len(takes) == 1:
+            wired = {next(iter(takes)): wired[""]}
+        for parameter in (each for each in wired if each not in takes):
+            what = f"no input '{parameter}'" if parameter else f"{len(takes)} inputs"
+            raise self.error(f"model '{name}' has {what}", f"its inputs are: {', '.join(takes)}")
+        for parameter in takes:
             wanted = wired.get(parameter, parameter)
-            source = self._find_source(name, wanted)
-            optional = isinstance(about, Function) and parameter in about.optional
-            if source is not None or not optional:
-                sources[parameter] = source or Origin(wanted)
+            found = [origin for origin in self.names.get(wanted, ()) if origin.stage != name]
+            if len(found) > 1 and found[0].stage != wanted:  # a stage's name comes before outputs'
+                models = [origin.stage for origin in found]
+                raise self.error(
+                    f"stage '{name}' takes '{wanted}', an output of {' and '.join(models)}",
+                    hint=f"name the model's too: {models[0]}_{wanted}",
+                )
+            if found or not (isinstance(about, Function) and parameter in about.optional):
+                # a stage that takes itself is a cycle
+                sources[parameter] = found[0] if found else Origin(wanted)
         if not sources:
             raise self.error(f"stage '{name}' takes nothing")
         return sources
 
-    def _find_source(self, name: str, wanted: str) -> Origin | None:
-        if wanted in self.stages and wanted != name:
-            return Origin(wanted)
-        models = [each for each in self.outputs.get(wanted, ()) if each != name]
-        if len(models) > 1:
-            raise self.error(
-                f"stage '{name}' takes '{wanted}', an output of {' and '.join(models)}",
-                hint=f"name the model's too: {models[0]}_{wanted}",
-            )
-        pairs = [(model, output) for output, owners in self.outputs.items() for model in owners]
-        found = [(model, wanted) for model in models]
-        for model, output in found or [pair for pair in pairs if "_".join(pair) == wanted]:
-            return Origin(model, output if len(self.ports[model].outputs) > 1 else "")
-        if wanted == name:
-            raise self.error(f"a cycle: {name} -> {name}")
-        return None
-
-    def _find_input(self) -> str:
-        """Return the one name that no stage has; functions come before models."""
-        functions_first = sorted(self.stages, key=lambda n: isinstance(self.stages[n], Model))
-        unknown = {
-            source.stage: name
-            for name in functions_first
-            for source in self.sources[name].values()
-            if source.stage not in self.stages
-        }
-        if not unknown:
-            self._order()
-        entry, *others = unknown
+    def _find_input(self) -> tuple[str, Any]:
+        """Return the one name that no stage has, and its annotation; functions decide first."""
+        takers: dict[str, tuple[str, Any]] = {}
+        for name in sorted(self.stages, key=lambda name: isinstance(self.stages[name], Model)):
+            for parameter, origin in self.sources[name].items():
+                if origin.stage not in self.stages:
+                    takers.setdefault(origin.stage, (name, self.takes[name][parameter]))
+        entry, *others = takers
         for wrong in others:
-            known = [*self.stages, *self.outputs]
             raise self.error(
-                f"stage '{unknown[wrong]}' takes '{wrong}', which is neither a stage nor an output "
-                f"of a model; the request's input is '{entry}'",
-                hint=did_you_mean(wrong, known, f"there are: {', '.join(known)}"),
+                f"stage '{takers[wrong][0]}' takes '{wrong}', which is neither a stage nor an "
+                f"output of a model; the request's input is '{entry}'",
+                hint=did_you_mean(wrong, self.names, f"there are: {', '.join(self.names)}"),
             )
-        return entry
-
-    def _order(self) -> list[str]:
-        before = {
-            name: [source.stage for source in sources.values() if source.stage in self.stages]
-            for name, sources in self.sources.items()
-        }
-        try:
-            return list(TopologicalSorter(before).static_order())
-        except CycleError as exc:
-            raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
-
-    def _find_annotation(self, entry: str) -> Any:
-        """Return the annotation of the request's input; functions decide before models."""
-        takers = {
-            name: self._parameters(name)[parameter]
-            for name, sources in self.sources.items()
-            for parameter, source in sources.items()
-            if source.stage == entry
-        }
-        functions = {n: each for n, each in takers.items() if isinstance(self.stages[n], Function)}
-        (first, takes), *others = (functions or takers).items()
-        for name, other in others:
-            if other != takes:
-                raise self.error(
-                    f"the request's input '{entry}' is {shown(takes)} in '{first}' and "
-                    f"{shown(other)} in '{name}'"
-                )
-        return bytes if takes == np.ndarray | bytes else takes  # a model with a task decodes images
+        takes = takers[entry][1]
+        return entry, bytes if takes == np.ndarray | bytes else takes  # a task decodes images
 
     def _wire(self, name: str, before: Mapping[str, WiredStage], entry: Any) -> WiredStage:
         about, arguments = self.stages[name], {}
         for parameter, source in self.sources[name].items():
-            wanted = self._parameters(name)[parameter]
-            given = entry
+            wanted, given = self.takes[name][parameter], entry
             if source.stage in before:
                 stage = before[source.stage]
                 tensor = list[np.ndarray] if stage.each else np.ndarray

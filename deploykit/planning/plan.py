@@ -63,12 +63,12 @@ class TargetPlan(Record):
     profile: str
     summary: str
     memory_bytes: int | None
-    why: str
-    basis: str
-    checked: bool
-    predictions: tuple[Prediction, ...]
-    best: Prediction | None
-    capacity: Capacity | None
+    why: str = ""
+    basis: str = ""
+    checked: bool = False
+    predictions: tuple[Prediction, ...] = ()
+    best: Prediction | None = None
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True)
@@ -198,43 +198,36 @@ def sizes_of_axes(
     graph: Graph, where: Artefact, axes: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str], list[str]]:
     """Return sizes of dynamic axes except the batch, the names of the batch axis, and notes."""
-    names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
-    batch = list(batch_axes(graph.inputs))
-    others = [name for name in dict.fromkeys(names) if name not in batch]
+    batch, notes = list(batch_axes(graph.inputs)), list[str]()
+    dynamic = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
+    names = [name for name in dict.fromkeys(dynamic) if name not in batch]
     for name, size in axes.items():
-        if name not in others:
-            known = ", ".join(others) or "none but the batch"
-            hint = "`batches` sets the batch" if name in batch else did_you_mean(name, others)
+        if name not in names:
+            known = ", ".join(names) or "none but the batch"
+            hint = "`batches` sets the batch" if name in batch else did_you_mean(name, names)
             raise BadInput(f"{where}: no dynamic axis '{name}'; it has: {known}", hint=hint)
         if not 1 <= size <= MOST_SIZE:
             raise BadInput(f"`axes` {name}={size}: must be 1 or more, and fit into 31 bits")
-    known_sizes = dict(axes)
-    image = where.task.image if where.task else None
+    sizes, image = dict(axes), where.task.image if where.task else None
     if image is not None and not image.height:  # image folders are cropped to this square
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
-        sides = [axis for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)]
-        known_sizes = dict.fromkeys(sides, side) | known_sizes
+        sides = graph.inputs[0].shape[1:3]
+        sizes = {axis: side for axis in sides if isinstance(axis, str)} | sizes
     golden = find_samples(where.path, where.manifest) if where.manifest else None
-    found: dict[str, int] = {}
     if golden is not None:
         feeds = open_samples(golden, where.path, graph.inputs, graph.outputs)[1]
         shapes = {name: feed.shape for name, feed in feeds.items()}
-        sizes = dynamic_sizes(graph.inputs, shapes).items()
-        found = {name: max(1, size) for name, size in sizes}  # a first step's cache is empty
-    notes = [
-        f"axis {name} is taken as {found[name]}, as in the golden samples"
-        for name in others
-        if name in found and name not in known_sizes
-    ]
-    known_sizes = found | known_sizes
-    missing = [name for name in others if name not in known_sizes]
-    runs_at = _first_size(where, graph, {n: known_sizes[n] for n in others if n not in missing})
+        recorded = dynamic_sizes(graph.inputs, shapes)
+        for name in [name for name in names if name in recorded and name not in sizes]:
+            sizes[name] = max(1, recorded[name])  # a first step's cache is empty
+            notes.append(f"axis {name} is taken as {sizes[name]}, as in the golden samples")
+    missing = [name for name in names if name not in sizes]
+    runs_at = _first_size(where, graph, sizes) if missing else {}
     for name in missing:
-        size = runs_at.get(name, 1)
+        sizes[name] = size = runs_at.get(name, 1)
         why = "at which the model runs" if size > 1 else "as no size was given"
         notes.append(f"axis {name} is taken as {size}, {why}: `axes` {name}=128")
-        known_sizes[name] = size
-    return {name: known_sizes[name] for name in others}, batch, notes
+    return {name: sizes[name] for name in names}, batch, notes
 
 
 _MOST_BYTES = 256 << 20  # a larger model is not opened to find sizes
@@ -242,15 +235,12 @@ _MOST_BYTES = 256 << 20  # a larger model is not opened to find sizes
 
 def _first_size(where: Artefact, graph: Graph, known: Mapping[str, int]) -> dict[str, int]:
     """Return sizes at which the model runs; none where it runs at 1, is large or does not run."""
-    with contextlib.suppress(DeploykitError):
-        named = {axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)}
-        free = named - set(batch_axes(graph.inputs)) - set(known)
-        if not free or graph.summary.weight_bytes > _MOST_BYTES:
-            return {}
-        with load(where, "cpu") as engine:
-            with contextlib.suppress(DeploykitError):
-                engine(random_feeds(engine.inputs, known))
-                return {}
+    if graph.summary.weight_bytes > _MOST_BYTES:
+        return {}
+    with contextlib.suppress(DeploykitError), load(where, "cpu") as engine:
+        try:
+            engine(random_feeds(engine.inputs, known))
+        except DeploykitError:
             return random_inputs(engine, known).sizes[0]
     return {}
 
@@ -265,50 +255,43 @@ def _plan_target(
 ) -> TargetPlan:
     """Predict all precisions at all batches, or say why not. `single`: a call of one request."""
     name = profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
-    nothing = TargetPlan(name, profile.summary, profile.memory_bytes, "", "", False, (), None, None)
+    about, stored = TargetPlan(name, profile.summary, profile.memory_bytes), calls[0].stored
     if isinstance(target, str):
-        return replace(nothing, why=target)
-    nothing = replace(nothing, basis=target.basis, checked=target.checked)
-    stored = calls[0].stored
+        return replace(about, why=target)
+    about = replace(about, basis=target.basis, checked=target.checked)
     if stored not in {*profile.precisions, "fp32"}:
         why = f"it does not run {stored} natively, and the graph is in {stored}"
-        return replace(nothing, why=why)
+        return replace(about, why=why)
     predictions = tuple(
         predict_call(call, target, precision)
         for precision in precisions(calls[0], target)
         for call in calls
     )
-    best, load = None, None
-    if slo_ms is not None:
-        meet = [p for p in predictions if p.fits is not False and p.latency_ms <= slo_ms]
-        best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
-        if rate_per_s is not None and single is not None:
-            load = _replicas(predictions, best, target, single, slo_ms, rate_per_s)
-    memory_bytes = target.memory_bytes
-    return replace(
-        nothing, memory_bytes=memory_bytes, predictions=predictions, best=best, capacity=load
-    )
+    about = replace(about, memory_bytes=target.memory_bytes, predictions=predictions)
+    if slo_ms is None:
+        return about
+    meet = [p for p in predictions if p.fits is not False and p.latency_ms <= slo_ms]
+    best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
+    about = replace(about, best=best)
+    if rate_per_s is None or single is None:
+        return about
+    return replace(about, capacity=_replicas(about, target, single, slo_ms, rate_per_s))
 
 
 def _replicas(
-    predictions: Sequence[Prediction],
-    best: Prediction | None,
-    target: Target,
-    single: Inferred,
-    slo_ms: float,
-    rate_per_s: float,
+    found: TargetPlan, target: Target, single: Inferred, slo_ms: float, rate_per_s: float
 ) -> Capacity:
     """Return the replicas that carry the rate, in the best precision, else in the fastest."""
-    fitting = [p for p in predictions if p.fits is not False]
+    fitting = [p for p in found.predictions if p.fits is not False]
     if not fitting:
         return Capacity(rate_per_s, slo_ms, why="it does not fit into the memory")
-    precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
+    precision = (found.best or min(fitting, key=lambda p: p.latency_ms)).precision
     joined = [p for p in fitting if p.precision == precision and single.batch == 1]
     service_s = {p.batch: served_s(p.latency_ms / 1e3) for p in joined}
     service_s[1] = served_s(predict_call(single, target, precision).latency_ms / 1e3)
     request_s, overlaps = REQUEST_S + BYTE_S * sum(single.end_bytes), target.calibration is None
-    found = capacity(rate_per_s, slo_ms / 1e3, service_s, request_s=request_s, overlaps=overlaps)
-    return replace(found, precision=precision)
+    load = capacity(rate_per_s, slo_ms / 1e3, service_s, request_s=request_s, overlaps=overlaps)
+    return replace(load, precision=precision)
 
 
 def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
@@ -393,18 +376,11 @@ class ReplicaModel:
     queue: int = QUEUE
 
     @property
-    def alone_s(self) -> float:
-        """Seconds of a request that waits for no other."""
-        return self.service_s[0] + self.request_s
-
-    @property
     def most_per_s(self) -> float:
         """The highest possible rate, whatever the latency."""
-        calls = ((size, seconds) for size, seconds in enumerate(self.service_s, start=1))
-        if self.overlaps:
-            rate = max(size / seconds for size, seconds in calls)
-            return min(rate, 1 / self.request_s) if self.request_s else rate
-        return max(size / (seconds + size * self.request_s) for size, seconds in calls)
+        own_s = 0.0 if self.overlaps else self.request_s
+        rate = max(n / (seconds + n * own_s) for n, seconds in enumerate(self.service_s, start=1))
+        return min(rate, 1 / self.request_s) if self.request_s else rate
 
 
 @dataclass(frozen=True)
@@ -442,13 +418,15 @@ def capacity(
     `request_s`, `overlaps`: see `ReplicaModel`.
     """
     least = min(service_s)
-    in_time = {size: each for size, each in service_s.items() if each <= bound_s or size == least}
-    whole = ReplicaModel(by_batch(in_time), request_s, overlaps)
-    nothing = Capacity(rate_per_s, bound_s * 1e3)
-    if whole.alone_s > bound_s:
-        return replace(nothing, why=f"a request alone takes {whole.alone_s * 1e3:.3g} ms")
+    sizes = sorted(n for n, seconds in service_s.items() if seconds <= bound_s or n == least)
+    every = np.arange(1, min(sizes[-1], _LARGEST_BATCH) + 1)
+    seconds = np.interp(every, sizes, [service_s[size] for size in sizes])
+    whole = ReplicaModel(tuple(seconds.tolist()), request_s, overlaps)
+    nothing, alone_s = Capacity(rate_per_s, bound_s * 1e3), whole.service_s[0] + request_s
+    if alone_s > bound_s:
+        return replace(nothing, why=f"a request alone takes {alone_s * 1e3:.3g} ms")
     best, most = whole, 0.0
-    for size in sorted({min(each, _LARGEST_BATCH) for each in in_time}, reverse=True):
+    for size in sorted({min(each, _LARGEST_BATCH) for each in sizes}, reverse=True):
         tried = replace(whole, service_s=whole.service_s[:size])
         more = most * _BETTER
         if not most or (more < tried.most_per_s and p99_s(more, tried) <= bound_s):
@@ -469,13 +447,6 @@ def capacity(
 def served_s(engine_s: float) -> float:
     """Return the seconds of an engine's call including the server's work for it."""
     return engine_s + CALL_S + _COLD * min(engine_s, _COLD_UNTIL_S)
-
-
-def by_batch(service_s: Mapping[int, float]) -> tuple[float, ...]:
-    """Interpolate the seconds of batch 1, 2, 3, ... up to the largest."""
-    sizes = sorted(service_s)
-    wanted = np.arange(1, min(sizes[-1], _LARGEST_BATCH) + 1)
-    return tuple(np.interp(wanted, sizes, [service_s[size] for size in sizes]).tolist())
 
 
 def p99_s(rate_per_s: float, replica: ReplicaModel) -> float:

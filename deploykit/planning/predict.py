@@ -10,7 +10,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import builder_bytes
 from deploykit.core.machine import memory_bytes as this_memory
 from deploykit.core.precision import BY_NAME, narrowest
-from deploykit.core.profile import PowerMode, Profile
+from deploykit.core.profile import Profile
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import (
     COMPUTE,
@@ -47,17 +47,18 @@ class Target:
     """A profile with all that predictions need. `calibration`: that of this machine's CPU.
 
     `basis`: the source of the figures. `checked`: whether a prediction for it was compared with a
-    measurement on this target.
+    measurement on this target. `precisions`: those to offer a float32 model. `power_w`: the limit
+    of the power mode, else of the target. `peaks`: a GPU's roofline.
     """
 
     profile: Profile
     calibration: CpuCalibration | None
     basis: str
     checked: bool
-
-    @property
-    def call_s(self) -> float:
-        return self.calibration.call_s if self.calibration else 0.0
+    precisions: tuple[str, ...]
+    memory_bytes: int | None
+    power_w: float | None
+    peaks: Ceilings | None = None
 
     def copies_s(self, sizes: Sequence[int]) -> float:
         """Return the seconds to copy tensors of these sizes between host and GPU, one by one."""
@@ -66,60 +67,46 @@ class Target:
         shared = self.profile.unified_memory and self.profile.bandwidth_bytes_per_s
         return len(sizes) * COPY_S + sum(sizes) / ((shared or LINK_BYTES_PER_S) * REACHED)
 
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        """Precisions to offer a float32 model. ONNX Runtime's CPU computes halves in float32."""
-        if self.calibration:
-            measured = {name.split(" ")[0] for name in self.calibration.curves}
-            return tuple(name for name in self.profile.precisions if name in measured)
-        return tuple(name for name in self.profile.precisions if name in _TENSOR_CORES)
-
-    @property
-    def mode(self) -> PowerMode | None:
-        known = self.profile.power_modes
-        return next((mode for mode in known if mode.name == self.profile.power_mode), None)
-
-    @property
-    def memory_bytes(self) -> int | None:
-        return this_memory() if self.calibration else self.profile.memory_bytes
-
-    @property
-    def power_w(self) -> float | None:
-        """The power limit of the power mode, else of the target."""
-        return (self.mode.watts if self.mode else None) or self.profile.max_power_w
-
     def ceilings(self, weight_bytes: float) -> Ceilings:
         """Return the roofline; a cache that holds all `weight_bytes` reads them faster."""
-        if cpu := self.calibration:
-            weights = max(weight_bytes, cpu.stream.work[0])
-            bytes_per_s = weights / cpu.stream.at(weights)
-            return Ceilings(cpu.ops_per_s, bytes_per_s, cpu.launch_s, curves=cpu.curves)
-        profile, share = self.profile, REACHED
-        mode, sms = self.mode, profile.sm_count
-        if mode is not None and sms:  # what its clock and SMs leave of the peaks
-            full_hz = profile.peak_ops_per_s["fp32"] / (sms * _LANE_OPS)
-            clock_hz = mode.gpu_mhz * 1e6 if mode.gpu_mhz else full_hz
-            share *= min(1.0, clock_hz * (mode.sms or sms) / (full_hz * sms))
-        peaks = dict(profile.peak_ops_per_s)
-        peaks["fp32"] = peaks.get("tf32", peaks.get("fp32", 0.0))  # TensorRT's default is TF32
-        bytes_per_s = (profile.bandwidth_bytes_per_s or 0.0) * REACHED
-        return Ceilings({n: peak * share for n, peak in peaks.items()}, bytes_per_s, LAUNCH_S)
+        cpu = self.calibration
+        if cpu is None:
+            assert self.peaks is not None
+            return self.peaks
+        weights = max(weight_bytes, cpu.stream.work[0])
+        bytes_per_s = weights / cpu.stream.at(weights)
+        return Ceilings(cpu.ops_per_s, bytes_per_s, cpu.launch_s, curves=cpu.curves)
 
 
 def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | str:
     """Return the target, or why nothing can be predicted for it."""
+    mode = next((each for each in profile.power_modes if each.name == profile.power_mode), None)
+    power_w = (mode.watts if mode else None) or profile.max_power_w
     if profile.device == "cpu":
         if profile.runtime != "onnxruntime":
             return "the probe measures only ONNX Runtime: `deploykit bench` measures others"
         if calibration is None:
             return "its ceilings are not measured: onnxruntime is not installed"
         basis = "one probe of this machine's CPU" + ", next to other work" * bool(calibration.doubt)
-        return Target(profile, calibration, basis, checked=True)
-    lacks = ["peak_ops_per_s.fp32"] * (not profile.peak_ops_per_s.get("fp32"))
-    lacks += ["bandwidth_bytes_per_s"] * (not profile.bandwidth_bytes_per_s)
-    if lacks:
+        measured = {name.split(" ")[0] for name in calibration.curves}  # halves run in float32
+        offered = tuple(name for name in profile.precisions if name in measured)
+        return Target(profile, calibration, basis, True, offered, this_memory(), power_w)
+    peaks, bandwidth = dict(profile.peak_ops_per_s), profile.bandwidth_bytes_per_s
+    lacks = ["peak_ops_per_s.fp32"] * (not peaks.get("fp32"))
+    lacks += ["bandwidth_bytes_per_s"] * (not bandwidth)
+    if lacks or bandwidth is None:
         return f"the profile has no {' and no '.join(lacks)}"
-    return Target(profile, None, "the vendor's figures; not yet checked on this GPU", checked=False)
+    share, sms = REACHED, profile.sm_count
+    if mode is not None and sms:  # what its clock and SMs leave of the peaks
+        full_hz = peaks["fp32"] / (sms * _LANE_OPS)
+        clock_hz = mode.gpu_mhz * 1e6 if mode.gpu_mhz else full_hz
+        share *= min(1.0, clock_hz * (mode.sms or sms) / (full_hz * sms))
+    peaks["fp32"] = peaks.get("tf32", peaks["fp32"])  # TensorRT's default is TF32
+    reached = {name: peak * share for name, peak in peaks.items()}
+    roofline = Ceilings(reached, bandwidth * REACHED, LAUNCH_S)
+    offered = tuple(name for name in profile.precisions if name in _TENSOR_CORES)
+    basis, memory_bytes = "the vendor's figures; not yet checked on this GPU", profile.memory_bytes
+    return Target(profile, None, basis, False, offered, memory_bytes, power_w, roofline)
 
 
 _CONVERTIBLE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.DEPTHWISE, kinds.STEM, kinds.PRODUCT)
@@ -205,14 +192,15 @@ def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
     weights = sum(cost.weight_bytes for cost in costs)
     ceilings = target.ceilings(weights)
     times = [node_time(cost, ceilings) for cost in costs]
-    compute_s = target.call_s + math.fsum(each.seconds for each in times)
+    call_s = target.calibration.call_s if target.calibration else 0.0
+    compute_s = call_s + math.fsum(each.seconds for each in times)
     copies_s = target.copies_s(found.end_bytes)
     seconds = compute_s + copies_s
     spent = dict.fromkeys((COMPUTE, MEMORY, LAUNCH), 0.0) | {COPIES: copies_s}
     for each in times:
         spent[COMPUTE if each.compute_s > each.memory_s else MEMORY] += each.seconds - each.launch_s
         spent[LAUNCH] += each.launch_s
-    spent[LAUNCH] += target.call_s
+    spent[LAUNCH] += call_s
     converted = found.stored == "fp32" and precision != "fp32" and not target.calibration
 
     def scale(name: str) -> float:
@@ -255,17 +243,12 @@ def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) ->
         if target.calibration:
             return cost
         to = BY_NAME["fp16"]
+    moved = (cost.read_bytes, cost.write_bytes)
+    read, write = (None if n is None else n * to.bits // _FLOAT32_BITS for n in moved)
+    weights = cost.weight_bytes * to.bits // _FLOAT32_BITS
     return replace(
-        cost,
-        precision=to.dtype,
-        read_bytes=_part(cost.read_bytes, to.bits),
-        write_bytes=_part(cost.write_bytes, to.bits),
-        weight_bytes=cost.weight_bytes * to.bits // _FLOAT32_BITS,
+        cost, precision=to.dtype, read_bytes=read, write_bytes=write, weight_bytes=weights
     )
-
-
-def _part(count: int | None, bits: int) -> int | None:
-    return None if count is None else count * bits // _FLOAT32_BITS
 
 
 def unknown_nodes(costs: Sequence[NodeCost]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -13,19 +13,18 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.files import cache_folder, read_json, write_json
 from deploykit.core.json_value import Record, from_json
-from deploykit.core.machine import Machine, default_threads, now, this_machine
+from deploykit.core.machine import default_threads, now, this_machine
 from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph import cost as kinds
@@ -34,142 +33,115 @@ from deploykit.graph.graph import Graph
 
 _OPSET, _IR = 17, 8  # the first opset with LayerNormalization
 _SEED = 0
+_STREAM = "stream"  # kind: one row times stored weights takes as long as reading these
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A graph of `count` nodes of one `kind`. `work`: operations per step of a node, else bytes.
+    """`count` equal nodes in a row, of one float32 input `x` of `shape`.
 
-    `flops` and `weight_bytes` are per node. The graph has one float32 input, `x` of `shape`.
+    Each node reads the one before it, `others` and stored `weights` of these shapes, its own unless
+    `shared`. `flops`: operations of a node, which takes so many `steps`.
     """
 
     kind: str
-    precision: str
-    graph: Graph
+    operator: str
     shape: tuple[int, ...]
     count: int
-    work: float
     flops: float = 0.0
-    weight_bytes: float = 0.0
+    weights: tuple[tuple[int, ...], ...] = ()
+    others: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    shared: bool = False
     steps: int = 1
+
+    @property
+    def work(self) -> float:
+        """Operations per step of a node; the bytes that it moves where they are what takes time."""
+        if self.kind == _STREAM:
+            return 4.0 * sum(map(math.prod, self.weights))
+        return self.flops / self.steps or 4.0 * (2 + len(self.others)) * math.prod(self.shape)
+
+    def graph(self) -> Graph:
+        """Return the graph; nodes in fp16 are between casts, those in INT8 between Q/DQ pairs."""
+        nodes, stored = list[NodeProto](), list[TensorProto]()
+        random = np.random.default_rng(_SEED)
+        half, int8 = self.precision == "fp16", self.precision == "int8"
+
+        def add(operator: str, inputs: Sequence[str], **options: Any) -> str:
+            nodes.append(helper.make_node(operator, inputs, [f"t{len(nodes)}"], **options))
+            return f"t{len(nodes) - 1}"
+
+        def store(values: np.ndarray | np.generic) -> str:
+            stored.append(numpy_helper.from_array(np.asarray(values), f"w{len(stored)}"))
+            return f"w{len(stored) - 1}"
+
+        def weight(shape: Sequence[int]) -> str:
+            if int8:
+                values = random.integers(-64, 64, shape).astype(np.int8)
+                scale = store(np.float32(0.01))
+                return add("DequantizeLinear", [store(values), scale, store(np.int8(0))])
+            floats = random.standard_normal(shape, np.float32)
+            floats *= np.float32(1 / math.sqrt(max(1, math.prod(shape[1:]))))
+            return store(floats.astype(np.float16) if half else floats)
+
+        def quantized(name: str) -> str:
+            if not int8:
+                return name
+            scales = [store(np.float32(0.05)), store(np.uint8(128))]
+            return add("DequantizeLinear", [add("QuantizeLinear", [name, *scales]), *scales])
+
+        last = add("Cast", ["x"], to=TensorProto.FLOAT16) if half else quantized("x")
+        names: list[str] = []
+        for _ in range(self.count):
+            names = names if names and self.shared else [weight(shape) for shape in self.weights]
+            last = quantized(add(self.operator, [last, *self.others, *names], **self.options))
+        if half:
+            last = add("Cast", [last], to=TensorProto.FLOAT)
+        values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, self.shape)]
+        ends = [helper.make_tensor_value_info(last, TensorProto.FLOAT, None)]
+        body = helper.make_graph(nodes, "chain", values, ends, stored)
+        opsets = [helper.make_opsetid("", _OPSET)]
+        return Graph(helper.make_model(body, opset_imports=opsets, ir_version=_IR))
 
 
 def convolution(
     kind: str, channels: int, size: int, kernel: int, *, precision: str = "fp32"
 ) -> Chain:
-    """Make convolutions that keep `channels`; a stem is one with three inputs and stride 2."""
-    stem, depthwise = kind == kinds.STEM, kind == kinds.DEPTHWISE
-    inputs = 3 if stem else channels
-    count, stride = (1, 2) if stem else (3, 1)
-    weight, shape = (channels, 1 if depthwise else inputs, kernel, kernel), (1, inputs, size, size)
-    group = channels if depthwise else 1
-    flops, nbytes = 2.0 * math.prod(weight) * (size // stride) ** 2, 4.0 * math.prod(weight)
-    made = _Builder(precision)
-    for _ in range(count):
-        made.add("Conv", weight, pads=[kernel // 2] * 4, strides=[stride] * 2, group=group)
-    return Chain(kind, precision, made.graph(shape), shape, count, flops, flops, nbytes)
+    """Return convolutions that keep `channels`; a stem is one with three inputs and stride 2."""
+    inputs, count, stride = (3, 1, 2) if kind == kinds.STEM else (channels, 3, 1)
+    group = channels if kind == kinds.DEPTHWISE else 1
+    weight, shape = (channels, inputs // group, kernel, kernel), (1, inputs, size, size)
+    flops = 2.0 * math.prod(weight) * (size // stride) ** 2
+    options = {"pads": [kernel // 2] * 4, "strides": [stride] * 2, "group": group}
+    return Chain(kind, "Conv", shape, count, flops, (weight,), (), options, precision)
 
 
-def product(rows: int, width: int, *, count: int = 3, precision: str = "fp32") -> Chain:
-    """Make products of (rows, width) by stored (width, width) weights; more than 3 share them."""
-    made = _Builder(precision)
-    shared = made.weight((width, width)) if count > _UNSHARED else ""
-    for _ in range(count):
-        if shared:
-            made.plain("MatMul", [made.last, shared])
-        else:
-            made.add("MatMul", (width, width))
-    shape, flops, weights = (rows, width), 2.0 * rows * width * width, 4.0 * width * width
-    return Chain(kinds.PRODUCT, precision, made.graph(shape), shape, count, flops, flops, weights)
+def product(rows: int, width: int, count: int = 3, **options: Any) -> Chain:
+    """Return products of (rows, width) by stored (width, width) weights."""
+    flops, weights = 2.0 * rows * width * width, ((width, width),)
+    return Chain(kinds.PRODUCT, "MatMul", (rows, width), count, flops, weights, **options)
 
 
 def attention(heads: int, rows: int) -> Chain:
-    """Make products of activations: (1, heads, rows, rows) by itself."""
-    made, count = _Builder("fp32"), 2
-    for _ in range(count):
-        made.plain("MatMul", [made.last, "x"])
-    flops = 2.0 * heads * rows**3
-    shape = (1, heads, rows, rows)
-    return Chain(kinds.ATTENTION, "fp32", made.graph(shape), shape, count, flops, flops)
+    """Return products of activations: (1, heads, rows, rows) by itself."""
+    shape, flops = (1, heads, rows, rows), 2.0 * heads * rows**3
+    return Chain(kinds.ATTENTION, "MatMul", shape, 2, flops, others=("x",))
 
 
 def recurrent(width: int, steps: int, batch: int) -> Chain:
-    """Make an LSTM of `width` over `steps`."""
-    made = _Builder("fp32")
-    names = [made.weight((1, 4 * width, width)) for _ in range(2)]
-    made.plain("LSTM", ["x", *names], hidden_size=width)
-    flops, weights = 2.0 * batch * 8 * width * width, 4.0 * 8 * width * width
-    shape = (steps, batch, width)
-    return Chain(
-        kinds.RECURRENT, "fp32", made.graph(shape), shape, 1, flops, flops * steps, weights, steps
-    )
+    """Return an LSTM of `width` over `steps`."""
+    shape, weights = (steps, batch, width), ((1, 4 * width, width),) * 2
+    flops, options = 2.0 * steps * batch * 8 * width * width, {"hidden_size": width}
+    return Chain(kinds.RECURRENT, "LSTM", shape, 1, flops, weights, options=options, steps=steps)
 
 
-def passing(kind: str, elements: int, *, count: int = 4) -> Chain:
-    """Make nodes with little arithmetic on `elements` values; `work` is the bytes moved."""
+def passing(kind: str, elements: int, count: int = 4) -> Chain:
+    """Return nodes with little arithmetic on `elements` values."""
     side, (operator, others, options) = 32, _PASSING[kind]
-    shape, made = (1, elements // side**2 or 1, side, side), _Builder("fp32")
-    for _ in range(count):
-        made.plain(operator, [made.last, *others], **options)
-    moved = 4.0 * (2 + len(others)) * math.prod(shape)
-    return Chain(kind, "fp32", made.graph(shape), shape, count, moved)
-
-
-class _Builder:
-    """Builds a chain; the next node reads tensor `last`. "fp16" nodes are between casts."""
-
-    def __init__(self, precision: str) -> None:
-        self.last = "x"
-        self._int8, self._half = precision == "int8", precision == "fp16"
-        self._nodes: list[onnx.NodeProto] = []
-        self._stored: list[onnx.TensorProto] = []
-        self._random = np.random.default_rng(_SEED)
-        if self._half:
-            self.plain("Cast", ["x"], to=TensorProto.FLOAT16)
-
-    def add(self, operator: str, weight: Sequence[int], **options: Any) -> None:
-        """Add a node with stored weights; in INT8 it is between pairs of quantization nodes."""
-        if self._int8:
-            self._quantize()
-            values = self._random.integers(-64, 64, weight).astype(np.int8)
-            stored = [self._store(values), self._store(np.float32(0.01)), self._store(np.int8(0))]
-            name = f"{stored[0]}_float"
-            self._nodes.append(helper.make_node("DequantizeLinear", stored, [name]))
-        else:
-            name = self.weight(weight)
-        self.plain(operator, [self.last, name], **options)
-        if self._int8:
-            self._quantize()
-
-    def weight(self, shape: Sequence[int]) -> str:
-        scale = np.float32(1 / math.sqrt(max(1, math.prod(shape[1:]))))
-        values = self._random.standard_normal(shape, np.float32) * scale
-        return self._store(values.astype(np.float16) if self._half else values)
-
-    def plain(self, operator: str, inputs: Sequence[str], **options: Any) -> None:
-        self.last = f"t{len(self._nodes)}"
-        self._nodes.append(helper.make_node(operator, inputs, [self.last], **options))
-
-    def graph(self, shape: Sequence[int]) -> Graph:
-        if self._half:
-            self.plain("Cast", [self.last], to=TensorProto.FLOAT)
-        values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)]
-        ends = [helper.make_tensor_value_info(self.last, TensorProto.FLOAT, None)]
-        body = helper.make_graph(self._nodes, "chain", values, ends, self._stored)
-        opsets = [helper.make_opsetid("", _OPSET)]
-        return Graph(helper.make_model(body, opset_imports=opsets, ir_version=_IR))
-
-    def _quantize(self) -> None:
-        if self._nodes and self._nodes[-1].op_type == "DequantizeLinear":
-            return  # one pair between two nodes is enough
-        scale, zero = self._store(np.float32(0.05)), self._store(np.uint8(128))
-        self.plain("QuantizeLinear", [self.last, scale, zero])
-        self.plain("DequantizeLinear", [self.last, scale, zero])
-
-    def _store(self, values: np.ndarray | np.generic) -> str:
-        name = f"w{len(self._stored)}"
-        self._stored.append(numpy_helper.from_array(np.asarray(values), name))
-        return name
+    shape = (1, elements // side**2 or 1, side, side)
+    return Chain(kind, operator, shape, count, others=others, options=options)
 
 
 VERSION = 3  # version of the probe; older results are measured again
@@ -185,13 +157,12 @@ _CONVOLUTIONS = {  # kind: channels, size, kernel
     kinds.STEM: ((16, 28, 3), (16, 224, 3), (64, 224, 7)),
 }
 _PRODUCTS = ((16, 64), (32, 256), (128, 512), (256, 1024))  # rows, width
-_UNSHARED = 3  # products with weights of their own
-_PASSING: Mapping[str, tuple[str, Sequence[str], dict[str, Any]]] = {  # operator, inputs, options
-    kinds.SIMPLE: ("Add", ["x"], {}),
-    kinds.FUNCTION: ("Tanh", [], {}),
-    kinds.NORMALISATION: ("Softmax", [], {"axis": -1}),
-    kinds.POOLING: ("AveragePool", [], {"kernel_shape": [3, 3], "pads": [1] * 4}),
-    kinds.MOVEMENT: ("Transpose", [], {"perm": [0, 2, 3, 1]}),  # a cycle of two would be removed
+_PASSING: Mapping[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {  # operator, others, options
+    kinds.SIMPLE: ("Add", ("x",), {}),
+    kinds.FUNCTION: ("Tanh", (), {}),
+    kinds.NORMALISATION: ("Softmax", (), {"axis": -1}),
+    kinds.POOLING: ("AveragePool", (), {"kernel_shape": [3, 3], "pads": [1] * 4}),
+    kinds.MOVEMENT: ("Transpose", (), {"perm": [0, 2, 3, 1]}),  # a cycle of two would be removed
 }
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
 _MANY = 1 << 22  # 16 MiB per tensor, more than most caches hold
@@ -238,30 +209,23 @@ class GpuCeilings(Record):
     """The highest rates of chains on a GPU, without the copies there and back.
 
     `ops_per_s`: of matrix products, by precision; "fp32" as ONNX Runtime multiplies it, in TF32
-    where the GPU has that. `bytes_per_s`: of its memory.
+    where the GPU has that. `bytes_per_s`: of its memory, and so `cache_bytes_per_s`.
     """
 
-    device: str
-    runtime: str
     ops_per_s: Mapping[str, float]
     bytes_per_s: float
-
-    @property
-    def cache_bytes_per_s(self) -> float:
-        return self.bytes_per_s
+    cache_bytes_per_s: float
 
 
 def measure_gpu(device: str) -> GpuCeilings:
     """Measure a GPU for some seconds. Raises Unsupported, OutOfMemory, as engines do."""
-    clock, ops = time.perf_counter_ns, dict[str, float]()
-    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
-        for precision in ("fp32", "fp16"):
-            chain = product(GPU_ROWS, GPU_WIDTH, count=8, precision=precision)
-            seconds, _ = _time(chain, Path(folder), None, clock, BUDGET_S, device)
-            ops[precision] = chain.flops * chain.count / seconds[0]
-        chain = passing(kinds.SIMPLE, GPU_ELEMENTS)
-        seconds, runtime = _time(chain, Path(folder), None, clock, BUDGET_S, device)
-    return GpuCeilings(device, runtime, ops, chain.work * chain.count / seconds[0])
+    shape, precisions = (GPU_ROWS, GPU_WIDTH, 8), ("fp32", "fp16")
+    chains = [product(*shape, precision=precision, shared=True) for precision in precisions]
+    chains.append(passing(kinds.SIMPLE, GPU_ELEMENTS))
+    timed, _ = _time(chains, device, budget_s=BUDGET_S)
+    *ops_per_s, bytes_per_s = (chain.work * chain.count / took[0] for chain, took in timed)
+    by_precision = dict(zip(precisions, ops_per_s, strict=True))
+    return GpuCeilings(by_precision, bytes_per_s, bytes_per_s)
 
 
 def measure_cpu(
@@ -271,50 +235,29 @@ def measure_cpu(
     budget_s: float = BUDGET_S,
     on_progress: Progress = no_progress,
 ) -> CpuCalibration:
-    """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime."""
-    threads = threads or default_threads()
-    every = _chains()
-    timed: list[tuple[Chain, list[float]]] = []
-    runtime = ""
-    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
-        for number, make in enumerate(every):
-            on_progress("calibrate", number / len(every))
-            chain = make()
-            seconds, runtime = _time(chain, Path(folder), threads, clock, budget_s)
-            timed.append((chain, seconds))
-    on_progress("calibrate", 1.0)
-    return _conclude(timed, threads, runtime)
-
-
-def _conclude(
-    timed: Sequence[tuple[Chain, list[float]]], threads: int, runtime: str
-) -> CpuCalibration:
-    """Conclude from the sorted seconds of each chain's calls, the tiny chains first.
+    """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime.
 
     A chain's usual time is its lower quartile: other work only makes calls longer.
     """
-    (tiny, tiny_s), (longer, longer_s), *measured = (
-        (chain, statistics.quantiles(seconds, n=4)[0]) for chain, seconds in timed
-    )
-    least_s = [seconds[0] for _, seconds in timed[2:]]
-    launch_s = max(1e-8, (longer_s - tiny_s) / (longer.count - tiny.count))
-    call_s = max(0.0, tiny_s - launch_s)
+    threads = threads or default_threads()
+    timed, runtime = _time(_chains(), "cpu", threads, clock, budget_s, on_progress)
+    usual_s = [statistics.quantiles(seconds, n=4)[0] for _, seconds in timed]
+    (tiny, _), (longer, _), *measured = timed
+    launch_s = max(1e-8, (usual_s[1] - usual_s[0]) / (longer.count - tiny.count))
+    call_s = max(0.0, usual_s[0] - launch_s)
     points: dict[str, dict[float, float]] = defaultdict(dict)
     ops: dict[str, float] = defaultdict(float)
     rates: list[tuple[float, float]] = []
-    stream: dict[float, float] = {}
-    for (chain, usual_s), fastest_s in zip(measured, least_s, strict=True):
-        each_s = max(launch_s, (usual_s - call_s) / chain.count)
-        if chain.weight_bytes and chain.shape[0] == 1 and chain.kind == kinds.PRODUCT:
-            stream[chain.weight_bytes] = each_s
-            rates.append((chain.weight_bytes, chain.weight_bytes * chain.count / fastest_s))
-            continue
-        points[f"{chain.precision} {chain.kind}"][chain.work] = each_s / chain.steps
+    for (chain, seconds), chain_s in zip(measured, usual_s[2:], strict=True):
+        node_s = max(launch_s, (chain_s - call_s) / chain.count)
+        points[f"{chain.precision} {chain.kind}"][chain.work] = node_s / chain.steps
+        rate = chain.work * chain.steps * chain.count / seconds[0]
         if chain.flops:
-            rate = chain.flops * chain.count / fastest_s
             ops[chain.precision] = max(ops[chain.precision], rate)
         else:
-            rates.append((chain.work, chain.work * chain.count / fastest_s))
+            rates.append((chain.work, rate))
+    curves = {name: _curve(part) for name, part in points.items()}
+    stream = curves.pop(f"fp32 {_STREAM}")
     return CpuCalibration(
         version=VERSION,
         cpu=this_machine().cpu,
@@ -323,10 +266,10 @@ def _conclude(
         created=now(),
         call_s=call_s,
         launch_s=launch_s,
-        curves={name: _curve(each) for name, each in points.items()},
-        stream=_curve(stream),
+        curves=curves,
+        stream=stream,
         ops_per_s=dict(ops),
-        bytes_per_s=max(rate for work, rate in rates if work >= max(stream)),
+        bytes_per_s=max(rate for work, rate in rates if work >= stream.work[-1]),
         cache_bytes_per_s=max(rate for _, rate in rates),
         spread=statistics.median(statistics.median(each) / each[0] for _, each in timed),
     )
@@ -339,50 +282,49 @@ def _curve(points: Mapping[float, float]) -> Curve:
     return Curve(tuple(work), tuple(seconds))
 
 
-def _chains() -> list[Callable[[], Chain]]:
-    """Return makers of the chains, so that not all large weights are in memory at once."""
-    chains: list[Callable[[], Chain]] = [
-        partial(passing, kinds.SIMPLE, 1, count=count) for count in (1, 33)
-    ]
+def _chains() -> list[Chain]:
+    chains = [passing(kinds.SIMPLE, 1, count) for count in (1, 33)]
     for kind, sizes in _CONVOLUTIONS.items():
         in_int8 = sizes if kind == kinds.STEM else sizes[:2]
-        chains += [partial(convolution, kind, *each) for each in sizes]
-        chains += [partial(convolution, kind, *each, precision="int8") for each in in_int8]
-    chains += [partial(product, *each) for each in _PRODUCTS]
-    chains += [partial(product, *each, precision="int8") for each in _PRODUCTS[1:3]]
-    chains += [partial(attention, 2, 24), partial(attention, 8, 192)]
-    chains += [
-        partial(recurrent, width, 16, batch) for width, batch in ((64, 1), (64, 8), (256, 8))
-    ]
-    chains += [partial(passing, kind, elements) for kind in _PASSING for elements in _ELEMENTS]
-    chains.append(partial(passing, kinds.SIMPLE, _MANY))
-    # products with one row take as long as reading the weights of these widths
-    chains += [partial(product, 1, width, count=1) for width in (128, 512, 2048, 4096)]
-    return chains
+        chains += [convolution(kind, *size) for size in sizes]
+        chains += [convolution(kind, *size, precision="int8") for size in in_int8]
+    chains += [product(*size) for size in _PRODUCTS]
+    chains += [product(*size, precision="int8") for size in _PRODUCTS[1:3]]
+    chains += [attention(2, 24), attention(8, 192)]
+    chains += [recurrent(64, 16, 1), recurrent(64, 16, 8), recurrent(256, 16, 8)]
+    chains += [passing(kind, elements) for kind in _PASSING for elements in _ELEMENTS]
+    chains.append(passing(kinds.SIMPLE, _MANY))
+    streams = [product(1, width, 1) for width in (128, 512, 2048, 4096)]
+    return chains + [replace(chain, kind=_STREAM, flops=0.0) for chain in streams]
 
 
 def _time(
-    chain: Chain,
-    folder: Path,
-    threads: int | None,
-    clock: Clock,
-    budget_s: float,
-    device: str = "cpu",
-) -> tuple[list[float], str]:
-    """Return the sorted seconds of calls without their copies, and the runtime."""
-    path = folder / "chain.onnx"
-    chain.graph.save(path, temporary=True)
-    feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
-    with load(path, device, threads=threads) as engine:
-        engine(feeds)
-        engine(feeds)
-        seconds: list[float] = []
-        while len(seconds) < _LEAST_RUNS or sum(seconds) < budget_s:
-            began = clock()
-            engine(feeds)
-            copies_s = sum(engine.last_copies_us) / 1e6
-            seconds.append(max(1e-9, (clock() - began) / 1e9 - copies_s))
-        return sorted(seconds), engine.runtime
+    chains: Sequence[Chain],
+    device: str,
+    threads: int | None = None,
+    clock: Clock = time.perf_counter_ns,
+    budget_s: float = BUDGET_S,
+    on_progress: Progress = no_progress,
+) -> tuple[list[tuple[Chain, list[float]]], str]:
+    """Return the sorted seconds of each chain's calls without their copies, and the runtime."""
+    timed, runtime = list[tuple[Chain, list[float]]](), ""
+    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
+        for number, chain in enumerate(chains):
+            on_progress("calibrate", number / len(chains))
+            path = chain.graph().save(Path(folder) / "chain.onnx", temporary=True).path
+            feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
+            with load(path, device, threads=threads) as engine:
+                engine(feeds)
+                engine(feeds)
+                seconds, runtime = list[float](), engine.runtime
+                while len(seconds) < _LEAST_RUNS or sum(seconds) < budget_s:
+                    began = clock()
+                    engine(feeds)
+                    copies_s = sum(engine.last_copies_us) / 1e6
+                    seconds.append(max(1e-9, (clock() - began) / 1e9 - copies_s))
+            timed.append((chain, sorted(seconds)))
+    on_progress("calibrate", 1.0)
+    return timed, runtime
 
 
 def cpu_calibration(
@@ -390,8 +332,13 @@ def cpu_calibration(
 ) -> tuple[CpuCalibration | None, list[str]]:
     """Return the stored calibration, else a new probe's, and notes; None without ONNX Runtime."""
     machine, threads = this_machine(), threads or default_threads()
-    path = cache_folder() / f"cpu-calibration-{threads}.json"
-    found, notes = _read_calibration(path, machine, threads), []
+    found, notes = None, list[str]()
+    with suppress(DeploykitError):  # none there, or a damaged one
+        path = cache_folder() / f"cpu-calibration-{threads}.json"
+        kept: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
+        runtime = f"onnxruntime {machine.packages.get('onnxruntime', '')}"
+        here = (VERSION, machine.cpu, threads, runtime)
+        found = kept if (kept.version, kept.cpu, kept.threads, kept.runtime) == here else None
     if not only_kept and (found is None or found.doubt):
         try:
             new = measure_cpu(threads=threads, on_progress=on_progress)
@@ -400,17 +347,6 @@ def cpu_calibration(
         found = min((each for each in (found, new) if each), key=lambda each: each.spread)
         notes += store_calibration(found)
     return found, [*notes, *([found.doubt] if found and found.doubt else [])]
-
-
-def _read_calibration(path: Path, machine: Machine, threads: int) -> CpuCalibration | None:
-    """Read the result of an earlier probe; None if it is another CPU's or damaged."""
-    try:
-        found: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
-    except DeploykitError:
-        return None
-    runtime = f"onnxruntime {machine.packages.get('onnxruntime', '')}"
-    same = (found.version, found.cpu, found.threads, found.runtime)
-    return found if same == (VERSION, machine.cpu, threads, runtime) else None
 
 
 def store_calibration(found: CpuCalibration) -> list[str]:

@@ -1,29 +1,28 @@
 """Choose and draw the charts of a report, as HTML and SVG that CSS scales, without scripts.
 
-Each has a caption, and its data in a table of the report; all figures come from the document of
-`report.json`. Coordinates in a plot are percentages, so one drawing fits a phone and a wide page;
-text and markers keep their size. Series differ in colour, dash and marker, so that no reader needs
-the colours.
+Each has a caption on how to read it, and its data in a table of the report; all figures come from
+the document of `report.json`. Coordinates in a plot are percentages, so one drawing fits a phone
+and a wide page; text and markers keep their size. Series differ in colour, dash and marker, so that
+no reader needs the colours.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from itertools import accumulate
 
-from deploykit.evaluation.formatting import MISSING, SPACE, Json, number
+from deploykit.evaluation.formatting import SPACE, Json, number
 from deploykit.evaluation.statistics import percentile_ms
 from deploykit.reporting.tables import (
     accuracy_of,
     at_smallest,
     by_label,
     load_label,
-    part_of,
     rate_of,
     why_not,
 )
@@ -59,7 +58,15 @@ def make_axis(
     """
     low, high = min(values), max(values)
     if low > 0 and (high / low > LOG_FROM if log is None else log):
-        return _log_axis(low, high, ticks)
+        margin = 1.15 if low < high else 2.0
+        low, high = low / margin, high * margin
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for steps in ((1,), (1, 3), (1, 2, 5)):  # the fewest steps that give three ticks
+            places = [float(f"{step}e{power}") for power in decades for step in steps]
+            places = [place for place in places if low <= place <= high]
+            if len(places) >= 3:
+                break
+        return Axis(low, high, True, ticks or [(place, _tick(place)) for place in places])
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if low == high:
@@ -68,26 +75,15 @@ def make_axis(
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    found = [(i * step, _tick(i * step)) for i in range(first, last + 1)]
-    return Axis(first * step, last * step, False, ticks or found)
+    places = [i * step for i in range(first, last + 1)]
+    ticks = ticks or [(place, _tick(place)) for place in places]
+    return Axis(places[0], places[-1], False, ticks)
 
 
 def _tick(value: float) -> str:
     """Return a round number as text: 0.3, 10, 12 500."""
     text = f"{value:,.12f}".rstrip("0").rstrip(".").replace(",", SPACE)
     return text.replace("-", "−")
-
-
-def _log_axis(low: float, high: float, ticks: Ticks) -> Axis:
-    low, high = (low / 1.15, high * 1.15) if low < high else (low / 2, high * 2)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found: list[tuple[float, str]] = []
-    for steps in ((1,), (1, 3), (1, 2, 5)):  # the fewest steps that give three ticks
-        places = [float(f"{step}e{power}") for power in decades for step in steps]
-        found = [(place, _tick(place)) for place in places if low <= place <= high]
-        if len(found) >= 3:
-            break
-    return Axis(low, high, True, ticks or found)
 
 
 COLOURS = 16  # colours in `look.css`; 0 is the baseline's
@@ -107,28 +103,23 @@ class Mark:
 
 @dataclass(frozen=True)
 class Series:
-    """A line through `marks` in order. `upper`: a thin line above it (p99 over p50).
-
-    A `plain` line has only a few markers, not one at each mark.
-    """
+    """A line through `marks` in order."""
 
     label: str
     marks: tuple[Mark, ...]
     look: int = 0
-    upper: tuple[Mark, ...] = ()
-    plain: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure. `finding`: its caption, which states what it shows.
+    """One figure.
 
     `x_ticks`: values and labels of the x axis; round numbers if empty. `x_log`, `y_log`: None
     decides by the values' span. `zero`: the y axis begins at 0. `limit`: a y value and its label.
     """
 
     title: str
-    finding: str
+    caption: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
@@ -150,7 +141,7 @@ _SHAPES = (  # the first, a circle, is the baseline's
     "M4.8 0L-3.6 -4.6V4.6Z",
     "M-2.2 -4.4H2.2L4.6 0L2.2 4.4H-2.2L-4.6 0Z",
 )
-_PLAIN_MARKERS = 5  # approximate number on a plain line
+_MARKERS = 16  # lines of more marks show about five markers
 _CHARACTER = 2.6  # its width on a phone, in per cent of a plot
 _APART = (7.0, 5.0)  # least distance of labels in x and y, to be legible on a phone
 Place = tuple[float, float]  # in per cent of the plot, from the left and the top
@@ -161,34 +152,33 @@ def draw(chart: Chart) -> str:
     series = [one for one in chart.series if one.marks]
     if not series:
         return ""
-    marks = [mark for one in series for mark in (*one.marks, *one.upper)]
+    marks = [mark for one in series for mark in one.marks]
+    ends = [end for mark in marks for end in (mark.y, mark.low, mark.high) if end is not None]
+    ends = [*filter(math.isfinite, ends), *(chart.limit or ())[:1]]
     x_values = [mark.x for mark in marks] + [x for x, _ in chart.x_ticks]
     x_axis = make_axis(x_values, log=chart.x_log, ticks=chart.x_ticks)
-    y_axis = _y_axis(chart, marks)
+    y_axis = make_axis(ends, log=chart.y_log, zero=chart.zero)
+
+    def at(x: float, y: float) -> Place:
+        return x_axis.at(x), 100 - y_axis.at(y)
+
     (lines, still), keys = _draw_axes(x_axis, y_axis), list[str]()
     for one in series:
-        low, high = (
-            [(x_axis.at(mark.x), 100 - y_axis.at(mark.y)) for mark in line]
-            for line in (one.marks, one.upper)
-        )
-        spans = [
-            f'<path class="whisker" d="M{_px(x_axis.at(mark.x))} '
-            f'{_px(100 - y_axis.at(mark.low))}V{_px(100 - y_axis.at(mark.high))}"/>'
-            for mark in (*one.marks, *one.upper)
+        places, look = [at(mark.x, mark.y) for mark in one.marks], one.look
+        whiskers = [
+            f'<path class="whisker" d="{_path([at(mark.x, mark.low), at(mark.x, mark.high)])}"/>'
+            for mark in one.marks
             if mark.low is not None and mark.high is not None and mark.high > mark.low
         ]
-        lines.append(group(one.look, *_lines(one.look, low, high), *spans))
-        some = low[:: max(1, len(low) // _PLAIN_MARKERS)] if one.plain else low
-        small = high if len(high) == 1 or len(low) == 1 else []
-        markers = [_at(place, marker(one.look)) for place in some]
-        markers += [_at(place, marker(one.look, 0.6)) for place in small]
-        still.append(group(one.look, *markers))
-        sample = line([(0, 6), (34, 6)], one.look) + _at((50, 50), marker(one.look))
-        keys.append(_key(group(one.look, sample), one.label))
+        lines.append(group(look, line(places, look) * (len(places) > 1), *whiskers))
+        shown = places if len(places) <= _MARKERS else places[:: len(places) // 5]
+        still.append(group(look, *(_at(place, marker(look)) for place in shown)))
+        sample = line([(0, 6), (34, 6)], look) + _at((50, 50), marker(look))
+        keys.append(_key(group(look, sample), one.label))
     if chart.limit:
         lines.append(f'<path class="flag" d="M0 {_px(100 - y_axis.at(chart.limit[0]))}H100"/>')
         keys.append(_key('<path class="flag" d="M0 6H34"/>', chart.limit[1]))
-    still += _mark_labels([mark for one in series for mark in one.marks], x_axis, y_axis)
+    still += _mark_labels((at(mark.x, mark.y), mark.text) for mark in marks if mark.text)
     names = [
         label + ", log scale" * axis.log
         for label, axis in ((chart.y_label, y_axis), (chart.x_label, x_axis))
@@ -200,16 +190,6 @@ def draw(chart: Chart) -> str:
         f"{stretched}{''.join(still)}</svg>"
         f'<p class="axis-name below">{escape(names[1])}</p>'
     )
-
-
-def _y_axis(chart: Chart, marks: Sequence[Mark]) -> Axis:
-    values = [mark.y for mark in marks]
-    ends = [end for mark in marks for end in (mark.y, mark.low, mark.high) if end is not None]
-    ends += [chart.limit[0]] if chart.limit else []
-    ends = [end for end in ends if math.isfinite(end)]
-    wide = min(values) > 0 and max(values) / min(values) > LOG_FROM
-    log = wide if chart.y_log is None else chart.y_log
-    return make_axis([end for end in ends if end > 0] if log else ends, log=log, zero=chart.zero)
 
 
 def _draw_axes(x_axis: Axis, y_axis: Axis) -> tuple[list[str], list[str]]:
@@ -229,23 +209,20 @@ def _spaced(axis: Axis) -> list[tuple[float, str]]:
     """Return positions and labels of ticks: all, or every n-th to fit on a phone."""
     for step in itertools.count(1):
         found = [(axis.at(value), text) for value, text in axis.ticks[::step]]
-        widths = [len(text) * _CHARACTER for _, text in found]
-        pairs = itertools.pairwise(zip(found, widths, strict=True))
-        if all(b - a > (one + other) / 2 + _CHARACTER for ((a, _), one), ((b, _), other) in pairs):
+        pairs = itertools.pairwise(found)
+        if all(b - a > _CHARACTER * (1 + len(s + t) / 2) for (a, s), (b, t) in pairs):
             break
     return found
 
 
-def _mark_labels(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+def _mark_labels(labels: Iterable[tuple[Place, str]]) -> Iterator[str]:
     """Yield the labels of marks, without those too near another one."""
     taken: list[Place] = []
-    for mark in marks:
-        x, y = x_axis.at(mark.x), 100 - y_axis.at(mark.y)
-        near = any(abs(x - a) < _APART[0] and abs(y - b) < _APART[1] for a, b in taken)
-        if mark.text and not near:
+    for (x, y), text in labels:
+        if not any(abs(x - a) < _APART[0] and abs(y - b) < _APART[1] for a, b in taken):
             taken.append((x, y))
             anchor, dx = ("start", 8) if x < 100 - _APART[0] else ("end", -8)
-            yield _text((x, y), mark.text, "small", anchor, dx, 4)
+            yield _text((x, y), text, "small", anchor, dx, 4)
 
 
 def _text(place: Place, text: str, kind: str, anchor: str, dx: float, dy: float) -> str:
@@ -256,32 +233,22 @@ def _text(place: Place, text: str, kind: str, anchor: str, dx: float, dy: float)
     )
 
 
-def _lines(look: int, low: Sequence[Place], high: Sequence[Place]) -> Iterator[str]:
-    """Yield a line and, if there is an upper one, that line and the band between them."""
-    if len(high) > 1 and len(low) > 1:
-        yield f'<path class="band" d="{_path([*low, *reversed(high)])}Z"/>'
-        yield line(high, look, "line thin")
-    if len(low) > 1:
-        yield line(low, look)
-
-
 def _path(places: Sequence[Place]) -> str:
     return "M" + "L".join(f"{_px(x)} {_px(y)}" for x, y in places)
 
 
-def line(places: Sequence[Place], look: int, kind: str = "line") -> str:
+def line(places: Sequence[Place], look: int) -> str:
     dash = _DASHES[look % len(_DASHES)] if look != BOUND else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<path class="{kind}" d="{_path(places)}"{dashed}/>'
+    return f'<path class="line" d="{_path(places)}"{dashed}/>'
 
 
-def marker(look: int, scale: float = 1.0) -> str:
+def marker(look: int) -> str:
     """Return one of 16 markers: eight shapes, filled or hollow."""
     if look == BOUND:
         return ""
     hollow = ' class="hollow"' * (look // len(_SHAPES) % 2)
-    sized = f' transform="scale({scale})"' * (scale != 1)
-    return f'<path d="{_SHAPES[look % len(_SHAPES)]}"{sized}{hollow}/>'
+    return f'<path d="{_SHAPES[look % len(_SHAPES)]}"{hollow}/>'
 
 
 def group(look: int, *parts: str) -> str:
@@ -323,14 +290,20 @@ def _looks(document: Json) -> dict[str, int]:
     return {label: number for number, label in enumerate(labels)}
 
 
-def _name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
-    """Return a label, with a warning if some of its points are not used for conclusions."""
-    marked = any(why_not(document, point) for point in points)
-    return f"✗ {label}" if marked else label
+def _by_setup(
+    document: Json, points: Sequence[Json], marks_of: Callable[[list[Json]], Iterable[Mark]]
+) -> tuple[Series, ...]:
+    """Return a series for each setup that has marks; ✗ in its name: a point gives no verdict."""
+    looks, found = _looks(document), []
+    for label, chosen in by_label(points).items():
+        if marks := tuple(marks_of(chosen)):
+            name = "✗ " * any(why_not(document, point) for point in chosen) + label
+            found.append(Series(name, marks, looks.get(label, len(looks))))
+    return tuple(found)
 
 
-def _mark(x: float, parts: Json) -> Mark:
-    return Mark(x, parts["value"], parts["low"], parts["high"])
+def _mark(x: float, parts: Json, text: str = "") -> Mark:
+    return Mark(x, parts["value"], parts["low"], parts["high"], text)
 
 
 def _limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
@@ -338,101 +311,62 @@ def _limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
 
 
 def charts(document: Json) -> tuple[list[Chart], list[str]]:
-    """Return the charts that have data, of right outputs, and a sentence for each without."""
+    """Return the charts that have data, of right outputs, and notes on what they leave out."""
     wrong = document["wrong"]
     points: list[Json] = [point for point in document["points"] if point["label"] not in wrong]
     document = {**document, "points": points}
-    drawn: list[Chart] = []
-    missing = [f"Not drawn, as the outputs are wrong: {'; '.join(wrong)}."] * bool(wrong)
+    notes = [f"Not drawn, as the outputs are wrong: {'; '.join(wrong)}."] * bool(wrong)
     if any(why_not(document, point) for point in points):
-        missing += ["✗ in a chart: rows of this setup give no verdict, for reasons below."]
-    if not points:
-        missing += ["Latency and throughput of the engines were not measured."]
-    scenarios = dict.fromkeys(str(point["scenario"]) for point in points)
-    for scenario in scenarios:  # scenarios never share a chart
+        notes += ["✗ in a chart: rows of this setup give no verdict, for reasons below."]
+    drawn = list[Chart | None]()
+    for scenario in dict.fromkeys(point["scenario"] for point in points):  # they share no chart
         chosen = [point for point in points if point["scenario"] == scenario]
         drawn += [_trade_off(document, chosen), _sweep(document, chosen)]
-    others = (
-        (calls_chart, "The latency of calls by percentile is not drawn: no calls were kept."),
-        (roofline, "The roofline is not drawn: the limits of the machine were not measured."),
-        (_accuracy, "Accuracy against latency is not drawn: one of the two was not measured."),
-        (served_chart, "The latency of requests was not measured."),
-        (partial(roofline, name=GPU_ROOFLINE), ""),
-    )
-    for make, sentence in others:
-        chart = make(document)
-        drawn += [chart] if chart else []
-        missing += [sentence] if sentence and not chart else []
-    layers = [each for each in document.get("layers") or () if each["sum_ms"]]
-    drawn += [_waterfall(document, each) for each in layers] + _traces(document)
-    return drawn, missing
+    drawn += [make(document) for make in (calls_chart, roofline, _accuracy, served_chart)]
+    drawn += [roofline(document, GPU_ROOFLINE), *_traces(document)]
+    drawn += [_waterfall(document, each) for each in document["layers"] if each["sum_ms"]]
+    return [chart for chart in drawn if chart], notes
 
 
 def _trade_off(document: Json, points: Sequence[Json]) -> Chart:
-    look, series = _looks(document), []
-    for label, chosen in by_label(points).items():
-        rates = [(rate_of(point), point, point["latency"]) for point in chosen]
-        marks = [
-            Mark(rate, latency["p50_ms"]["value"], text=str(point["batch"]))
-            for rate, point, latency in rates
-            if latency["p50_ms"] is not None
-        ]
-        upper = [Mark(rate, ms["p99_ms"]["value"]) for rate, _, ms in rates if ms["p99_ms"]]
-        if marks:
-            name = _name_in_charts(document, label, chosen)
-            series.append(Series(name, tuple(marks), look[label], tuple(upper)))
-    usable = [point for point in points if not why_not(document, point)]
-    best = max(usable or points, key=rate_of)
-    p50 = best["latency"]["p50_ms"]
-    doubt = "" if usable else "None of these rows gives a verdict. "
-    at = f", with a p50 of {number(p50['value'])}{SPACE}ms" if p50 is not None else ""
+    def marks_of(chosen: list[Json]) -> Iterator[Mark]:
+        for point in chosen:
+            p50, p99 = (point["latency"][key] for key in ("p50_ms", "p99_ms"))
+            if p50 is not None:
+                ends = (p50["value"], p99 and p99["value"])
+                yield Mark(rate_of(point), p50["value"], *ends, str(point["batch"]))
+
     return Chart(
         title="Latency against throughput",
-        finding=f"{doubt}The highest throughput is {number(rate_of(best))} "
-        f"inferences/s: {best['label']} at batch {best['batch']}{at}. Down and to the right is "
-        "better. Heavy line p50, thin line or small mark p99; figures at marks are batch sizes.",
+        caption="Down and to the right is better. Marks are the p50, whiskers reach up to the p99; "
+        "the figures are batch sizes.",
         x_label=f"throughput (inferences/s), {points[0]['scenario']}",
         y_label="latency of one call (ms)",
-        series=tuple(series),
+        series=_by_setup(document, points, marks_of),
         limit=_limit_line(document.get("slo_ms"), " at p99"),
         zero=False,
     )
 
 
 def _sweep(document: Json, points: Sequence[Json]) -> Chart:
-    look, scenario = _looks(document), points[0]["scenario"]
-    batches = sorted({int(point["batch"]) for point in points})
-    wanted = ("throughput", scenario)
-    found = [c for c in document["crossovers"] if (c["by"], c["scenario"]) == wanted]
-    overtakes = {(c["label"], c["batch"]) for c in found if c["batch"] != batches[0]}
-    sentences = [
-        f"{c['label']} is ahead of {c['baseline']} from batch {c['batch']} on"
-        for c in found
-        if c["batch"] is not None
+    scenario, batches = points[0]["scenario"], sorted({int(point["batch"]) for point in points})
+    overtakes = [
+        (found["label"], found["batch"])
+        for found in document["crossovers"]
+        if (found["by"], found["scenario"]) == ("throughput", scenario)
     ]
-    if behind := [c["label"] for c in found if c["batch"] is None]:
-        sentences.append(
-            f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {'; '.join(behind)}"
-        )
+
+    def mark(point: Json) -> Mark:
+        ahead = point["batch"] > batches[0] and (point["label"], point["batch"]) in overtakes
+        return _mark(float(point["batch"]), point["throughput_per_s"], "ahead from here" * ahead)
+
     return Chart(
         title="Throughput against batch size",
-        finding=". ".join([*sentences, "Whiskers are 95 % intervals."]),
+        caption="Whiskers are 95 % intervals. A label names the batch from which on a setup that "
+        "was behind the baseline stays ahead of it.",
         x_label=f"batch size (inferences per call), {scenario}",
         y_label="throughput (inferences/s)",
-        series=tuple(
-            Series(
-                _name_in_charts(document, label, chosen),
-                tuple(
-                    replace(
-                        _mark(float(p["batch"]), p["throughput_per_s"]),
-                        text="ahead from here" * ((label, p["batch"]) in overtakes),
-                    )
-                    for p in chosen
-                ),
-                look[label],
-            )
-            for label, chosen in by_label(points).items()
-        ),
+        series=_by_setup(document, points, partial(map, mark)),
         x_ticks=tuple((float(batch), str(batch)) for batch in batches),
         x_log=len(batches) > 1,
     )
@@ -442,70 +376,60 @@ def calls_chart(document: Json) -> Chart | None:
     """Draw the calls of each setup at the smallest batch from their histograms."""
     points = [p for p in document["points"] if p["histogram"] and p["histogram"]["counts"]]
     points = at_smallest([p for p in points if p["scenario"] == points[0]["scenario"]])
-    look, series = _looks(document), []
-    for label, (point, *_) in by_label(points).items():
-        histogram = point["histogram"]
+
+    def marks_of(chosen: list[Json]) -> list[Mark]:
+        histogram = chosen[0]["histogram"]
         calls, slowest = sum(histogram["counts"]), percentile_ms(histogram, 100)
         shares = [share for share in _SHARES_LEFT if share * calls >= 1]
         marks = [Mark(1 / share, percentile_ms(histogram, 100 - 100 * share)) for share in shares]
-        if marks:
-            marks.append(Mark(max(float(calls), marks[-1].x), slowest))
-            name = _name_in_charts(document, label, [point])
-            series.append(Series(name, tuple(marks), look[label], plain=True))
+        return [*marks, Mark(max(float(calls), marks[-1].x), slowest)] if marks else []
+
+    series = _by_setup(document, points, marks_of)
     if not series:
         return None
-    times = {one.label: one.marks[-1].y / one.marks[0].y for one in series}
-    widest = max(times, key=times.__getitem__)
     return Chart(
         title="Latency of calls, by percentile",
-        finding=f"The slowest call of {widest} took {number(times[widest])} times its median, the "
-        "most of all. The flatter a line, the steadier the engine; its right end is the slowest.",
+        caption="The flatter a line, the steadier the engine; its right end is the slowest call.",
         x_label=f"share of calls that took no longer, {points[0]['scenario']}, smallest batch",
         y_label="latency of one call (ms)",
-        series=tuple(series),
-        x_ticks=_ticks(series),
+        series=series,
+        x_ticks=_percentile_ticks(series),
         x_log=True,
         zero=False,
     )
 
 
-def _ticks(series: Sequence[Series]) -> tuple[tuple[float, str], ...]:
+def _percentile_ticks(series: Sequence[Series]) -> tuple[tuple[float, str], ...]:
     most = max(mark.x for one in series for mark in one.marks)
     return tuple(tick for tick in _TICKS if tick[0] <= max(most, 100.0))
 
 
 def roofline(document: Json, name: str = "roofline") -> Chart | None:
     """Draw the performance of each setup under the machine's roofline (Williams et al., 2009)."""
-    found = document.get(name) or {}
+    found = document[name] or {}
     points = [p for p in found.get("points") or [] if p["intensity"] > 0 and p["gflops"] > 0]
+    points = [point for point in points if point["label"] not in document["wrong"]]
     ceilings = found.get("ceilings") or {}
     most, fastest = (float(ceilings.get(key, 0)) for key in ("gflops", "gbytes_per_s"))
     if not points or not (most > 0 and fastest > 0):
         return None
     ridge = most / fastest
-    xs = [float(point["intensity"]) for point in points]
-    low, high = min(*xs, ridge) / 2, max(*xs, ridge) * 2
-    roof = tuple(Mark(x, min(most, x * fastest)) for x in (low, ridge, high))
-    look, series = _looks(document), [Series("measured limit", roof, BOUND, plain=True)]
-    shares: list[tuple[float, str, str, str]] = []
-    for label, chosen in by_label(points).items():
-        marks = tuple(
-            Mark(float(p["intensity"]), float(p["gflops"]), text=str(p["batch"])) for p in chosen
-        )
-        series.append(Series(label, marks, look.get(label, len(look))))
-        for x, y, batch in ((one.x, one.y, one.text) for one in marks):
-            bound, limit = "memory" if x < ridge else "arithmetic", min(most, x * fastest)
-            shares.append((y / limit, label, batch, bound))
-    share, label, batch, bound = max(shares)
+    xs = [ridge, *(float(point["intensity"]) for point in points)]
+    roof = tuple(Mark(x, min(most, x * fastest)) for x in (min(xs) / 2, ridge, max(xs) * 2))
+
+    def mark(point: Json) -> Mark:
+        return Mark(float(point["intensity"]), float(point["gflops"]), text=str(point["batch"]))
+
     return Chart(
         title="Roofline: what limits the speed" + " on the GPU" * (name == GPU_ROOFLINE),
-        finding=f"{label} at batch {batch} comes closest to the limit of its {bound}: "
-        f"{part_of(share, 1)} of it. Left of the bend memory is the limit, right of it "
-        "arithmetic; far below the line it is neither, but launches and calls. The figures at the "
-        "marks are batch sizes.",
+        caption="Left of the bend memory is the limit, right of it arithmetic; far below the line "
+        "it is neither, but launches and calls. The figures at the marks are batch sizes.",
         x_label="operations per byte that is moved (FLOP/byte)",
         y_label="speed (GFLOP/s)",
-        series=tuple(series),
+        series=(
+            Series("measured limit", roof, BOUND),
+            *_by_setup(document, points, partial(map, mark)),
+        ),
         x_log=True,
         y_log=True,
         zero=False,
@@ -514,42 +438,43 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
 
 def _accuracy(document: Json) -> Chart | None:
     """Draw the accuracy of each setup against its p50 latency at the smallest batch."""
-    look, series, metric = _looks(document), [], ""
     points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
-    for label, (point, *_) in by_label(at_smallest(points)).items():
-        row = accuracy_of(document["accuracy"], label, str(point["precision"]))
-        p50 = point["latency"]["p50_ms"]
+    metrics: list[str] = []
+
+    def marks_of(chosen: list[Json]) -> Iterator[Mark]:
+        point, p50 = chosen[0], chosen[0]["latency"]["p50_ms"]
+        row = accuracy_of(document["accuracy"], point["label"], str(point["precision"]))
         if row is not None and p50 is not None:
-            share = {key: part * 100 for key, part in row["value"].items()}
-            series.append(Series(label, (_mark(p50["value"], share),), look[label]))
-            metric = str(row["metric"])
+            metrics.append(str(row["metric"]))
+            yield _mark(p50["value"], {key: part * 100 for key, part in row["value"].items()})
+
+    series = _by_setup(document, at_smallest(points), marks_of)
     if not series:
         return None
     return Chart(
         title="Accuracy against latency",
-        finding="Up and to the left is better. Whiskers are 95 % intervals.",
+        caption="Up and to the left is better. Whiskers are 95 % intervals.",
         x_label=f"p50 latency (ms) at the smallest batch, {points[0]['scenario']}",
-        y_label=f"{metric} (%)",
-        series=tuple(series),
+        y_label=f"{metrics[-1]} (%)",
+        series=series,
         zero=False,
     )
 
 
 def _waterfall(document: Json, found: Json) -> Chart:
     """Draw how the slowest layers of a LayerTimes add up to a call."""
-    first, ends_ms = found["layers"][0], accumulate(each["ms"] for each in found["layers"])
+    ends_ms = accumulate(each["ms"] for each in found["layers"])
     marks = tuple(
         Mark(float(place), end_ms, text=layer["name"][:_NAME] if place <= 3 else "")
         for place, (layer, end_ms) in enumerate(zip(found["layers"], ends_ms, strict=True), 1)
     )
-    share, look = part_of(first["ms"], found["sum_ms"]), _looks(document).get(found["label"], 1)
+    look = _looks(document).get(found["label"], 1)
     return Chart(
         title=f"Where the time goes, by layer: {found['label']}",
-        finding=f"{first['name']} ({first['op']}) takes {share} of the time of all layers. "
-        "The longer a line is flat, the fewer layers make the time; a table has all.",
+        caption="The longer a line is flat, the fewer layers make the time; a table has all.",
         x_label="layers, the slowest first",
         y_label="their time in a call (ms)",
-        series=(Series(found["label"], marks, look, plain=True),),
+        series=(Series(found["label"], marks, look),),
     )
 
 
@@ -562,11 +487,11 @@ def _traces(document: Json) -> list[Chart]:
             values = (gpu.get("trace") or {}).get(key) or ()
             last = max(len(values) - 1, 1)
             marks = [Mark(100 * i / last, y) for i, y in enumerate(values) if y is not None]
-            series += [Series(gpu["name"], tuple(marks), look + len(series), plain=True)]
+            series += [Series(gpu["name"], tuple(marks), look + len(series))]
         why = {each for gpu in document["conditions"] for each in gpu["throttled"] or ()}
         chart = Chart(
             title=f"GPU {what} over the run",
-            finding=f"THROTTLED ({', '.join(sorted(why))})." if why else "Not throttled.",
+            caption=f"THROTTLED ({', '.join(sorted(why))})." if why else "Not throttled.",
             x_label="share of the run (%)",
             y_label=f"{what} ({unit})",
             series=tuple(series),
@@ -579,32 +504,27 @@ def _traces(document: Json) -> list[Chart]:
 def served_chart(document: Json) -> Chart | None:
     """Draw the percentiles of each load level up to the maximum, on a logarithmic axis."""
     series: list[Series] = []
-    sentences = []
     first = len(_looks(document)) if document.get("points") else 1  # the first after the setups'
     wanted = {result.get("slo_ms") for result in document["serving"]}
     for result in document["serving"]:
         latency, label = result["latency"], load_label(result)
-        if result["generator_limited"] or result["marks"]:
-            label += ", no verdict"
         if latency is None or latency["p50_ms"] is None:
             continue
+        label += ", no verdict" * bool(result["generator_limited"] or result["marks"])
         shares_left = (("p50_ms", 0.5), ("p90_ms", 0.1), ("p99_ms", 0.01))
         marks = [_mark(1 / left, latency[key]) for key, left in shares_left if latency[key]]
         if latency["samples"] > 100 and latency["max_ms"] is not None:
             marks.append(Mark(float(latency["samples"]), latency["max_ms"], text="max"))
         series.append(Series(label, tuple(marks), first + len(series)))
-        p99 = latency["p99_ms"]
-        tail = MISSING if p99 is None else f"{number(p99['value'])}{SPACE}ms"
-        sentences.append(f"{label}: p50 {number(latency['p50_ms']['value'])}{SPACE}ms, p99 {tail}")
     if not series:
         return None
     return Chart(
         title="Latency of requests, by percentile",
-        finding="; ".join(sentences) + ". The flatter a line, the steadier the server.",
+        caption="The flatter a line, the steadier the server.",
         x_label="share of requests that were answered by then",
         y_label="latency (ms)",
         series=tuple(series),
-        x_ticks=_ticks(series),
+        x_ticks=_percentile_ticks(series),
         limit=_limit_line(wanted.pop(), "") if len(wanted) == 1 else None,
         x_log=True,
     )

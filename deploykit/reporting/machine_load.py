@@ -7,8 +7,9 @@ As in other tools, `HOST_PROC` and `HOST_SYS` name other folders, such as a host
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from deploykit.core.machine import file_text
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # share of a core, and of all cores; the larger counts
 _STEAL, _HELD = 0.02, 0.01  # of the time
+_AROUND_S = 0.5  # how long the machine is watched before and after
 _ROW_S, _STRETCH_S = 0.5, 1.0  # shorter ones prove little: counters have steps of 0.01 s
 _STOP = "stop them, or move them to other CPUs, and measure again"
 _UNSEEN = "processes that are not visible from here"
@@ -60,17 +62,6 @@ class Outside(Record):
     disturbed_s: float = 0.0
 
 
-class _Reading(NamedTuple):
-    """Counters since the start of the machine, in seconds of CPU time."""
-
-    busy_s: float
-    steal_s: float
-    total_s: float
-    own_s: float
-    held_s: float | None
-    throttles: int
-
-
 class _Process(NamedTuple):
     name: str
     parent: int
@@ -88,18 +79,19 @@ class Watch:
     windows: list[Window] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        numbers = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        self._cpus = [f"cpu{number}" for number in numbers]
         self.cpus = len(self._cpus)
         # the load of other processes, in cores, above which a figure cannot be used
         self.bound = max(_OTHERS_CORES, _OTHERS_SHARE * self.cpus)
         self.know_children()
-        self._others = self._find_others()
+        self._others = self._processes(without=self._family)
         self._last = self._read()
 
     def know_children(self) -> None:
         """Count the children of this process and of those in `own` as this run's."""
         self._family = {os.getpid(), *self.own}
-        parents = {pid: each.parent for pid, each in self._processes()}
+        parents = {pid: each.parent for pid, each in self._processes().items()}
         while more := {pid for pid, up in parents.items() if up in self._family} - self._family:
             self._family |= more
 
@@ -112,51 +104,47 @@ class Watch:
         self.windows.append(window)
         return window
 
-    def over(self, length_s: float, sleep: Callable[[float], None]) -> Window:
-        """Return a window of `length_s` in which this process sleeps; `windows` omits it."""
+    def around(self, run_s: float) -> Window:
+        """Sleep for a tenth of a run, 0.5 s at most; return its window, which `windows` omits."""
         self.begin()
-        sleep(length_s)
+        time.sleep(min(_AROUND_S, run_s / 10))
         return join([self._window()])
 
     def _window(self) -> Window:
-        before, now = self._last, self._read()
-        self._last = now
-        if before is None or now is None or now.total_s <= before.total_s:
+        before, self._last = self._last, self._read()
+        spent = {key: value - before[key] for key, value in self._last.items() if key in before}
+        if spent.get("total", 0.0) <= 0:
             return Window()
-        seconds = (now.total_s - before.total_s) / self.cpus
-        others = (now.busy_s - before.busy_s - (now.own_s - before.own_s)) / seconds
+        seconds = spent["total"] / self.cpus
+        others = (spent["busy"] - spent["own"]) / seconds
         name, cores = self._busiest(seconds) if others >= self.bound else ("", None)
-        known = now.held_s is not None and before.held_s is not None
         return Window(
             seconds=seconds,
             others_cores=others,
-            steal=(now.steal_s - before.steal_s) / seconds / self.cpus,
-            held=((now.held_s or 0.0) - (before.held_s or 0.0)) / seconds if known else None,
-            throttled=now.throttles > before.throttles,
+            steal=spent["steal"] / spent["total"],
+            held=spent["held"] / seconds if "held" in spent else None,
+            throttled=spent["throttles"] > 0,
             busiest=name,
             busiest_cores=cores,
         )
 
-    def _read(self) -> _Reading | None:
-        """Return the counters; None in another format, under HOST_PROC."""
-        lines = {
-            line.partition(" ")[0]: line for line in file_text(self.proc / "stat").splitlines()
-        }
-        fields = [lines[name].split()[1:9] for cpu in self._cpus if (name := f"cpu{cpu}") in lines]
-        used = [each for pid in self._family if (each := self._process(pid))]
+    def _read(self) -> dict[str, float]:
+        """Return counters, in seconds of CPU time; {} in another format, under HOST_PROC."""
+        rows = map(str.split, file_text(self.proc / "stat").splitlines())
+        fields = [row[1:9] for row in rows if row and row[0] in self._cpus]
+        family = [each for pid in self._family if (each := self._process(pid))]
         held = file_text(self.sys / "fs/cgroup/cpu.stat").partition("throttled_usec ")[2].split()
         folder, count = self.sys / "devices/system/cpu", "thermal_throttle/core_throttle_count"
-        counts = [file_text(folder / f"cpu{cpu}" / count) for cpu in self._cpus]
+        counts = [file_text(folder / cpu / count) for cpu in self._cpus]
         try:
             sums = [sum(map(int, column)) / _TICKS_PER_S for column in zip(*fields, strict=True)]
             user, nice, system, _, _, _, _, steal = sums
-            held_s = int(held[0]) / 1e6 if held else None
-            throttles = sum(map(int, filter(None, counts)))
+            found = {"total": sum(sums), "busy": user + nice + system, "steal": steal}
+            found["own"] = sum(each.used_s + each.ended_s for each in family)
+            found["throttles"] = sum(map(int, filter(None, counts)))
+            return found | ({"held": int(held[0]) / 1e6} if held else {}) if family else {}
         except ValueError:
-            return None
-        own_s = sum(each.used_s + each.ended_s for each in used)
-        busy_s = user + nice + system
-        return _Reading(busy_s, steal, sum(sums), own_s, held_s, throttles) if used else None
+            return {}
 
     def _process(self, pid: int) -> _Process | None:
         """Parse a process's line in /proc; its name may hold spaces and brackets."""
@@ -168,18 +156,16 @@ class Watch:
         except (ValueError, IndexError):
             return None
 
-    def _processes(self) -> Iterator[tuple[int, _Process]]:
+    def _processes(self, without: Collection[int] = ()) -> dict[int, _Process]:
         with suppress(OSError):
-            for each in os.scandir(self.proc):
-                if each.name.isdecimal() and (found := self._process(int(each.name))):
-                    yield int(each.name), found
-
-    def _find_others(self) -> dict[int, _Process]:
-        return {pid: each for pid, each in self._processes() if pid not in self._family}
+            pids = [int(each.name) for each in os.scandir(self.proc) if each.name.isdecimal()]
+            found = {pid: self._process(pid) for pid in pids if pid not in without}
+            return {pid: each for pid, each in found.items() if each}
+        return {}
 
     def _busiest(self, seconds: float) -> tuple[str, float | None]:
         """Return the other process that used most since the last call, and its cores."""
-        before, self._others = self._others, self._find_others()
+        before, self._others = self._others, self._processes(without=self._family)
         used_s = {
             pid: each.used_s - (before[pid].used_s if pid in before else 0.0)
             for pid, each in self._others.items()
@@ -232,8 +218,7 @@ def join(windows: Sequence[Window]) -> Window:
     used_s: dict[str, float] = defaultdict(float)
     for each in windows:
         used_s[each.busiest] += (each.busiest_cores or 0.0) * each.seconds
-    used_s.pop("", None)
-    busiest = max(used_s, key=used_s.__getitem__, default="")
+    busiest = max(filter(None, used_s), key=used_s.__getitem__, default="")
     others = mean("others_cores")
     return Window(
         seconds=seconds,

@@ -31,10 +31,10 @@ CONCLUSIONS = 6  # most after the headline; the others are at the end
 
 @dataclass(frozen=True)
 class Parts:
-    """Charts of a document, a sentence for each that has no data, its first tables, and others."""
+    """Charts of a document, notes on what they leave out, its first tables, and others."""
 
     charts: Sequence[Chart]
-    missing: Sequence[str]
+    notes: Sequence[str]
     short: Sequence[Table]
     tables: Sequence[Table]
 
@@ -48,7 +48,7 @@ def report_page(document: Mapping[str, Any], parts: Parts | None = None) -> str:
     document = printable(document)
     parts = parts or Parts.of(document)
     first, *others = [figure_html(each) for each in parts.charts] or [""]
-    others += [f"<p>{safe(sentence)}</p>" for sentence in parts.missing]
+    others += [f"<p>{safe(sentence)}</p>" for sentence in parts.notes]
     folded = [
         f"<details><summary>{safe(each.title)}</summary>{html_table(each, caption=False)}</details>"
         for each in parts.tables
@@ -66,14 +66,24 @@ def report_page(document: Mapping[str, Any], parts: Parts | None = None) -> str:
     method = f'<p>To repeat it:</p><pre tabindex="0"><code>{safe(command)}</code></pre>'
     method += f"<ul>{notes}</ul>" * bool(notes)
     method += f"<h3>{safe(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
+    # no string can end the element with the JSON
+    raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    folded.append(
+        '<p class="note">The whole of report.json is embedded in this page, in the element '
+        f'"report-data".</p><script type="application/json" id="report-data">{raw}</script>'
+    )
     sections = [
         ("Summary", "conclusions", conclusions),
         ("In short", "short", "" if busy else short),
         ("What the measurements show", "charts", "".join(others)),
         ("How it was measured", "method", method),
-        ("Everything", "everything", "".join(folded) + raw_html(document)),
+        ("Everything", "everything", "".join(folded)),
     ]
-    content = [section_html(*section) for section in sections if section[2]]
+    content = [
+        f'<section aria-labelledby="{name}"><h2 id="{name}">{safe(title)}</h2>{html}</section>'
+        for title, name, html in sections
+        if html
+    ]
     head = [_headline(document, short if busy else ""), first, *content]
     return html_page(str(document["title"]), "\n".join(head))
 
@@ -103,25 +113,10 @@ def _headline(document: Mapping[str, Any], figures: str) -> str:
     )
 
 
-def section_html(title: str, name: str, content: str) -> str:
-    return (
-        f'<section aria-labelledby="{name}"><h2 id="{name}">{safe(title)}</h2>{content}</section>'
-    )
-
-
 def figure_html(figure: Chart) -> str:
     return (
         f"<figure><h2>{safe(figure.title)}</h2>{draw(figure)}"
-        f"<figcaption>{safe(figure.finding)}</figcaption></figure>"
-    )
-
-
-def raw_html(document: Mapping[str, Any]) -> str:
-    """Return JSON in an element, with `<` as \\u003c, so that no string can end the element."""
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    return (
-        '<p class="note">The whole of report.json is embedded in this page, in the element '
-        f'"report-data".</p><script type="application/json" id="report-data">{text}</script>'
+        f"<figcaption>{safe(figure.caption)}</figcaption></figure>"
     )
 
 
@@ -171,10 +166,7 @@ def markdown(document: Mapping[str, Any], parts: Parts | None = None) -> str:
         f"# {_text(document['title'])}\n",
         *(f"{sentence}\n" for sentence in sentences[: 1 + CONCLUSIONS]),
         *(line for table in parts.short for line in table_lines(table)),
-        "## What the measurements show\n",
-        *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in parts.charts),
-        *(f"- {_text(sentence)}" for sentence in parts.missing),
-        "\n## How it was measured\n",
+        "## How it was measured\n",
         f"Made {_text(document['created'])} with:\n",
         *(f"    {line}" for line in command),
         "",

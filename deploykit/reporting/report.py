@@ -11,8 +11,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -290,12 +291,8 @@ def crossover(
     common = sorted(side_a.keys() & side_b.keys(), reverse=True)
     if not common:
         raise BadInput("no batch size was measured on both sides, so there is no crossover")
-    found = None
-    for batch in common:
-        if not _ahead(side_a[batch], side_b[batch], by):
-            break
-        found = batch
-    return found
+    ahead = takewhile(lambda batch: _ahead(side_a[batch], side_b[batch], by), common)
+    return min(ahead, default=None)
 
 
 def best(points: Sequence[Point], by: str = "throughput") -> Point:
@@ -626,14 +623,9 @@ def read(source: StrPath) -> Report:
 
 def _check_numbers(value: object, where: str) -> None:
     """Raise BadInput naming the key for huge or infinite numbers, NaN, and long lists."""
-    items: Iterable[tuple[str | int, object]] = ()
-    if is_dataclass(value):
-        items = vars(value).items()
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (tuple, list)):
-        items = enumerate(value)
-    for key, each in items:
+    value = vars(value) if is_dataclass(value) else value
+    value = dict(enumerate(value)) if isinstance(value, (tuple, list)) else value
+    for key, each in value.items() if isinstance(value, Mapping) else ():
         at = f"{where}[{key}]" if isinstance(key, int) else f"{where}: '{key}'"
         if isinstance(each, int) and abs(each) >> 63:
             raise BadInput(f"{at} must be below 2^63")

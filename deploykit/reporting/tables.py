@@ -85,7 +85,7 @@ def load_label(result: Json) -> str:
 
 
 def summary(document: Json) -> Table:
-    """Return a row for each setup at its best batch, and one for each load level."""
+    """Return a row for each setup at its best batch; those without a verdict are last."""
     rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     smallest = at_smallest(document["points"])
     batch = str(smallest[0]["batch"]) if smallest else "1"
@@ -96,37 +96,28 @@ def summary(document: Json) -> Table:
         scored = accuracy_of(document["accuracy"], label, str(best["precision"]))
         at_first = str(first["batch"]) == batch
         doubt = "wrong outputs" if label in document["wrong"] else "no verdict"
-        (rows if usable else apart).append(
-            (
-                label,
-                str(best["device"]) or MISSING,
-                NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
-                *(_ms(first, key) if at_first else MISSING for key in ("p50_ms", "p99_ms")),
-                f"{spread(best['throughput_per_s'])} batch {best['batch']}",
-                _against(document, best) if usable else doubt,
-            )
+        row = (
+            label,
+            str(best["device"]) or MISSING,
+            NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
+            *(_ms(first, key) if at_first else MISSING for key in ("p50_ms", "p99_ms")),
+            f"{spread(best['throughput_per_s'])} batch {best['batch']}",
+            _against(document, best) if usable else doubt,
         )
-    for result in document["serving"]:
-        latency = result["latency"] or {"p50_ms": None, "p99_ms": None}
-        rate = spread(result["achieved_per_s"], float(result["batch"]))
-        limited = " (generator-limited)" if result["generator_limited"] else ""
-        limited += " (no verdict)" if result["marks"] else ""
-        apart.append(
-            (
-                f"over {'gRPC' if result['protocol'] == 'grpc' else 'HTTP'}, {load_label(result)}",
-                *(MISSING, MISSING, spread(latency["p50_ms"]), spread(latency["p99_ms"])),
-                f"{rate} batch {result['batch']}{limited}",
-                MISSING,
-            )
-        )
+        (rows if usable else apart).append(row)
     sizes = "".join(f"Inputs of the smallest batch: {s}. " for s in map(_sizes, smallest[:1]) if s)
     base = document["baseline"] or "baseline"
-    figures = (f"p50 at batch {batch} (ms)", f"p99 at batch {batch} (ms)")
-    rates = (
+    columns = (
+        *(
+            "setup",
+            "device",
+            "accuracy",
+            f"p50 at batch {batch} (ms)",
+            f"p99 at batch {batch} (ms)",
+        ),
         "best throughput (inferences/s)",
         f"× {base if len(base) < 40 else 'baseline'}, same batch",
     )
-    columns = ("setup", "device", "accuracy", *figures, *rates)
     note = f"{sizes}Brackets hold 95 % intervals."
     return Table("In short", columns, (*rows, *apart), text_columns(columns), note)
 
@@ -312,24 +303,22 @@ def serving_table(document: Json) -> Table:
 
 
 def _load_notes(result: Json) -> str:
-    notes = [f"{result['model']}, batch {result['batch']}, {number(result['duration_s'])}{SPACE}s"]
-    if result["same_machine"]:
-        notes.append("client and server on one machine")
-    if result["generator_limited"]:
-        notes.append("; ".join(["generator-limited: no verdict", *result["limits"]]))
-    if result["marks"]:
-        notes.append("; ".join(["no verdict", *result["marks"]]))
-    if result["processes"] > 1:
-        notes.append(f"{result['processes']} generator processes")
-    notes += [result["sends"]] if result.get("sends") else []
-    notes += [f"{name} {list(shape)}" for name, shape in result["shapes"].items()]
-    notes += [
-        f"{name} {value}" for name, value in {**result["server"], **result["options"]}.items()
+    named = {**result["server"], **result["options"]}
+    notes = [
+        f"{result['model']}, batch {result['batch']}, {number(result['duration_s'])}{SPACE}s",
+        "client and server on one machine" * result["same_machine"],
+        "generator-limited: no verdict" * result["generator_limited"],
+        *result["limits"],
+        "no verdict" * bool(result["marks"]),
+        *result["marks"],
+        f"{result['processes']} generator processes" * (result["processes"] > 1),
+        result.get("sends") or "",
+        *(f"{name} {list(shape)}" for name, shape in result["shapes"].items()),
+        *(f"{name} {value}" for name, value in named.items()),
+        *result["notes"],
+        result["first_error"] or "",
     ]
-    notes += result["notes"]
-    if result["first_error"]:
-        notes.append(str(result["first_error"]))
-    return "; ".join(notes)
+    return "; ".join(filter(None, notes))
 
 
 def machine(document: Json) -> Table:

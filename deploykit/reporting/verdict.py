@@ -76,10 +76,9 @@ def _describe_scenarios(report: Report) -> list[str]:
     """Return a sentence per scenario, as their values must not be compared."""
     found: dict[str, list[str]] = {}
     for each in report.scenarios:
-        value = f"{number(each.value)} {each.metric}" if each.value is not None else each.why
-        if each.value is not None and not each.metric.endswith("/s"):
-            metric, _, unit = each.metric.partition(" ")
-            value = f"{metric} {number(each.value)} {unit}"
+        metric, _, unit = each.metric.rpartition(" ")  # "p90 ms", "samples/s"
+        value = f"{metric} {number(each.value or 0.0)} {unit}".strip()
+        value = each.why if each.value is None else value
         slo = f" (p99 within {number(each.slo_ms)} ms)" if each.slo_ms else ""
         found.setdefault(each.scenario.capitalize() + slo, []).append(f"{each.label} {value}")
     return [f"{scenario}: {'; '.join(values)}." for scenario, values in found.items()]
@@ -112,23 +111,17 @@ def _describe_load(result: LoadResult) -> str:
 
 def _headlines(report: Report) -> Iterator[str]:
     """Yield sentences on each requested engine, else on the fastest; for one model its figures."""
-    usable, base = report.usable, report.baseline
+    usable, base, sentences = report.usable, report.baseline, list[str]()
     if not report.points:
         yield from [] if report.serving else ["No engine was timed."]
         return
-
-    def of(name: str) -> list[Point]:
-        """Return the points of an engine, in any number of sessions."""
-        return [point for point in usable if f"{point.label}, ".startswith(f"{name}, ")]
-
-    own = of(base) if base else []
+    own = [point for point in usable if _engine_of(point.label) == base]
     others = [p for p in usable if p not in own] or [p for p in own if p.label != base]
-    engines: dict[str, list[Point]] = {}
-    for label in report.asked:
-        if not f"{label}, ".startswith(f"{base}, "):
-            known = engines.setdefault(label.partition(", ")[0], [])
-            known += [point for point in others if point.label == label]
-    sentences = []
+    engines: dict[str, list[Point]] = {_engine_of(each): [] for each in report.asked}
+    engines.pop(base, None)
+    for point in others:
+        if point.label in report.asked and _engine_of(point.label) != base:
+            engines[_engine_of(point.label)].append(point)
     if base in report.asked and own:  # a model without anything to compare it with
         first, top = min(own, key=lambda point: point.batch), best(own)
         p50 = first.latency.p50_ms
@@ -146,6 +139,11 @@ def _headlines(report: Report) -> Iterator[str]:
         why = "nothing else" if base else "no baseline"
         sentences = [f"{rate} at batch {top.batch}; {why} was measured to compare it with."]
     yield from sentences
+
+
+def _engine_of(label: str) -> str:
+    """Return the engine of a column, which may have any number of sessions."""
+    return label.partition(", ")[0]
 
 
 def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> list[str]:
@@ -324,14 +322,13 @@ def _within_slo(slo_ms: float | None, usable: Sequence[Point], labels: Sequence[
         return ""
     parts = []
     for label in dict.fromkeys(labels):
-        own = [point for point in usable if point.label == label]
-        known = [(point, p99) for point in own if (p99 := point.latency.p99_ms) is not None]
-        inside = [point for point, p99 in known if p99.high <= slo_ms]
-        why = "none" if len(known) == len(own) else "not known, as calls were too few for a p99"
+        known = [(p, p.latency.p99_ms) for p in usable if p.label == label]
+        inside = [point for point, p99 in known if p99 and p99.high <= slo_ms]
+        text = "none" if all(p99 for _, p99 in known) else "not known, as calls were too few"
         if inside:
             most = best(inside)
-            why = f"{number(most.throughput_per_s.value)} inferences/s at batch {most.batch}"
-        parts.append(f"{label} {why}")
+            text = f"{number(most.throughput_per_s.value)} inferences/s at batch {most.batch}"
+        parts.append(f"{label} {text}")
     return f"Within {number(slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
 
 

@@ -1,4 +1,7 @@
-"""Call a server's models from Python, with the standard library alone."""
+"""Ask a running server with the standard library alone: its models, or whether it is ready.
+
+`health` is the health check of containers.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,33 @@ import http.client
 import io
 import json
 import os
-import secrets
+import re
+import socket
 import ssl
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote as escape
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from deploykit.core.errors import (
     BadInput,
     DeploykitError,
     Expired,
+    GateFailed,
     NotFound,
     Overloaded,
     TooLarge,
     UnknownEncoding,
     Unsupported,
+    first_line,
+    os_reason,
+    without_secrets,
 )
 from deploykit.core.files import StrPath, check_readable
-from deploykit.core.json_value import Shown
-from deploykit.serving.health import connect, reason_of, tls_error, unreachable
+from deploykit.core.json_value import Record, Shown
 
 _ERRORS: dict[int, type[DeploykitError]] = {
     each.http_status: each
@@ -36,6 +44,13 @@ _ERRORS: dict[int, type[DeploykitError]] = {
 }
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+_MOST_BYTES = 1 << 16  # the most bytes of an answer that are read
+_LONGEST_S = 3600
+_WAIT_S = 5.0  # how long to wait for an answer
+_FORM = "write it as http://HOST:PORT, with the path of a proxy if there is one"
+_OWN_CERT = "it may want a client certificate: dk.client(url, cert='cert.pem', key='key.pem')"
+_HOST = re.compile(r"[A-Za-z0-9.:_%-]+")
+_PATH = re.compile(r"(/[A-Za-z0-9._~%-]+)*")
 
 OneItem = str | os.PathLike[str] | bytes | Any  # a PIL image
 
@@ -69,8 +84,8 @@ class ModelClient(Shown):
         self._connect = partial(connect, url, timeout_s, ca=ca, cert=cert, key=key)
         self._timeout_s = timeout_s
         connection, self._base = self._connect()
-        # by process, as a forked one must not use those of its parent; removed by `close`
-        self._idle: dict[int, list[http.client.HTTPConnection]] = {os.getpid(): [connection]}
+        self._idle = [connection]  # of this process; `close` makes a new list
+        self._process = os.getpid()
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
         if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
             raise BadInput("`token`: has characters that no header can carry")
@@ -101,29 +116,22 @@ class ModelClient(Shown):
         query = urlencode({key: value for key, value in options.items() if value is not None})
         path = f"/v2/models/{escape(model, safe='')}/predict?{query}"
         takes, pipeline = self._what_it_takes(model)
+        data = map(_text if takes in ("text", "json") else _image, items)
         found: list[Any] = []
         if pipeline:
-            for one in items:
-                data = _text(one).encode() if takes in ("text", "json") else _image(one)
-                found.append(self._ask("POST", path, data, any_bytes=True))
-        elif takes == "text":
-            for at in range(0, len(items), _ITEMS):
-                body = json.dumps({"text": [_text(one) for one in items[at : at + _ITEMS]]})
-                found += self._ask("POST", path, body.encode(), "application/json")
-        else:
-            for group in _groups(map(_image, items)):
-                boundary = secrets.token_hex(16)
-                part = 'Content-Disposition: form-data; name="image"; filename="image"'
-                lines = f"--{boundary}\r\n{part}\r\n\r\n".encode()
-                end = f"--{boundary}--\r\n".encode()
-                form = b"".join([*(lines + image + b"\r\n" for image in group), end])
-                kind = f"multipart/form-data; boundary={boundary}"
-                answers = self._ask("POST", path, form, kind)
-                found += answers if len(group) > 1 else [answers]
+            found = [self._ask("POST", path, one, any_bytes=True) for one in data]
+            return found if several else found[0]
+        boundary = os.urandom(16).hex()
+        start = f'--{boundary}\r\nContent-Disposition: form-data; name="{takes}"\r\n\r\n'.encode()
+        for group in _groups(data):
+            form = b"".join([start + one + b"\r\n" for one in group]) + f"--{boundary}--".encode()
+            answers = self._ask("POST", path, form, f"multipart/form-data; boundary={boundary}")
+            found += answers if len(group) > 1 else [answers]
         return found if several else found[0]
 
     def close(self) -> None:
-        _close_all(self._idle.pop(os.getpid(), []))
+        idle, self._idle = self._idle, []
+        _close_all(idle)
 
     def __enter__(self) -> ModelClient:
         return self
@@ -185,32 +193,30 @@ class ModelClient(Shown):
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes]:
         """Return the reply's status and body; its connection is out of the list until then."""
-        process = os.getpid()
-        for other in self._idle.keys() - {process}:  # copies of the parent's connections
-            _close_all(self._idle.pop(other, []))
-        idle = self._idle.setdefault(process, [])
+        if self._process != os.getpid():  # forked: these are copies of the parent's connections
+            self.close()
+            self._process = os.getpid()
+        idle = self._idle
         try:
             connection = idle.pop()
         except IndexError:
             connection = self._connect()[0]
-        fresh = connection.sock is None  # the server may have closed one that was idle
-        try:
-            for last in (True,) if fresh else (False, True):
-                try:
-                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        connection.request(method, path, body or None, headers)
-                    with connection.getresponse() as reply:  # also to a body that was refused early
-                        answer = reply.status, reply.read()
-                    break
-                except (OSError, http.client.HTTPException) as exc:
-                    connection.close()
-                    if last or isinstance(exc, TimeoutError):
-                        raise
-        except BaseException:
-            connection.close()
-            raise
+        kept = connection.sock is not None
+        while True:
+            try:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request(method, path, body or None, headers)
+                with connection.getresponse() as reply:  # also to a body that was refused early
+                    answer = reply.status, reply.read()
+                break
+            except BaseException as exc:
+                connection.close()
+                lost = isinstance(exc, (OSError, http.client.HTTPException))
+                if not (kept and lost) or isinstance(exc, TimeoutError):
+                    raise
+                kept = False  # the server may have closed it while it was idle
         idle.append(connection)
-        if self._idle.get(process) is not idle:  # `close` was called meanwhile
+        if self._idle is not idle:  # `close` was called meanwhile
             _close_all(idle)
         return answer
 
@@ -224,14 +230,9 @@ def _close_all(idle: list[http.client.HTTPConnection]) -> None:
             idle.pop().close()
 
 
-def _text(item: OneItem) -> str:
-    if isinstance(item, bytes):
-        try:
-            return item.decode()
-        except UnicodeDecodeError:
-            raise BadInput("the text is not UTF-8") from None
-    if isinstance(item, str):
-        return item
+def _text(item: OneItem) -> bytes:
+    if isinstance(item, (str, bytes)):  # the server refuses what is not UTF-8
+        return item if isinstance(item, bytes) else item.encode("utf-8", "surrogatepass")
     raise BadInput(f"the model takes text, and the item is a {type(item).__name__}")
 
 
@@ -260,3 +261,126 @@ def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
         group.append(image)
     if group:
         yield group
+
+
+# -- connections, and the health check -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Readiness(Record):
+    """The result of `health`: a server that is ready to answer for all its models."""
+
+    url: str
+    ready: bool = True
+
+
+def health(url: str = "http://127.0.0.1:8000") -> Readiness:
+    """Ask the server at `url`, or unix:FILE, for /v2/health/ready, which needs no token.
+
+    With https:// the certificate is not checked: it names the server as its clients see it, not as
+    localhost. Raises BadInput on a wrong URL, GateFailed unless all models there are ready.
+    """
+    connection, base = connect(url, _WAIT_S, verify=False)
+    try:
+        connection.request("GET", f"{base}/v2/health/ready")
+        with connection.getresponse() as answer:
+            status, body = answer.status, answer.read(_MOST_BYTES)
+    except (OSError, http.client.HTTPException, UnicodeError) as exc:
+        raise unreachable(GateFailed, url, exc) from exc
+    finally:
+        connection.close()
+    if status != 200:
+        raise GateFailed(f"{url}: not ready: it answered {status}: {reason_of(body)}")
+    return Readiness(url)
+
+
+def connect(
+    url: str,
+    timeout_s: float,
+    *,
+    verify: bool = True,
+    ca: StrPath | None = None,
+    cert: StrPath | None = None,
+    key: StrPath | None = None,
+) -> tuple[http.client.HTTPConnection, str]:
+    """Return an unopened connection to the server, and the path below which it is.
+
+    `url`: http://..., https://..., or unix:FILE for a socket. `verify`: check an https certificate;
+    `ca`: a file of certificates to trust instead of the system's. `cert`: the client's own, and
+    `key` its private key, if that is in another file. Raises BadInput on a wrong URL or file.
+    """
+    what = next((name for name, file in [("ca", ca), ("cert", cert), ("key", key)] if file), None)
+    if what is not None and not url.startswith("https:"):
+        raise BadInput(f"`{what}` is for https://, and the server is {without_secrets(url)}")
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
+    if url.startswith("unix:"):
+        return _UnixConnection(url.removeprefix("unix:"), timeout_s), ""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as exc:
+        raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}") from exc
+    more = parts.query or parts.fragment or parts.username is not None
+    path = parts.path.rstrip("/")
+    valid = _HOST.fullmatch(host) and _PATH.fullmatch(path) and not more
+    if parts.scheme not in ("http", "https") or not valid:
+        raise BadInput(f"'{without_secrets(url)}' is not a server's URL", hint=_FORM)
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(host, port, timeout=timeout_s), path
+    what = f"`ca` {ca}: holds no certificate"
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if own := cert or key:
+            what = f"`cert` {cert}, `key` {key}: no certificate and its key without a password"
+            context.load_cert_chain(own, key, password=lambda: b"")  # no question at the terminal
+    except OSError as exc:
+        raise BadInput(f"{what}: {os_reason(exc)}") from exc
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context), path
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to the socket at a path."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def unreachable(kind: type[DeploykitError], url: str, exc: Exception) -> DeploykitError:
+    reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
+    closed = url.startswith("https:") and isinstance(exc, ConnectionResetError)
+    hint = _OWN_CERT if closed else "start one with: deploykit serve model.onnx"
+    return kind(f"{url}: no server answers there: {reason}", hint=hint)
+
+
+def tls_error(url: str, exc: ssl.SSLError) -> BadInput:
+    """Return the error for a TLS connection that cannot be made."""
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        cure = "trust its CA: dk.client(url, ca='ca.pem'), or set SSL_CERT_FILE"
+        return BadInput(f"{url}: its certificate is not trusted: {exc.verify_message}", hint=cure)
+    reason = (exc.reason or "no reason given").lower().replace("_", " ")
+    hint = "is it a server without TLS? then write http://" if "version" in reason else None
+    if "alert" in reason:
+        hint = _OWN_CERT
+    return BadInput(f"{url}: no TLS connection can be made: {reason}", hint=hint)
+
+
+def reason_of(body: bytes) -> str:
+    """Return the `error` of an answer, else its start, as one line that a terminal can show."""
+    text = body[:300].decode("utf-8", "replace")
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and isinstance(found.get("error"), str):
+        text = found["error"][:300]
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -12,16 +12,15 @@ import random
 import re
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, cast
 
 from hpack import Decoder, HPACKDecodingError, HPACKError
 from hpack.hpack import encode_integer
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.transport.connection import Connection, Limits, MemoryBudget, Port
+from deploykit.serving.transport.connection import BUG, Connection, Limits, MemoryBudget, Port
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
 PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
-FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 6, 7, 8
+FRAME_SIZE_ERROR, REFUSED_STREAM = 6, 7
 COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
 FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -58,6 +57,9 @@ _REQUEST = frozenset((b":method", b":scheme", b":path"))
 _OPTIONAL = frozenset((b":authority",))
 _HOP_BY_HOP = b"connection proxy-connection keep-alive transfer-encoding upgrade".split()
 
+# what a connection reads next: the preface, frames, the rest of a header block, or nothing more
+AWAIT_PREFACE, OPEN, IN_HEADERS, CLOSED = range(4)
+
 Pairs = list[tuple[bytes, bytes]]
 
 
@@ -69,7 +71,7 @@ class ConnectionFault(Exception):  # noqa: N818 - RFC 9113 calls it a connection
         self.code = code
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: Bytes = b"") -> bytes:
     return FRAME.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream) + payload
 
 
@@ -86,10 +88,6 @@ def literal(name: bytes, value: bytes) -> bytes:
 class Stream:
     """A stream from its headers to its trailers. A subclass interprets what it receives."""
 
-    __slots__ = (
-        "ended", "gone", "id", "link", "receive_window", "send_window", "trailers", "unsent",
-    )  # fmt: skip
-
     def __init__(self, link: Http2Connection, number: int) -> None:
         self.link = link
         self.id = number
@@ -99,6 +97,10 @@ class Stream:
         self.trailers: bytes | None = None  # the frame that follows `unsent`
         self.ended = False  # the client sends no more
         self.gone = False  # the stream has ended: nothing can be sent
+
+    @property
+    def unread_bytes(self) -> int:
+        return sum(map(len, self.unsent))
 
     @property
     @abstractmethod
@@ -114,15 +116,17 @@ class Stream:
         """Receive the content of a DATA frame; `ended`: it is the last."""
 
     @abstractmethod
-    def resume(self) -> None:
-        """Continue once all output was sent."""
+    def read(self) -> None:
+        """Process what was received, once all output was sent."""
 
     @abstractmethod
     def check(self, now_s: float) -> None:
         """Fail the stream if it is past a limit; called periodically."""
 
-    def send(self, parts: Iterable[Bytes]) -> None:
-        self.unsent.extend(map(memoryview, parts))
+    def send(self, data: bytes) -> None:
+        """Send DATA, which counts as unread until the windows allow it."""
+        self.link.answer_bytes += len(data)
+        self.unsent.append(memoryview(data))
         self.push()
 
     def end(self, trailers: bytes) -> None:
@@ -137,105 +141,82 @@ class Stream:
             take = min(link.sendable(self), link.frame_bytes)
             if take <= 0:
                 return
-            pieces = []
-            size = 0
-            while unsent and size < take:
-                piece = unsent.pop(0)
-                if size + len(piece) > take:
-                    unsent.insert(0, piece[take - size :])
-                    piece = piece[: take - size]
-                pieces.append(piece)
-                size += len(piece)
-            link.count_sent(self, size)
-            head = FRAME.pack(size >> 16, size & 0xFFFF, DATA, 0, self.id)
-            link.write(b"".join((head, *pieces)))
+            piece, rest = unsent[0][:take], unsent[0][take:]
+            unsent[:1] = [rest] if rest else []
+            link.count_sent(self, len(piece))
+            link.write(frame(DATA, 0, self.id, piece))
+            link.answers_read(len(piece))
         if self.trailers is None:
-            self.resume()
+            self.read()
         else:
             link.write(self.trailers)
-            if self.ended:
-                self.finish()
-            else:  # the client need not send more
-                self.reset(NO_ERROR)
-
-    def reset(self, code: int) -> None:
-        """End the stream with an error code of HTTP/2."""
-        self.link.write(frame(RST_STREAM, 0, self.id, _number(code)))
-        self.finish()
+            if not self.ended:  # the client need not send more
+                link.write(frame(RST_STREAM, 0, self.id, _number(NO_ERROR)))
+            self.finish()
 
     def finish(self) -> None:
         """End the stream and drop its unsent output."""
         self.gone = True
         self.trailers = None
-        self.unsent.clear()
+        if self.unsent:
+            self.link.answers_read(self.unread_bytes)
+            self.unsent.clear()
         self.link.drop(self)
-
-
-class _Decoder(Decoder):
-    """Bounds the changes of the table's size, which cost time but yield no header."""
-
-    sizes = 0  # in this block
-
-    def _update_encoding_context(self, data: bytes | memoryview) -> int:
-        self.sizes += 1
-        if self.sizes > _TABLE_SIZES:
-            raise HPACKDecodingError("too many changes of the table's size")
-        return super()._update_encoding_context(data)
 
 
 class MalformedHeaders(Exception):  # noqa: N818 - RFC 9113 calls them malformed
     """The request's headers are not allowed (RFC 9113, section 8): a stream error."""
 
 
-class HeaderReader:
+class HeaderReader(Decoder):
     """Reads the header blocks of one connection; `parse` makes a head from names and values."""
 
     def __init__(self, parse: Callable[[Pairs], Any], max_bytes: int) -> None:
+        super().__init__(max_bytes)
         self._parse = parse
-        self._decoder = _Decoder(max_bytes)
-        self._known: dict[bytes, Any] = {}
+        self._known: dict[bytes, Any] = {}  # heads by their blocks
+        self._sizes = 0  # changes of the table's size in this block: they yield no header
+
+    def _update_encoding_context(self, data: bytes | memoryview) -> int:
+        self._sizes += 1
+        if self._sizes > _TABLE_SIZES:
+            raise HPACKDecodingError("too many changes of the table's size")
+        return super()._update_encoding_context(data)
 
     def read(self, block: bytes) -> Any:
         """Return the head. Raises MalformedHeaders, and HPACKError, which ends the connection."""
-        head = self._known.get(block)
-        if head is not None:
-            return head
-        pairs, changed = self.decode(block)
-        check_request(pairs)
-        head = self._parse(pairs)
-        if not changed and len(self._known) < _CACHED:
-            self._known[block] = head
+        known = self._known
+        head = known.get(block)
+        if head is None:
+            pairs = self.read_pairs(block)
+            check_request(pairs)
+            head = self._parse(pairs)
+            if known is self._known and len(known) < _CACHED:
+                known[block] = head
         return head
 
-    def decode(self, block: bytes) -> tuple[Pairs, bool]:
-        """Decode a block without other checks. Raises HPACKError.
-
-        Also returns whether it changed HPACK's table, and so what equal blocks mean.
-        """
-        entries = self._decoder.header_table.dynamic_entries
-        newest, count = (entries[0] if entries else None), len(entries)
-        self._decoder.sizes = 0
-        pairs = cast("Pairs", self._decoder.decode(block, raw=True))
-        changed = len(entries) != count or (count > 0 and entries[0] is not newest)
-        if changed:
-            self._known.clear()
-        return pairs, changed
+    def read_pairs(self, block: bytes) -> Pairs:
+        """Decode a block without other checks. Raises HPACKError."""
+        entries = self.header_table.dynamic_entries
+        newest, count, self._sizes = (entries[0] if entries else None), len(entries), 0
+        pairs = cast("Pairs", self.decode(block, raw=True))
+        if len(entries) != count or (count and entries[0] is not newest):
+            self._known = {}  # equal blocks mean something else now
+        return pairs
 
 
 def check_request(pairs: Pairs) -> None:
     """Raise MalformedHeaders unless the headers are those of a request, without forbidden ones."""
-    count = 0
-    while count < len(pairs) and pairs[count][0].startswith(b":"):
-        count += 1
-    pseudo = [name for name, _ in pairs[:count]]
-    if not _REQUEST <= set(pseudo) <= _REQUEST | _OPTIONAL or len(set(pseudo)) < count:
-        raise MalformedHeaders("a request has :method, :scheme and :path once, and no others")
-    for name, value in pairs[:count]:
-        if not _VALUE.fullmatch(value) or not (value or name in _OPTIONAL):
-            raise MalformedHeaders("a pseudo-header is empty or has characters it cannot have")
-    for name, value in pairs[count:]:
-        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-            raise MalformedHeaders("a header has characters that it cannot have, or is misplaced")
+    names = [name for name, _ in pairs]
+    pseudo = [name for name in names if name.startswith(b":")]
+    once = len(set(pseudo)) == len(pseudo) and names[: len(pseudo)] == pseudo
+    if not once or not _REQUEST <= set(pseudo) <= _REQUEST | _OPTIONAL:
+        raise MalformedHeaders("a request begins with :method, :scheme and :path, each once")
+    for name, value in pairs:
+        if not _VALUE.fullmatch(value) or not (_NAME.fullmatch(name) or name in pseudo):
+            raise MalformedHeaders("a header has characters that it cannot have")
+        if not value and name in _REQUEST:
+            raise MalformedHeaders("a pseudo-header is empty")
         if name in _HOP_BY_HOP or (name == b"te" and value != b"trailers"):
             raise MalformedHeaders("a header is about the connection, which HTTP/2 forbids")
 
@@ -302,18 +283,6 @@ class Http2Port(Port):
                 log.exception("writing to an HTTP/2 connection failed")
 
 
-class Phase(IntEnum):
-    """The input that a connection expects next."""
-
-    AWAIT_PREFACE = 0
-    OPEN = 1
-    IN_HEADERS = 2  # the rest of a header block
-    CLOSED = 3  # nothing more is read
-
-
-AWAIT_PREFACE, OPEN, IN_HEADERS, CLOSED = Phase
-
-
 class Http2Connection(Connection):
     """One client's connection: its streams, its windows and its unsent output."""
 
@@ -340,8 +309,7 @@ class Http2Connection(Connection):
         self.first_window = FIRST_WINDOW  # the same on a new stream
         self.answer_bytes = 0  # bytes of answers that exceed its windows
         self._will_push = False
-        self._writes: list[bytes] = []
-        self._write_bytes = 0
+        self._writes = bytearray()  # output of this turn
 
     @property
     def unanswered(self) -> int:
@@ -349,7 +317,7 @@ class Http2Connection(Connection):
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self.streams or self.unsent_bytes or self.phase is CLOSED
+        busy = self.streams or self.unsent_bytes or self.phase == CLOSED
         return None if busy else self.since_s
 
     # -- asyncio ---------------------------------------------------------------------------------
@@ -374,7 +342,7 @@ class Http2Connection(Connection):
         return self.part_of(self.shared.view)
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.phase is not CLOSED:
+        if self.phase != CLOSED:
             self.data_received(bytes(self.shared.view[:nbytes]))
 
     def resume_writing(self) -> None:
@@ -392,7 +360,7 @@ class Http2Connection(Connection):
             self.end(COMPRESSION_ERROR, "the headers are not valid HPACK, or too large")
         except Exception:  # any bug: this connection ends with a reason, the server does not
             log.exception("an HTTP/2 connection failed")
-            self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
+            self.end(INTERNAL_ERROR, BUG)
         else:
             if rest:
                 self.keep(rest)
@@ -402,7 +370,7 @@ class Http2Connection(Connection):
     def _frames(self, data: bytes) -> int:
         """Process the complete frames that this turn allows; return the index after them."""
         at, size = 0, len(data)
-        if self.phase is AWAIT_PREFACE:
+        if self.phase == AWAIT_PREFACE:
             if not data.startswith(PREFACE[:size]):
                 raise ConnectionFault(PROTOCOL_ERROR, "this port speaks HTTP/2 with gRPC only")
             if size < len(PREFACE):
@@ -410,7 +378,7 @@ class Http2Connection(Connection):
             self.phase = OPEN
             at = len(PREFACE)
         turns, unchecked = self.shared.turns, 0
-        while size - at >= 9 and self.phase is not CLOSED:
+        while size - at >= 9 and self.phase != CLOSED:
             high, low, kind, flags, number = FRAME.unpack_from(data, at)
             number &= LARGEST_STREAM  # the highest bit is reserved
             length = high << 16 | low
@@ -422,7 +390,7 @@ class Http2Connection(Connection):
             if unchecked > _UNCHECKED_BYTES and turns.late():
                 break
             unchecked = 0 if unchecked > _UNCHECKED_BYTES else unchecked + length + _FRAME_COST
-            if self.phase is IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
+            if self.phase == IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
                 raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
             if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
@@ -433,13 +401,10 @@ class Http2Connection(Connection):
             else:
                 self._other(kind, flags, number, data[at + 9 : end])
             at = end
-        return size if self.phase is CLOSED else at
+        return size if self.phase == CLOSED else at
 
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
-        length = end - at
-        stream = self.streams.get(number)
-        if stream is None or stream.ended:
-            stream = self._find(number)
+        length, stream = end - at, self._find(number)
         self.received_bytes += length
         if self.received_bytes > UPDATE_BYTES:
             self._update(0, self.received_bytes)
@@ -487,7 +452,7 @@ class Http2Connection(Connection):
             self.since_s = self.shared.now_s
 
     def _continue_headers(self, payload: bytes, flags: int) -> None:
-        if self.phase is not IN_HEADERS:
+        if self.phase != IN_HEADERS:
             raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._block += payload
         if len(self._block) > self.shared.limits.header_bytes:
@@ -522,7 +487,7 @@ class Http2Connection(Connection):
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
         """Process headers on a stream opened before: they can only be its last frame."""
-        self._heads.decode(block)
+        self._heads.read_pairs(block)
         stream = self._find(number)
         if stream is None:
             self.count_frame()
@@ -606,8 +571,8 @@ class Http2Connection(Connection):
 
     def take_window(self, stream: Stream, size: int) -> bool:
         """Count `size` bytes of DATA as sent, if this stream may send them in one frame."""
-        free = not self.stalled and size <= self.frame_bytes
-        if not free or size > self.send_window or size > stream.send_window:
+        fits = size <= self.frame_bytes and size <= self.send_window and size <= stream.send_window
+        if self.stalled or not fits:
             return False
         self.count_sent(stream, size)
         return True
@@ -619,7 +584,8 @@ class Http2Connection(Connection):
         self.empty_frames -= 2  # the client may acknowledge it with window updates
 
     def answers_read(self, size: int) -> None:
-        """Count answers that the client has read; streams that waited for it go on."""
+        """Free answers that the client has read; streams that waited for it go on."""
+        self.shared.memory.release(size)
         full, self.answer_bytes = self.answer_bytes > WAITING_BYTES, self.answer_bytes - size
         if full and self.answer_bytes <= WAITING_BYTES:
             self._push_soon()
@@ -639,21 +605,17 @@ class Http2Connection(Connection):
 
     def write(self, data: bytes) -> None:
         """Send `data`, joined with other writes of this turn of the loop."""
-        writes = self._writes
-        if not writes:
+        if not self._writes:
             self.shared.flush_soon(self)
-        writes.append(data)
-        self._write_bytes += len(data)
-        if self._write_bytes > _TOGETHER_BYTES:
+        self._writes += data
+        if len(self._writes) > _TOGETHER_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Pass what was written to the transport."""
-        writes = self._writes
+        writes, self._writes = self._writes, bytearray()
         if writes and not self.transport.is_closing():
-            self.transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
-        writes.clear()
-        self._write_bytes = 0
+            self.transport.write(writes)
 
     def drop(self, stream: Stream) -> None:
         """Forget a finished stream."""
@@ -674,9 +636,9 @@ class Http2Connection(Connection):
         for stream in list(self.streams.values()):
             stream.check(now_s)
         late = not self.reads(now_s, waits=any(each.unsent for each in self.streams.values()))
-        if self.phase is CLOSED:
+        if self.phase == CLOSED:
             late = late or waited_s > limits.linger_s
-        elif self.phase is not OPEN:
+        elif self.phase != OPEN:
             late = late or waited_s > limits.header_s
         if late:
             self.transport.abort()
@@ -690,7 +652,7 @@ class Http2Connection(Connection):
 
         It may open some until it has read this.
         """
-        if self.phase is not CLOSED and self._close_at_s == math.inf:
+        if self.phase != CLOSED and self._close_at_s == math.inf:
             self._close_at_s = now_s + self.shared.limits.linger_s
             self.write(frame(GOAWAY, 0, 0, _number(LARGEST_STREAM) + _number(NO_ERROR)))
 
@@ -699,7 +661,7 @@ class Http2Connection(Connection):
 
     def end(self, code: int, text: str) -> None:
         """Send GOAWAY and read no more; after an error, wait for the client to read it."""
-        if self.phase is CLOSED:
+        if self.phase == CLOSED:
             return
         self.phase = CLOSED
         self.write(frame(GOAWAY, 0, 0, _number(self.last) + _number(code) + text.encode()))

@@ -448,7 +448,7 @@ def _chart(table: DeviceTable) -> Chart:
         series.setdefault(f"{_NAMES[row.device]} {row.precision}", []).append(mark)
     return Chart(
         title="Training speed against batch size",
-        finding=next((each for each in table.verdict if "GPU" in each), ""),
+        caption=next((each for each in table.verdict if "GPU" in each), ""),
         x_label="batch size (samples per step)",
         y_label="training speed (samples/s)",
         series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),

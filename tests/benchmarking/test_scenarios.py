@@ -22,7 +22,7 @@ from deploykit.benchmarking.scenarios import (
     run_server,
     run_stream,
 )
-from deploykit.benchmarking.timing import Column, Setup, Timing, sweep
+from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
 from deploykit.engines.engine import Arrays
@@ -32,10 +32,9 @@ from tests.support.measure.virtual_time import Timed, VirtualTime, feeds
 FEEDS = feeds(1)
 
 
-def subject(latency_s: Callable[[int], float], count: int = 1) -> tuple[Column, VirtualTime]:
+def subject(latency_s: Callable[[int], float], count: int = 1) -> tuple[list[Timed], VirtualTime]:
     clock = VirtualTime()
-    setup = Setup("a", FakeEngine, precision="fp32", settings="1 session of 1 thread")
-    return Column(setup, [Timed(clock, latency_s, [], "") for _ in range(count)]), clock
+    return [Timed(clock, latency_s, [], "") for _ in range(count)], clock
 
 
 def test_percentiles_need_as_many_queries_as_in_loadgen() -> None:
@@ -54,8 +53,8 @@ def test_a_stream_gives_its_percentile(q: float, value: float) -> None:
     def latency_s(n: int) -> float:
         return 1.0 if n < 2 else 0.04 if n % 100 == 2 else 0.02 if n % 5 == 2 else 0.01
 
-    column, clock = subject(latency_s)
-    found = run_stream(q, column, FEEDS, 1, 30.0, clock)
+    (engine,), clock = subject(latency_s)
+    found = run_stream(q, engine, FEEDS, 1, 30.0, clock)
     assert found["value"] == pytest.approx(value)
     assert found["queries"] >= 2400
     assert found["latency"].max_ms == pytest.approx(40.0)
@@ -63,11 +62,11 @@ def test_a_stream_gives_its_percentile(q: float, value: float) -> None:
 
 
 def test_a_stream_goes_on_for_the_queries_that_it_needs_or_has_no_percentile() -> None:
-    column, clock = subject(lambda _: 0.1)
-    found = run_stream(90, column, FEEDS, 1, 1.0, clock)
+    (engine,), clock = subject(lambda _: 0.1)
+    found = run_stream(90, engine, FEEDS, 1, 1.0, clock)
     assert (found["queries"] >= 64, found["duration_s"] <= 7.0) == (True, True)
     assert found["value"] == pytest.approx(100.0)
-    found = run_stream(99, column, FEEDS, 1, 1.0, clock)
+    found = run_stream(99, engine, FEEDS, 1, 1.0, clock)
     assert (found["value"], found["needs"]) == (None, 662)
     few = f"{found['queries']} queries in {found['duration_s']:.3g} s, 662 are needed"
     assert found["why"] == few
@@ -75,8 +74,8 @@ def test_a_stream_goes_on_for_the_queries_that_it_needs_or_has_no_percentile() -
 
 
 def server(slo_ms: float, seconds: float, serve: Callable[..., np.ndarray], count: int = 1) -> Any:
-    column, clock = subject(lambda _: 0.0005, count)
-    return run_server(column, FEEDS, slo_ms, seconds, serve=serve, clock=clock)
+    engines, clock = subject(lambda _: 0.0005, count)
+    return run_server(engines, FEEDS, slo_ms, seconds, serve=serve, clock=clock)
 
 
 def queue(service_s: float, servers: int = 1) -> Callable[..., np.ndarray]:

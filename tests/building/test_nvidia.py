@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import onnx
@@ -30,6 +31,9 @@ from tests.support.onnx_zoo import (
     save,
     two_inputs,
 )
+
+if TYPE_CHECKING:
+    from deploykit.engines.cuda.driver import CudaDevice
 
 pytestmark = [ask, needs]
 Model = onnx.ModelProto
@@ -184,10 +188,9 @@ def test_a_refused_plan_has_its_own_reason_on_each_of_several_threads() -> None:
 
     def reason(content: bytes) -> str:
         together.wait(20)
+        log_errors = LogErrors(nv, Path("m.trt"), cast("CudaDevice", None))
         with pytest.raises(Unsupported) as caught:
-            LogErrors(nv, Path("m.trt"), "cuda:0").call(
-                "load", runtime.deserialize_cuda_engine, content
-            )
+            log_errors.call("load", runtime.deserialize_cuda_engine, content)
         return caught.value.message
 
     with ThreadPoolExecutor(2) as threads:

@@ -49,17 +49,7 @@ def test_the_model_of_a_file_of_weights_is_named(
     assert ran.err.endswith(f"hint: --arch {name}\n")
     content = read(path, allow_pickle=False)
     module, _ = build_module(name, None, content.value)
-    copy_weights(path, module, content.value, content.source)  # what the hint says, fits
-
-
-def test_weights_of_timm_are_named(run: Run, tmp_path: Path) -> None:
-    timm = pytest.importorskip("timm")
-    path = tmp_path / "best.pth"
-    torch.save(timm.create_model("convnext_atto", num_classes=5).state_dict(), path)
-    ran = run("export", path)
-    assert ran.code == 2
-    assert "these are the weights of timm's convnext_atto" in ran.error()
-    assert ran.err.endswith("hint: --arch timm:convnext_atto\n")
+    copy_weights(path, module, content.value)  # what the hint says, fits
 
 
 def test_a_wrong_architecture_gets_the_right_one_and_a_server_says_to_export_it_first(

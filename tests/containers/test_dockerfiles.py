@@ -17,7 +17,7 @@ import pytest
 import deploykit
 from deploykit.core.files import read_toml
 from deploykit.core.profile import load_profile, profile_names
-from deploykit.deploying.wheels import container_file, read_digests
+from deploykit.deploying.docker import container_file, read_digests
 from scripts.pin_bases import DOCKERFILES, ROOT, digest_of, main
 from tests.support.http_server import Handler, http_server
 

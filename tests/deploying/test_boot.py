@@ -21,9 +21,8 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.errors import OutOfMemory
-from deploykit.deploying.boot import boot_until_stopped
-from deploykit.deploying.slots import EngineCache
-from deploykit.deploying.wheels import read_lock
+from deploykit.deploying.boot import EngineCache, boot_until_stopped
+from deploykit.deploying.docker import read_lock
 from tests.support.bundles import boot, copying, failing, flip, proven_model
 from tests.support.campaign import only_in_a_campaign, rounds
 from tests.support.installed import needs

@@ -9,9 +9,15 @@ import pytest
 import deploykit as dk
 from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
-from deploykit.deploying.device import check_gpu, check_machine, engine_key, gpu_number
+from deploykit.deploying.boot import MAX_TRIES, CacheState, decide
+from deploykit.deploying.device import (
+    EngineKey,
+    check_gpu,
+    check_machine,
+    engine_key,
+    gpu_number,
+)
 from deploykit.deploying.folder import Bundle, FileEntry
-from deploykit.deploying.slots import MAX_TRIES, CacheState, EngineKey, decide
 from deploykit.engines.tensorrt.compatibility import Here
 
 NANO, NX = "jetson-orin-nano-8gb@15W", "jetson-orin-nx-16gb"
@@ -157,24 +163,24 @@ def test_any_difference_builds_and_an_engine_of_another_device_never_replaces_on
     value: object = 4 if field == "sm_count" else "other"
     wanted = replace(KEY, **{field: value})
     step = decide(CacheState("m", A), wanted, {A: KEY})
-    assert (step.do, field in step.why) == ("build", True)
+    assert (step.source, field in step.why) == ("build", True)
     alike = ("name", "runtime", "architecture", "gpu", "sm_count", "compute_capability")
     foreign = field in alike
     assert wanted.may_replace(KEY) is not foreign
     assert foreign or step.slot == f"b-{wanted.digest}"
-    fallback = decide(FAILED, OTHER, {A: wanted}).do
-    assert fallback == "build" if foreign else fallback == "fall back"
+    fallback = decide(FAILED, OTHER, {A: wanted}).source
+    assert fallback == "build" if foreign else fallback == "previous"
 
 
 def test_interrupted_builds_are_tried_a_few_times() -> None:
     state = CacheState("m", A)
     for _ in range(MAX_TRIES):
-        assert decide(state, OTHER, {A: KEY}).do == "build"
+        assert decide(state, OTHER, {A: KEY}).source == "build"
         state = state.begin("m", OTHER.digest)
     step = decide(state, OTHER, {A: KEY})
-    assert (step.do, step.slot) == ("fall back", A)
+    assert (step.source, step.slot) == ("previous", A)
     assert "begun 3 times" in step.why
     assert state.begin("m", replace(KEY, deploykit="9").digest).tries == 1
     ready, both = replace(state, active=B), {A: KEY, B: OTHER}
-    assert decide(ready, OTHER, both).do == "fall back"  # it never became ready
+    assert decide(ready, OTHER, both).source == "previous"  # it never became ready
     assert decide(ready.confirm(), OTHER, both).slot == B

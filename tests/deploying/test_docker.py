@@ -14,8 +14,8 @@ import pytest
 
 import deploykit as dk
 from deploykit.core.profile import load_profile, profile_names
-from deploykit.deploying import wheels
-from deploykit.deploying.wheels import TENSORRT, choose_image, container_file, dockerfile
+from deploykit.deploying import docker
+from deploykit.deploying.docker import TENSORRT, choose_image, container_file, dockerfile
 from tests.support.bundles import proven_model
 
 JETSON = "jetson-orin-nx-16gb"
@@ -102,7 +102,7 @@ def test_the_software_bill_of_materials_is_valid_and_lists_what_the_lock_file_in
 ) -> None:
     document = json.loads((folders[JETSON] / "sbom.cdx.json").read_text())
     listed = {(each["name"], each["version"]) for each in document["components"]}
-    locked = wheels.read_lock((folders[JETSON] / "requirements.lock").read_text())
+    locked = docker.read_lock((folders[JETSON] / "requirements.lock").read_text())
     wanted = {(each.name, each.version) for each in locked if each.is_for("3.10")}
     assert wanted < listed
     assert ("numpy", "2.2.6") in wanted  # the last for Python 3.10, which JetPack 6 has
@@ -133,7 +133,7 @@ def test_every_profile_has_an_image(name: str) -> None:
         image = choose_image(profile, release, "x86_64")
         assert dockerfile(image).endswith("FROM bundle\n")
         assert (image.dockerfile == "Dockerfile.jetson") == name.startswith("jetson")
-        pinned = wheels.read_lock(wheels.lock_text(image))
+        pinned = docker.read_lock(docker.lock_text(image))
         assert pinned
         for each in pinned:
             assert {len(digest) for digest in each.sha256} == {64}
@@ -161,5 +161,5 @@ def test_an_image_pins_a_tensorrt_that_its_gpu_and_release_have() -> None:
     ],
 )
 def test_a_marker_decides_by_the_targets_python(marker: str, installed: str) -> None:
-    locked = wheels.Locked("a", "1", marker, ())
+    locked = docker.Locked("a", "1", marker, ())
     assert [each for each in ("3.10", "3.11", "3.12") if locked.is_for(each)] == installed.split()

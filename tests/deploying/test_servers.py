@@ -25,7 +25,7 @@ from deploykit.core.evidence import Evidence, GoldenSamples, RowIndependence
 from deploykit.core.files import sha256
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import DTYPE_BYTES, TensorSpec, carrier, concrete
-from deploykit.deploying import kserve, ray, triton
+from deploykit.deploying import clusters
 from deploykit.deploying.folder import Contents
 from deploykit.engines.data.samples import write_npz
 from deploykit.serving import server
@@ -112,7 +112,7 @@ def triton_config(folder: Path, specs: Sequence[TensorSpec] = (IMAGE,), **given:
     """Triton's ModelConfig of a bundle that was written to `folder`/out."""
     (folder / "out").mkdir()
     contents = contents_of(folder, specs, **given)
-    triton.write(folder / "out", contents)
+    clusters.write_triton(folder / "out", contents)
     text = (folder / "out" / contents.name / "config.pbtxt").read_text(encoding="utf-8")
     return text_format.Parse(text, model_config_pb2.ModelConfig())
 
@@ -239,7 +239,7 @@ def test_what_the_backend_does_not_take_is_refused(
 def written(folder: Path, **given: Any) -> dict[str, Any]:
     """The manifests by kind, and the container."""
     (folder / "out").mkdir()
-    kserve.write(folder / "out", contents_of(folder, [IMAGE], **given))
+    clusters.write_kserve(folder / "out", contents_of(folder, [IMAGE], **given))
     texts = [path.read_text("utf-8") for path in (folder / "out").glob("*.yaml")]
     found = {each.get("kind", "Kustomization"): each for each in map(yaml.safe_load, texts)}
     return {**found, "container": found["ServingRuntime"]["spec"]["containers"][0]}
@@ -324,7 +324,7 @@ NAMES = [
 
 
 def test_each_model_has_a_name_of_its_own_that_kubernetes_takes() -> None:
-    labels = [kserve.dns_label(name) for name in NAMES]
+    labels = [clusters.dns_label(name) for name in NAMES]
     assert len(set(labels)) == len(NAMES)
     for label in labels:
         assert LABEL.fullmatch(label)
@@ -337,7 +337,7 @@ def test_each_model_has_a_name_of_its_own_that_kubernetes_takes() -> None:
 
 def written_for_ray(folder: Path, **given: Any) -> Path:
     (folder / "out").mkdir()
-    ray.write(folder / "out", contents_of(folder, [IMAGE], **given))
+    clusters.write_ray(folder / "out", contents_of(folder, [IMAGE], **given))
     return folder / "out"
 
 
@@ -362,7 +362,7 @@ def test_a_replica_gets_what_the_profile_runs_on_and_scales_with_the_usual_batch
 ) -> None:
     found = deployments(written_for_ray(tmp_path, profile=profile))
     assert set(found) == {"front", "model"}
-    assert '"front", "model"' in Path(ray.__file__).with_name("ray_app.py").read_text("utf-8")
+    assert '"front", "model"' in Path(clusters.__file__).with_name("ray_app.py").read_text("utf-8")
     assert found["model"]["ray_actor_options"] == options
     assert found["model"]["autoscaling_config"]["target_ongoing_requests"] == 8
     assert found["model"]["max_ongoing_requests"] == 64

@@ -410,6 +410,7 @@ def test_power_rails_are_summed_where_no_total_is_measured(
         *((AGX_ORIN, HWMON.format(0, name)) for name in ("in2_input", "curr2_input", "in2_label")),
         (AGX_ORIN | SMALL, HWMON.format(1, "curr2_input")),
         (ORIN_NANO, HWMON.format(0, "curr1_input")),  # a total is not replaced by a sum
+        (AGX_ORIN | rail("1-0042", 2, "POM_5V_IN", 5000, 3000), HWMON.format(2, "in2_label")),
     ],
 )
 @pytest.mark.parametrize("text", ["", "1e3", "12 mA", "９", "9" * 5000])

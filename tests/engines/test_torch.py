@@ -280,7 +280,7 @@ FILE = Path("w.pt")
         ("number", BadInput, "is a int, a callable is needed"),
         ("not_a_module", BadInput, "returned a int, not a torch.nn.Module"),
         ("absent", NotFound, "has no 'absent'"),
-        ("needy", BadInput, "needs the arguments width, depth$"),
+        ("needy", BadInput, "missing a required argument: .width.$"),
         ("broken", BadInput, "arch.py:broken: ZeroDivisionError: no$"),
     ],
 )
@@ -322,8 +322,8 @@ NOT_FITTING: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]
         lambda: linears(6),
         {key: torch.zeros(7, 3) for key in linears(6).state_dict()},
         (
-            "size mismatch: 0.weight [7, 3] in the file, [4, 4] in the model, "
-            "0.bias [7, 3] in the file, [4] in the model and 10 more"
+            "0.weight has size [7, 3] in the file, [4, 4] in the model, "
+            "0.bias has size [7, 3] in the file, [4] in the model and 10 more"
         ),
     ),
     "a prefix of some names": (
@@ -335,6 +335,15 @@ NOT_FITTING: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]
         lambda: torch.nn.Linear(4, 2),
         {"weight": torch.zeros(2, 4, dtype=torch.int8), "bias": torch.zeros(2)},
         "weight is int8 in the file, float32 in the model",
+    ),
+    "two models": (
+        lambda: torch.nn.Linear(4, 2),
+        {
+            f"{name}.{key}": torch.zeros(2, *[4] * (key == "weight"))
+            for name in ("student", "teacher")
+            for key in ("weight", "bias")
+        },
+        "missing weight, bias; unexpected student.weight, student.bias and 2 more",
     ),
     "tied": (Tied, {"x": torch.ones(1)}, "missing table.weight, head.weight; unexpected x"),
 }
@@ -353,11 +362,16 @@ def test_a_wrappers_name_prefix_is_removed_with_a_note(prefix: str) -> None:
     module, source = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
     notes = copy_weights(FILE, module, {prefix + k: v for k, v in source.state_dict().items()})
     assert torch.equal(module.weight, source.weight)
-    assert notes
-    assert all("from the front of every name" in note for note in notes)
+    assert notes == (f"took the weights under '{prefix}'",)
     averaged = torch.optim.swa_utils.AveragedModel(linears(1))
-    assert "AveragedModel" in copy_weights(FILE, linears(1), averaged.state_dict())[0]
+    notes = copy_weights(FILE, linears(1), averaged.state_dict())
+    assert notes == ("took the weights under 'module.'; not used: n_averaged",)
     assert copy_weights(FILE, Own(), Own().state_dict()) == ()  # which has it itself
+    norm, older = torch.nn.BatchNorm1d(3), {"weight": torch.full((3,), 7.0)}
+    older = {**norm.state_dict(), **older}
+    del older["num_batches_tracked"]  # as in files of years ago
+    copy_weights(FILE, norm, {f"{prefix}{name}": value for name, value in older.items()})
+    assert norm.weight.tolist() == [7.0] * 3
 
 
 def test_tied_weights_may_be_missing_from_the_file() -> None:

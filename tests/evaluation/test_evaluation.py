@@ -422,7 +422,7 @@ def test_a_users_metric_scores_in_its_own_unit_and_booleans_are_right_and_wrong(
         ("nan", "NaN or infinity"),
         ("text", r"returned <U4\[2\]"),
         ("key", "failed: KeyError: 'logits'"),
-        ("leaves", "failed: SystemExit: 3"),
+        ("leaves", r"failed: it called exit\(3\)"),
         ("writes", "failed: ValueError: assignment destination is read-only"),
     ],
 )
@@ -591,7 +591,7 @@ def test_masks_and_keypoints_go_with_their_boxes_and_padding_is_no_box() -> None
         for name, a in found(3).items()
     }
     (matches,) = pair(filled, filled)[2].values()
-    assert (matches.matched, matches.total) == (3, 3)
+    assert matches.images.tolist() == [[3, 3]]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 300])
@@ -967,7 +967,7 @@ def test_boxes_are_counted_over_all_images() -> None:
     others = rows.copy()
     others[1, 0, 5] = 3  # another class: neither side has this box of the other
     (found,) = pair({"y": rows}, {"y": others})[2].values()
-    assert (found.matched, found.total, found.images) == (1, 3, ((1, 1), (0, 2)))
+    assert found.images.tolist() == [[1, 1], [0, 2]]
 
 
 LOWEST = float(np.finfo(np.float32).min)

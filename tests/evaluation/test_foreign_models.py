@@ -301,16 +301,10 @@ def test_samples_are_read_and_answers_joined_along_the_batch(model: Path, tmp_pa
         for n in range(COUNT)
     ]
     y, after = zip(*alone, strict=True)
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    for n in range(0, COUNT, 4):
-        part = {"x": DATA["x"][n : n + 4], "h": DATA["h"][:, n : n + 4]}
-        np.savez(folder / f"{n:02}.npz", **{**DATA, **part})
-    for data in (tmp_path / "d.npz", folder):
-        assert dk.predict(model, data, tmp_path / "p.npz", batch=7, force=True).samples == COUNT
-        got = np.load(tmp_path / "p.npz")
-        np.testing.assert_allclose(got["y"], np.concatenate(y), rtol=1e-5)
-        np.testing.assert_allclose(got["after"], np.concatenate(after, 1), rtol=1e-5)
+    assert dk.predict(model, tmp_path / "d.npz", tmp_path / "p.npz", batch=7).samples == COUNT
+    got = np.load(tmp_path / "p.npz")
+    np.testing.assert_allclose(got["y"], np.concatenate(y), rtol=1e-5)
+    np.testing.assert_allclose(got["after"], np.concatenate(after, 1), rtol=1e-5)
 
 
 def test_they_calibrate_evaluate_compare_and_replay(model: Path, tmp_path: Path) -> None:
@@ -535,6 +529,11 @@ SIZED = {
         "r = MatMul(x, W) h = Reshape(r, row) y = Reshape(h, back)",
         {"N": 1},
     ),
+    "a long row": (
+        "(float[N,T] x) => (float[L] y)",
+        'p = Pad<mode = "reflect">(x, pads) y = Squeeze(p, zero)',
+        {"N": 1, "T": 80},
+    ),
     "a state": (  # whose batch has no name
         "(float[N,T] x, float[2,K,4] h) => (float[N,4] y)",
         """p = Pad<mode = "reflect">(x, pads) m = ReduceMax<axes = [1]>(p)
@@ -563,7 +562,7 @@ def write_sized(folder: Path, name: str) -> Path:
     return write_text(folder, *SIZED[name][:2], CONSTANTS)
 
 
-@pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a state"])
+@pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a long row", "a state"])
 def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Path) -> None:
     path = write_sized(tmp_path, name)
     with dk.load(path, "cpu") as engine:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tracemalloc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from deploykit.core.extras import installed
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import find_source
 from deploykit.evaluation.golden import prove_batch
-from deploykit.evaluation.predict import PartialOutputs, SampleAxes
+from deploykit.evaluation.predict import PartialOutputs, sample_axis
 from tests.support import onnx_zoo, string_labels
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs.small import parse
@@ -182,10 +183,10 @@ def test_two_at_once_are_refused_and_the_first_goes_on(model: Path, data: Path) 
     assert run(model, data)[0] is not None
 
 
-def opened(data: Path, **options: Any) -> PartialOutputs:
+def opened(data: Path, **options: Any) -> AbstractContextManager[PartialOutputs]:
     engine = FakeEngine()
     source = find_source(data, (TensorSpec("x", "float32", ("N", 4)),))
-    return PartialOutputs(data.parent / "out.npz", {}, source, engine, **options)
+    return PartialOutputs(data.parent / "out.npz", {}, source, engine).opened(**options)
 
 
 def test_a_run_killed_at_any_change_of_its_files_is_no_obstacle(data: Path) -> None:
@@ -252,9 +253,8 @@ def test_the_samples_lie_along_the_named_axis_of_an_output() -> None:
     inputs = (TensorSpec("x", "float32", ("batch", 4)),)
     shape = ("T", "batch", 8)
     engine: Any = SimpleNamespace(inputs=inputs, outputs=(TensorSpec("y", "float32", shape),))
-    axes = SampleAxes(engine, {"x": 0})
-    assert axes.find("y", (2, 2, 8), 2) == 1  # T may be as long as the batch
-    assert SampleAxes(engine, {"x": 0}).find("z", (3, 2, 8), 2) == 0  # nothing is known of it
+    assert sample_axis(engine, {"x": 0}, "y", (2, 2, 8), 2) == 1  # T may be as long as the batch
+    assert sample_axis(engine, {"x": 0}, "z", (3, 2, 8), 2) == 0  # nothing is known of it
 
 
 def write(head: str, body: str, folder: Path) -> Path:

@@ -386,7 +386,7 @@ def test_a_lightning_checkpoint_is_built_with_its_hyper_parameters(
     ("more", "alone", "reason"),
     [
         ({}, True, WHAT_IT_IS),
-        ({"hyper_parameters": {"lr": 1.0}}, False, "needs the arguments hidden"),
+        ({"hyper_parameters": {"lr": 1.0}}, False, "missing a required argument: .hidden."),
         ({"callbacks": {"mine": print}}, False, "would run Python code"),
     ],
 )

@@ -88,11 +88,12 @@ import numpy as np
 pair = "two.onnx"
 def a(row: list[float]) -> np.ndarray: return np.array(row, np.float32)
 def b(a: np.ndarray) -> np.ndarray: return a + 1
+def sum(pair_sum: np.ndarray) -> np.ndarray: return -pair_sum  # a stage comes before an output
 def answer(sum: np.ndarray, pair_product: np.ndarray, pair: dict[str, np.ndarray]) -> dict:
     return {"sum": sum, "product": pair_product, "all": sorted(pair)}
 """
     found = answer_json(run(tmp_path, text, [0.0, 1.0, 2.0, 3.0]))
-    assert found == {"sum": [1, 3, 5, 7], "product": [0, 2, 6, 12], "all": ["product", "sum"]}
+    assert found == {"sum": [-1, -3, -5, -7], "product": [0, 2, 6, 12], "all": ["product", "sum"]}
 
 
 def test_a_value_that_is_no_list_reaches_every_element_and_a_cached_function_is_a_stage(
@@ -293,8 +294,10 @@ stage 'answer' takes 'colours' as dict[str, float], 'colours' gives list[numpy.n
 $HEAD; $CROPS; def answer(colours: dict[str, float]) -> str: ...
 stage 'colours' takes 'image' as numpy.ndarray, 'crops' gives list[str]
 $HEAD; def crops(page: np.ndarray) -> list[str]: ...; $ANSWER
-the request's input 'page' is numpy.ndarray in 'crops' and bytes in 'answer'
+stage 'answer' takes 'page' as bytes, the request has numpy.ndarray
 $HEAD; $CROPS; def answer(page: bytes, colours: np.ndarray) -> str: ...
+stage 'tiny' takes 'image' as numpy.ndarray, the request has bytes
+tiny = {'model': 'mean.onnx', 'image': 'page'}; def answer(tiny: dict, page: bytes) -> str: ...
 the request's input is set
 def answer(page: set) -> str: ...
 stage 'crops': the annotation of 'page' is missing

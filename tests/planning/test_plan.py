@@ -25,13 +25,7 @@ from deploykit.graph import cost as kinds
 from deploykit.graph.cost import COMPUTE, LAUNCH, MEMORY, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.planning import probe
-from deploykit.planning.plan import (
-    QUEUE,
-    ReplicaModel,
-    capacity,
-    latencies_s,
-    p99_s,
-)
+from deploykit.planning.plan import QUEUE, ReplicaModel, capacity, latencies_s, p99_s
 from deploykit.planning.predict import (
     COPIES,
     COPY_S,
@@ -407,6 +401,10 @@ def test_a_probe_measures_every_kind_below_its_ceilings() -> None:
             assert max(rates) <= measured.ops_per_s[precision]
     assert measured.spread >= 1
     assert 0 < measured.bytes_per_s <= measured.cache_bytes_per_s
+
+
+def test_a_point_that_other_work_disturbed_takes_no_longer_than_more_work() -> None:
+    assert probe._curve({4.0: 8.0, 1.0: 5.0, 2.0: 3.0}) == kinds.Curve((1, 2, 4), (3, 3, 8))
 
 
 def kept(threads: int | None = None) -> CpuCalibration | None:

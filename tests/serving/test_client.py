@@ -27,7 +27,7 @@ needs("PIL", "tokenizers")
 from PIL import Image  # noqa: E402
 
 from deploykit.evaluation.verify import open_proven  # noqa: E402
-from deploykit.serving.health import health  # noqa: E402
+from deploykit.serving.client import health  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 

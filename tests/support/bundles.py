@@ -13,10 +13,9 @@ import onnx
 from deploykit.core.artefact import write_manifest
 from deploykit.core.evidence import Evidence
 from deploykit.core.profile import load_profile
-from deploykit.deploying.boot import Boot, Booted, build_and_prove
+from deploykit.deploying.boot import Boot, Booted, EngineCache, build_and_prove
 from deploykit.deploying.device import read_gpu
 from deploykit.deploying.folder import read_bundle
-from deploykit.deploying.slots import EngineCache
 from deploykit.engines.engine import load
 from deploykit.evaluation import golden
 from deploykit.evaluation.artefacts import onnx_manifest

@@ -24,17 +24,19 @@ cuda = require("cuda.bindings.driver")
 
 _SUCCESS = cuda.CUresult.CUDA_SUCCESS
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)  # ignores default streams
+_NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _THREAD_LOCAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _ATTRIBUTES = cuda.CUdevice_attribute
 _MOST_NAME = 256
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
-def _passing(call: str) -> Callable[..., None]:
-    """Return a method that passes its arguments on to `call`."""
+def _passing(call: str, *more: Any) -> Callable[..., Any]:
+    """Return a method that passes its arguments, and `more`, to `call`; it returns the handle."""
 
-    def method(self: CudaDevice, *arguments: int) -> None:
-        _call(self.device, call, *arguments)
+    def method(self: CudaDevice, *arguments: int) -> int | None:
+        found = _call(self.device, call, *arguments, *more)
+        return int(found[0]) if found else None
 
     return method
 
@@ -47,7 +49,6 @@ class CudaDevice:
         self._handle, self._context = _primary_context(number)
         self.use()
         self.integrated = bool(self._attribute("INTEGRATED"))
-        self._event_flags = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         mapped = cuda.CU_MEMHOSTALLOC_DEVICEMAP if self.integrated else 0
         self._host_flags = cuda.CU_MEMHOSTALLOC_PORTABLE | mapped
 
@@ -102,22 +103,13 @@ class CudaDevice:
     record, launch = _passing("cuEventRecord"), _passing("cuGraphLaunch")  # and a stream
     copy_in, copy_out = _passing("cuMemcpyHtoDAsync"), _passing("cuMemcpyDtoHAsync")
     drop_graph = _passing("cuGraphExecDestroy")
-
-    def device_address(self, address: int) -> int:
-        return int(self._of("cuMemHostGetDevicePointer", address, 0))
+    open_stream = _passing("cuStreamCreate", _NON_BLOCKING)
+    open_event = _passing("cuEventCreate", _NO_TIMING)
+    begin_capture = _passing("cuStreamBeginCapture", _THREAD_LOCAL)  # others may allocate meanwhile
+    device_address = _passing("cuMemHostGetDevicePointer", 0)
 
     def array(self, address: int, nbytes: int) -> np.ndarray:
         return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
-
-    def open_stream(self) -> int:
-        return int(self._of("cuStreamCreate", _NON_BLOCKING))
-
-    def open_event(self) -> int:
-        return int(self._of("cuEventCreate", self._event_flags))
-
-    def begin_capture(self, stream: int) -> None:
-        # capture thread-locally: other threads may allocate meanwhile
-        self._all("cuStreamBeginCapture", stream, _THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
         graph = self._of("cuStreamEndCapture", stream)

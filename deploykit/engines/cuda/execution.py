@@ -48,7 +48,8 @@ class Buffer:
         if self.fits(nbytes):
             return
         self.release()  # release first, as both together may not fit
-        size = round_up(nbytes)
+        step = max(512, 1 << max(0, nbytes.bit_length() - 3))  # small growth needs no new block
+        size = max(1, -(-nbytes // step)) * step
         try:
             self.host = self.driver.pin(size)
             if not self.host_only and self.driver.integrated:
@@ -67,18 +68,16 @@ class Buffer:
     def release(self) -> None:
         host, device = self.host, self.device
         self.host = self.device = self.size = 0
-        with contextlib.suppress(DeploykitError):  # a lost device has freed its memory
-            if device and not self.driver.integrated:
-                self.driver.free(device)
-        with contextlib.suppress(DeploykitError):
-            if host:
-                self.driver.unpin(host)
+        if not self.driver.integrated:
+            give_back(self.driver.free, device)
+        give_back(self.driver.unpin, host)
 
 
-def round_up(nbytes: int) -> int:
-    """Round a size up by at most a quarter, so that small growth needs no new block."""
-    step = max(512, 1 << max(0, nbytes.bit_length() - 3))
-    return max(1, -(-nbytes // step)) * step
+def give_back(release: Callable[[int], object], handle: int) -> None:
+    """Release memory or a handle, 0 for none. A lost device has done so itself."""
+    with contextlib.suppress(DeploykitError):
+        if handle:
+            release(handle)
 
 
 def byte_count(dtype: str, shape: Shape) -> int:
@@ -220,15 +219,9 @@ class StreamSlot:
         self._works.clear()
         for buffer in (*self._buffers.values(), *self._late.values()):
             buffer.release()
-        driver = self.driver
-        for give_back, handle in (
-            (driver.free, self.scratch),
-            (driver.close_event, self.event),
-            (driver.close_stream, self.stream),
-        ):
-            with contextlib.suppress(DeploykitError):
-                if handle:
-                    give_back(handle)
+        give_back(self.driver.free, self.scratch)
+        give_back(self.driver.close_event, self.event)
+        give_back(self.driver.close_stream, self.stream)
         self.stream = self.event = self.scratch = 0
 
     def _lay_out(self, key: tuple[Shape, ...], capture: bool) -> _Layout:
@@ -278,9 +271,7 @@ class StreamSlot:
 
     def _drop_layouts(self) -> None:
         for layout in self._layouts.values():
-            with contextlib.suppress(DeploykitError):
-                if layout.graph:
-                    self.driver.drop_graph(layout.graph)
+            give_back(self.driver.drop_graph, layout.graph)
         self._layouts.clear()
         self._bound = None
 

@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -100,15 +100,23 @@ def _read(
     what: str, reader: PlacedImages, images: Sequence[tuple[Path, int]], skipped: list[str]
 ) -> tuple[np.ndarray, list[int]]:
     """Return the pixels and labels of images that can be read; the others go to `skipped`."""
+
+    def decode(path: Path) -> np.ndarray | BadInput:
+        try:
+            return reader.decode(path)
+        except BadInput as exc:
+            return exc
+
     pixels, labels = large_array(what, (len(images), *reader.shape), np.uint8), list[int]()
-    for (_, label), found in zip(
-        images, _decode(reader, [path for path, _ in images]), strict=True
-    ):
-        if isinstance(found, BadInput):
-            skipped.append(found.message)
-        else:
-            pixels[len(labels)] = found
-            labels.append(label)
+    with ThreadPoolExecutor(min(usable_cores(), _DECODERS)) as pool:
+        for start in range(0, len(images), _AT_ONCE):
+            paths, numbers = zip(*images[start : start + _AT_ONCE], strict=True)
+            for label, found in zip(numbers, pool.map(decode, paths), strict=True):
+                if isinstance(found, BadInput):
+                    skipped.append(found.message)
+                else:
+                    pixels[len(labels)] = found
+                    labels.append(label)
     return pixels[: len(labels)], labels
 
 
@@ -137,37 +145,19 @@ def _files(folder: Path) -> tuple[dict[str, _Classes], list[Path]]:
         found[split] = _classes(kinds)
     if _TRAIN not in found:
         raise BadInput(f"{folder}: holds {inner[0].name}, and no folder {_TRAIN}")
-    for one, two in ((a, b) for a in found.values() for b in found.values()):
-        for each in one:
-            if each.name not in {other.name for other in two}:
-                where = next(iter(two)).parent
-                raise BadInput(
-                    f"{each}: the class '{each.name}' is not in {where}",
-                    hint="every split needs a folder for every class",
-                )
+    names = {split: {each.name for each in kinds} for split, kinds in found.items()}
+    for others in names.values():
+        if odd := others ^ names[_TRAIN]:
+            raise BadInput(
+                f"{folder}: the class '{min(odd)}' is not in all folders of splits",
+                hint="every split needs a folder for every class",
+            )
     return found, loose
 
 
 def _classes(folders: Sequence[Path]) -> _Classes:
     hint = f"for splits, the folders are {', '.join(_SPLITS)} and no others"
     return {each: list_class(each, hint) for each in folders}
-
-
-def _decode(reader: PlacedImages, paths: Sequence[Path]) -> Iterator[np.ndarray | BadInput]:
-    """Yield each image's pixels, or why it cannot be read, in order; several threads decode."""
-
-    def decode(path: Path) -> np.ndarray | BadInput:
-        try:
-            return reader.decode(path)
-        except BadInput as exc:
-            return exc
-
-    pool = ThreadPoolExecutor(min(usable_cores(), _DECODERS))
-    try:
-        for start in range(0, len(paths), _AT_ONCE):
-            yield from pool.map(decode, paths[start : start + _AT_ONCE])
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def large_array(what: str, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:

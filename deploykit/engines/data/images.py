@@ -2,8 +2,8 @@
 
 Transparency and colour profiles are dropped, as by `Image.convert`; the EXIF orientation is
 applied. An animation, and more than 8 bits per channel, is refused. A task resizes by the steps of
-torchvision's transforms on PIL images. `Images`, without a task, does not resize: an image of
-another size is an error, as the model would not see what its user expects.
+torchvision's transforms on PIL images; without one, an image of another size is an error, as the
+model would not see what its user expects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ _MOST_SIDE = 65_535  # JPEG's limit; Pillow's table for resizing grows with it
 _READS, _READ_BYTES = 10_000, 1024  # a PNG needs a few reads per 8 KiB
 _SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; a tiny scan is as slow as others
 _MOST_SCANNED = 20  # scans of an image of the most pixels: at most a second to decode 25 million
-_BY_CHANNELS = {3: "RGB", 1: "L"}
 
 # Pillow and its libraries raise these on damaged files; UnidentifiedImageError is an OSError.
 DAMAGED: tuple[type[Exception], ...] = (
@@ -151,49 +150,6 @@ def open_upright(
         if isinstance(exc, Image.DecompressionBombError):  # Pillow's limit is not ours
             raise BadInput(f"{where}: has more than {limit / 1e6:.0f} million pixels") from exc
         raise BadInput(f"{where}: is not a readable image: {reason}") from exc
-
-
-class Images:
-    """Decodes images into uint8 (height, width, channels), for a model with these `inputs`.
-
-    Converts colour to grey and grey to colour as the input needs. The image `first` sets a dynamic
-    H or W. Raises NotFound or BadInput naming the file; BadInput for a model whose input is not
-    uint8.
-    """
-
-    def __init__(self, first: Path, inputs: Sequence[TensorSpec], where: str) -> None:
-        for spec in inputs if len(inputs) == 1 else ():
-            if spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in _BY_CHANNELS:
-                break
-        else:
-            names = ", ".join(map(str, inputs)) or "none"
-            raise BadInput(
-                f"{where}: contains images, which need a model with one input uint8[N,H,W,3] or "
-                f"uint8[N,H,W,1]; its inputs are: {names}",
-                hint="export with `preprocess` imagenet (or your own file), so that the model "
-                "takes uint8; or store its float inputs as .npz",
-            )
-        height, width, channels = spec.shape[1:]
-        self._wanted, self._mode = (height, width), _BY_CHANNELS[int(channels)]
-        fixed = isinstance(height, int) and isinstance(width, int)
-        self._owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
-        high, wide, deep = self.decode(first).shape
-        self._wanted, self.shape = (high, wide), (high, wide, deep)
-
-    def decode(self, file: Path) -> np.ndarray:
-        data = check_readable(file).read_bytes()
-        with open_upright(data, self._mode, file, own_file=True) as upright:
-            found = np.asarray(upright)
-        high, wide = found.shape[:2]
-        sizes = zip((high, wide), self._wanted, strict=True)
-        wanted = [own if isinstance(size, str) else size for own, size in sizes]
-        if [high, wide] != wanted:
-            raise BadInput(
-                f"{file}: is {wide}x{high} (width x height), {self._owner} is "
-                f"{wanted[1]}x{wanted[0]}",
-                hint="deploykit does not resize images: resize them as for training",
-            )
-        return found.reshape(high, wide, -1)
 
 
 def read_orientation(image: Any) -> int:
@@ -320,9 +276,9 @@ def read_image(
         return place(upright, image, where)
 
 
-def read_pixels(data: bytes, *, own_file: bool = False) -> np.ndarray:
+def read_pixels(data: bytes, *, own_file: bool = False, where: object = "the image") -> np.ndarray:
     """Decode a JPEG, PNG or WebP, upright, to uint8 [height, width, 3]. Raises BadInput."""
-    with open_upright(data, "RGB", "the image", own_file=own_file) as upright:
+    with open_upright(data, "RGB", where, own_file=own_file) as upright:
         return np.asarray(upright)
 
 
@@ -340,24 +296,53 @@ def place_pixels(pixels: np.ndarray, image: ImageInput) -> PlacedImage:
     return place(found, image, "the image")
 
 
-class PlacedImages(Images):
-    """Reads the images of a folder, and places each into the model's input as the server does.
+class PlacedImages:
+    """Reads image files, and places each into the model's input as the server does.
 
     Training, calibration and the tests of accuracy use it. A model that takes any height and width
-    gets the middle squares.
+    gets the middle squares. `resize`: if False, an image of another size is refused.
     """
 
-    def __init__(self, image: ImageInput) -> None:
+    def __init__(self, image: ImageInput, *, resize: bool = True) -> None:
         check_image_input(image)
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         if not image.height:  # one array needs one size
             image = replace(image, height=side, width=side, resize_to=side)
-        self._image, self.tensor = image, image.tensor
+        self._image, self.tensor, self._resize = image, image.tensor, resize
         self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
 
     def decode(self, file: Path) -> np.ndarray:
-        data = check_readable(file).read_bytes()
-        return read_image(data, self._image, str(file), own_file=True).pixels
+        image = self._image
+        placed = read_image(check_readable(file).read_bytes(), image, str(file), own_file=True)
+        if not self._resize and (placed.width, placed.height) != (image.width, image.height):
+            raise BadInput(
+                f"{file}: is {placed.width}x{placed.height} (width x height), the model's input, "
+                f"or the first image, is {image.width}x{image.height}",
+                hint="without `task`, deploykit does not resize images: resize them as for "
+                "training",
+            )
+        return placed.pixels
+
+
+def input_without_task(inputs: Sequence[TensorSpec], first: Path) -> ImageInput:
+    """Describe the one input uint8 (N, H, W, C) of a model; the image `first` sets dynamic sizes.
+
+    Raises NotFound or BadInput naming the file.
+    """
+    spec = inputs[0] if len(inputs) == 1 else None
+    if spec is None or spec.dtype != "uint8" or spec.shape[3:] not in ((1,), (3,)):
+        raise BadInput(
+            f"{first}: is an image, which needs a model with one input uint8[N,H,W,3] or "
+            f"uint8[N,H,W,1]; its inputs are: {', '.join(map(str, inputs)) or 'none'}",
+            hint="export with `preprocess` imagenet (or your own file), so that the model "
+            "takes uint8; or store its float inputs as .npz",
+        )
+    pixels = read_pixels(check_readable(first).read_bytes(), own_file=True, where=first)
+    height, width = (
+        own if isinstance(own, int) else size
+        for own, size in zip(spec.shape[1:3], pixels.shape[:2], strict=True)
+    )
+    return ImageInput(spec.name, height, width, colours="L" if spec.shape[3] == 1 else "RGB")
 
 
 def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:

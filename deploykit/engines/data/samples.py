@@ -1,8 +1,8 @@
 """Read arrays for a model's inputs, and labels.
 
 The data may be an `.npz` with one array per input name and optionally `labels`; an `.npy` (or an
-`.npz` with one array of any name) for a model with one input; a folder of such files; a folder of
-images, whose sub-folders are the classes.
+`.npz` with one array of any name) for a model with one input; a folder of images, whose sub-folders
+are the classes.
 
 Archives are not trusted: headers are read first, as a small file can declare, or unpack to, any
 size, and pickled objects are never loaded.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import math
 import os
 import tokenize
@@ -21,7 +20,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
@@ -47,29 +45,28 @@ from deploykit.core.tensors import (
 )
 
 if TYPE_CHECKING:
-    from deploykit.engines.data.images import Images
+    from deploykit.engines.data.images import PlacedImages
 
 
 LABELS, INPUTS = "labels", "inputs/"  # names in golden samples begin with the second
-IMAGES, ARRAYS = (".png", ".jpg", ".jpeg", ".webp"), (".npz", ".npy")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True)
 class DataSource:
     """Data that fit a model and are not read yet.
 
-    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `parts`: the
-    headers of the arrays in each file; of images together. `images` decodes the files if
-    they are images, and `classes` are the labels of images in class folders. `count`: samples.
-    `unused`: other arrays.
+    `names`: input name -> array name; `axes`: by input name, see `sample_axes`. `headers`: of the
+    arrays in the file; of images together. `images` decodes the files if they are images, and
+    `classes` are the labels of images in class folders. `count`: samples. `unused`: other arrays.
     """
 
     where: str
     files: tuple[Path, ...]
     names: Mapping[str, str]
     axes: Mapping[str, int | None]
-    parts: tuple[Mapping[str, Header], ...]
-    images: Images | None
+    headers: Mapping[str, Header]
+    images: PlacedImages | None
     classes: np.ndarray | None
     count: int
     unused: tuple[str, ...]
@@ -77,53 +74,37 @@ class DataSource:
     @property
     def labelled(self) -> bool:
         """Whether it has an array of labels, which is not an input of that name."""
-        return LABELS in self.parts[0] and LABELS not in self.names.values()
+        return LABELS in self.headers and LABELS not in self.names.values()
 
-    def read_part(self, number: int, name: str) -> np.ndarray:
-        """Read the array `name` of one file."""
-        return read_arrays(self.files[number], {"": self.parts[number][name]})[""]
+    def read(self, name: str) -> np.ndarray:
+        """Read the whole array `name`."""
+        return read_array(self.files[0], self.headers[name])
 
     def read_labels(self) -> np.ndarray | None:
-        """Read all labels at once, as they are small."""
-        if not self.labelled:
-            return self.classes
-        return np.concatenate([self.read_part(n, LABELS) for n in range(len(self.files))])
+        return self.read(LABELS) if self.labelled else self.classes
 
     def stamp(self, count: int) -> str:
         """Return a hash that changes when a file with one of the first `count` samples does."""
-        files = self.files[:count] if self.images else self.files
-        stamps = [(file.parent.name, file.name, file_stamp(file)) for file in files]
+        stamps = [(x.parent.name, x.name, file_stamp(x)) for x in self.files[:count]]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()
 
 
 def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataSource:
     """Find the data of `path` for a model with these `inputs`: see `read_samples`."""
-    files, classes, of_images = [path], list[int](), False
-    if is_folder(path):
-        files, classes, of_images = _files_of(path, task.labels if task else ())
-    images: Images | None = None
-    if of_images:  # the decoders import Pillow, which arrays do not need
-        if task is not None and task.image is not None:
-            from deploykit.engines.data.images import PlacedImages
+    files, classes, images = [path], list[int](), None
+    if is_folder(path):  # the decoders import Pillow, which arrays do not need
+        files, classes = _images_of(path, task.labels if task else ())
+        from deploykit.engines.data.images import PlacedImages, input_without_task
 
-            images = PlacedImages(task.image)
-        else:
-            from deploykit.engines.data.images import Images
-
-            images = Images(files[0], inputs, str(path))
+        image = task.image if task else None
+        images = PlacedImages(image or input_without_task(inputs, files[0]), resize=bool(image))
         shape = (len(files), *images.shape)
-        parts = [{"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}]
+        headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
     else:
-        parts = [read_headers(file) for file in files]
-    names, unused, axes = _choose(path, inputs, parts[0])
-    placed = {names[name]: axis for name, axis in axes.items()}
-    if is_folder(path) and images is None:
-        _check_joins(files, parts, placed)
-    counts = {
-        sum(part[name].shape[axis] for part in parts)
-        for name, axis in placed.items()
-        if axis is not None
-    } or {1}
+        headers = read_headers(path)
+    names, unused, axes = _choose(path, inputs, headers)
+    placed = {names[name]: axis for name, axis in axes.items() if axis is not None}
+    counts = {headers[name].shape[axis] for name, axis in placed.items()} or {1}
     if len(counts) != 1 or 0 in counts:
         raise BadInput(
             f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0",
@@ -132,11 +113,10 @@ def find_source(path: Path, inputs: Specs, *, task: Task | None = None) -> DataS
         )
     (count,) = counts
     numbers = np.array(classes, np.int64) if classes else None
-    facts = (names, axes, tuple(parts), images, numbers, count, unused)
+    facts = (names, axes, headers, images, numbers, count, unused)
     found = DataSource(str(path), tuple(files), *facts)
-    labels = [part[LABELS].shape for part in parts] if found.labelled else []
-    if labels and sum(shape[0] if shape else 0 for shape in labels) != count:
-        raise BadInput(f"{path}: {count} samples but labels of shape {labels[0]}")
+    if found.labelled and headers[LABELS].shape[:1] != (count,):
+        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
     return found
 
 
@@ -220,8 +200,8 @@ def _choose(
     return chosen, unused, axes
 
 
-def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
-    """Return a data folder's files, their classes if it has any, and whether they are images.
+def _images_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]]:
+    """Return a folder's images, and their classes if it has any.
 
     Class folders stand for the labels `names` that they are named after, else for 0, 1, …; other
     names, and another number of them than of labels, say nothing of the classes.
@@ -249,15 +229,14 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
         labels += [number] * len(images) if named or len(names) in (0, len(classes)) else []
     if not files:
         raise BadInput(f"{folder}: the folder is empty")
-    of_images = bool(classes) or files[0].suffix.lower() in IMAGES
-    kinds = " ".join(IMAGES if of_images else ARRAYS)
     for file in files:
-        if file.suffix.lower() not in kinds.split():
+        if file.suffix.lower() not in IMAGES:
             raise BadInput(
-                f"{file}: is not a data file like the others",
-                hint=f"the folder contains {kinds} files, and nothing else",
+                f"{file}: is not an image",
+                hint=f"a folder of data contains {' '.join(IMAGES)} files, and nothing else; "
+                "arrays are one .npz or .npy file",
             )
-    return files, labels, of_images
+    return files, labels
 
 
 def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -280,29 +259,6 @@ def list_class(folder: Path, hint: str) -> list[Path]:
 
 
 is_folder = os.path.isdir  # False for a path that cannot be looked at: opening it reports the error
-
-
-def _check_joins(
-    files: Sequence[Path], parts: Sequence[Mapping[str, Header]], axes: Mapping[str, int | None]
-) -> None:
-    """Raise BadInput unless the arrays in several files join along the axis of samples.
-
-    `axes`: by array name; 0 for others, such as labels.
-    """
-
-    def kind(name: str, header: Header) -> str:
-        axis = axes.get(name, 0)
-        sizes = (BATCH if place == axis else str(n) for place, n in enumerate(header.shape))
-        return f"{name}:{header.dtype}[{','.join(sizes)}]"
-
-    kinds = [", ".join(kind(name, part[name]) for name in sorted(part)) for part in parts]
-    for file, part, own in zip(files, parts, kinds, strict=True):
-        if own != kinds[0] or not all(h.shape or name in axes for name, h in part.items()):
-            raise BadInput(
-                f"{file}: has {own}; {files[0].name} has {kinds[0]}",
-                hint="files of one folder are joined: names, dtypes and all axes but that of the "
-                "samples must be equal",
-            )
 
 
 @dataclass(frozen=True)
@@ -384,8 +340,7 @@ def read_samples(path: Path, inputs: Specs, *, task: Task | None = None) -> Samp
     its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
-    nbytes = sum(each.nbytes for part in source.parts for each in part.values())
-    check_fits(f"{source.where}: its samples", nbytes)
+    check_fits(f"{source.where}: its samples", sum(x.nbytes for x in source.headers.values()))
     (whole,) = read_batches(source, source.count)
     return Samples(whole, source.read_labels(), source.where, source.unused, source.axes)
 
@@ -408,7 +363,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
     headers = read_headers(path)
     check_fits(f"{path}: its arrays", sum(each.nbytes for each in headers.values()))
-    return {name: _native(array) for name, array in read_arrays(path, headers).items()}
+    return {name: _native(read_array(path, header)) for name, header in headers.items()}
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
@@ -439,28 +394,27 @@ def random_feeds(
     for spec in specs:
         shape = concrete(spec, sizes)
         check_fits(f"input '{spec.name}'", 8 * math.prod(shape))
+        name = spec.name.lower()
+        hides = spec.dtype == "bool" and "pad" in name  # True masks a place
         if "float" in spec.dtype:
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
-        elif "mask" in spec.name.lower() and len(shape) == 2:
+        elif "mask" in name and len(shape) == 2:
             least = int(spec.dtype == "bool" and shape[1] > 1)
             most = min(_TAIL, max(least + 1, shape[1]))
             found = np.arange(shape[1]) < shape[1] - random.integers(least, most, (shape[0], 1))
             found[:1, -1:] = shape[1] < 2  # one row at least has padding
-            hides = spec.dtype == "bool" and "pad" in spec.name.lower()
             feeds[spec.name] = (found != hides).astype(spec.dtype)
-        elif spec.dtype == "bool":
-            feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
-            if found.ndim > 1 and spec.shape[-1] not in (1, 2):  # either value may mean masked
-                found[..., :1] = "pad" not in spec.name.lower()
-                found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
         elif (steps := steps_counted(spec, specs, sizes)) is not None:
             feeds[spec.name] = random.integers(1, steps + 1, shape).astype(spec.dtype)
             feeds[spec.name][-1:] = steps
-        elif shape and "mask" in spec.name.lower():
+        elif spec.dtype == "bool" or (shape and "mask" in name):
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(spec.dtype)
-            found[..., :1] = 1
+            if len(shape) > 1 and spec.shape[-1] not in (1, 2):  # either value may mean masked
+                found[..., :1] = not hides
+                if spec.dtype == "bool" and shape[-1] > 1:
+                    found[..., -1:] = hides
         elif spec.dtype == "uint8":  # it holds pixels, as ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
         else:
@@ -469,7 +423,6 @@ def random_feeds(
 
 
 FEW = 100  # with fewer samples, a calibration depends on chance
-_BLOCK = 64  # samples examined at a time
 _NORMALISED = 16.0  # normalised pixels span about 5, those in 0..1 span 1
 
 
@@ -500,17 +453,14 @@ def check_finite(samples: Samples) -> None:
     """Raise BadInput naming the first sample that holds NaN or infinity."""
     for name in samples.inputs:
         array = samples.each(name)
-        if array.dtype.kind != "f":
+        if array.dtype.kind != "f" or np.isfinite(array).all():
             continue
-        for start in range(0, len(array), _BLOCK):
-            block = array[start : start + _BLOCK]
-            odd = ~np.isfinite(block.reshape(len(block), -1)).all(1)
-            if odd.any():
-                raise BadInput(
-                    f"{samples.where}: input '{name}' of sample {start + int(odd.argmax())} holds "
-                    "NaN or infinity, and so do the model's answers",
-                    hint="leave such samples out, or fill the gaps as for training",
-                )
+        odd = ~np.isfinite(array).reshape(len(array), -1).all(1)
+        raise BadInput(
+            f"{samples.where}: input '{name}' of sample {int(odd.argmax())} holds NaN or infinity, "
+            "and so do the model's answers",
+            hint="leave such samples out, or fill the gaps as for training",
+        )
 
 
 def overlap(calib: Samples, test: Samples) -> int:
@@ -534,7 +484,6 @@ def digests(samples: Samples) -> Iterator[bytes]:
 
 _DECODERS = 8  # threads at most; each decodes a few hundred images per second
 _AHEAD = 2  # batches to read ahead
-_SKIPPED = 1024  # samples per read before the first that is needed
 
 Item = TypeVar("Item")
 
@@ -555,62 +504,31 @@ def read_batches(source: DataSource, size: int, start: int = 0) -> Iterator[dict
                     pixels[number] = one
                 yield {name: pixels}
         return
-    feeds: dict[str, np.ndarray] = {}
-    with ExitStack() as stack:
-        rows: dict[str, _Rows] = {}
-        for name, own in source.names.items():
-            if (axis := source.axes[name]) is not None:
-                rows[name] = _Rows(source, own, axis, stack)
-            else:  # all samples share it
-                feeds[name] = _native(source.read_part(0, own))
-        skipped = [(at, min(_SKIPPED, start - at)) for at in range(0, start, _SKIPPED)]
-        wanted = [(at, min(size, source.count - at)) for at in range(start, source.count, size)]
-        for at, count in (*skipped, *wanted):
-            feeds |= {name: each.read(count) for name, each in rows.items()}
-            if at >= start:
-                yield {name: feeds[name] for name in source.names}
+    streams = {name: _read_rows(source, name, size, start) for name in source.names}
+    for _ in range(start, source.count, size):
+        yield {name: next(stream) for name, stream in streams.items()}
 
 
-class _Rows:
-    """One array of a source, read in order from all files. `axis`: that of the samples."""
-
-    def __init__(self, source: DataSource, name: str, axis: int, stack: ExitStack) -> None:
-        self._left = deque(
-            (f, part[name]) for f, part in zip(source.files, source.parts, strict=True)
-        )
-        self._stack = stack
-        header, self._axis = source.parts[0][name], axis
-        self._shape, self._dtype = (*header.shape[:axis], *header.shape[axis + 1 :]), header.dtype
-        self._row_bytes = math.prod(self._shape) * header.dtype.itemsize
-        self._file, self._handle = self._open_next()
-
-    def read(self, count: int) -> np.ndarray:
-        """Return the next `count` rows."""
-        raw = bytearray(count * self._row_bytes)
-        view = memoryview(raw)
-        while view:
-            with damage(self._file):
-                got = self._handle.readinto(view)  # type: ignore[attr-defined]
-            if not got and not self._left:
-                raise BadInput(f"{self._file}: ends before its last sample")
-            if not got:
-                self._handle.close()
-                self._file, self._handle = self._open_next()
-            view = view[got:]
-        rows = np.frombuffer(raw, self._dtype) if raw else np.zeros(0, self._dtype)
-        rows = np.moveaxis(rows.reshape(count, *self._shape), 0, self._axis)
-        return _native(np.ascontiguousarray(rows))
-
-    def _open_next(self) -> tuple[Path, IO[bytes]]:
-        file, header = self._left.popleft()
-        with damage(file):
-            if not header.in_rows or self._axis:  # any row needs the whole array
-                check_fits(f"{file}: its array", 2 * header.nbytes)
-                array = read_arrays(file, {"": header})[""]
-                return file, io.BytesIO(np.moveaxis(array, self._axis, 0).tobytes())
-            handle = open_array(file, header, self._stack)
-            handle.read(header.start)
-        return file, handle
+def _read_rows(source: DataSource, name: str, size: int, start: int) -> Iterator[np.ndarray]:
+    """Yield the rows of an input from `start` on, `size` at a time; all of one without an axis."""
+    path, header, axis = source.files[0], source.headers[source.names[name]], source.axes[name]
+    starts = range(start, source.count, size)
+    if axis is None or axis > 0 or not header.in_rows:  # any row needs the whole array
+        check_fits(f"{path}: its array", header.nbytes)
+        array = _native(source.read(source.names[name]))
+        for at in starts:
+            rows = (slice(None),) * (axis or 0) + (slice(at, at + size),)
+            yield array if axis is None else np.ascontiguousarray(array[rows])
+        return
+    row_bytes = header.nbytes // source.count
+    with open_array(path, header) as handle:
+        handle.seek(header.start + start * row_bytes)
+        for at in starts:
+            found = np.empty((min(size, source.count - at), *header.shape[1:]), header.dtype)
+            got = handle.readinto(found.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
+            if got < found.nbytes:
+                raise EOFError("it ends before its last sample")
+            yield _native(found)
 
 
 def read_ahead(items: Iterable[Item]) -> Iterator[Item]:
@@ -673,21 +591,22 @@ def read_headers(path: Path) -> dict[str, Header]:
     return found
 
 
-def read_arrays(path: Path, headers: Mapping[str, Header]) -> dict[str, np.ndarray]:
-    """Return the arrays of a file whose headers were checked."""
+def read_array(path: Path, header: Header) -> np.ndarray:
+    """Return an array whose header was checked."""
+    with open_array(path, header) as handle:
+        found: np.ndarray = npy.read_array(handle, allow_pickle=False)
+        return found
+
+
+@contextlib.contextmanager
+def open_array(path: Path, header: Header) -> Iterator[IO[bytes]]:
+    """Open the array's member at its start. In the block, damage is BadInput."""
     with damage(path), contextlib.ExitStack() as stack:
-        return {
-            name: npy.read_array(open_array(path, header, stack), allow_pickle=False)
-            for name, header in headers.items()
-        }
-
-
-def open_array(path: Path, header: Header, stack: contextlib.ExitStack) -> IO[bytes]:
-    """Open the array's member at its start, until `stack` closes. Raises as zipfile does."""
-    if not header.member:
-        return stack.enter_context(path.open("rb"))
-    archive = stack.enter_context(zipfile.ZipFile(path))
-    return stack.enter_context(archive.open(header.member))
+        if header.member:
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            yield stack.enter_context(archive.open(header.member))
+        else:
+            yield stack.enter_context(path.open("rb"))
 
 
 def is_npy(path: Path) -> bool:

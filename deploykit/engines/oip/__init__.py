@@ -27,19 +27,14 @@ FILES: Final[Sequence[FileDescriptorProto]] = FileDescriptorSet.FromString(
 
 
 POOL: Final = DescriptorPool()
+for _file in FILES:
+    POOL.Add(_file)
 
-
-def _classes() -> dict[str, Any]:
-    classes = {}
-    for file in FILES:
-        POOL.Add(file)
-        messages = POOL.FindFileByName(file.name).message_types_by_name
-        classes.update({name: GetMessageClass(message) for name, message in messages.items()})
-    return classes
-
-
-MESSAGES: Final[Mapping[str, Any]] = _classes()
-
+MESSAGES: Final[Mapping[str, Any]] = {
+    name: GetMessageClass(message)
+    for file in FILES
+    for name, message in POOL.FindFileByName(file.name).message_types_by_name.items()
+}
 
 # The field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none.
 CONTENTS: Mapping[str, str] = {

@@ -140,6 +140,9 @@ class Binding:
 
 
 _Rest = frozenset[tuple[str, tuple[int, ...]]]  # the shapes of inputs without their first axis
+# A session that sees calls of so many rows only, and its inputs: a smaller call fills their first
+# rows. Those of earlier calls may follow, as no row has an effect on another one's outputs.
+_Sized = tuple[int, Binding, dict[str, np.ndarray]]
 _MOST_SESSIONS = 9
 _DEAR = 2.0  # times a steady call
 _RUNS = 3
@@ -172,15 +175,19 @@ class BatchSizes:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The rows that calls are filled up to; none before `prepare`, or if it does not pay."""
-        return tuple(sorted({each.rows for sized in self._sized.values() for each in sized}))
+        return tuple(sorted({rows for sized in self._sized.values() for rows, *_ in sized}))
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self._sized:
             rows, rest = _rows_and_rest(feeds)
-            for sized in self._sized.get(rest, ()):
-                if 0 < rows <= sized.rows:
-                    self._used = sized.binding
-                    return sized(feeds, rows)
+            for most, binding, full in self._sized.get(rest, ()):
+                if 0 < rows <= most:
+                    self._used = binding
+                    if rows == most:
+                        return binding(feeds)
+                    for name, array in full.items():
+                        array[:rows] = feeds[name]
+                    return {name: array[:rows] for name, array in binding(full).items()}
         self._used = self._first
         return self._first(feeds)
 
@@ -206,16 +213,18 @@ class BatchSizes:
             for rows in chosen:
                 try:
                     binding = self._reopen() if opened or sized else self._first
-                    sized.insert(0, _Sized(binding, by_rows[rows]))
+                    full = {name: array.copy() for name, array in by_rows[rows].items()}
+                    binding(full)
+                    sized.insert(0, (rows, binding, full))
                 except Exception as exc:
                     if not sized:
                         raise
                     text = "batches of %d rows or fewer are filled up to %d: no second session: %s"
-                    log.warning(text, rows, sized[0].rows, first_line(exc))
+                    log.warning(text, rows, sized[0][0], first_line(exc))
                     break
 
     def close(self) -> None:
-        for binding in [self._first, *(s.binding for each in self._sized.values() for s in each)]:
+        for binding in [self._first, *(x[1] for sized in self._sized.values() for x in sized)]:
             binding.close()
         self._sized.clear()
 
@@ -232,26 +241,6 @@ class BatchSizes:
                 self._first(small)
                 found.append(self._clock_ns() - started_ns)
         return min(changed) > _DEAR * min(steady)
-
-
-class _Sized:
-    """A session that sees calls of `rows` rows only: smaller ones are filled up.
-
-    Rows of earlier calls do for that: no row has an effect on another one's outputs.
-    """
-
-    def __init__(self, binding: Binding, feeds: Arrays) -> None:
-        self.rows = _rows_and_rest(feeds)[0]
-        self.binding = binding
-        self._full = {name: array.copy() for name, array in feeds.items()}
-        binding(self._full)
-
-    def __call__(self, feeds: Arrays, rows: int) -> dict[str, np.ndarray]:
-        if rows == self.rows:
-            return self.binding(feeds)
-        for name, array in self._full.items():
-            array[:rows] = feeds[name]
-        return {name: array[:rows] for name, array in self.binding(self._full).items()}
 
 
 def _rows_and_rest(feeds: Arrays) -> tuple[int, _Rest]:
@@ -611,8 +600,14 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
             try:
                 yield
             except _OF_CUDA as exc:
-                if device != "cpu":
-                    _raise_cuda_error(path, device, exc)
+                where, text = f"{path}: {device}", str(exc)
+                if device != "cpu" and (asked := ASKED_BYTES.search(text)):
+                    needed = f"{int(asked[1]) / 2**20:,.1f} MiB needed at once"
+                    full = f"{where}: out of memory: {needed}"
+                    raise OutOfMemory(full, hint=USE_LESS_MEMORY) from exc
+                if device != "cpu" and (failed := _CUDA_FAILURE.search(text)):
+                    code, words = int(failed[1]), failed[2].strip()
+                    raise cuda_error(where, "ONNX Runtime", code, words) from exc
                 raise
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
         raise damaged(path) from exc
@@ -625,18 +620,6 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
         error = BadInput if refused or "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
         verb = "refused it" if refused else "failed"
         raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}") from exc
-
-
-def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:
-    memory, failure = ASKED_BYTES.search(str(exc)), _CUDA_FAILURE.search(str(exc))
-    if memory:
-        raise OutOfMemory(
-            f"{path}: {device}: out of memory: {int(memory[1]) / 2**20:,.1f} MiB needed at once",
-            hint=USE_LESS_MEMORY,
-        ) from exc
-    if failure:
-        code, words = int(failure[1]), failure[2].strip()
-        raise cuda_error(f"{path}: {device}", "ONNX Runtime", code, words) from exc
 
 
 def providers() -> tuple[str, ...]:

@@ -13,7 +13,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import mmap
 import os
 import platform
 import re
@@ -39,7 +38,7 @@ from deploykit.core.errors import (
 )
 from deploykit.core.extras import install_command, require
 from deploykit.core.files import cache_folder, make_folder, manifest_path, sha256
-from deploykit.core.machine import file_text, version_numbers
+from deploykit.core.machine import version_numbers
 from deploykit.core.precision import CALIBRATED
 
 if TYPE_CHECKING:
@@ -135,34 +134,23 @@ class Here:
         return {key: value for key, value in facts.items() if value}
 
 
-_MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
-_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
-
-
 def read_machine(driver: CudaDevice) -> Here:
     """Return the facts of the GPU and of the installed TensorRT. Raises MissingExtra."""
     version, major = str(require("tensorrt").__version__), tensorrt_cuda()
     return Here(version, **driver.describe(), tensorrt_cuda=major, architecture=platform.machine())
 
 
-@functools.cache
 def tensorrt_cuda() -> str:
-    """Return the CUDA major of TensorRT; empty if it is not known.
+    """Return the CUDA major in the name of pip's TensorRT; "" if that is not of pip, or both are.
 
-    pip's packages have it in their names. A library of another origin, as of a .deb or of an image,
-    names the libcudart that it loads.
+    Then no CUDA is recorded or compared: TensorRT decides.
     """
-    found = set()
+    found = []
     for major in ("12", "13"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             metadata.version(f"tensorrt-cu{major}-bindings")
-            found.add(major)
-    if not found:
-        for path in set(re.findall(r"(?m)/\S*/libnvinfer\.so\.[\d.]+$", file_text(_MAPS))):
-            with contextlib.suppress(OSError, ValueError), Path(path).open("rb") as file:
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                found |= {each.decode() for each in _CUDART.findall(content)}
-    return found.pop() if len(found) == 1 else ""
+            found.append(major)
+    return found[0] if len(found) == 1 else ""
 
 
 def place_of(built: Mapping[str, str]) -> str:
@@ -307,10 +295,12 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
     A plan made from two files was quantized during the build, so the precision is an option.
     """
     built = manifest.built_on
-    source = _name(built, "model") or "MODEL.onnx"
+
+    def name(key: str, default: str) -> str:  # without its folder, as no path there is trusted
+        return shlex.quote(PurePosixPath(built.get(key, "")).name or default)
+
     other = built.get("gpu") not in (None, here.gpu)
     precision = built.get("precision", "") if len(manifest.made_from) > 1 else ""
-    calibrated = precision in (*CALIBRATED, "auto")
     options = [
         ("--profile", "auto" if other else built.get("profile", "auto")),
         ("--precision", precision),
@@ -319,14 +309,9 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
         ("-o", str(path)),
     ]
     words = [f"{option} {shlex.quote(value)}" for option, value in options if value]
-    calib = [f"--calib {_name(built, 'calib') or 'DATA'}"] * calibrated
-    return " ".join(["deploykit build", source, *words, *calib])
-
-
-def _name(built: Mapping[str, str], key: str) -> str:
-    """Return a quoted file name without its folder, as paths in a manifest are not trusted."""
-    name = PurePosixPath(built.get(key, "")).name
-    return shlex.quote(name) if name else ""
+    if precision in (*CALIBRATED, "auto"):
+        words.append(f"--calib {name('calib', 'DATA')}")
+    return " ".join(["deploykit build", name("model", "MODEL.onnx"), *words])
 
 
 def check_version(version: str) -> None:

@@ -11,7 +11,7 @@ import copy
 import functools
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from deploykit.core.errors import (
 )
 from deploykit.core.extras import require
 from deploykit.core.tensors import Specs, TensorSpec, axis_name
-from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket
+from deploykit.engines.cuda.execution import Model, Pipeline, Shape, Ticket, give_back
 from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import (
     PlanFile,
@@ -147,7 +147,7 @@ class TensorRtEngine(Engine):
         free, total = driver.memory()
         if len(plan.content) > free:
             raise out_of_memory(f"{path}: {driver.device}", len(plan.content), free, total)
-        self._log_errors = LogErrors(nv, path, driver.device)
+        self._log_errors = LogErrors(nv, path, driver)
         self._runtime = self._log_errors.call("Runtime", nv.Runtime, logger(nv))
         if plan.host_code:  # `check_plan` has accepted it
             self._runtime.engine_host_code_allowed = True
@@ -181,9 +181,9 @@ class TensorRtEngine(Engine):
         sizes = {size if most is None else min(size, most) for size in graphs}
         pipeline = Pipeline(model, slots=slots, graphs=sorted(sizes))
         try:
-            with self._sizes_of_memory():
-                pipeline.reserve(self._optimum())
-        except BaseException:
+            pipeline.reserve(self._optimum())
+        except BaseException as exc:
+            traceback.clear_frames(exc.__traceback__)  # they keep the engine alive
             pipeline.close()
             self._runtime = self._engine = None
             raise
@@ -204,26 +204,11 @@ class TensorRtEngine(Engine):
         return other
 
     def prepare(self, calls: Iterable[Arrays] = (), *, joined: bool = False) -> None:
-        with self._sizes_of_memory():
-            self._pipeline.reserve(self._optimum(), self.slots)
-            self._pipeline.prepare(calls, pad=joined)
+        self._pipeline.reserve(self._optimum(), self.slots)
+        self._pipeline.prepare(calls, pad=joined)
 
     def _optimum(self) -> list[Shape]:
         return [self.ranges[spec.name][1] for spec in self.inputs]
-
-    @contextlib.contextmanager
-    def _sizes_of_memory(self) -> Iterator[None]:
-        """Add the free memory to TensorRT's errors, which only report that it does not suffice."""
-        try:
-            yield
-        except OutOfMemory as exc:
-            traceback.clear_frames(exc.__traceback__)  # frames keep the engine alive
-            hint = f"{exc.hint}; to serve it: fewer `instances`, or a smaller `max_batch`"
-            if "free of" in exc.message:
-                raise OutOfMemory(exc.message, hint=hint) from exc
-            free, total = self._driver.memory()
-            sizes = f"{free / 2**20:,.1f} MiB free of {total / 2**20:,.1f} MiB"
-            raise OutOfMemory(f"{exc.message}: {sizes}", hint=hint) from exc
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         with self._guard:
@@ -390,14 +375,14 @@ _WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # a place in Tenso
 
 @dataclass(frozen=True)
 class LogErrors:
-    """Makes errors of the plan `path` on `device` from the log's lines.
+    """Makes errors of the plan `path` on `driver` from the log's lines.
 
     TensorRT logs errors even in calls that succeed: `call` forgets them before each.
     """
 
     nv: Any
     path: Path
-    device: str
+    driver: CudaDevice
 
     def call(self, what: str, run: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a member of TensorRT returns, which is neither None nor False.
@@ -417,8 +402,9 @@ class LogErrors:
         """Return the error for the lines of the last call, whose first one is the root cause."""
         lines = [*logger(self.nv).errors]
         if any(map(_NO_MEMORY.search, lines)):
-            text = f"{self.path}: {self.device}: out of memory in {what}"
-            return OutOfMemory(text, hint=USE_LESS_MEMORY)
+            free, total = (f"{count / 2**20:,.1f} MiB" for count in self.driver.memory())
+            text = f"{self.path}: {self.driver.device}: out of memory in {what}"
+            return OutOfMemory(f"{text}: {free} free of {total}", hint=USE_LESS_MEMORY)
         why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
 
@@ -459,9 +445,7 @@ def _output_allocator(nv: Any) -> Any:
             self.shape = tuple(shape)
 
         def release(self) -> None:
-            with contextlib.suppress(DeploykitError):
-                if self.address:
-                    self.driver.free(self.address)
+            give_back(self.driver.free, self.address)
             self.address = self.size = 0
 
     return OutputAllocator

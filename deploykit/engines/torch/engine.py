@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,9 +124,16 @@ class TorchEngine(Engine):
 
     def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Return the outputs for `feeds` in float64. Raises BadInput if the model cannot."""
-        failed = module_errors(f"{self._where}: in float64 the model failed")
-        with failed, torch.inference_mode(), _in_double(self._module):
-            return self._run(feeds, torch.float64)
+        held = [*self._module.parameters(), *self._module.buffers()]
+        before = [(each, each.data) for each in held if each.is_floating_point()]
+        with module_errors(f"{self._where}: in float64 the model failed"), torch.inference_mode():
+            try:
+                for tensor, data in before:
+                    tensor.data = data.double()
+                return self._run(feeds, torch.float64)
+            finally:  # the same memory again
+                for tensor, data in before:
+                    tensor.data = data
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         """Yield the model, named "(model)", and its modules by their names."""
@@ -137,20 +143,6 @@ class TorchEngine(Engine):
 
     def close(self) -> None:
         self._module = None
-
-
-@contextlib.contextmanager
-def _in_double(module: Any) -> Iterator[None]:
-    """Convert weights and buffers of `module` to float64; afterwards restore the same memory."""
-    held = [*module.parameters(), *module.buffers()]
-    before = [(each, each.data) for each in held if each.is_floating_point()]
-    try:
-        for tensor, data in before:
-            tensor.data = data.double()
-        yield
-    finally:
-        for tensor, data in before:
-            tensor.data = data
 
 
 Key = tuple[str, str, str]

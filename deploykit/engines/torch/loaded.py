@@ -20,6 +20,7 @@ import numpy as np
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.files import read_toml
+from deploykit.core.json_value import from_json
 from deploykit.core.task import (
     COLOURS,
     IMAGENET,
@@ -126,7 +127,7 @@ class Loaded:
 class Undescribed(BadInput):
     """A file, folder or module does not say what the model or its inputs are.
 
-    `arch`: of the library's model that has these weights; "" where that is not known.
+    `arch`: the name of torchvision's model with these weights; "" where none has them.
     """
 
     arch = ""
@@ -141,13 +142,11 @@ def undescribed(
 ) -> Undescribed:
     """Return one error for all that `where` lacks: the architecture, the inputs or both.
 
-    `weights`: those of the file, of which a library may have the model.
+    `weights`: those of the file, which may be of a model of torchvision.
     """
-    known = recognise(weights, Path(str(where))) if weights else None
-    if known is not None:
-        whose, name = known
-        message = f"{where}: does not say what the model is; these are the weights of {whose}"
-        error = Undescribed(message, hint=f"`arch` {name}")
+    if weights and (name := recognise(weights, Path(str(where)))):
+        message = f"{where}: does not say what the model is; these are the weights of torchvision's"
+        error = Undescribed(f"{message} {name}", hint=f"`arch` {name}")
         error.arch = name
         return error
     builds = (
@@ -272,7 +271,21 @@ def specs_from(
     batch N of every input whose axis 0 is as long as the first input's. `dynamic_axes`: names of
     other axes, {"input_ids": {1: "T"}}. Raises BadInput.
     """
-    tensors = _name_tensors(module, example)
+    if isinstance(example, Mapping):
+        tensors = {str(name): value for name, value in example.items()}
+    else:
+        values = list(example) if isinstance(example, (tuple, list)) else [example]
+        names = parameter_names(_unwrap(module)) if is_module(module) else []
+        names += [f"input_{number}" for number in range(len(names), len(values))]
+        tensors = dict(zip(names, values, strict=False))
+    for name, value in tensors.items():
+        if isinstance(value, np.ndarray):
+            tensors[name] = torch.from_numpy(value)
+        elif not isinstance(value, torch.Tensor):
+            packs = isinstance(value, (Mapping, tuple, list))
+            usual = "give a tensor, a tuple of tensors, or a dict of tensors by parameter name"
+            what = f"`example_inputs`: '{name}' is a {type(value).__name__}, not a tensor"
+            raise BadInput(what, hint=WRAP if packs else usual)
     named = dict(dynamic_axes or {})
     unknown = [name for name in named if name not in tensors]
     if unknown:
@@ -292,28 +305,6 @@ def specs_from(
             axes[at] = axis
         specs.append(make_spec(name, dtype_of(tensor), axes))
     return tuple(specs), {name: to_numpy(tensor) for name, tensor in tensors.items()}
-
-
-def _name_tensors(module: Any, example: object) -> dict[str, Any]:
-    if isinstance(example, Mapping):
-        found = {str(name): value for name, value in example.items()}
-    else:
-        values = list(example) if isinstance(example, (tuple, list)) else [example]
-        names = parameter_names(_unwrap(module)) if is_module(module) else []
-        names += [f"input_{number}" for number in range(len(names), len(values))]
-        found = dict(zip(names, values, strict=False))
-    for name, value in found.items():
-        if isinstance(value, np.ndarray):
-            found[name] = value = torch.from_numpy(value)
-        if not isinstance(value, torch.Tensor):
-            packs = isinstance(value, (Mapping, tuple, list))
-            raise BadInput(
-                f"`example_inputs`: '{name}' is a {type(value).__name__}, not a tensor",
-                hint=WRAP
-                if packs
-                else "give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
-            )
-    return found
 
 
 def _unwrap(module: Any) -> Any:
@@ -344,8 +335,13 @@ def _copy(module: Any) -> Any:
     return copy.deepcopy(module, memo).cpu()
 
 
-_CHOICES = {"resize": RESIZE_RULES, "interpolation": INTERPOLATIONS, "colours": COLOURS}
-_BYTES = {"resize_to": 1 << 14, "padding": 255}  # the largest value of each key
+_PLACING: Mapping[str, Sequence[object]] = {  # the values of a key about placing an image
+    "resize": RESIZE_RULES,
+    "interpolation": INTERPOLATIONS,
+    "colours": COLOURS,
+    "resize_to": range(1, (1 << 14) + 1),
+    "padding": range(256),
+}
 
 
 def load_preprocess(reference: str | None) -> tuple[Preprocess | None, dict[str, Any]]:
@@ -366,30 +362,26 @@ def load_preprocess(reference: str | None) -> tuple[Preprocess | None, dict[str,
         )
     path = Path(reference)
     values = read_toml(path)
-    known = ("mean", "std", "scale", *_CHOICES, *_BYTES)
+    known = ("mean", "std", "scale", *_PLACING)
     if unknown := set(values) - set(known):
         raise BadInput(
             f"{path}: unknown key '{sorted(unknown)[0]}'", hint=f"the keys are: {', '.join(known)}"
         )
-    mean, std = (_numbers(values.get(key), f"{path}: {key}") for key in ("mean", "std"))
-    (scale,) = _numbers([values.get("scale", 1 / 255)], f"{path}: scale")
-    if len(mean) != len(std):
-        raise BadInput(
-            f"{path}: mean has {len(mean)} values, std has {len(std)}; both need one per channel"
-        )
-    if min(std) <= 0 or scale <= 0:
-        raise BadInput(f"{path}: std and scale must be above 0")
-    placing = {key: values[key] for key in (*_CHOICES, *_BYTES) if key in values}
+    found: Preprocess = from_json(Preprocess, {**values, "name": path.stem}, str(path))
+    mean, divisors = found.mean, (*found.std, found.scale)
+    finite = all(map(math.isfinite, (*mean, *divisors)))
+    if not finite or not 0 < len(mean) == len(found.std) or min(divisors) <= 0:
+        raise BadInput(f"{path}: needs mean and std, a number per channel; std and scale above 0")
+    placing = {key: value for key, value in values.items() if key in _PLACING}
     for key, value in placing.items():
-        if key in _CHOICES and value not in _CHOICES[key]:
-            raise BadInput(
-                f"{path}: {key} must be one of {', '.join(_CHOICES[key])}, got {value!r}"
-            )
-        if key in _BYTES and (type(value) is not int or not 0 <= value <= _BYTES[key]):
-            raise BadInput(f"{path}: {key} must be an integer up to {_BYTES[key]}, got {value!r}")
+        allowed = _PLACING[key]
+        if value not in allowed:
+            few = (allowed[0], "...", allowed[-1]) if isinstance(allowed, range) else allowed
+            listed = ", ".join(map(str, few))
+            raise BadInput(f"{path}: {key} must be one of {listed}, got {value!r}")
     if ("resize_to" in placing) != (placing.get("resize") == SHORTEST_EDGE):
         raise BadInput(f'{path}: resize = "{SHORTEST_EDGE}" and resize_to go together')
-    return Preprocess(path.stem, mean, std, scale), placing
+    return found, placing
 
 
 def image_input(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:
@@ -412,13 +404,3 @@ def image_input(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[i
     place, spec = found[0]
     batch, channels, height, width = spec.shape
     return place, replace(spec, dtype="uint8", shape=(batch, height, width, channels))
-
-
-def _numbers(values: object, where: str) -> tuple[float, ...]:
-    if (
-        isinstance(values, list)
-        and values
-        and all(type(item) in (int, float) and math.isfinite(item) for item in values)
-    ):
-        return tuple(map(float, values))
-    raise BadInput(f"{where}: must be a list of numbers, one per channel")

@@ -42,7 +42,7 @@ from deploykit.engines.torch.outputs import (
     output_names,
     parameter_names,
 )
-from deploykit.engines.torch.presets import Preset, build_named, common_prefix, preset_of, recognise
+from deploykit.engines.torch.presets import Preset, build_named, preset_of, recognise
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
 torch = require("torch")
@@ -55,18 +55,19 @@ def _from_program(path: Path, content: Content) -> Loaded:
     arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
     axes: dict[Any, str] = {}  # the name of each size that is an expression
+
+    def describe_value(name: str, tensor: Any) -> TensorSpec:
+        shape: list[int | str] = list(tensor.shape)
+        for at, size in enumerate(tensor.shape):
+            if not isinstance(size, int):
+                shape[at] = axes.get(size.node.expr, f"{name}_{at}")
+        return make_spec(name, dtype_of(tensor), shape)
+
     for name in names:
         for at, size in enumerate(values[name].shape):
             axis = BATCH if at == 0 and BATCH not in axes.values() else f"{name}_{at}"
             if not isinstance(size, int):
                 axes.setdefault(size.node.expr, axis)
-
-    def describe_value(name: str, tensor: Any) -> TensorSpec:
-        sizes = enumerate(tensor.shape)
-        shape = [
-            x if isinstance(x, int) else axes.get(x.node.expr, f"{name}_{at}") for at, x in sizes
-        ]
-        return make_spec(name, dtype_of(tensor), shape)
 
     def bind(feeds: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         fed = dict(zip(names, feeds, strict=True))
@@ -185,7 +186,7 @@ def load_module(
     if arch is None:
         raise undescribed(path, arch=True, inputs=not inputs, weights=content.value)
     module, built_with = build_module(arch, content.arguments, content.value)
-    copied = copy_weights(path, module, content.value, content.source)
+    copied = copy_weights(path, module, content.value)
     content = replace(content, value=module, notes=(*content.notes, *built_with, *copied))
     with module_errors(path):
         preset = preset_of(module, arch, path)
@@ -223,8 +224,13 @@ def _from_whole_model(
                 hint = "leave `inputs` and `example_inputs` out"
                 raise BadInput(f"{path}: states its own inputs", hint=hint)
             return _from_program(path, content)
-        module, notes = in_float32(content.value.cpu())
-        content = replace(content, value=module, notes=(*content.notes, *notes))
+        module, notes = content.value.cpu(), content.notes
+        if not isinstance(module, torch.jit.ScriptModule):
+            halves = sum(each.dtype == torch.float16 for each in module.state_dict().values())
+            if halves:  # as Ultralytics saves them
+                notes += (f"{halves} tensors converted from float16 to float32",)
+                module = module.float()
+        content = replace(content, value=module, notes=notes)
         return describe_module(path, content, inputs, example=example, preset=preset_of(module))
 
 
@@ -305,7 +311,6 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
 
 
 _SHOWN = 2  # names of each kind in an error
-_AVERAGED = "n_averaged"  # AveragedModel adds this name
 
 
 def build_module(
@@ -338,67 +343,46 @@ def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str
     if not callable(function):
         raise BadInput(f"`arch` {arch}: is a {type(function).__name__}, a callable is needed")
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # it is written in C
         return {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    given = {p.name: offered[p.name] for p in parameters if p.kind in named and p.name in offered}
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
-    lacking = [name for name in needed if name not in given]
-    if lacking:
+    known = [name for name, each in signature.parameters.items() if each.kind in named]
+    given = {name: offered[name] for name in known if name in offered}
+    try:
+        signature.bind(**given)
+    except TypeError as exc:
         raise BadInput(
-            f"`arch` {arch}: needs the arguments {', '.join(lacking)}",
+            f"`arch` {arch}: {exc}",
             hint="write a function without arguments and name that: "
             f"def build(): return {arch.rpartition(':')[2]}(...)  ->  `arch` ./file.py:build",
-        )
+        ) from exc
     return given
 
 
-def in_float32(module: Any) -> tuple[Any, tuple[str, ...]]:
-    """Convert a module saved in float16, as Ultralytics does, to float32; return it and a note."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return module, ()
-    count = sum(tensor.dtype == torch.float16 for tensor in module.state_dict().values())
-    note = f"{count} tensors converted from float16 to float32"
-    return (module.float(), (note,)) if count else (module, ())
-
-
-def copy_weights(
-    where: Path, module: Any, weights: Mapping[str, Any], source: str = ""
-) -> tuple[str, ...]:
-    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit.
-
-    `source`: a "Lightning" checkpoint may hold more than the model, such as a loss with weights.
-    """
+def copy_weights(where: Path, module: Any, weights: Mapping[str, Any]) -> tuple[str, ...]:
+    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit."""
     own = module.state_dict()
-    notes: list[str] = []
-    if source == "Lightning":
-        weights, notes = _of_attribute(own, weights)
-    weights, removed = _without_prefix(module, weights)
-    notes += removed
-    pairs = {
-        key: (value, own[key])
-        for key, value in weights.items()
-        if key in own and _is_tensor(value, own[key])
-    }
-    wrong = [
-        f"{key} is {dtype_of(theirs)} in the file, {dtype_of(ours)} in the model"
-        for key, (theirs, ours) in pairs.items()
-        if theirs.is_floating_point() != ours.is_floating_point()
-        or theirs.is_complex() != ours.is_complex()
-    ]
-    if wrong:  # torch would convert them silently
+    weights, notes = _of_wrapped(own, weights)
+    casts, wrong = Counter[str](), list[str]()
+    for key, theirs in weights.items():
+        ours = own.get(key)
+        if not _is_tensor(theirs) or not _is_tensor(ours):
+            continue
+        kinds = [(each.is_floating_point(), each.is_complex()) for each in (theirs, ours)]
+        if kinds[0] != kinds[1]:  # torch would convert them silently
+            wrong.append(f"{key} is {dtype_of(theirs)} in the file, {dtype_of(ours)} in the model")
+        elif theirs.shape != ours.shape:
+            sizes = list(theirs.shape), list(ours.shape)
+            wrong.append(f"{key} has size {sizes[0]} in the file, {sizes[1]} in the model")
+        elif theirs.dtype != ours.dtype:
+            casts[f"{dtype_of(theirs)} to {dtype_of(ours)}"] += 1
+    if wrong:
         raise _misfit(where, weights, {"": wrong})
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as exc:
-        shapes = [
-            f"{key} {list(theirs.shape)} in the file, {list(ours.shape)} in the model"
-            for key, (theirs, ours) in pairs.items()
-            if theirs.shape != ours.shape
-        ]
-        raise _misfit(where, weights, {"size mismatch: ": shapes or [first_line(exc)]}) from exc
+        raise _misfit(where, weights, {"": [first_line(exc)]}) from exc
     holders: dict[int, set[str]] = {}  # names that share a parameter
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(name)
@@ -409,42 +393,30 @@ def copy_weights(
     missing = [key for key in missing if key not in tied]
     if missing or unexpected:
         raise _misfit(where, weights, {"missing ": missing, "unexpected ": unexpected})
-    casts = Counter(
-        f"{dtype_of(theirs)} to {dtype_of(ours)}"
-        for theirs, ours in pairs.values()
-        if theirs.dtype != ours.dtype
-    )
     notes += [f"{count} tensors converted from {cast}" for cast, count in casts.items()]
     return tuple(notes)
 
 
-def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Drop a wrapper's prefix from every name, if the module has no such names itself."""
-    notes = []
-    if _AVERAGED in weights and not hasattr(module, _AVERAGED):
-        weights = {key: value for key, value in weights.items() if key != _AVERAGED}
-        notes.append("took the averaged weights of a torch.optim.swa_utils.AveragedModel")
-    own = [name for name, _ in module.named_children()]
-    own += [name for name, _ in module.named_parameters(recurse=False)]
-    while (prefix := common_prefix(weights)) and prefix[:-1] not in own:
-        weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-        notes.append(f"removed '{prefix}' from the front of every name")
-    return weights, notes
-
-
-def _of_attribute(
+def _of_wrapped(
     own: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the weights of the LightningModule's attribute that has all the names in `own`."""
-    prefixes = dict.fromkeys(f"{key.partition('.')[0]}." for key in weights)
-    fitting = [each for each in prefixes if all(f"{each}{name}" in weights for name in own)]
-    if not own or len(fitting) != 1:
+    """Return the weights of the model with the names `own`, without what a wrapper put before them.
+
+    Wrappers are DataParallel, torch.compile, AveragedModel, and a LightningModule with the model
+    as an attribute. Of several prefixes the one with the most of the names counts, if one has.
+    """
+    first = next(iter(own), "")
+    prefixes = [key.removesuffix(first) for key in weights if key.endswith(f".{first}")]
+    counts = {each: sum(f"{each}{name}" in weights for name in own) for each in prefixes}
+    most = [each for each in prefixes if counts[each] == max(counts.values())]
+    if len(most) != 1 or not own.keys().isdisjoint(weights):
         return weights, []
-    prefix = fitting[0]
+    prefix = most[0]
+    names = [key for key in weights if key.startswith(prefix)]
     others = [key for key in weights if not key.startswith(prefix)]
-    notes = [f"took the weights under '{prefix}'; not used: {list_names(others)}"]
-    own_part = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-    return own_part, notes
+    note = f"took the weights under '{prefix}'"
+    note += f"; not used: {list_names(others)}" * bool(others)
+    return {key.removeprefix(prefix): weights[key] for key in names}, [note]
 
 
 def _misfit(
@@ -455,16 +427,13 @@ def _misfit(
     listed = (f"{why}{list_names(names, _SHOWN)}" for why, names in reasons.items() if names)
     return BadInput(
         f"{where}: weights do not fit the model: {'; '.join(listed)}",
-        hint=f"these are the weights of {known[0]}: `arch` {known[1]}" if known else None,
+        hint=f"these are the weights of torchvision's {known}: `arch` {known}" if known else None,
     )
 
 
-def _is_tensor(*values: Any) -> bool:
-    """Return whether all are tensors with a shape: a lazy module's parameters have none yet."""
-    return all(
-        isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-        for value in values
-    )
+def _is_tensor(value: Any) -> bool:
+    """Return whether `value` is a tensor with a shape: a lazy module's parameters have none yet."""
+    return isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
 
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -479,14 +448,14 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder}: is a folder without {CONFIG}",
             hint="name a file, or a folder that transformers' save_pretrained wrote",
         )
-    index, whole = folder / INDEX, folder / "model.safetensors"
-    if whole.is_file() or not index.is_file():
-        if not whole.is_file():
-            raise BadInput(
-                f"{folder}: has no model.safetensors",
-                hint="save the model again with save_pretrained(folder), which writes one",
-            )
+    whole = folder / "model.safetensors"
+    if whole.is_file():
         return [whole]
+    if not (folder / INDEX).is_file():
+        raise BadInput(
+            f"{folder}: has no model.safetensors",
+            hint="save the model again with save_pretrained(folder), which writes one",
+        )
     names = set(read_settings(folder, INDEX).get("weight_map", {}).values())
     return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
 
@@ -509,7 +478,7 @@ def load_folder(
     transformers = require("transformers")
     name = str(names[0]) if isinstance(names, list) and names else ""
     with module_errors(folder):
-        found = getattr(transformers, name, None)
+        found: Any = getattr(transformers, name, None)
     if not hasattr(found, "from_pretrained"):
         if not name:
             raise undescribed(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)
@@ -517,7 +486,21 @@ def load_folder(
             f"{folder}: transformers {transformers.__version__} has no model '{name}'",
             hint="export its model.safetensors with `arch` and `inputs`, or upgrade transformers",
         )
-    module = _load(folder, found)
+    with module_errors(f"{folder}: transformers cannot load it"), without_messages():
+        module, report = found.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    wrong = {
+        f"{key} ": sorted(map(str, report.get(f"{key}_keys") or ()))
+        for key in ("missing", "mismatched")
+    }
+    if any(wrong.values()):  # transformers fills these with random numbers
+        raise _misfit(folder, {}, wrong)
     specs = tuple(inputs) or _inputs(folder, module)
     with module_errors(folder):
         content = Content("Hugging Face", module)
@@ -537,25 +520,6 @@ def without_messages() -> Iterator[None]:
     finally:
         if bars:
             logging.enable_progress_bar()
-
-
-def _load(folder: Path, found: Any) -> Any:
-    with module_errors(f"{folder}: transformers cannot load it"), without_messages():
-        module, report = found.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
-    wrong = {
-        key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
-    }
-    if any(wrong.values()):  # transformers fills these with random numbers
-        reasons = [f"{key} {list_names(names, 2)}" for key, names in wrong.items() if names]
-        raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
-    return module
 
 
 def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:

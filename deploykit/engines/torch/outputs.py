@@ -7,14 +7,13 @@ returns a flat tuple.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import math
 import re
-import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, batch_axes, concrete, make_spec, steps_counted
 from deploykit.engines.data.examples import Example
-from deploykit.engines.torch.files import absent, dtype_of, lacks
+from deploykit.engines.torch.files import absent, dtype_of, lacks, quiet
 
 torch = require("torch")
 
@@ -201,56 +200,64 @@ def describe(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
 ) -> Description:
     """Run the module on `example`, else on zeros. Raises BadInput naming the reason."""
-    probe, base = _first_that_runs(where, adapter, inputs, example)
-    names = output_names([place for place, _ in base], {spec.name for spec in inputs})
-    axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
-    for number, shape in enumerate(axes):  # a size 0 depends on the data, as of nonzero(x)
-        axes[number] = [size or f"{names[number]}_{at}" for at, size in enumerate(shape)]
-    movers: dict[tuple[int, int], set[str]] = {}
-    for number, at, *_ in _changes(base, probe.other_data()) or ():
-        movers[number, at] = {f"{names[number]}_{at}"}
+    tries = _sizes_near(inputs, example) if example.arrays else _made_up_sizes(inputs, example)
+    refusals: list[SizeRefused] = []
+    for sizes, fill in tries:
+        probe = _Probe(where, adapter, inputs, example, sizes, fill)
+        found = probe.run(sizes)
+        if isinstance(found, list):
+            base = found
+            break
+        refusals.append(found)
+    else:  # at the example's own sizes, or the smallest
+        raise refusals[-1 if example.arrays else 0]
+    follows: dict[tuple[int, int], set[str]] = defaultdict(set)  # "": not one axis of the inputs
     limits = {}
-    for axis in probe.sizes:
-        runs, most = probe.others(axis)
-        least = probe.least(axis, _unanswered(base))
+    for number, at, *_ in _changes(base, probe.other_data()) or ():
+        follows[number, at].add("")
+    for axis, own in probe.sizes.items():
+        runs, least, most = probe.resize(axis, base)
         if least > 1 or most:
             limits[axis] = least, most
-        for size, other in runs:
-            changes = _changes(base, other)
+        for size, leaves in runs.items():
+            changes = _changes(base, leaves)
             if changes is None:
                 raise BadInput(
                     f"{where}: the outputs' number or rank depends on axis {axis}",
                     hint=f"give axis {axis} a fixed size in `inputs`: 1 for one sample at a time",
                 )
-            for number, at, old, new in changes:
-                follows = (old, new) == (probe.sizes[axis], size)
-                name = axis if follows else f"{names[number]}_{at}"
-                movers.setdefault((number, at), set()).add(name)
-    for (number, at), found in movers.items():
-        axes[number][at] = found.pop() if len(found) == 1 else f"{names[number]}_{at}"
-    specs = [
-        make_spec(name, dtype_of(tensor), shape)
-        for name, (_, tensor), shape in zip(names, base, axes, strict=True)
-    ]
+            for number, at, *pair in changes:
+                follows[number, at].add(axis if pair == [own, size] else "")
+    specs = []
+    names = output_names([place for place, _ in base], {spec.name for spec in inputs})
+    for number, (name, (_, tensor)) in enumerate(zip(names, base, strict=True)):
+        shape: list[int | str] = []
+        for at, size in enumerate(tensor.shape):
+            axes = follows[number, at] or ({size} if size else {""})  # 0: as of nonzero(x)
+            shape.append((axes.pop() if len(axes) == 1 else "") or f"{name}_{at}")
+        specs.append(make_spec(name, dtype_of(tensor), shape))
     if not specs:
         raise BadInput(f"{where}: the model returns no tensor")
-    return Description(tuple(specs), probe.feeds(), probe.sizes, limits)
+    return Description(tuple(specs), probe.feeds(probe.sizes), probe.sizes, limits)
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """Runs a module at given sizes of the dynamic axes, on `example`, else `fill` for integers."""
+    """Runs a module at `sizes` of its dynamic axes, which it takes, and at others.
+
+    `fill`: the value of integers where there is no example.
+    """
 
     where: str
     adapter: Adapter
     inputs: Sequence[TensorSpec]
+    example: Example
     sizes: Mapping[str, int]
     fill: int
-    example: Example
 
-    def feeds(self) -> list[Any]:
+    def feeds(self, sizes: Mapping[str, int]) -> list[Any]:
         """Return the example, else zeros for floats, lengths as they are, `fill` for integers."""
-        inputs, sizes = self.inputs, self.sizes
+        inputs = self.inputs
         if self.example.arrays:
             given = self.example.feeds(inputs, sizes, floats=True)
             return [torch.tensor(given[x.name], dtype=getattr(torch, x.dtype)) for x in inputs]
@@ -263,34 +270,27 @@ class _Probe:
             for spec in inputs
         ]
 
-    def run(self) -> Leaves:
-        """Return the outputs, without the module's warnings. Raises SizeRefused if it raises."""
+    def run(self, sizes: Mapping[str, int]) -> Leaves | SizeRefused:
+        """Return the outputs, or why the module raises."""
         try:
-            return self._outputs(self.feeds())
+            return self._outputs(self.feeds(sizes))
         except DeploykitError:
             raise
         except Exception as exc:  # the user's module may raise anything
             if operator := absent(exc):
                 raise lacks(self.where, operator) from exc
-            tried = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-            raise SizeRefused(
+            tried = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            refused = SizeRefused(
                 f"{self.where}: the model does not take {', '.join(map(str, self.inputs))}"
                 f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}",
                 hint=_hint(self.adapter, self.inputs, exc),
-            ) from exc
-
-    def at(self, axis: str, size: int) -> Leaves:
-        """Run with another size of `axis`."""
-        return replace(self, sizes={**self.sizes, axis: size}).run()
-
-    def _outputs(self, feeds: list[Any]) -> Leaves:
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # zeros at arbitrary sizes cause warnings
-            return self.adapter.leaves(feeds)
+            )
+            refused.__cause__ = exc
+            return refused
 
     def other_data(self) -> Leaves:
         """Return the outputs for random floats; none if the module does not take those."""
-        feeds, random = self.feeds(), torch.Generator().manual_seed(0)
+        feeds, random = self.feeds(self.sizes), torch.Generator().manual_seed(0)
         for feed in feeds:
             if feed.is_floating_point():
                 feed.copy_(torch.rand(feed.shape, generator=random))
@@ -299,66 +299,63 @@ class _Probe:
         except Exception:  # noqa: BLE001 - the user's module may raise anything
             return []
 
-    def least(self, axis: str, unanswered: set[int]) -> int:
-        """Find by bisection the smallest size of `axis` that the module takes; 1 for a batch.
+    def _outputs(self, feeds: list[Any]) -> Leaves:
+        with torch.inference_mode(), quiet():  # zeros at arbitrary sizes cause warnings
+            return self.adapter.leaves(feeds)
 
-        At that size, the outputs are finite, except those in `unanswered`.
-        """
-        fails, runs = 0, self.sizes[axis] if axis not in batch_axes(self.inputs) else 1
-        while fails + 1 < runs:
-            size = (fails + runs) // 2 if fails else 1
-            try:
-                answers = _unanswered(self.at(axis, size)) <= unanswered
-            except SizeRefused:
-                answers = False
-            fails, runs = (fails, size) if answers else (size, runs)
-        return runs
-
-    def others(self, axis: str) -> tuple[list[tuple[int, Leaves]], int | None]:
+    def resize(self, axis: str, base: Leaves) -> tuple[dict[int, Leaves], int, int | None]:
         """Run with `axis` larger, which shows strides, or smaller, as at the end of a table.
 
-        The second result is the largest size that the model takes, None if there is none.
+        Returns the outputs by size, and the least and the largest size (None: any) that the model
+        takes. At the least, those outputs are finite that are finite in `base`.
         """
-        size, most = self.sizes[axis], self.example.most.get(axis)
         batch = axis in batch_axes(self.inputs)
-        candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
+        size, most = self.sizes[axis], self.example.most.get(axis)
+
+        def run(other: int) -> Leaves | SizeRefused:
+            return self.run({**self.sizes, axis: other})
+
+        def works(other: int) -> bool:
+            return isinstance(run(other), list)
+
+        def answers(other: int) -> bool:
+            found = run(other)
+            return isinstance(found, list) and _unanswered(found) <= _unanswered(base)
+
+        larger = [size + 1, 2 * size] if batch else [2 * size, size + 1]
         if not batch and size < _SEQUENCE_SIZES[1]:
-            candidates.append(17 * size)
-        candidates = [each for each in candidates if each <= (most or each)]
-        found: list[tuple[int, Leaves]] = []
-        failure: BadInput | None = None
-        for other in (*candidates, size - 1, size // 2):
-            if found and (batch or other < size):
-                break
-            try:
-                if other > 0:
-                    found.append((other, self.at(axis, other)))
-            except SizeRefused as exc:
-                failure = failure or exc
-        if found and failure and most is None and not batch:
-            ran = max(size, *(each for each, _ in found))
-            most = self._largest(axis, ran, max(candidates))
-        if not found:
+            larger.append(17 * size)
+        larger = [each for each in larger if each <= (most or each)]
+        runs: dict[int, Leaves] = {}
+        refused: SizeRefused | None = None
+        for other in (*larger, size - 1, size // 2):
+            if other < 1 or (runs and (batch or other < size)):
+                continue
+            found = run(other)
+            if isinstance(found, list):
+                runs[other] = found
+            else:
+                refused = refused or found
+        if not runs:
             raise BadInput(
                 f"{self.where}: axis {axis} is not dynamic in this model, which takes a size of "
-                f"{size}: {failure}",
+                f"{size}: {refused}",
                 hint=f"in `inputs`, give {axis} a fixed size, or its name to the axis that it is",
             )
-        return found, most
+        if batch:
+            return runs, 1, most
+        if refused and most is None:
+            last = _last(works, max(size, *runs), max(larger))
+            most = None if any(works(factor * last) for factor in (2, 3, 4)) else last
+        return runs, 1 if answers(1) else _last(answers, size, 1), most
 
-    def _largest(self, axis: str, runs: int, fails: int) -> int | None:
-        """Find by bisection the size above which the model takes none, as a table's; else None."""
 
-        def works(size: int) -> bool:
-            with contextlib.suppress(SizeRefused):
-                self.at(axis, size)
-                return True
-            return False
-
-        while runs + 1 < fails:
-            size = (runs + fails) // 2
-            runs, fails = (size, fails) if works(size) else (runs, size)
-        return None if any(works(factor * runs) for factor in (2, 3, 4)) else runs
+def _last(works: Callable[[int], bool], runs: int, fails: int) -> int:
+    """Find by bisection the last size that works, from one that runs to one that fails."""
+    while abs(runs - fails) > 1:
+        size = (runs + fails) // 2
+        runs, fails = (size, fails) if works(size) else (runs, size)
+    return runs
 
 
 def _unanswered(leaves: Leaves) -> set[int]:
@@ -382,25 +379,10 @@ def _changes(base: Leaves, other: Leaves) -> list[tuple[int, int, int, int]] | N
     ]
 
 
-def _first_that_runs(
-    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
-) -> tuple[_Probe, Leaves]:
-    """Find sizes and a value for integers at which the module runs; else raise its failure."""
-    tries = _sizes_near(example, inputs) if example.arrays else _made_up_sizes(inputs, example.most)
-    failures: list[SizeRefused] = []
-    for sizes, fill in tries:
-        probe = _Probe(where, adapter, inputs, sizes, fill, example)
-        try:
-            return probe, probe.run()
-        except SizeRefused as exc:
-            failures.append(exc)
-    raise failures[-1 if example.arrays else 0]  # at the example's own sizes, or the smallest
-
-
 def _made_up_sizes(
-    inputs: Sequence[TensorSpec], most: Mapping[str, int]
+    inputs: Sequence[TensorSpec], example: Example
 ) -> Iterator[tuple[dict[str, int], int]]:
-    """Yield sizes that differ, up to `most`: only the batch does not grow with each try."""
+    """Yield sizes that differ, up to the most: only the batch does not grow with each try."""
     batch = batch_axes(inputs)
     axes = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
     others = [axis for axis in axes if axis not in batch]
@@ -410,25 +392,26 @@ def _made_up_sizes(
         first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
         sizes = {axis: _SMALL + at for at, axis in enumerate(batch)}
         sizes |= {axis: first + step * at for at, axis in enumerate(others)}
-        sizes = {axis: min(size, most.get(axis, size)) for axis, size in sizes.items()}
+        sizes = {axis: min(size, example.most.get(axis, size)) for axis, size in sizes.items()}
         yield sizes, 0
         if integers:  # a length of 0 is refused
             yield sizes, 1
 
 
 def _sizes_near(
-    example: Example, inputs: Sequence[TensorSpec]
+    inputs: Sequence[TensorSpec], example: Example
 ) -> Iterator[tuple[dict[str, int], int]]:
     """Yield sizes that differ and are near the example's, then its own."""
     own = example.sizes(inputs)
+    above = {axis: max(2, size) for axis, size in own.items()}  # exporters take 0, 1 for constants
     taken = {size for spec in inputs for size in spec.shape if isinstance(size, int)}
     apart: dict[str, int] = {}
-    for axis, size in own.items():  # exporters take 0 and 1 for constants
-        near = [max(2, size), *range(max(2, size) - 1, 1, -1), *range(size + 1, size + 99)]
-        near = [each for each in near if each <= example.most.get(axis, each)]
-        apart[axis] = next((each for each in near if each not in taken), size)
+    for axis, size in above.items():
+        near = (*range(size, 1, -1), *range(size + 1, size + 99))
+        free = (n for n in near if n not in taken and n <= example.most.get(axis, n))
+        apart[axis] = next(free, own[axis])
         taken.add(apart[axis])
-    for sizes in (apart, {axis: max(2, size) for axis, size in own.items()}, own):
+    for sizes in (apart, above, own):
         yield sizes, 0
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import MissingExtra, NotFound, did_you_mean
-from deploykit.core.extras import require
+from deploykit.core.extras import installed, require
 from deploykit.core.files import sha256
 from deploykit.core.task import (
     CLASSIFY,
@@ -36,7 +36,6 @@ torch = require("torch")
 
 INPUT = "image"
 _FEWEST = 16  # tensors: those of AlexNet
-_SEARCH_S = 40.0
 _COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
 _PACKAGES = (
     "torchvision.models",
@@ -112,7 +111,20 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     found = torchvision_name(arch)
     if found is None:
         return None
-    return _build_torchvision(found, weights)
+    builder = _torchvision().get_model_builder(found)
+    known = inspect.signature(builder).parameters
+    given: dict[str, Any] = {"weights": None}
+    if "weights_backbone" in known:
+        given["weights_backbone"] = None  # prevents a download
+    auxiliary = any(".aux" in f".{key.lower()}" for key in weights)
+    if "aux_loss" in known:
+        given["aux_loss"] = auxiliary
+    if found in _OWN_NORMALISATION:
+        given |= {"aux_logits": auxiliary, "init_weights": False}
+    module = _sized(lambda **more: builder(**given, **more), weights)
+    if found in _OWN_NORMALISATION:
+        module.transform_input = True
+    return module
 
 
 class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
@@ -125,52 +137,32 @@ class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,na
         return func(*args, **given)
 
 
-def recognise(weights: Mapping[str, Any], file: Path) -> tuple[str, str] | None:
-    """Return whose weights these are, "timm's vit_tiny", and the `arch` of it, by building models.
+def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
+    """Return the name of torchvision's model with these weights, found by building its models.
 
     Models that the name of `file` mentions come first. Wrappers' prefixes do not count, nor does
-    the number of classes. None where no installed library has such a model, or none is found in
-    `_SEARCH_S` of CPU time.
+    the number of classes.
     """
     theirs, unlike = _sizes(weights), set[str]()
-    names_alone, begun = dict.fromkeys(weights), time.process_time()
-    for family, name in () if len(theirs) < _FEWEST else _candidates(theirs, file):
+    if len(theirs) < _FEWEST or not installed("torchvision"):
+        return None
+    library, names_alone = _torchvision(), dict.fromkeys(weights)
+    models: list[str] = [each for each in library.list_models() if "quantized_" not in each]
+    models.sort(key=lambda name: (name not in file.name, not name.startswith("resnet"), len(name)))
+    for name in models:
+        family = library.get_model_builder(name).__module__
         if family in unlike:
             continue
-        if time.process_time() - begun > _SEARCH_S:
-            break
-        arch = f"timm:{name}" if family.startswith("timm.") else name
         with contextlib.suppress(Exception), warnings.catch_warnings(), _WithoutMemory():
             warnings.simplefilter("ignore")
-            own = _sizes(build_named(arch, names_alone).state_dict())
+            own = _sizes(build_named(name, names_alone).state_dict())
             if own.keys() == theirs.keys():  # built again with their number of classes
-                own = _sizes(build_named(arch, weights).state_dict())
+                own = _sizes(build_named(name, weights).state_dict())
             if own == theirs:
-                return f"{family.partition('.')[0]}'s {name}", arch
+                return name
             if not own.keys() & theirs.keys():
                 unlike.add(family)
     return None
-
-
-def _candidates(names: Collection[str], file: Path) -> Iterator[tuple[str, str]]:
-    """Yield families and names of models, the likely ones first, torchvision's before timm's."""
-    with contextlib.suppress(MissingExtra):
-        library = _torchvision()
-        named: list[str] = [each for each in library.list_models() if "quantized_" not in each]
-        named.sort(
-            key=lambda name: (name not in file.name, not name.startswith("resnet"), len(name))
-        )
-        yield from ((library.get_model_builder(name).__module__, name) for name in named)
-    with contextlib.suppress(MissingExtra):
-        timm = require("timm")
-        named = sorted((each for each in timm.list_models() if each in file.name), key=len)
-        yield from (("timm.", name) for name in reversed(named))
-        parts = {part for name in names for part in name.split(".") if not part.isdigit()}
-        code = {each: inspect.getsource(getattr(timm.models, each)) for each in timm.list_modules()}
-        by_parts = sorted(code, key=lambda each: -sum(part in code[each] for part in parts))
-        for family in by_parts:
-            of_family = sorted(timm.list_models(module=family), key=len)
-            yield from ((f"timm.{family}", name) for name in of_family)
 
 
 def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,15 +172,10 @@ def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in weights.items()
         if hasattr(value, "shape") and not key.endswith(_COUNTERS)
     }
-    while prefix := common_prefix(found):
-        found = {key.removeprefix(prefix): shape for key, shape in found.items()}
-    return found
-
-
-def common_prefix(names: Iterable[str]) -> str:
-    """Return what DataParallel, torch.compile, Lightning or an attribute puts before every name."""
-    prefixes = {name.partition(".")[0] + "." * ("." in name) for name in names}
-    return prefixes.pop() if len(prefixes) == 1 and "." in min(prefixes) else ""
+    parts = zip(*(key.split(".")[:-1] for key in found), strict=False)
+    shared = takewhile(lambda names: len(set(names)) == 1, parts)
+    front = "".join(f"{names[0]}." for names in shared)
+    return {key.removeprefix(front): shape for key, shape in found.items()}
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:
@@ -210,23 +197,6 @@ def _torchvision() -> Any:
 
 
 # torchvision
-
-
-def _build_torchvision(name: str, weights: Mapping[str, Any]) -> Any:
-    builder = _torchvision().get_model_builder(name)
-    known = inspect.signature(builder).parameters
-    given: dict[str, Any] = {"weights": None}
-    if "weights_backbone" in known:
-        given["weights_backbone"] = None  # prevents a download
-    auxiliary = any(".aux" in f".{key.lower()}" for key in weights)
-    if "aux_loss" in known:
-        given["aux_loss"] = auxiliary
-    if name in _OWN_NORMALISATION:
-        given |= {"aux_logits": auxiliary, "init_weights": False}
-    module = _sized(lambda **more: builder(**given, **more), weights)
-    if name in _OWN_NORMALISATION:
-        module.transform_input = True
-    return module
 
 
 def _sized(build: Callable[..., Any], weights: Mapping[str, Any]) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.task import EMBED
-from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.torch.files import module_errors
 from deploykit.engines.torch.loaded import Loaded
 from deploykit.exporting.heads.head import INSIDE, AnswerRule, HeadRequest, TaskHead
@@ -31,9 +32,9 @@ def add_scores(request: HeadRequest) -> TaskHead:
             f"`task` {request.kind}: the outputs are numbers, not classes (regression)",
             hint="without `task` they stay as they are",
         )
-    if request.stated == EMBED and request.loaded.preset and not request.labelled:
+    if request.preset.task == EMBED and not request.labelled:
         raise BadInput(
-            f"`task` {request.kind}: by {request.loaded.preset.source} the outputs are features",
+            f"`task` {request.kind}: by {request.preset.source} the outputs are features",
             hint="`task` embed; where they are classes, `labels` says so",
         )
     needs = "classify needs scores of two classes or more, float [N,classes]"
@@ -62,14 +63,11 @@ def add_scores(request: HeadRequest) -> TaskHead:
 def are_probabilities(loaded: Loaded, at: int) -> bool:
     """Return whether an output comes from a sigmoid, or its rows add up to 1.
 
-    It is tried on random images, and on tokens of id 0.
+    It is tried on random inputs.
     """
-    inputs = []
-    random = torch.Generator().manual_seed(0)
-    for spec in loaded.inputs:
-        shape = concrete(spec, {axis: low for axis, (low, _) in loaded.limits.items()})
-        mask = "mask" in spec.name
-        inputs.append((torch.rand(shape, generator=random) + mask).to(getattr(torch, spec.dtype)))
+    sizes = {axis: low for axis, (low, _) in loaded.limits.items()}
+    feeds = random_feeds(loaded.inputs, sizes)
+    inputs = (torch.from_numpy(feeds[x.name]).to(getattr(torch, x.dtype)) for x in loaded.inputs)
     with module_errors("the model"), torch.inference_mode(), _SigmoidWatch() as watch:
         values = loaded.module(*inputs)[at]
     if values.untyped_storage().data_ptr() in watch.made:

@@ -50,9 +50,11 @@ def add_boxes(request: HeadRequest) -> TaskHead:
 
 def _of_one_output(request: HeadRequest) -> TaskHead:
     """Add the head for rows of a box, scores of classes and what else a YOLO puts there."""
-    loaded, classes = request.loaded, request.classes
+    loaded, classes = request.loaded, request.preset.classes
     at: int | None = 0
-    boxes_first = request.stated == DETECT or _are_raw_maps(loaded.outputs[0], loaded.outputs[1:])
+    boxes_first = request.preset.task == DETECT or _are_raw_maps(
+        loaded.outputs[0], loaded.outputs[1:]
+    )
     if float_outputs(loaded, (3,))[:1] != [0] or not boxes_first:
         at = AnswerRule().find(loaded, (3,))
     if at is None:
@@ -64,7 +66,7 @@ def _of_one_output(request: HeadRequest) -> TaskHead:
     final = columns == 6 and classes != 2  # else a box and the scores of two classes
     if rows <= 1000 and (final or (ends and columns >= 6)):  # masks or keypoints come behind
         return _final(request, at, (batch, rows))
-    by_library = request.stated == DETECT and rows == 4 + (classes or 0)
+    by_library = request.preset.task == DETECT and rows == 4 + (classes or 0)
     if rows == columns and not by_library:
         raise request.misfit(f"{_BOX_ROWS}; as many boxes as columns could be either")
     anchors_last = by_library or columns > rows
@@ -85,7 +87,7 @@ def _of_one_output(request: HeadRequest) -> TaskHead:
         return torch.cat((centre - half, centre + half), -1), scores
 
     made = _suppressed(request, [at], (batch, anchors), count, decode)
-    if request.stated == DETECT and request.classes:
+    if request.preset.task == DETECT and request.preset.classes:
         made = replace(made, notes=made.notes + _check_with_library(request, at, made, count))
     return made
 
@@ -168,7 +170,7 @@ def _final(request: HeadRequest, at: int, shape: tuple[int | str, int]) -> TaskH
         classes = rows[..., 5].to(torch.int64)
         return _in_image(rows[..., :4], scores, classes, *request.size)
 
-    return _boxes(request, [at], (shape[0], many), detect, request.classes)
+    return _boxes(request, [at], (shape[0], many), detect, request.preset.classes)
 
 
 def _of_one_image(request: HeadRequest, places: Sequence[int]) -> TaskHead:
@@ -182,7 +184,7 @@ def _of_one_image(request: HeadRequest, places: Sequence[int]) -> TaskHead:
         ]
         return tuple(each.reshape(1, many, *each.shape[1:]) for each in filled)
 
-    return _boxes(request, places, (1, many), detect, request.classes)
+    return _boxes(request, places, (1, many), detect, request.preset.classes)
 
 
 def _in_image(corners: Any, scores: Any, classes: Any, height: int, width: int) -> Any:

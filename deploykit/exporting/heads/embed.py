@@ -33,7 +33,7 @@ _NAMES = {"pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": CLS}
 
 def add_embedding(request: HeadRequest) -> TaskHead:
     """Add the normalisation to length 1. Raises BadInput."""
-    scores = request.stated == CLASSIFY
+    scores = request.preset.task == CLASSIFY
     at = request.find(SCORES if scores else _VECTORS, (2, 4), _VECTOR)
     notes = request.left_out(at)
     if scores:

@@ -18,6 +18,7 @@ from deploykit.core.task import TaskOutputs
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.torch.loaded import Loaded, by_position
 from deploykit.engines.torch.outputs import adapt
+from deploykit.engines.torch.presets import Preset
 
 torch = require("torch")
 
@@ -86,14 +87,9 @@ class HeadRequest:
     problem: str = ""
 
     @property
-    def stated(self) -> str | None:
-        """The task that the model's library names."""
-        return self.loaded.preset.task if self.loaded.preset else None
-
-    @property
-    def classes(self) -> int | None:
-        """Return the number of classes that the model's library names."""
-        return self.loaded.preset.classes if self.loaded.preset else None
+    def preset(self) -> Preset:
+        """What the model's library states, empty if that is nothing."""
+        return self.loaded.preset or Preset("", (), None, None)
 
     def misfit(self, needs: str, option: str = "") -> BadInput:
         """Return the error for outputs that are not what the task, or `option`, needs."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote as percent_encode
 
-from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
+from deploykit.core.errors import BadInput, quote
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
 from deploykit.serving.http2 import (
@@ -26,7 +26,7 @@ from deploykit.serving.http2 import (
     literal,
 )
 from deploykit.serving.models.pipelines import Receiver
-from deploykit.serving.transport.connection import BUG, About, extend, message_of, refusal_of
+from deploykit.serving.transport.connection import About, extend, message_of, refusal_of
 from deploykit.serving.transport.encodings import decompress
 
 log = logging.getLogger(__name__)
@@ -55,52 +55,6 @@ FIRST_FRAME = frame(HEADERS, END_HEADERS, 0, REPLY_HEADERS)[:5]  # without its s
 LAST_FRAME = frame(HEADERS, END_HEADERS | END_STREAM, 0, OK)[:5]
 _SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
 _LONGEST_MESSAGE = 1000
-
-
-class MessageReader:
-    """Assembles messages with their prefixes from the pieces of a stream.
-
-    `have`: bytes received and not taken. `need`: bytes of the next message with its prefix, 0 until
-    that has arrived.
-    """
-
-    __slots__ = ("_data", "have", "need")
-
-    def __init__(self) -> None:
-        self._data: bytes | bytearray = b""  # a single piece as it came
-        self.have = self.need = 0
-
-    def add(self, piece: bytes) -> None:
-        if self.have:
-            data = self._joined()
-            data += piece
-        else:
-            self._data = piece
-        self.have += len(piece)
-        self._read_prefix()
-
-    def _joined(self) -> bytearray:
-        data = self._data
-        if not isinstance(data, bytearray):
-            data = self._data = bytearray(data)
-        return data
-
-    def take(self) -> bytes:
-        """Return the next message with its prefix, which must have arrived."""
-        need, self.need = self.need, 0
-        self.have -= need
-        if not self.have:
-            message, self._data = bytes(self._data), b""
-            return message
-        data = self._joined()
-        message = bytes(memoryview(data)[:need])
-        del data[:need]  # which moves nothing
-        self._read_prefix()
-        return message
-
-    def _read_prefix(self) -> None:
-        if self.have >= PREFIX_BYTES:
-            self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0]
 
 
 @dataclass(frozen=True)
@@ -165,7 +119,7 @@ def parse_head(
         text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
         refusal = ("UNAUTHENTICATED", text)
     elif method is None:
-        refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+        refusal = ("UNIMPLEMENTED", f"the method {quote(path)} is not offered by this server")
     elif timeout is not None and match is None:
         refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
     return CallHead(
@@ -182,36 +136,17 @@ def parse_head(
 class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
-    __slots__ = (
-        "_answer_bytes",
-        "_by_s",
-        "_in_turn",
-        "_inflating",
-        "_reader",
-        "_received_one",
-        "_sizes",
-        "about",
-        "begun_s",
-        "cancel",
-        "deadline_s",
-        "head",
-        "held_bytes",
-        "opened",
-        "slots",
-        "unreplied"
-    )  # fmt: skip
-
     def __init__(self, link: Http2Connection, number: int, head: CallHead) -> None:
         Stream.__init__(self, link, number)
         shared = link.shared
         self.head = head
         self.held_bytes = 0  # bytes of messages counted in the server's memory budget
-        self._answer_bytes = 0  # bytes of answers that the client has not read, counted there too
         self.unreplied = 0  # messages delivered and not answered
         self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
         self.cancel: Callable[[], object] | None = None  # called if the client cancels
-        self._reader = MessageReader()
+        self._data = bytearray()  # of messages with their prefixes, received and not delivered
+        self._need = 0  # bytes of the next message with its prefix, 0 until that has arrived
         self._sizes: list[int] = []  # bytes of each delivered message of a streaming call
         self._in_turn = False  # messages are being delivered, now or in the next turn of the loop
         self._inflating = False  # a message is being decompressed
@@ -238,13 +173,6 @@ class GrpcCall(Stream):
             return None
         return int((self.deadline_s - self.link.shared.turns.clock_s()) * 1e6)
 
-    def _is_late(self) -> bool:
-        """Return whether the client's deadline has passed; the call has failed then."""
-        if self.deadline_s is None or self.link.shared.turns.clock_s() < self.deadline_s:
-            return False
-        self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
-        return True
-
     # -- messages in -----------------------------------------------------------------------------
 
     def begin(self, ended: bool) -> None:
@@ -259,17 +187,21 @@ class GrpcCall(Stream):
         if ended:
             self.ended = True
         if piece:
-            reader = self._reader
             shared = self.link.shared
             now_s, stall_s = shared.now_s, shared.limits.stall_s
-            if reader.have:
+            if self._data:
                 self._by_s = extend(self._by_s, len(piece), now_s, stall_s)
             else:
                 self._by_s = now_s + stall_s
-            reader.add(piece)
+            self._data += piece
+            self._read_prefix()
             if not self._reserve(len(piece)):
                 return
         self.read()
+
+    def _read_prefix(self) -> None:
+        started = len(self._data) >= PREFIX_BYTES
+        self._need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, 1)[0] if started else 0
 
     def read(self) -> None:
         """Deliver complete messages, while replies can be sent."""
@@ -277,34 +209,29 @@ class GrpcCall(Stream):
             self._in_turn = True
             self._in_turn = self._deliver_all()
 
-    def resume(self) -> None:
-        if self._answer_bytes:
-            self._free_answers()
-        self.read()
-
     def _continue(self) -> None:
         self._in_turn = False
         self.read()
 
     def _deliver_all(self) -> bool:  # noqa: C901, PLR0912 - why a call stops here, one reason each
         """Return whether to continue in the next turn of the loop, after other calls."""
-        method, link, reader = self.head.method, self.link, self._reader
+        method, link, data = self.head.method, self.link, self._data
         if method is None:
             return False
-        shared, most, delivered = link.shared, method.max_bytes, False
-        while reader.need and not self.gone:
-            if reader.need - PREFIX_BYTES > most:
+        shared, delivered = link.shared, False
+        most = min(method.max_bytes, shared.max_message_bytes)
+        while self._need and not self.gone:
+            if self._need - PREFIX_BYTES > most:
                 text = f"the message is above {most} bytes"
                 if most == shared.max_message_bytes:
                     text += "; start the server with a larger `max_body_bytes`"
                 self.fail("RESOURCE_EXHAUSTED", text)
                 return False
-            if reader.have < reader.need or (method.ended is None and not self.ended):
+            if len(data) < self._need or (method.ended is None and not self.ended):
                 break
-            if self.unsent or len(self.slots) >= shared.limits.outstanding:
+            full = len(self.slots) >= shared.limits.outstanding or link.answer_bytes > WAITING_BYTES
+            if self.unsent or full:
                 return False  # `read` continues when the client has read some replies
-            if link.answer_bytes > WAITING_BYTES:
-                return False  # the same for the answers of all calls of the connection
             if delivered and shared.turns.late():
                 shared.turns.wait(self._continue)
                 return True
@@ -314,14 +241,14 @@ class GrpcCall(Stream):
                 return False  # `_decompress` continues this
         if self.gone:
             return False
-        missing = reader.need - reader.have
+        missing = self._need - len(data)
         if missing > self.receive_window:
             link.allow(self, missing - self.receive_window)
         if not self.ended:
             return False
-        if reader.have:
-            size = reader.need or PREFIX_BYTES
-            self.fail("INVALID_ARGUMENT", f"the message ends after {reader.have} of {size} bytes")
+        if data:
+            size = self._need or PREFIX_BYTES
+            self.fail("INVALID_ARGUMENT", f"the message ends after {len(data)} of {size} bytes")
         elif method.ended is not None:
             method.ended(self)
         elif not self._received_one:
@@ -329,34 +256,37 @@ class GrpcCall(Stream):
         return False
 
     def _deliver(self, method: Method) -> None:
-        if self.deadline_s is not None and self._is_late():
-            return
-        reader, size = self._reader, self._reader.need
-        data, at = reader.take(), PREFIX_BYTES
+        size = self._need
+        whole = len(self._data) == size
+        data = bytes(self._data) if whole else bytes(memoryview(self._data)[:size])
+        del self._data[:size]  # which moves nothing
+        self._need = 0
+        if not whole:
+            self._read_prefix()
         if method.ended is not None:
-            used = STREAM_WINDOW - self.receive_window - reader.have
+            used = STREAM_WINDOW - self.receive_window - len(self._data)
             if used > STREAM_WINDOW // 2 and not self.ended:
                 self.link.allow(self, used)
             self._sizes.append(size)
-        elif reader.have:
+        elif self._data:
             self.fail("INVALID_ARGUMENT", "the call holds more than one message")
             return
         self._received_one = True
         self.unreplied += 1
-        if data[0]:
-            self._decompress(method, data)
-            return
         try:
-            method.message(self, data, at)
+            if data[0]:
+                self._decompress(method, data)
+            else:
+                method.message(self, data, PREFIX_BYTES)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
+            self._inflating = False
             fail_with(self, exc)
 
     def _decompress(self, method: Method, data: bytes) -> None:
-        """Deliver a compressed message, which another thread decompresses."""
+        """Deliver a compressed message, which another thread decompresses. Raises Overloaded."""
         encoding = self.head.encoding
         if data[0] != 1 or encoding == b"identity":
-            self.fail("INVALID_ARGUMENT", "a message's first byte does not fit 'grpc-encoding'")
-            return
+            raise BadInput("a message's first byte does not fit 'grpc-encoding'")
 
         def then(result: Callable[[], bytes]) -> None:
             self._inflating = False
@@ -368,22 +298,17 @@ class GrpcCall(Stream):
                     self._sizes[-1] += len(plain)
                 if self._reserve(len(plain)):
                     method.message(self, plain, 0)
-            except UnknownEncoding:
-                text = f"grpc-encoding is {quote(encoding)}"
-                self.fail("UNIMPLEMENTED", f"{text}; send gzip, deflate or plain messages")
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 fail_with(self, exc)
             self.read()
 
         def work() -> bytes:
-            return bytes(decompress(data[PREFIX_BYTES:], encoding, method.max_bytes))
+            return bytes(decompress(data[PREFIX_BYTES:], encoding, most))
 
+        shared = self.link.shared
+        most = min(method.max_bytes, shared.max_message_bytes)
         self._inflating = True
-        try:
-            self.link.shared.offload(work, then, peer=self.peer)
-        except DeploykitError as exc:  # no thread can be started
-            self._inflating = False
-            fail_with(self, exc)
+        shared.offload(work, then, peer=self.peer)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -403,32 +328,15 @@ class GrpcCall(Stream):
         if slot is not None:
             self._sizes[slot] += size
         self.held_bytes += size
-        return self.link.shared.memory.add(size, self.held_bytes + self._answer_bytes)
-
-    def _free(self, size: int) -> None:
-        self.held_bytes -= size
-        self.link.shared.memory.bytes -= size
-
-    def _count_answer(self, size: int) -> bool:
-        """Count an answer that exceeds the client's windows; above the budget the call fails."""
-        shared = self.link.shared
-        self._answer_bytes += size
-        self.link.answer_bytes += size
-        if shared.memory.add(size, self.held_bytes + self._answer_bytes):
-            return True
-        self.fail("UNAVAILABLE", shared.memory.message)
-        return False
-
-    def _free_answers(self) -> None:
-        self.link.shared.memory.bytes -= self._answer_bytes
-        self.link.answers_read(self._answer_bytes)
-        self._answer_bytes = 0
+        return self.link.shared.memory.add(size, self.held_bytes + self.unread_bytes)
 
     # -- replies ---------------------------------------------------------------------------------
 
     def reply(self, parts: Sequence[Bytes]) -> None:
         """Send the only reply of a call and end it."""
-        if self.gone or (self.deadline_s is not None and self._is_late()):
+        if self.deadline_s is not None and (self.left_us or 0) <= 0:
+            self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
+        if self.gone or self.trailers is not None:
             return
         link, number = self.link, self.id
         message_bytes = sum(map(len, parts))
@@ -438,10 +346,7 @@ class GrpcCall(Stream):
                 FIRST_FRAME, number, REPLY_HEADERS, length << 8 | DATA, number, message_bytes
             )
             link.write(b"".join((start, *parts, REPLY_END.pack(LAST_FRAME, number, OK))))
-            if link.shared.records:
-                self._record("OK")
-            else:
-                link.shared.replies["OK"] += 1
+            self._record("OK")
             self.finish()
             return
         self.send_message(parts)
@@ -452,22 +357,24 @@ class GrpcCall(Stream):
         if self.gone or self.trailers is not None:
             return
         self.unreplied = max(0, self.unreplied - 1)  # health updates answer no message
-        if self._sizes:
-            self._free(self._sizes.pop(0))
-        elif self.ended:
-            self._free(self.held_bytes)
-        link, length = self.link, sum(map(len, parts))
-        prefix, size = b"\0" + length.to_bytes(4, "big"), PREFIX_BYTES + length
-        at_once = not self.unsent and link.take_window(self, size)
-        if not at_once and not self._count_answer(size):
+        size = self._sizes.pop(0) if self._sizes else self.held_bytes if self.ended else 0
+        self.held_bytes -= size
+        link, memory = self.link, self.link.shared.memory
+        memory.release(size)
+        data = b"".join((b"\0", sum(map(len, parts)).to_bytes(4, "big"), *parts))
+        at_once = not self.unsent and link.take_window(self, len(data))
+        fits = at_once or memory.add(len(data), self.held_bytes + self.unread_bytes + len(data))
+        if not fits:
+            memory.release(len(data))
+            self.fail("UNAVAILABLE", memory.message)
             return
         if not self.opened:
             self.opened = True
             link.write(frame(HEADERS, END_HEADERS, self.id, REPLY_HEADERS))
         if at_once:
-            link.write(frame(DATA, 0, self.id, b"".join((prefix, *parts))))
+            link.write(frame(DATA, 0, self.id, data))
         else:
-            self.send((prefix, *parts))
+            self.send(data)
 
     def complete(self) -> None:
         """End the call with status OK."""
@@ -508,20 +415,17 @@ class GrpcCall(Stream):
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
         elif not self.ended and now_s > self._by_s:
             method = self.head.method  # a client may pause between the messages of a stream
-            if self._reader.have or (method is not None and method.ended is None):
+            if self._data or (method is not None and method.ended is None):
                 self.fail("DEADLINE_EXCEEDED", "the message stalled, or came too slowly")
 
     def finish(self) -> None:
         """End the call; drop its requests that still wait for an engine."""
         cancel, self.cancel = self.cancel, None
         self.unreplied = 0
-        if self._reader.have:  # an incomplete message
-            self._reader = MessageReader()
+        self._data.clear()  # an incomplete message
         Stream.finish(self)
         self.link.shared.memory.bytes -= self.held_bytes
         self.held_bytes = 0
-        if self._answer_bytes:
-            self._free_answers()
         if cancel is not None:
             cancel()
 
@@ -536,9 +440,5 @@ class Replying(Receiver, Protocol):
 
 def fail_with(reply_to: Replying, error: Exception) -> None:
     """Send an error as the reply; log one that is not a DeploykitError instead of sending it."""
-    exc = refusal_of(error)
-    if exc is None:
-        log.error("a gRPC call failed", exc_info=error)
-        reply_to.fail("INTERNAL", BUG)
-    else:
-        reply_to.fail(exc.grpc_status, message_of(exc))
+    exc = refusal_of(error, "a gRPC call")
+    reply_to.fail(exc.grpc_status, message_of(exc))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deploykit.core.errors import NotFound, Unsupported, quote
+from deploykit.core.errors import NotFound, quote
 from deploykit.core.tensors import Bytes
 from deploykit.engines.oip import FILES, MESSAGES, POOL, message_from
 from deploykit.pipelines.threads import Peer
@@ -22,7 +21,7 @@ from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Request, Result, collect_results
+from deploykit.serving.oip.request import Request, Result, Signature, collect_results
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport.connection import About, MemoryBudget
 from deploykit.serving.transport.security import AccessControl
@@ -33,12 +32,6 @@ log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 _HEALTH = "grpc.health.v1.Health"
-_MEMORY = [
-    f"{kind}SharedMemory{action}"
-    for kind in ("System", "Cuda")
-    for action in ("Status", "Register", "Unregister")
-]
-_EXTENSIONS = ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
 _SMALL_BYTES = 64 << 10  # the largest message to any method but inference
 _WATCHES = 1024  # concurrent calls of Health.Watch, which needs no token
 _WATCHES_EACH = 16  # the same, per connection
@@ -55,10 +48,12 @@ _LARGE_ITEMS_BYTES = 256 << 10  # images or sentences above this size are split 
 Message = tuple[messages.Split, bytes, int]  # the arguments of `messages.decode`
 
 
-def _timeout_us(request: Request, client: Replying) -> int | None:
-    """Return how long a request may wait: by its parameter and by the deadline of its call."""
-    waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
-    return max(1, min(waits_us)) if waits_us else None
+def _decode(source: Message, route: ModelRoute, model: Signature, client: Replying) -> Request:
+    """Decode a message, which may wait until the deadline of its call at most."""
+    request, left_us = messages.decode(*source, model, route.memory), client.left_us
+    if left_us is None:
+        return request
+    return request._replace(timeout_us=max(1, min(left_us, request.timeout_us or left_us)))
 
 
 class GrpcTaskCall(TaskCall):
@@ -70,8 +65,7 @@ class GrpcTaskCall(TaskCall):
     client: Replying
 
     def items(self, source: Message) -> Items:
-        request = messages.decode(*source, self.signature, self.route.memory)
-        return self.items_of(request._replace(timeout_us=_timeout_us(request, self.client)))
+        return self.items_of(_decode(source, self.route, self.signature, self.client))
 
     def reply(self, answers: Sequence[bytes]) -> None:
         found, name = self.outputs_of(answers), self.route.model.name
@@ -108,10 +102,7 @@ class GrpcInference(Inference):
     client: Replying
 
     def decode(self, source: Message) -> Request:
-        request = messages.decode(*source, self.route.model.signature, self.route.memory)
-        if self.client.left_us is None:
-            return request
-        return request._replace(timeout_us=_timeout_us(request, self.client))
+        return _decode(source, self.route, self.route.model.signature, self.client)
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > _LONG_BYTES
@@ -161,10 +152,7 @@ class ReplySlot:
 
     def _put(self, parts: list[Bytes]) -> None:
         self.parts = parts
-        call = self._call
-        slots = call.slots
-        if not slots or slots[0].parts is None:
-            return
+        call, slots = self._call, self._call.slots
         while slots and slots[0].parts is not None:
             call.send_message(slots.pop(0).parts)
         call.read()  # reads messages that waited for this reply, or ends the call
@@ -216,16 +204,10 @@ class GrpcPort(Http2Port):
         for version in ("v1", "v1alpha"):  # of the same messages: some tools ask for the older one
             path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
             methods[path] = Method(_reflect, GrpcCall.complete, max_bytes=_REFLECTION_BYTES)
-        for name in (*_EXTENSIONS, *_MEMORY):
-            methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():
             public = name in ("ServerLive", "ServerReady")
             methods[f"/{SERVICE}/{name}"] = _small(name, handler, public=public)
         most = repository.options.max_body_bytes
-        methods = {
-            path: replace(each, max_bytes=min(each.max_bytes, most))
-            for path, each in methods.items()
-        }
         parse = partial(parse_head, methods, access.allows, limits.headers)
         large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, most, memory, large)
@@ -244,15 +226,7 @@ class GrpcPort(Http2Port):
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
         call.slots.append(slot)
-        if call.cancel is None:
-
-            def cancel(slots: list[ReplySlot] = call.slots) -> None:
-                for each in slots:
-                    if each.cancel is not None:
-                        each.cancel()
-                slots.clear()
-
-            call.cancel = cancel
+        call.cancel = partial(_cancel, call.slots)
         self.infer(call, data, at, slot)
 
     def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
@@ -351,6 +325,13 @@ class GrpcPort(Http2Port):
         call.send_message([message.SerializeToString()])
 
 
+def _cancel(slots: list[ReplySlot]) -> None:
+    for slot in slots:
+        if slot.cancel is not None:
+            slot.cancel()
+    slots.clear()
+
+
 def _end_stream(call: GrpcCall) -> None:
     """End a call after the client's last message."""
     if not call.slots:
@@ -376,10 +357,6 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
         handle(messages.parse(f"{name}Request", data[at:]), then)
 
     return Method(message, public=public, max_bytes=_SMALL_BYTES)
-
-
-def _not_offered(_call: GrpcCall, _data: bytes, _at: int) -> None:
-    raise Unsupported("this extension is not offered by this server")
 
 
 def _reflect(call: GrpcCall, data: bytes, at: int) -> None:

@@ -11,7 +11,7 @@ import base64
 import binascii
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,88 +33,96 @@ _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
 _HEAD_BYTES = 8 << 10  # the largest head of one part
 _PADDING_BYTES = 64  # of blanks after a boundary
 _WINDOW_BYTES = 1 << 20  # searched at once: a search of all of it would keep other threads waiting
+_IMAGE, _TEXT = ("image", "images", "file"), ("text", "texts", "file")  # names of fields
+_FORM, _URL_FORM = b"multipart/form-data", b"application/x-www-form-urlencoded"
+_UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)  # _URL_FORM: curl
+_URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
+_MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
+_URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
+_SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
+_LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
+_TEXT_HINT = 'send text/plain, a form with the field text, or JSON: {"text": ["...", ...]}'
+_IMAGE_HINT = (
+    "send a JPEG, PNG or WebP image, a form with files in the field image, "
+    'or JSON with base64: {"image": ["...", ...]}'
+)
 
 Field = tuple[str, Bytes]  # name and content
 
 
-def split_parts(body: Bytes, content_type: bytes) -> list[Field]:
-    """Split a form (RFC 7578) into fields. Raises BadInput, TooLarge above MOST_ITEMS of them."""
+def split_form(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None:
+    """Split a form (RFC 7578, or urlencoded) into fields; None for a body of another `kind`.
+
+    Raises BadInput, and TooLarge above MOST_ITEMS fields.
+    """
+    if kind == _URL_FORM and _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])):
+        return _split_urlencoded(bytes(body))
+    if kind != _FORM:
+        return None
     match = _BOUNDARY.search(content_type)
     if match is None:
         raise BadInput("the Content-Type multipart/form-data has no boundary")
-    delimiter = b"\r\n--" + (match[1] or match[2])
-    start = (b"\r\n" + bytes(body[:_HEAD_BYTES])).find(delimiter)  # a preamble may come first
-    if start < 0:
-        raise BadInput("the body does not begin with the boundary of its Content-Type")
+    boundary = b"--" + (match[1] or match[2])
     found: list[Field] = []
-    start += len(delimiter) - 2
-    for stop in _places(body, delimiter):
-        end = stop + len(delimiter)
+    start = 0  # of a field, after its boundary
+    for at in _places(body, boundary):
+        end = at + len(boundary)
+        last = bytes(body[end : end + 2]) == b"--"
         rest = bytes(body[end : end + _PADDING_BYTES]).lstrip(b" \t")
-        if stop < start or not (rest[:2] == b"\r\n" or bytes(body[end : end + 2]) == b"--"):
-            continue  # the first one, or a line that only begins like the boundary
+        if (at and bytes(body[at - 2 : at]) != b"\r\n") or not (last or rest[:2] == b"\r\n"):
+            continue  # it only looks like the boundary
         if len(found) == MOST_ITEMS:
             raise TooLarge(f"the form has more than {MOST_ITEMS} fields")
-        found.append(_part(body, start, stop))
+        if start:
+            found.append(_field(body, start, at - 2))
+        if last:
+            return found
         start = end
-    if bytes(body[start : start + 2]) != b"--":
-        raise BadInput("the form ends before its last boundary")
-    return found
+    raise BadInput("the form does not end with the boundary of its Content-Type")
 
 
-def _part(body: Bytes, start: int, stop: int) -> Field:
+def _split_urlencoded(body: bytes) -> list[Field] | None:
+    """Split the form of `curl -d` or a browser; None for other bytes under that type."""
+    if not body.isascii():
+        return None
+    if len(body) > _MOST_URL_BYTES:
+        text = f"the urlencoded form is above {_MOST_URL_BYTES} bytes"
+        raise TooLarge(text, hint="send multipart/form-data")
+    try:
+        pairs = parse_qsl(body.decode("ascii"), True, max_num_fields=MOST_ITEMS)
+    except ValueError as exc:
+        raise TooLarge(f"the form has more than {MOST_ITEMS} fields") from exc
+    return [(name, value.encode()) for name, value in pairs]
+
+
+def _field(body: Bytes, start: int, stop: int) -> Field:
     """Return the field between two boundaries."""
     head = bytes(body[start : min(stop + 4, start + _HEAD_BYTES)])  # with the CR LF before `stop`
     end = head.find(b"\r\n\r\n")
     if end < 0 or start + end > stop:
         raise BadInput(f"a field of the form has no end of its headers within {_HEAD_BYTES} bytes")
     lines = [line.partition(b":") for line in head[:end].split(b"\r\n")]
-    fields = {name.strip().lower(): value for name, _, value in lines}
-    match = _NAME.search(fields.get(b"content-disposition", b""))
+    headers = {name.strip().lower(): value for name, _, value in lines}
+    match = _NAME.search(headers.get(b"content-disposition", b""))
     if match is None:
         raise BadInput("a field of the form has no name")
-    encoding = fields.get(b"content-transfer-encoding", b"binary").strip().lower()
+    encoding = headers.get(b"content-transfer-encoding", b"binary").strip().lower()
     if encoding not in (b"binary", b"8bit", b"7bit"):
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     content: Bytes = body[start + end + 4 : stop]
-    check_charset(other_charset(fields.get(b"content-type")), content)
+    check_charset(other_charset(headers.get(b"content-type")), content)
     return name, content
 
 
-def split_urlencoded(body: Bytes) -> list[Field] | None:
-    """Split the form of a browser or of `curl -d`; None for other bytes under that type."""
-    if _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])) is None or not bytes(body).isascii():
-        return None
-    if len(body) > _MOST_URL_BYTES:
-        text = f"the urlencoded form is above {_MOST_URL_BYTES} bytes"
-        raise TooLarge(text, hint="send multipart/form-data")
-    try:
-        pairs = parse_qsl(bytes(body).decode("ascii"), True, max_num_fields=MOST_ITEMS)
-    except ValueError as exc:
-        raise TooLarge(f"the form has more than {MOST_ITEMS} fields") from exc
-    return [(name, value.encode()) for name, value in pairs]
-
-
-def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
-    overlap = len(delimiter) - 1
+def _places(body: Bytes, text: bytes) -> Iterator[int]:
+    overlap = len(text) - 1
     for at in range(0, len(body), _WINDOW_BYTES):
         window = bytes(body[at : at + _WINDOW_BYTES + overlap])
-        place = window.find(delimiter)
+        place = window.find(text)
         while place >= 0:
             yield at + place
-            place = window.find(delimiter, place + len(delimiter))
-
-
-_IMAGE, _TEXT = ("image", "images"), ("text", "texts")
-_FORM, _URL_FORM = b"multipart/form-data", b"application/x-www-form-urlencoded"
-_UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)
-_URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
-_MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
-_URL_SAFE, _BLANKS = bytes.maketrans(b"-_", b"+/"), string.whitespace.encode()
-_CHARSET_BYTES = 40  # of the name of a charset
-_SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
-_LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
+            place = window.find(text, place + len(text))
 
 
 class PredictRoute(ModelRoute):
@@ -128,7 +136,7 @@ class PredictRoute(ModelRoute):
         text = prediction.steps.task.image is None
         content_type = head.content_type or b""
         if not len(body):
-            raise BadInput("the body is empty", hint=_hint(text))
+            raise BadInput("the body is empty", hint=_TEXT_HINT if text else _IMAGE_HINT)
         call.body = b""
 
         def unpack(body: Bytes) -> Items:
@@ -154,19 +162,18 @@ def _is_item(content_type: bytes, body: Bytes) -> bool:
 
 def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     """Split a body into strings if `text`, else images. Raises BadInput, UnknownEncoding."""
-    kind, first = _kind(content_type), bytes(body[:1])
+    kind, hint = _kind(content_type), _TEXT_HINT if text else _IMAGE_HINT
     is_json = kind == b"application/json" or kind.endswith(b"+json")
-    if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
-        return _split_json(text, bytes(body))
-    fields = _fields(kind, content_type, body)
-    kinds = (_FORM, *_UNNAMED, b"text/plain") if text else (_FORM, *_UNNAMED)
-    if kind not in kinds and (text or not kind.startswith(b"image/")):
-        raise UnknownEncoding(
-            f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
-        )
+    if is_json or (kind in _UNNAMED and bytes(body[:1]) in (b"{", b"[")):
+        return _split_json(text, parse_document(bytes(body), hint), hint)
+    fields = split_form(kind, content_type, body)
     if fields is None:
+        own = kind == b"text/plain" if text else kind.startswith(b"image/")
+        if not own and kind not in _UNNAMED:
+            name = quote(kind.decode("latin-1"))
+            raise UnknownEncoding(f"the Content-Type {name} is not offered", hint=hint)
         return Items([body], several=False)  # the bytes of an image say what it is
-    known = (*(_TEXT if text else _IMAGE), "file")
+    known = _TEXT if text else _IMAGE
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             hint = f"possible: {', '.join(known)}"
@@ -176,18 +183,6 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
         strings = [bytes(content).decode().replace(" ", "+") for _, content in fields]
         found = [from_base64(each, number) for number, each in enumerate(strings, 1)]
     return Items(found, several=len(found) > 1)
-
-
-def _fields(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | None:
-    """Return the fields of a form; None if the body is not one. Raises UnknownEncoding."""
-    fields = split_urlencoded(body) if kind == _URL_FORM else None
-    if kind == _FORM:
-        fields = split_parts(body, content_type)
-    for name, content in fields or ():
-        named = b";charset=" + bytes(content[:_CHARSET_BYTES])
-        if name == "_charset_":  # of its strings
-            check_charset(other_charset(named), body)
-    return fields and [each for each in fields if each[0] != "_charset_"]
 
 
 class HttpTaskCall(TaskCall):
@@ -201,16 +196,12 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def _split_json(text: bool, data: bytes) -> Items:
-    check_json_size(data, _hint(text))
-    document = parse_document(data)
+def _split_json(text: bool, document: Any, hint: str) -> Items:
     kind = "text" if text else "image"
     if type(document) is dict:
-        known = _TEXT if text else _IMAGE
-        names = [name for name in known if name in document]
-        if len(names) != 1 or len(document) > 1:
-            raise BadInput(f"the JSON needs '{kind}' and nothing else", hint=_hint(text))
-        document = document[names[0]]
+        if len(document) != 1 or not document.keys() & {kind, f"{kind}s"}:
+            raise BadInput(f"the JSON needs '{kind}' and nothing else", hint=hint)
+        (document,) = document.values()
     several = type(document) is list
     values = document if several else [document]
     if len(values) > MOST_ITEMS:
@@ -241,7 +232,7 @@ def from_base64(value: str, number: int) -> bytes:
         raise BadInput(f"image {number} is not base64") from None
 
 
-def check_query(target: str, known: Sequence[str]) -> dict[str, str]:
+def check_query(target: str, known: Collection[str]) -> dict[str, str]:
     """Return the parameters of a query; the last of each counts. Raises BadInput for others."""
     asked = dict(parse_qsl(target.partition("?")[2], keep_blank_values=True))
     for name in asked:
@@ -252,35 +243,30 @@ def check_query(target: str, known: Sequence[str]) -> dict[str, str]:
     return asked
 
 
-_PARAMETERS = {DETECT: ("threshold",), SEGMENT: ("mask",), CLASSIFY: ("top_k",)}
-_PARAMETERS[TEXT_CLASSIFY] = _PARAMETERS[CLASSIFY]
+_TOP_K: Mapping[str, Callable[[str], Any]] = {"top_k": int}
+_PARAMETERS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
+    DETECT: {"threshold": float},
+    SEGMENT: {"mask": str},
+    CLASSIFY: _TOP_K,
+    TEXT_CLASSIFY: _TOP_K,
+}
 
 
 def _read_query(target: str, call: TaskCall) -> None:
     """Read `mask`, `threshold` and `top_k`, as the task has them. Raises BadInput."""
     if "?" not in target:
         return
-    asked = check_query(target, _PARAMETERS.get(call.task.kind, ()))
-    call.mask = asked.get("mask", RLE)
-    if call.mask not in (RLE, PNG):
-        raise BadInput(f"`mask` {quote(call.mask)}: is neither {RLE} nor {PNG}")
-    values: dict[str, Any] = {}
-    for name, kind in (("threshold", float), ("top_k", int)):
-        if name in asked:
-            try:
-                values[name] = kind(asked[name][:20])
-            except ValueError:
-                raise BadInput(f"`{name}` {quote(asked[name])}: is not a number") from None
-    call.task = replace(call.task, **values)
-
-
-def _hint(text: bool) -> str:
-    return (
-        'send text/plain, a form with the field text, or JSON: {"text": ["...", ...]}'
-        if text
-        else "send a JPEG, PNG or WebP image, a form with files in the field image, "
-        'or JSON with base64: {"image": ["...", ...]}'
-    )
+    kinds = _PARAMETERS.get(call.task.kind, {})
+    for name, value in check_query(target, kinds).items():
+        if name == "mask":
+            if value not in (RLE, PNG):
+                raise BadInput(f"`mask` {quote(value)}: is neither {RLE} nor {PNG}")
+            call.mask = value
+            continue
+        try:
+            call.task = replace(call.task, **{name: kinds[name](value[:20])})
+        except ValueError:
+            raise BadInput(f"`{name}` {quote(value)}: is not a number") from None
 
 
 _BYTES = b"Content-Type: application/octet-stream\r\n"
@@ -304,25 +290,21 @@ class PipelineRoute:
         check_query(head.target, ())
         content_type, name = head.content_type or b"", self._pipeline.input
         kind, takes = _kind(content_type), self._pipeline.takes
-        is_json = kind == b"application/json"
         body = decompress(body, head.encoding, self._pipeline.options.max_body_bytes)
-        fields = _fields(kind, content_type, body)
+        fields = split_form(kind, content_type, body)
         if fields is not None:
-            chosen = [each for each in fields if each[0] == name]
-            if not chosen and kind == _FORM:
-                chosen = fields
+            chosen = [field for field in fields if field[0] == name] or fields
             if len(chosen) != 1:
                 raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
             body = chosen[0][1]
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)
-        text_in_json = takes == "text" and is_json
-        if takes == "json" or text_in_json:
+        if takes == "json":
             check_json_size(data, NOT_JSON)
-        if not text_in_json:
+        if takes != "text" or kind != b"application/json":
             return Sent(data)
-        value = parse_document(data)
+        value = parse_document(data, NOT_JSON)
         found = value.get(name) if isinstance(value, dict) else value
         if not isinstance(found, str):
             raise BadInput(f"'{name}' must be a JSON string, or an object with it")

@@ -53,7 +53,6 @@ from deploykit.serving.transport.connection import (
 from deploykit.serving.transport.encodings import (
     COMPRESSED,
     check_charset,
-    choose_encoding,
     compress,
     decompress,
 )
@@ -79,8 +78,7 @@ _NOT_OFFERED = (
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
 
-Wanted = tuple[str, bytes | None]  # Accept, and the coding of Accept-Encoding
-Expositions = dict[Wanted, tuple[bytes, str]]
+Exposition = tuple[bytes, bytes]  # headers and text of the metrics
 Route = Callable[[Call], None]
 
 
@@ -144,8 +142,7 @@ class HttpInference(Inference):
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES
         slow = large and self.set_lane(self.slow_bytes(), LARGE_BYTES)
-        accept = self.client.head.accept_encoding
-        if slow or accept is None or choose_encoding(accept) is None:
+        if slow or self.client.head.coding is None:
             return slow
         size = sum(map(array_bytes, self.pending.outputs.values()))
         self.set_lane(size, LARGE_BYTES)
@@ -156,8 +153,7 @@ class HttpInference(Inference):
         name, signature = route.model.name, route.model.signature
         parts, json_bytes = json.encode(name, request, outputs, signature, route.memory)
         headers = JSON if json_bytes is None else _BINARY % json_bytes
-        accept = self.client.head.accept_encoding
-        coding = choose_encoding(accept) if accept else None
+        coding = self.client.head.coding
         if coding is None:
             return 200, headers, parts
         return 200, headers + COMPRESSED % coding, [compress(parts, coding)]
@@ -214,7 +210,7 @@ class PipelineInferRoute(PipelineRoute):
         pipeline, body, json_bytes = self._pipeline, call.body, call.head.json_bytes
         call.body = b""
 
-        def decode() -> Request:
+        def read() -> Request:
             plain = decompress(body, call.head.encoding, pipeline.options.max_body_bytes)
             sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
             signature = pipeline.signature if sends_bytes else pipeline.tensors
@@ -227,7 +223,7 @@ class PipelineInferRoute(PipelineRoute):
             return request
 
         reply, fail = partial(_reply, call, pipeline.name), partial(reply_exception, call)
-        pipeline.infer(decode, reply, fail, call, call.head.trace)
+        pipeline.infer(read, reply, fail, call, call.head.trace)
 
 
 class Scrapes:
@@ -253,22 +249,17 @@ class Scrapes:
         self._group.collect("samples", partial(self._expose, calls))
 
     def _expose(self, calls: list[Call], samples: Offloaded[Iterable[Sample]]) -> None:
-        wanted = {_wanted(call) for call in calls}
         try:
-            self._offload(lambda: _expose(samples(), wanted), partial(self._reply, calls))
+            self._offload(lambda: _expose(samples(), calls), partial(self._reply, calls))
         except DeploykitError as exc:
             self._busy = False
             for call in calls:
                 reply_exception(call, exc)
 
-    def _reply(self, calls: list[Call], result: Offloaded[Expositions]) -> None:
+    def _reply(self, calls: list[Call], result: Offloaded[Mapping[Call, Exposition]]) -> None:
         for call in calls[:_REPLIES]:
             try:
-                wanted = _wanted(call)
-                text, content_type = result()[wanted]
-                headers = PAGE_HEADERS % content_type.encode()
-                if wanted[1] is not None:
-                    headers += COMPRESSED % wanted[1]
+                headers, text = result()[call]
                 call.reply(200, headers, [text])
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 reply_exception(call, exc)
@@ -280,21 +271,18 @@ class Scrapes:
             self._busy = False
 
 
-def _wanted(call: Call) -> Wanted:
-    codings = call.head.accept_encoding
-    accept = (call.head.accept or b"")[:_ACCEPT_BYTES].decode("latin-1")
-    return accept, choose_encoding(codings) if codings else None
-
-
-def _expose(samples: Iterable[Sample], wanted: Iterable[Wanted]) -> Expositions:
+def _expose(samples: Iterable[Sample], calls: Sequence[Call]) -> dict[Call, Exposition]:
     """Write the samples in each form that a client wants: gzip makes a tenth of them."""
-    plain = expositions(samples, {accept for accept, _ in wanted})
-    pack = cache(lambda text, coding: compress([text], coding) if coding else text)
-    return {
-        (accept, coding): (pack(text, coding), content_type)
-        for accept, coding in wanted
-        for text, content_type in [plain[accept]]
-    }
+    accepts = [(call.head.accept or b"")[:_ACCEPT_BYTES].decode("latin-1") for call in calls]
+    plain, pack = expositions(samples, set(accepts)), cache(compress)
+    found = {}
+    for call, accept in zip(calls, accepts, strict=True):
+        text, content_type = plain[accept]
+        headers, coding = PAGE_HEADERS % content_type.encode(), call.head.coding
+        if coding is not None:
+            text, headers = pack((text,), coding), headers + COMPRESSED % coding
+        found[call] = headers, text
+    return found
 
 
 class Routes:
@@ -446,10 +434,9 @@ def _file(content_type: str, content: bytes) -> Route:
 
 
 def _ready(why_not: Callable[[], str | None], value: Mapping[str, Any]) -> Route:
-    def route(call: Call) -> None:
-        reason = why_not()
-        if reason is not None:
+    def make() -> Mapping[str, Any]:
+        if reason := why_not():
             raise Overloaded(reason)
-        call.reply(200, JSON, [orjson.dumps(value)])
+        return value
 
-    return route
+    return _value(make)

@@ -575,8 +575,7 @@ class PipelineRun:
             go_on()
 
     def _collect(self, calls: ModelCalls, outputs: list[Any], stage: PipelineStage) -> Any:
-        found = self._graph[stage.name].collect(calls, outputs)
-        value = found if self._graph[stage.name].each else found[0]
+        (value,) = calls.collect(outputs)
         return self._encode(value) if stage.name == self._answer else value
 
     def _expire(self, name: str | None) -> None:

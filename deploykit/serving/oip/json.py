@@ -20,17 +20,15 @@ from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import (
     LARGE_BYTES,
+    LENGTH_BYTES,
     Binary,
-    InputData,
     Plan,
     Request,
     RequestedOutput,
     Result,
     Signature,
-    check_parameters,
     collect_results,
     fill,
-    find_region,
     number_bytes,
     plan,
     to_bytes,
@@ -40,7 +38,7 @@ from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 
 MAX_NESTING = 100
-_PART = 1 << 16  # values converted at once, which takes about 2 ms
+_PART = 1 << 16  # values written at once, which takes about 2 ms
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
 
 
@@ -60,69 +58,41 @@ def decode(
     elif not 0 < json_bytes <= size:
         raise BadInput(f"Inference-Header-Content-Length must be a number from 0 to {size}")
     head = bytes(body[:json_bytes])
-    read = _read_cached if json_bytes <= _CACHED_HEAD_BYTES else _read
-    planned, binary_bytes = read(head, model)
-    if size != json_bytes + binary_bytes:
+    planned = (_read_cached if json_bytes <= _CACHED_HEAD_BYTES else _read)(head, model)
+    if size != json_bytes + planned.binary_bytes:
         raise BadInput(
-            f"the inputs' binary_data_size add up to {binary_bytes} bytes, "
+            f"the inputs' binary_data_size add up to {planned.binary_bytes} bytes, "
             f"but {size - json_bytes} follow the JSON part"
         )
     return fill(planned, body, json_bytes, memory)
 
 
-def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
-    """Return the plan from the JSON part, and how many bytes must follow it."""
-    document = parse_json(head)
-    parameters = check_parameters(document.get("parameters"), "the request")
-    items, requested = document.get("inputs"), document.get("outputs")
-    if type(items) is not list or not items:
-        raise BadInput("'inputs' must be a list of at least one input")
-    at = 0
-    inputs = []
-    for item in items:
-        if type(item) is not dict:
-            raise BadInput("each of 'inputs' must be an object")
-        where = f"input {quote(item.get('name'))}"
-        more = check_parameters(item.get("parameters"), where)
-        data: object = find_region(more, where)
-        size = more.get("binary_data_size")
-        if ("data" in item) + (size is not None) + (data is not None) != 1:
-            sources = "'data', 'binary_data_size' and 'shared_memory_region'"
-            raise BadInput(f"{where} needs exactly one of {sources}")
-        if size is not None:
-            data = Binary(at, size)
-            at += size if type(size) is int else 0
-        elif data is None:
-            data = item["data"]
-        inputs.append(InputData(item.get("name"), item.get("datatype"), item.get("shape"), data))
-    if requested is not None and type(requested) is not list:
-        raise BadInput("'outputs' must be a list")
-    for item in requested or ():
-        if type(item) is not dict:
-            raise BadInput("each of 'outputs' must be an object with a 'name'")
-    outputs = [(item.get("name"), item.get("parameters")) for item in requested or ()]
-    return plan(inputs, outputs, parameters, document.get("id"), model), at
+def _read(head: bytes, model: Signature) -> Plan:
+    return plan(parse_json(head), model)
 
 
 _read_cached = lru_cache(maxsize=256)(_read)
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object of limited size, as strictly as `parse_document`."""
-    check_json_size(text, "send the tensors as binary data: 'binary_data_size', or over gRPC")
-    document = parse_document(text)
+    """Parse the JSON object of a request, as `parse_document` does."""
+    document = parse_document(text, "send the tensors as 'binary_data_size', or over gRPC")
     if type(document) is not dict:
         raise BadInput("the request must be a JSON object")
     return document
 
 
-def parse_document(text: bytes) -> Any:
+def parse_document(text: bytes, hint: str) -> Any:
     """Parse a JSON value strictly: UTF-8, no NaN, no trailing data, nested at most 100 deep.
 
-    Large ones are parsed one at a time, on another thread than the event loop's.
+    Large ones are parsed one at a time, on another thread than the event loop's. Raises TooLarge
+    with the `hint` for one of too many values.
     """
+    large = len(text) > LARGE_BYTES
+    if large:  # fewer bytes cannot be too many values
+        check_json_size(text, hint)
     try:
-        with ONE_JSON if len(text) > LARGE_BYTES else contextlib.nullcontext():
+        with ONE_JSON if large else contextlib.nullcontext():
             document = orjson.loads(text)
     except orjson.JSONDecodeError as exc:
         raise BadInput(f"the request is not valid JSON: {quote(exc.msg)}") from exc
@@ -151,24 +121,24 @@ def _raw(body: Bytes, model: Signature) -> Request:
         raise BadInput(f"{why} needs a model with one input, this one has {len(model.inputs)}")
     if not body:
         raise BadInput(f"{why} has no bytes")
-    slot = next(iter(model.inputs.values()))
-    strings = not slot.item_bytes
-    axes = [1 if strings and isinstance(axis, str) else axis for axis in slot.spec.shape]
+    (slot,) = model.inputs.values()
+    axes: list[Any] = list(slot.spec.shape)
     if model.max_batch:
         axes[0] = 1
     free = [place for place, axis in enumerate(axes) if isinstance(axis, str)]
-    if len(free) > 1:
-        raise BadInput(f"{why} needs an input with one variable axis at most, it is {slot.spec}")
-    sizes = [axis for axis in axes if isinstance(axis, int)]
-    fixed_bytes = math.prod(sizes) * slot.item_bytes
-    for place in free:
-        axes[place] = len(body) // fixed_bytes if fixed_bytes else 0
-    if strings:
-        if math.prod(sizes) != 1:
+    if not slot.item_bytes:
+        if any(axis != 1 for axis in axes if isinstance(axis, int)):
             raise BadInput(f"{why} holds one string, the input is {slot.spec}")
-        body = len(body).to_bytes(4, "little") + body
-    tensor = InputData(slot.spec.name, slot.datatype, axes, Binary(0, len(body)))
-    return fill(plan([tensor], None, {}, None, model, binary=True), body)
+        axes = [1] * len(axes)
+        body = len(body).to_bytes(LENGTH_BYTES, "little") + body
+    elif len(free) > 1:
+        raise BadInput(f"{why} needs an input with one variable axis at most, it is {slot.spec}")
+    elif free:
+        fixed_bytes = math.prod(axes[: free[0]] + axes[free[0] + 1 :]) * slot.item_bytes
+        axes[free[0]] = len(body) // fixed_bytes if fixed_bytes else 0
+    data = Binary(0, len(body))
+    tensor = {"name": slot.spec.name, "datatype": slot.datatype, "shape": axes, "data": data}
+    return fill(plan({"inputs": [tensor]}, model, binary=True), body)
 
 
 def encode(
@@ -186,60 +156,49 @@ def encode(
     if request.id is None:
         requested = request.outputs
         arrays = [outputs[wanted.name] for wanted in requested]
-        shapes = tuple([array.shape for array in arrays])
-        head = _cached_head(name, requested, shapes, model)
+        head = _cached_head(name, requested, tuple([array.shape for array in arrays]), model)
         if head is not None:
             return [head, *map(number_bytes, arrays)], len(head)
-    results = collect_results(request, outputs, model, memory)
-    return encode_results(name, request.id, results)
+    return encode_results(name, request.id, collect_results(request, outputs, model, memory))
 
 
 def encode_results(
     name: str, request_id: str | None, results: Sequence[Result]
 ) -> tuple[list[Bytes], int | None]:
-    """Return a response as `encode` does."""
-    items: list[dict[str, Any]] = []
-    tails = []
+    """Return a response as `encode` does; many values are written in steps, between threads."""
+    parts: list[Bytes] = [_start(name, request_id)]
+    tails: list[Bytes] = []
+    comma = b""
     for output, datatype, shape, array, requested in results:
         item: dict[str, Any] = {"name": output, "datatype": datatype, "shape": shape}
+        values: Sequence[str] | np.ndarray | None = None
         if array is None:
             pass  # in shared memory; no 'parameters': with them the C++ client expects a tail
         elif requested.binary:
-            tail = to_bytes(array, datatype)
-            item["parameters"] = {"binary_data_size": len(tail)}
-            tails.append(tail)
+            tails.append(to_bytes(array, datatype))
+            item["parameters"] = {"binary_data_size": len(tails[-1])}
         else:
-            item["data"] = to_json(array, datatype, output)
-        items.append(item)
-    parts = _json_parts(name, request_id, items)
+            values = to_json(array, datatype, output)
+            if len(values) <= _PART:
+                item["data"], values = values, None
+        text, comma = comma + orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY), b","
+        if values is None:
+            parts.append(text)
+            continue
+        parts.append(text[:-1] + b',"data":[')
+        for at in range(0, len(values), _PART):
+            text = orjson.dumps(values[at : at + _PART], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            parts.append(b"," + text if at else text)
+        parts.append(b"]}")
+    parts.append(b"]}")
     return [*parts, *tails], sum(map(len, parts)) if any(tails) else None
 
 
-def _json_parts(name: str, request_id: str | None, items: list[dict[str, Any]]) -> list[Bytes]:
-    """Return the JSON part; many values are written in steps, between other threads."""
-    if all(len(item.get("data", ())) <= _PART for item in items):
-        return [_head(name, request_id, items)]
-    parts: list[Bytes] = [_head(name, request_id, [])[:-2]]  # without its "]}"
-    for number, item in enumerate(items):
-        values = item.pop("data", None)
-        about = orjson.dumps(item)
-        if values is not None:
-            about = about[:-1] + b',"data":['
-        parts.append(b"," + about if number else about)
-        for at in range(0, 0 if values is None else len(values), _PART):
-            text = orjson.dumps(values[at : at + _PART], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-            parts.append(b"," + text if at else text)
-        if values is not None:
-            parts.append(b"]}")
-    return [*parts, b"]}"]
-
-
-def _head(name: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:
+def _start(name: str, request_id: str | None) -> bytes:
     document: dict[str, Any] = {"model_name": name, "model_version": VERSION}
     if request_id is not None:
         document["id"] = request_id
-    document["outputs"] = items
-    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(document)[:-1] + b',"outputs":['
 
 
 @lru_cache(maxsize=256)
@@ -254,10 +213,8 @@ def _cached_head(
     for each, shape in zip(requested, shapes, strict=True):
         slot = model.outputs[each.name]
         size = math.prod(shape) * slot.item_bytes
-        if not (each.binary and slot.item_bytes and size) or slot.datatype == "BF16":
-            return None
-        if each.classes or each.region is not None:
+        if not (each.binary and size) or each.classes or each.region or slot.datatype == "BF16":
             return None
         item = {"name": each.name, "datatype": slot.datatype, "shape": shape}
         items.append({**item, "parameters": {"binary_data_size": size}})
-    return _head(name, None, items)
+    return _start(name, None) + orjson.dumps(items)[1:] + b"}"

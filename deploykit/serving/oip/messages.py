@@ -1,8 +1,7 @@
 """Decode ModelInferRequest messages and encode ModelInferResponse messages.
 
 protobuf parses only the part before the raw contents, and that part is cached, as most clients
-repeat it; the raw contents are read in place, without a copy. `request.py` does
-the checks, so that gRPC and HTTP reject the same requests with the same messages.
+repeat it; the raw contents are read in place, without a copy. `request.py` does the checks.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from deploykit.engines.oip import CONTENTS, MESSAGES, DecodeError
 from deploykit.serving.oip.request import (
     LARGE_BYTES,
     Binary,
-    InputData,
     Plan,
     Request,
     Result,
     Signature,
-    check_parameters,
     fill,
-    find_region,
     plan,
     to_bytes,
 )
@@ -205,9 +201,11 @@ def decode(
 
     `memory`: shared memory that it may use, None if disabled. Raises the errors of `request.plan`.
     """
-    read = _plan_cached if len(split.head) <= _CACHED_BYTES else _plan
-    with ONE_JSON if len(split.head) > LARGE_BYTES else contextlib.nullcontext():
-        planned = read(split.head, split.spans, model)
+    size = len(split.head)
+    if size <= _CACHED_BYTES:
+        return fill(_plan_cached(split.head, split.spans, model), data, at, memory)
+    with ONE_JSON if size > LARGE_BYTES else contextlib.nullcontext():
+        planned = _plan(split.head, split.spans, model)
     return fill(planned, data, at, memory)
 
 
@@ -217,50 +215,51 @@ def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
     message = parse("ModelInferRequest", head)
     if len(message.inputs) > len(model.inputs) + _EXTRA_INPUTS:
         raise BadInput(f"{len(message.inputs)} inputs, the model has {len(model.inputs)}")
-    raw = [Binary(at, size) for at, size in spans]
-    unused = iter(raw)
-    inputs = [_input_data(item, unused, bool(raw)) for item in message.inputs]
-    if not inputs:
-        raise BadInput("'inputs' must be a list of at least one input")
-    left = sum(1 for _ in unused)
-    if left:
-        text = f"raw_input_contents has {len(raw)} entries, {len(raw) - left} inputs need one"
-        raise BadInput(text)
-    outputs = [(item.name, _parameters(item)) for item in message.outputs]
-    parameters = check_parameters(_parameters(message), "the request")
-    return plan(inputs, outputs, parameters, message.id or None, model, binary=True)
+    raw = [Binary(*span) for span in spans]
+    document = {
+        "id": message.id or None,
+        "parameters": _parameters(message),
+        "inputs": [_input(item, raw if spans else None) for item in message.inputs],
+        "outputs": [
+            {"name": item.name, "parameters": _parameters(item)} for item in message.outputs
+        ],
+    }
+    if raw:
+        needed = len(spans) - len(raw)
+        raise BadInput(f"raw_input_contents has {len(spans)} entries, {needed} inputs need one")
+    return plan(document, model, binary=True)
 
 
 _plan_cached = lru_cache(maxsize=256)(_plan)
 
 
-def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
-    where = f"input {quote(item.name)}"
-    region = find_region(check_parameters(_parameters(item), where), where)
+def _input(item: Any, raw: list[Binary] | None) -> dict[str, Any]:
+    """Return one input as in JSON; takes its contents from the front of `raw`, if that is used."""
+    where, parameters = f"input {quote(item.name)}", _parameters(item)
+    parameters.pop("binary_data_size", None)  # of HTTP
     contents = {field.name: values for field, values in item.contents.ListFields()}
     if len(item.shape) > _MAX_AXES:
         raise BadInput(f"{where} has {len(item.shape)} axes")
-    for values in contents.values():
-        if len(values) > MOST_JSON_VALUES:
-            text = f"{where} has more than {MOST_JSON_VALUES} elements in its contents"
-            raise TooLarge(text, hint=_INSTEAD)
-    if contents and (all_raw or region is not None):
-        instead = "raw_input_contents" if all_raw else "shared_memory_region"
+    if any(len(values) > MOST_JSON_VALUES for values in contents.values()):
+        text = f"{where} has more than {MOST_JSON_VALUES} elements in its contents"
+        raise TooLarge(text, hint=_INSTEAD)
+    shared = any(key.startswith("shared_memory_") for key in parameters)
+    if contents and (raw is not None or shared):
+        instead = "shared_memory_region" if raw is None else "raw_input_contents"
         raise BadInput(f"{where} has both 'contents' and {instead}")
-    data: object
-    if region is not None:
-        data = region
-    elif all_raw:
-        data = next(raw, None)
-        if data is None:
+    found = {"name": item.name, "datatype": item.datatype, "shape": list(item.shape)}
+    found["parameters"] = parameters
+    if shared:
+        return found
+    if raw is not None:
+        if not raw:
             raise BadInput("raw_input_contents has fewer entries than there are inputs")
-    else:
-        right = CONTENTS.get(item.datatype, "")
-        for key in contents.keys() - {right}:
-            of = f"belongs in {right}" if right else "has no typed contents, use raw contents"
-            raise BadInput(f"{where}: {quote(item.datatype)} {of}, got {key}")
-        data = list(contents.get(right, ()))
-    return InputData(item.name, item.datatype, list(item.shape), data)
+        return {**found, "data": raw.pop(0)}
+    right = CONTENTS.get(item.datatype, "")
+    for key in contents.keys() - {right}:
+        of = f"belongs in {right}" if right else "has no typed contents, use raw contents"
+        raise BadInput(f"{where}: {quote(item.datatype)} {of}, got {key}")
+    return {**found, "data": list(contents.get(right, ()))}
 
 
 def _parameters(message: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Check an inference request of the Open Inference Protocol, convert its tensors and its outputs.
 
-`plan` checks everything except the tensors' bytes; `fill` reads those. Sizes are Python integers,
-and memory is allocated only after a length was checked against the received bytes. HTTP and gRPC
-share all of it. Raises BadInput where numpy would silently change a value: 1.5 to an integer, "1"
-to a number, 300 to int8, 1e300 to inf. Byte order is little-endian, strings are arrays of `str`,
-bfloat16 is float32: see `core.tensors.carrier`.
+`plan` checks everything except the tensors' bytes; `fill` reads those, without a copy. A request is
+the protocol's JSON object; `messages.py` makes the same of a gRPC message, so that both reject the
+same requests with the same messages. Sizes are Python integers, and memory is allocated only after
+a length was checked against the received bytes. Raises BadInput where numpy would silently change a
+value: 1.5 to an integer, "1" to a number, 300 to int8, 1e300 to inf. Byte order is little-endian,
+strings are arrays of `str`, bfloat16 is float32: see `core.tensors.carrier`.
 """
 
 from __future__ import annotations
@@ -88,19 +89,7 @@ class Binary(NamedTuple):
     """The location of `size` bytes in the body passed to `fill`, from `at` on."""
 
     at: int
-    size: object
-
-
-class InputData(NamedTuple):
-    """One input as parsed by the transport; only the type of `data` is checked.
-
-    `data`: a flat or nested list of JSON's or gRPC's values, or `Binary`, or `Region`.
-    """
-
-    name: object
-    datatype: object
-    shape: object
-    data: object
+    size: Any  # an integer, once it is checked
 
 
 class RequestedOutput(NamedTuple):
@@ -142,42 +131,39 @@ class Plan(NamedTuple):
     parts: tuple[Part, ...]  # in model order
     fields: tuple[Any, ...]  # the fields of Request after `feeds`
     regions: bool  # whether it uses shared memory
+    binary_bytes: int  # of its `Binary` parts
 
 
-def plan(
-    inputs: Sequence[InputData],
-    outputs: Sequence[tuple[object, object]] | None,
-    parameters: Mapping[str, Any],
-    name: object,
-    model: Signature,
-    *,
-    binary: bool = False,
-) -> Plan:
+def plan(document: Mapping[str, Any], model: Signature, *, binary: bool = False) -> Plan:
     """Check everything about a request except its tensors' bytes.
 
-    `outputs`: the requested names and their parameters, None or empty for all. `parameters` come
-    from `check_parameters`. `binary`: send all outputs as binary data. Raises BadInput for a
-    request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
+    `document`: the JSON object of the protocol, in which the `data` of an input may be `Binary` as
+    well. `binary`: send all outputs as binary data. Raises BadInput for a request that does not fit
+    the protocol or the model, TooLarge above `model.max_bytes`.
     """
+    name, (parameters, _) = document.get("id"), _parameters(document, "the request")
     if name is not None and (type(name) is not str or len(name.encode()) > _MAX_ID_BYTES):
         raise BadInput(f"'id' must be a string of at most {_MAX_ID_BYTES} bytes")
-    requested_outputs = _outputs(outputs, parameters, model, binary)
-    parts, copied_bytes = _inputs(inputs, model)
-    if copied_bytes < _COUNTED_BYTES:
-        copied_bytes = 0
-    key = tuple((part.name, part.slot.datatype, part.shape[1:]) for part in parts)
-    used = [isinstance(part.data, Region) for part in parts]
-    regions = any(used) or any(item.region for item in requested_outputs)
-    timeout_us = _integer(parameters, "timeout", "microseconds") or None
-    priority = _integer(parameters, "priority")
+    outputs = _outputs(document, parameters, model, binary)
+    parts, copied_bytes = _inputs(document, model)
     sizes: dict[str, int] = {}
     for part in parts:
         for axis, size in zip(part.slot.spec.shape, part.shape, strict=True):
             if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
                 raise BadInput(f"axis {axis} is {sizes[axis]} and {size} in the same request")
-    rows = parts[0].shape[0] if model.max_batch else 1
-    fields = (rows, key, requested_outputs, name, timeout_us, priority, copied_bytes)
-    return Plan(parts, fields, regions)
+    fields = (
+        parts[0].shape[0] if model.max_batch else 1,
+        tuple([(part.name, part.slot.datatype, part.shape[1:]) for part in parts]),
+        outputs,
+        name,
+        _integer(parameters, "timeout", "microseconds") or None,
+        _integer(parameters, "priority"),
+        copied_bytes if copied_bytes >= _COUNTED_BYTES else 0,
+    )
+    places = [each.region for each in outputs] + [part.data for part in parts]
+    regions = any(isinstance(place, Region) for place in places)
+    binary_bytes = sum([place.size for place in places if isinstance(place, Binary)])
+    return Plan(parts, fields, regions, binary_bytes)
 
 
 def fill(plan: Plan, body: Bytes, start: int = 0, memory: SharedMemory | None = None) -> Request:
@@ -185,49 +171,62 @@ def fill(plan: Plan, body: Bytes, start: int = 0, memory: SharedMemory | None = 
 
     The caller has checked that `body` is long enough. Raises BadInput.
     """
-    parts, fields, regions = plan  # this and `type` are faster than attributes and isinstance
+    parts, fields, regions, _ = plan  # this and `type` are faster than attributes and isinstance
     if regions and memory is None:
         raise BadInput("shared memory is not enabled", hint="send binary data")
-    feeds = {}
-    for name, slot, shape, count, size, data in parts:
+    feeds: dict[str, Any] = {}
+    for part in parts:
+        data = part.data
         if type(data) is Binary:
-            feeds[name] = from_bytes(body, start + data.at, size, count, shape, slot)
-        elif not isinstance(data, Region):
-            feeds[name] = data
-        elif memory is not None:
-            feeds[name] = from_bytes(memory.read(data), 0, size, count, shape, slot)
+            data = from_bytes(part, body, start + data.at)
+        elif isinstance(data, Region) and memory is not None:
+            data = from_bytes(part, memory.read(data), 0)
+        feeds[part.name] = data
     return Request(feeds, *fields)
 
 
-def check_parameters(parameters: object, where: str) -> Mapping[str, Any]:
-    """Check a `parameters` object; return {} when absent. Raises BadInput if not supported."""
+def _objects(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the objects in a list of the request, none where it is absent. Raises BadInput."""
+    items = document.get(key)
+    if items is None:
+        return []
+    if type(items) is not list:
+        raise BadInput(f"'{key}' must be a list")
+    for item in items:
+        if type(item) is not dict:
+            raise BadInput(f"each of '{key}' must be an object with a 'name'")
+    return items
+
+
+def _parameters(item: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Region | None]:
+    """Return the parameters of a request, an input or an output, and the shared memory they name.
+
+    Raises BadInput if they are not supported.
+    """
+    parameters = item.get("parameters")
     if parameters is None:
-        return {}
-    if not isinstance(parameters, Mapping):
+        return {}, None
+    if type(parameters) is not dict:
         raise BadInput(f"'parameters' of {where} must be an object")
+    shared = False
     for key in parameters:
         if key.startswith("triton_"):
             raise BadInput(f"{where}: parameter {quote(key)} is reserved")
+        shared = shared or key.startswith("shared_memory_")
     sequence = parameters.get("sequence_id")
     if sequence is not None and (sequence or type(sequence) not in (int, str)):
         raise BadInput(f"{where}: 'sequence_id' is for stateful models, this one is stateless")
-    return parameters
-
-
-def find_region(parameters: Mapping[str, Any], where: str) -> Region | None:
-    """Return the shared memory that `parameters` name, if any. Raises BadInput."""
-    name = parameters.get("shared_memory_region")
-    if name is None:
-        if any(key.startswith("shared_memory_") for key in parameters):
-            raise BadInput(f"{where}: 'shared_memory_region' is missing")
-        return None
+    if not shared:
+        return parameters, None
+    for key in ("shared_memory_region", "shared_memory_byte_size"):
+        if parameters.get(key) is None:
+            raise BadInput(f"{where}: '{key}' is missing")
+    name = parameters["shared_memory_region"]
     if type(name) is not str or not 0 < len(name.encode()) <= _NAME_BYTES:
         raise BadInput(f"{where}: 'shared_memory_region' must be a name of 1-{_NAME_BYTES} bytes")
-    if "shared_memory_byte_size" not in parameters:
-        raise BadInput(f"{where}: 'shared_memory_byte_size' is missing")
     offset = _integer(parameters, "shared_memory_offset", "bytes")
     size = _integer(parameters, "shared_memory_byte_size", "bytes")
-    return Region(name, offset, size)
+    return parameters, Region(name, offset, size)
 
 
 def _integer(parameters: Mapping[str, Any], key: str, unit: str = "") -> int:
@@ -249,71 +248,88 @@ def _flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _outputs(
-    requested: Sequence[tuple[object, object]] | None,
-    parameters: Mapping[str, Any],
-    model: Signature,
-    binary: bool,
+    document: Mapping[str, Any], parameters: Mapping[str, Any], model: Signature, binary: bool
 ) -> tuple[RequestedOutput, ...]:
     """Return the outputs in the order of the request; all in model order when none is named."""
     by_default = _flag(parameters, "binary_data_output", False)
-    if not requested:
-        requested = [(name, None) for name in model.outputs]
+    requested = _objects(document, "outputs") or [{"name": name} for name in model.outputs]
     if len(requested) > len(model.outputs):
         raise BadInput(f"{len(requested)} outputs requested, the model has {len(model.outputs)}")
     chosen: dict[str, RequestedOutput] = {}
-    for name, more in requested:
+    for item in requested:
+        name = item.get("name")
         if type(name) is not str or name not in model.outputs:
             names = ", ".join(model.outputs)
             raise BadInput(f"unknown output {quote(name)}", hint=f"the outputs are: {names}")
         where, datatype = f"output '{name}'", model.outputs[name].datatype
-        own = check_parameters(more, where)
-        region, classes = find_region(own, where), own.get("classification")
+        own, region = _parameters(item, where)
+        classes = own.get("classification")
         as_bytes = _flag(own, "binary_data", by_default) or binary or region is not None
-        if classes is not None and (type(classes) is not int or not 0 < classes <= MAX_CLASSES):
+        if classes is None:
+            if not as_bytes and datatype in BINARY_ONLY:
+                hint = "request it with 'binary_data': true"
+                raise BadInput(f"{where} is {datatype}, which has no JSON form", hint=hint)
+        elif type(classes) is not int or not 0 < classes <= MAX_CLASSES:
             wanted = f"an integer from 1 to {MAX_CLASSES}"
             raise BadInput(f"{where}: 'classification' must be {wanted}, got {quote(classes)}")
-        if classes is not None and datatype == "BYTES":
+        elif datatype == "BYTES":
             raise BadInput(f"{where} is BYTES, which cannot be classified")
-        if classes is None and not as_bytes and datatype in BINARY_ONLY:
-            hint = "request it with 'binary_data': true"
-            raise BadInput(f"{where} is {datatype}, which has no JSON form", hint=hint)
         chosen[name] = RequestedOutput(name, as_bytes, classes or 0, region)
     if len(chosen) != len(requested):
         raise BadInput("the same output is requested twice")
     return tuple(chosen.values())
 
 
-def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[tuple[Part, ...], int]:
+def _inputs(document: Mapping[str, Any], model: Signature) -> tuple[tuple[Part, ...], int]:
     """Return the inputs in model order, and the bytes of those that are not read in place."""
     got: dict[str, Part] = {}
-    budget = model.max_bytes
-    for item in inputs:
-        slot = model.inputs.get(item.name) if type(item.name) is str else None
+    at, budget = 0, model.max_bytes
+    items = _objects(document, "inputs")
+    if not items:
+        raise BadInput("'inputs' must be a list of at least one input")
+    for item in items:
+        name = item.get("name")
+        slot = model.inputs.get(name) if type(name) is str else None
         if slot is None:
             names = ", ".join(str(slot.spec) for slot in model.inputs.values())
-            raise BadInput(f"unknown input {quote(item.name)}", hint=f"the inputs are: {names}")
+            raise BadInput(f"unknown input {quote(name)}", hint=f"the inputs are: {names}")
         name = slot.spec.name
         if name in got:
             raise BadInput(f"input '{name}' appears twice")
-        got[name], needed = _input(item, slot, model, budget)
+        parameters, region = _parameters(item, f"input '{name}'")
+        size = parameters.get("binary_data_size")
+        if ("data" in item) + (size is not None) + (region is not None) != 1:
+            sources = "'data', 'binary_data_size' and 'shared_memory_region'"
+            raise BadInput(f"input '{name}' needs exactly one of {sources}")
+        data = region or (item["data"] if size is None else Binary(at, size))
+        got[name], needed = _input(item, data, slot, model, budget)
         budget -= needed
+        at += size or 0
     if len(got) < len(model.inputs):
         missing = next(name for name in model.inputs if name not in got)
         raise BadInput(f"missing input '{missing}'", hint=f"it is {model.inputs[missing].spec}")
-    return tuple(got[name] for name in model.inputs), model.max_bytes - budget
+    return tuple([got[name] for name in model.inputs]), model.max_bytes - budget
 
 
-def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[Part, int]:
+def _input(
+    item: Mapping[str, Any], data: Any, slot: Slot, model: Signature, budget: int
+) -> tuple[Part, int]:
     """Check one input; also return how many bytes it has to allocate: at most `budget`."""
-    name, datatype, data = slot.spec.name, slot.datatype, item.data
-    if item.datatype != datatype:
-        raise BadInput(f"input '{name}' is {datatype}, got datatype {quote(item.datatype)}")
-    shape = check_shape(item.shape, slot, model.max_batch)
+    name, datatype = slot.spec.name, slot.datatype
+    if item.get("datatype") != datatype:
+        got = quote(item.get("datatype"))
+        raise BadInput(f"input '{name}' is {datatype}, got datatype {got}")
+    shape = _shape(item.get("shape"), slot, model.max_batch)
     count = math.prod(shape)  # Python integers: this cannot overflow
     if count > MOST_STRINGS and not slot.item_bytes:
         raise TooLarge(f"input '{name}' has more than {MOST_STRINGS} strings")
-    size: Any
-    if isinstance(data, (Binary, Region)):
+    if not count and math.prod(filter(None, shape)) * slot.dtype.itemsize > 1 << 62:
+        raise BadInput(f"input '{name}': shape {quote(item['shape'])} is too large for numpy")
+    listed = not isinstance(data, (Binary, Region))
+    if listed:
+        data = flatten(data, count, shape, slot)
+        size = 0 if slot.item_bytes else sum(len(x) for x in data if type(x) in (str, bytes))
+    else:
         size = data.size if isinstance(data, Binary) else data.byte_size
         need = count * (slot.item_bytes or LENGTH_BYTES)  # each string has its length in front
         if type(size) is not int or size < need or (size > need and slot.item_bytes):
@@ -321,9 +337,6 @@ def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[
                 f"input '{name}': shape {quote(list(shape))} of {datatype} is "
                 f"{'' if slot.item_bytes else 'at least '}{quote(need)} bytes, got {quote(size)}"
             )
-    else:
-        data = flatten(data, count, shape, slot)
-        size = 0 if slot.item_bytes else sum(len(x) for x in data if type(x) in (str, bytes))
     needed = count * slot.dtype.itemsize if slot.item_bytes else count * STRING_BYTES + size
     if isinstance(data, Binary) and slot.item_bytes and datatype != "BF16":
         needed = 0  # it is read in place
@@ -333,10 +346,27 @@ def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[
             f"above the limit of {model.max_bytes}",
             hint="send smaller requests, or start the server with a larger `max_body_bytes`",
         )
-    if isinstance(data, list):
+    if listed:
         data = from_list(data, shape, slot)
-        data.flags.writeable = False
     return Part(name, slot, shape, count, size, data), needed
+
+
+def _shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
+    """Return a shape that fits the model; `max_batch` 0: axis 0 is not a batch. Raises BadInput."""
+    spec = slot.spec
+    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
+        raise BadInput(
+            f"input '{spec.name}': 'shape' must be a list of integers >= 0, got {quote(shape)}"
+        )
+    if not fits_shape(spec.shape, shape):
+        lacks = without_batch(spec, shape)
+        raise BadInput(f"input '{spec.name}' is {spec}, got shape {quote(shape)}{lacks}")
+    if max_batch and shape[0] > max_batch:
+        raise BadInput(
+            f"input '{spec.name}': batch {quote(shape[0])} is above {max_batch}",
+            hint="send smaller requests, or start the server with a larger `max_batch`",
+        )
+    return tuple(shape)
 
 
 def classify(array: np.ndarray, classes: int, *, batched: bool) -> np.ndarray:
@@ -394,48 +424,28 @@ def collect_results(
 # -- one tensor ----------------------------------------------------------------------------------
 
 
-def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
-    """Return a shape that fits the model; `max_batch` 0: axis 0 is not a batch. Raises BadInput."""
-    spec = slot.spec
-    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
-        raise BadInput(
-            f"input '{spec.name}': 'shape' must be a list of integers >= 0, got {quote(shape)}"
-        )
-    if not fits_shape(spec.shape, shape):
-        lacks = without_batch(spec, shape)
-        raise BadInput(f"input '{spec.name}' is {spec}, got shape {quote(shape)}{lacks}")
-    if max_batch and shape[0] > max_batch:
-        raise BadInput(
-            f"input '{spec.name}': batch {quote(shape[0])} is above {max_batch}",
-            hint="send smaller requests, or start the server with a larger `max_batch`",
-        )
-    return tuple(shape)
-
-
-def from_bytes(
-    body: Bytes, at: int, size: int, count: int, shape: tuple[int, ...], slot: Slot
-) -> np.ndarray:
-    """Read `count` elements from `size` bytes of `body` at `at`; numbers are not copied."""
+def from_bytes(part: Part, body: Bytes, at: int) -> np.ndarray:
+    """Read the tensor of a part from `body` at `at`; numbers are not copied."""
+    name, slot, shape, count, size, _ = part
     if slot.plain and count:
         array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
         return array
     if not slot.item_bytes:
-        return _string_array(_elements(body, at, size, count, slot), shape, slot)
+        return _string_array(_elements(body, at, size, count, name), shape, slot)
     if count == 0:
-        return np.empty(_allocatable(shape, slot), slot.dtype)
+        return np.empty(shape, slot.dtype)
     if slot.datatype == "BF16":
         upper = np.frombuffer(body, np.uint16, count, at)
         return (upper.astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if np.frombuffer(body, np.uint8, count, at).max() > 1:
-        raise BadInput(f"input '{slot.spec.name}': a BOOL byte is neither 0 nor 1")
+        raise BadInput(f"input '{name}': a BOOL byte is neither 0 nor 1")
     flags: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
     return flags
 
 
-def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:
+def _elements(body: Bytes, at: int, size: int, count: int, name: str) -> list[bytes]:
     """Split BYTES into elements, each of which follows its length in 4 bytes."""
-    name, end = slot.spec.name, at + size
-    elements = []
+    end, elements = at + size, []
     for number in range(count):
         start = at + LENGTH_BYTES
         if start > end:
@@ -454,7 +464,7 @@ def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[b
 def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
     """Return an array of `str`, as engines take it; bytes among the elements must be UTF-8."""
     name = slot.spec.name
-    array = np.empty(_allocatable(shape, slot), object)
+    array = np.empty(shape, object)
     flat = array.reshape(-1)
     for number, element in enumerate(elements):
         if type(element) is bytes and not slot.raw:
@@ -480,13 +490,11 @@ def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> lis
         raise BadInput(f"input '{name}' is {slot.datatype}, which must be sent as binary data")
     flat: list[Any] = data
     if len(shape) > 1 and data and type(data[0]) is list:
-        for depth, length in enumerate(shape):
-            if depth:
-                if set(map(type, flat)) - {list} or set(map(len, flat)) - {length}:
-                    raise BadInput(f"input '{name}': 'data' is not nested like {list(shape)}")
-                flat = list(itertools.chain.from_iterable(flat))
-            elif len(flat) != length:
-                raise BadInput(f"input '{name}': 'data' has {len(flat)} rows, shape {list(shape)}")
+        flat = [data]
+        for length in shape:
+            if set(map(type, flat)) - {list} or set(map(len, flat)) - {length}:
+                raise BadInput(f"input '{name}': 'data' is not nested like {list(shape)}")
+            flat = list(itertools.chain.from_iterable(flat))
     if len(flat) != count:
         sizes = f"shape {quote(list(shape))} has {quote(count)} elements"
         raise BadInput(f"input '{name}': {sizes}, 'data' has {len(flat)}")
@@ -494,37 +502,32 @@ def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> lis
 
 
 def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
-    """Convert a list of scalars to an array; only floats may be rounded."""
-    if not slot.item_bytes:
-        return _string_array(flat, shape, slot)
-    if not flat:
-        return np.empty(_allocatable(shape, slot), slot.dtype)
+    """Convert a list of scalars to a read-only array; only floats may be rounded."""
     name, datatype, dtype = slot.spec.name, slot.datatype, slot.dtype
-    kinds: dict[str, set[type]] = {"b": {bool}, "f": {int, float}}
-    allowed = kinds.get(dtype.kind, {int})
-    wrong = set(map(type, flat)) - allowed
-    if wrong:
-        bad = next(value for value in flat if type(value) in wrong)
-        raise BadInput(f"input '{name}' is {datatype}, 'data' holds {quote(bad)}")
-    if dtype.kind in "iu":
-        bounds = np.iinfo(dtype)
-        for value in (min(flat), max(flat)):
-            if not bounds.min <= value <= bounds.max:
-                raise BadInput(f"input '{name}': {value} is out of range for {datatype}")
-    with np.errstate(over="ignore"):
-        array = np.array(flat, dtype)
-    if dtype.kind == "f" and not np.isfinite(array).all():
-        for place in np.flatnonzero(~np.isfinite(array)):
-            if math.isfinite(flat[place]):  # gRPC may carry infinity, but nothing becomes it
-                raise BadInput(f"input '{name}': 'data' holds a number out of range for {datatype}")
-    return array.reshape(shape)
-
-
-def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
-    """Return the shape if numpy can represent it: it multiplies all axes, even if one is 0."""
-    if math.prod(max(1, n) for n in shape) * slot.dtype.itemsize > 1 << 62:
-        raise BadInput(f"input '{slot.spec.name}': shape {quote(list(shape))} is too large")
-    return shape
+    if not slot.item_bytes:
+        array = _string_array(flat, shape, slot)
+    elif not flat:
+        array = np.empty(shape, dtype)
+    else:
+        kinds: dict[str, set[type]] = {"b": {bool}, "f": {int, float}}
+        wrong = set(map(type, flat)) - kinds.get(dtype.kind, {int})
+        if wrong:
+            bad = next(value for value in flat if type(value) in wrong)
+            raise BadInput(f"input '{name}' is {datatype}, 'data' holds {quote(bad)}")
+        if dtype.kind in "iu":
+            bounds = np.iinfo(dtype)
+            for value in (min(flat), max(flat)):
+                if not bounds.min <= value <= bounds.max:
+                    raise BadInput(f"input '{name}': {value} is out of range for {datatype}")
+        with np.errstate(over="ignore"):
+            array = np.array(flat, dtype)
+        # gRPC may carry infinity, but nothing becomes it
+        large = np.flatnonzero(~np.isfinite(array)) if dtype.kind == "f" else ()
+        if any(math.isfinite(flat[place]) for place in large):
+            raise BadInput(f"input '{name}': 'data' holds a number out of range for {datatype}")
+        array = array.reshape(shape)
+    array.flags.writeable = False
+    return array
 
 
 def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
@@ -547,19 +550,6 @@ def number_bytes(array: np.ndarray) -> Bytes:
     return array.tobytes()
 
 
-def string_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the strings in parts: one C call for a million would hold the GIL for 0.2 s."""
-    flat = array.reshape(-1)
-    return (flat[at : at + _BLOCK] for at in range(0, flat.size, _BLOCK))
-
-
-def array_bytes(array: np.ndarray) -> int:
-    """Return the bytes of memory of an array, including its strings."""
-    if array.dtype.kind != "O":
-        return array.nbytes
-    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
-
-
 def _to_element(element: object) -> bytes:
     data = element if type(element) is bytes else str(element).encode()
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
@@ -577,3 +567,16 @@ def to_json(array: np.ndarray, datatype: str, name: str) -> list[str] | np.ndarr
         what = "NaN or infinity"
     text = f"output '{name}' holds {what}, which JSON cannot represent"
     raise BadInput(text, hint="request it with 'binary_data': true")
+
+
+def string_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the strings in parts: one C call for a million would hold the GIL for 0.2 s."""
+    flat = array.reshape(-1)
+    return (flat[at : at + _BLOCK] for at in range(0, flat.size, _BLOCK))
+
+
+def array_bytes(array: np.ndarray) -> int:
+    """Return the bytes of memory of an array, including its strings."""
+    if array.dtype.kind != "O":
+        return array.nbytes
+    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])

@@ -28,7 +28,7 @@ from deploykit.core.errors import DeploykitError, Overloaded, os_reason, quote
 from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
 from deploykit.pipelines.threads import Peer
-from deploykit.serving.transport.encodings import other_charset
+from deploykit.serving.transport.encodings import choose_encoding, other_charset
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("deploykit.access")
@@ -109,7 +109,7 @@ class Head:
     content_type: bytes | None = None
     charset: bytes | None = None  # of the Content-Type, unless it is UTF-8
     accept: bytes | None = None
-    accept_encoding: bytes | None = None
+    coding: bytes | None = None  # of the reply, by Accept-Encoding
     trace: str | None = None  # traceparent
     cors: bytes = b""  # CORS headers of the reply, for an allowed origin
     refusal: Refusal | None = None
@@ -130,7 +130,7 @@ class Head:
             content_type=content_type,
             charset=other_charset(content_type),
             accept=headers.get(b"accept"),
-            accept_encoding=headers.get(b"accept-encoding"),
+            coding=choose_encoding(headers.get(b"accept-encoding", b"")),
             trace=trace.decode("latin-1") if trace else None,
             **values,
         )
@@ -179,15 +179,19 @@ class Call:
             cancel()
 
 
-def refusal_of(error: Exception) -> DeploykitError | None:
-    """Return the error for the client; Overloaded without descriptors or memory. None: a bug."""
+def refusal_of(error: Exception, what: str) -> DeploykitError:
+    """Return the error for the client; Overloaded without descriptors or memory.
+
+    A bug is logged instead of sent: `what` has failed.
+    """
     if isinstance(error, DeploykitError):
         return error
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in EXHAUSTED):
         reason = os_reason(error) if isinstance(error, OSError) else "out of memory"
         log.warning("a request is refused: %s", reason)
         return Overloaded(f"the server cannot do this now ({reason}); try again later")
-    return None
+    log.error("%s failed", what, exc_info=error)
+    return DeploykitError(BUG)
 
 
 def message_of(error: DeploykitError) -> str:
@@ -197,11 +201,7 @@ def message_of(error: DeploykitError) -> str:
 
 def reply_exception(call: Call, error: Exception) -> None:
     """Reply with an error; log a bug instead of sending it."""
-    exc = refusal_of(error)
-    if exc is None:
-        log.error("a request to %s failed", quote(call.head.target), exc_info=error)
-        reply_error(call, 500, BUG)
-        return
+    exc = refusal_of(error, f"a request to {quote(call.head.target)}")
     headers = RETRY if exc.http_status == 503 else b""
     reply_error(call, exc.http_status, message_of(exc), headers)
 
@@ -317,7 +317,6 @@ class Connection(asyncio.BufferedProtocol, ABC):
     def __init__(self, port: Port) -> None:
         self._port = port
         self.kept = b""  # bytes received and not processed; counted in the memory budget
-        self.whole = False  # all of a body was received elsewhere, and is not processed
         self.answering = False  # the next bytes wait for a reply
         self.queued = False  # what was received waits for a turn of the event loop
         self.paused = False  # nothing is received
@@ -387,7 +386,7 @@ class Connection(asyncio.BufferedProtocol, ABC):
         """Process what was received in one of the next turns, or receive more."""
         if self.queued or self.stalled or self.answering:
             return
-        if self.kept or self.whole:
+        if self.kept:
             self.queued = True
             self.pause()
             self._port.turns.wait(self._take_turn, urgent=urgent)
@@ -500,10 +499,9 @@ class Port(ABC):
             place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
             ms = 1000 * (self.turns.clock_s() - call.begun_s)
             name, rows = about or (None, 0)
-            more = [f" rows={rows}"] if rows else []
-            names = {"id": name, "trace": call.head.trace}
-            more += [f" {key}={quote(value)}" for key, value in names.items() if value]
-            access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, "".join(more))
+            facts = {"rows": rows, "id": name, "trace": call.head.trace}
+            more = "".join(f" {key}={quote(value)}" for key, value in facts.items() if value)
+            access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, more)
 
     @property
     def unanswered(self) -> int:

@@ -6,7 +6,6 @@ import io
 import re
 import zlib
 from collections.abc import Iterable
-from functools import lru_cache
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
@@ -19,7 +18,7 @@ _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's h
 _PIECE_BYTES = 1 << 16  # input of zlib in one step
 _GROWTH_BYTES = 1 << 20  # output of zlib in one step
 _MEMBERS = 256  # members of one gzip body: each costs time, however short
-_QUALITY = re.compile(rb"0(\.\d{0,3})?|1(\.0{0,3})?")
+_ACCEPTED = re.compile(rb"\s*(gzip|deflate)\s*(?:;\s*q=(?:1(?:\.0*)?|0\.\d*[1-9]\d*))?\s*")
 _FAST = 1  # compression level: higher ones cost a server more than they save
 
 
@@ -61,7 +60,7 @@ def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
     name = names[0]
     if len(names) > 1 or name.encode() not in _WINDOWS:
         hint = "send gzip, deflate or plain bytes"
-        raise UnknownEncoding(f"Content-Encoding {quote(text)} is not supported", hint=hint)
+        raise UnknownEncoding(f"the encoding {quote(text)} is not supported", hint=hint)
     try:
         return _inflate(body, name, max_bytes)
     except zlib.error as exc:
@@ -69,12 +68,8 @@ def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
 
 
 def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
-    out = io.BytesIO()
-    at, members, remaining = 0, 0, max_bytes
-    while at < len(body) or members == 0:
-        if members == _MEMBERS:
-            raise BadInput(f"the body is {name} in more than {_MEMBERS} parts")
-        members += 1
+    out, at = io.BytesIO(), 0
+    for _ in range(_MEMBERS):
         stream = zlib.decompressobj(_WINDOWS[name.encode()])
         while not stream.eof:
             piece: Bytes = stream.unconsumed_tail
@@ -82,29 +77,23 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
                 piece, at = body[at : at + _PIECE_BYTES], at + _PIECE_BYTES
             if not piece:
                 raise BadInput(f"the body ends in the middle of its {name} data")
-            got = stream.decompress(piece, min(remaining + 1, _GROWTH_BYTES))
-            if len(got) > remaining:
+            left = max_bytes - out.tell()
+            got = stream.decompress(piece, min(left + 1, _GROWTH_BYTES))
+            if len(got) > left:
                 raise body_too_large(max_bytes, " when decompressed")
-            remaining -= len(got)
             out.write(got)
         at = min(at, len(body)) - len(stream.unused_data)
-        if name != "gzip" and at < len(body):  # only gzip may have several members
+        if at == len(body):
+            return out.getvalue()
+        if name != "gzip":  # only gzip may have several members
             raise BadInput(f"{len(body) - at} bytes follow the body's {name} data")
-    return out.getvalue()
+    raise BadInput(f"the body is {name} in more than {_MEMBERS} parts")
 
 
-@lru_cache(maxsize=256)
 def choose_encoding(accept: bytes) -> bytes | None:
-    """Return b"gzip" or b"deflate" if Accept-Encoding names and prefers it, else None."""
-    weights = {}
-    for item in accept.lower().split(b","):
-        name, *parameters = (part.strip() for part in item.split(b";"))
-        pairs = (parameter.partition(b"=") for parameter in parameters)
-        quality = next((value.strip() for key, _, value in pairs if key.strip() == b"q"), b"1")
-        weights[name] = float(quality) if _QUALITY.fullmatch(quality) else 0.0
-    best = max(_WINDOWS, key=lambda name: weights.get(name, 0.0))
-    weight = weights.get(best, 0.0)
-    return best if weight > 0 and weight >= weights.get(b"identity", 0.0) else None
+    """Return b"gzip" or b"deflate", which Accept-Encoding names first and allows, else None."""
+    matches = map(_ACCEPTED.fullmatch, accept.lower().split(b","))
+    return next((match[1] for match in matches if match), None)
 
 
 def compress(parts: Iterable[Bytes], coding: bytes) -> bytes:

@@ -152,9 +152,8 @@ class Acceptor:
         self._socket = listening
         self.tls = tls
         self._handshake_s = port.limits.header_s if tls else None
-        self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their TLS hello
         self._starts = asyncio.Semaphore(_HANDSHAKES)
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}  # the oldest first
         self._paused: asyncio.TimerHandle | None = None
         self._open = False
 
@@ -181,7 +180,7 @@ class Acceptor:
             else:
                 self._loop.remove_reader(self._socket)
                 self._accept(BACKLOG)
-            for task in self._handshakes if self.tls else ():
+            for task in self._handshakes.values() if self.tls else ():
                 task.cancel()
         self._socket.close()  # new clients are refused from now on instead of waiting
 
@@ -199,29 +198,26 @@ class Acceptor:
             client.setblocking(False)
             count = len(self._handshakes) + len(self.port.connections)
             most = self.port.limits.connections + 2 * SPARE
-            if self.tls and count >= most and not self._close_silent():
+            if self.tls and count >= most and not self._drop_oldest(1):
                 client.close()  # with fewer a client gets a protocol, which replies with the reason
                 log.info("a connection was closed: there are %d already", count)
                 continue
-            task = self._loop.create_task(self._handshake(client))
-            self._handshakes.add(task)
-            if self.tls:
-                self._silent[client] = task
+            task = self._handshakes[client] = self._loop.create_task(self._handshake(client))
             task.add_done_callback(partial(self._end_handshake, client))
 
     def _pause(self, exc: OSError) -> None:
         log.warning("connections cannot be accepted for now: %s", os_reason(exc))
         if self._open:
             self.port.close_idle()
-            self._close_silent(CLOSED_AT_ONCE)
+            self._drop_oldest(CLOSED_AT_ONCE)
             self._loop.remove_reader(self._socket)
             self._paused = self._loop.call_later(PAUSE_S, self.open)
 
-    def _close_silent(self, most: int = 1) -> bool:
-        """Close clients that have waited longest with their hello; return whether there was one."""
-        chosen = list(islice(self._silent, most))
+    def _drop_oldest(self, most: int) -> bool:
+        """Close clients whose TLS handshake takes longest; return whether there was one."""
+        chosen = list(islice(self._handshakes, most if self.tls else 0))
         for client in chosen:
-            self._silent.pop(client).cancel()
+            self._handshakes.pop(client).cancel()
         return bool(chosen)
 
     async def _handshake(self, client: socket.socket) -> None:
@@ -237,8 +233,7 @@ class Acceptor:
                 log.info("a connection was closed in its TLS handshake: %s", reason_of(exc))
 
     def _end_handshake(self, client: socket.socket, task: asyncio.Task[None]) -> None:
-        self._handshakes.discard(task)
-        self._silent.pop(client, None)
+        self._handshakes.pop(client, None)
         if task.cancelled():  # perhaps before the task began
             client.close()
 
@@ -250,7 +245,6 @@ class Acceptor:
             await hello.wait()
         finally:
             self._loop.remove_reader(client)
-        self._silent.pop(client, None)
         async with self._starts:
             await asyncio.sleep(0)
 

@@ -81,15 +81,10 @@ class AccessControl:
         return path
 
     def refusal(
-        self,
-        method: str,
-        path: str,
-        host: bytes | None,
-        origin: bytes | None,
-        authorization: bytes | None,
+        self, method: str, path: str, host: bytes | None, headers: Mapping[bytes, bytes]
     ) -> Refusal | None:
         """Return why a request is refused; None if it is allowed."""
-        health = path.startswith(HEALTH)
+        health, origin = path.startswith(HEALTH), headers.get(b"origin")
         checked = health and not self._loopback  # the checks of a cluster name an address
         if host is not None and not (checked or self._any_host or self._is_own(host)):
             text = f"this server does not answer as {quote(host.decode('latin-1'))}"
@@ -98,8 +93,8 @@ class AccessControl:
             text = f"pages of {ascii(origin.decode('latin-1'))[:80]} may not call this server"
             return Refusal(403, f"{text}; see `origins`")
         # browsers send CORS preflight requests without a token
-        preflight = method == "OPTIONS" and origin is not None
-        if not (health or preflight or path in self._public or self.allows(authorization)):
+        free = health or path in self._public or (method == "OPTIONS" and origin is not None)
+        if not (free or self.allows(headers.get(b"authorization"))):
             text = "a token is needed: send the header 'Authorization: Bearer TOKEN'"
             return Refusal(401, text, b"WWW-Authenticate: Bearer\r\n")
         return None
@@ -120,10 +115,9 @@ class AccessControl:
         known = any(each in self._hosts or each.endswith(self._domains) for each in names)
         return known or (self._loopback and _is_local(name))
 
-    def cors_headers(
-        self, origin: bytes | None, host: bytes | None, headers: Mapping[bytes, bytes]
-    ) -> bytes:
-        """Return the headers that let a page of `origin` read the reply, if it may."""
+    def cors_headers(self, host: bytes | None, headers: Mapping[bytes, bytes]) -> bytes:
+        """Return the headers that let a page of another origin read the reply, if it may."""
+        origin = headers.get(b"origin")
         if origin is None or not self.is_known(origin, host):
             return b""
         found = (
@@ -182,21 +176,16 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
-    files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority}
-    named = ""
+    named = f"`tls_cert` {cert}, `tls_key` {key}"
     try:
-        for parameter, path in files.items():
-            named = f"`{parameter}` {path}"
-            if path is not None and b"ENCRYPTED" in Path(path).read_bytes():
-                hint = "openssl pkey -in KEY -out PLAIN writes it without its password"
-                raise BadInput(f"{named}: the key is encrypted", hint=hint)
-        named = f"`tls_cert` {cert}, `tls_key` {key}"
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, password=lambda: b"")  # no question at the terminal
         if authority is not None:
             named = f"`tls_client_ca` {authority}"
             context.load_verify_locations(authority)
             context.verify_mode = ssl.CERT_REQUIRED
     except OSError as exc:  # which ssl.SSLError is
-        hint = "PEM files are needed, and the key of the certificate"
+        hint = (
+            "PEM files are needed; openssl pkey -in KEY -out PLAIN writes a key without a password"
+        )
         raise BadInput(f"{named}: {reason_of(exc)}", hint=hint) from exc
     return context

@@ -99,6 +99,11 @@ _GUIDE = Path(__file__).with_name("guide.html")
 _MOST_VALUES = 64  # values of a request that are written out for curl
 _SAMPLES = {"image": "photo.jpg", "text": "a sentence", "json": '{"key": 1}', "bytes": "file.bin"}
 _FILES = ("image", "bytes")
+_VALUES: Mapping[str, tuple[object, str]] = {  # of a datatype: an element in JSON, an array
+    "BYTES": ("text", "np.full({}, 'text', object)"),
+    "BOOL": (True, "np.ones({}, np.bool_)"),
+    "BF16": (1, "np.ones({}, ml_dtypes.bfloat16)"),
+}
 
 
 @dataclass(frozen=True)
@@ -115,9 +120,9 @@ class Address:
     def url(self) -> str:
         return f"{self.scheme}://{self.host}{self.root_path}"
 
-    @property
-    def curl_header(self) -> str:
-        return ' \\\n  -H "Authorization: Bearer $TOKEN"' if self.token else ""
+    def curl(self, model: str, verb: str) -> str:
+        header = ' \\\n  -H "Authorization: Bearer $TOKEN"' if self.token else ""
+        return f"curl {self.url}/v2/models/{model}/{verb}{header}"
 
 
 def guide(repository: ModelRepository, address: Address) -> bytes:
@@ -146,11 +151,7 @@ def _of_model(model: ServedModel, address: Address) -> str:
     for slot in inputs:
         row = {str(slot.spec.shape[0]): 1} if model.max_batch else {}
         shapes.append((slot, list(concrete(slot.spec, {**sizes, **row}))))
-    binary = any(slot.datatype in BINARY_ONLY for slot in (*inputs, *outputs))
-    if not binary and sum(math.prod(shape) for _, shape in shapes) <= _MOST_VALUES:
-        programs["curl"] = _curl(model.name, shapes, address)
-    named = model.signature.outputs
-    programs["tritonclient"] = _tritonclient(model.name, shapes, named, address)
+    programs |= _of_tensors(model, shapes, address)
     tensors = [
         (kind, slot.spec.name, slot.datatype, ", ".join(map(str, slot.spec.shape)))
         for kind, slots in (("input", inputs), ("output", outputs))
@@ -202,57 +203,48 @@ def _of_items(name: str, takes: str, field: str, address: Address) -> dict[str, 
     form = f"{field}=@{item}" if takes in _FILES else f"{field}={shlex.quote(item)}"
     token = ', token=os.environ["TOKEN"]' if address.token else ""
     return {
-        f"curl, {takes}": f"curl {address.url}/v2/models/{name}/predict{address.curl_header} "
-        f"-F {form}\n",
+        f"curl, {takes}": f"{address.curl(name, 'predict')} -F {form}\n",
         f"Python, {takes}": ("import os\n\n" if token else "")
         + f"import deploykit as dk\n\nwith dk.client({address.url!r}{token}) as client:\n"
         f"    print(client.predict({item!r}, {name!r}))\n",
     }
 
 
-def _curl(name: str, shapes: list[tuple[Slot, list[int]]], address: Address) -> str:
-    call = f"curl {address.url}/v2/models/{name}/infer{address.curl_header} \\\n  "
-    inputs = []
-    for slot, shape in shapes:
-        value = {"BYTES": "text", "BOOL": True}.get(slot.datatype, 1)
-        data = [value] * math.prod(shape)
+def _of_tensors(
+    model: ServedModel, inputs: list[tuple[Slot, list[int]]], address: Address
+) -> dict[str, str]:
+    """Return the programs that send tensors of these shapes; curl only where they are small."""
+    name, arrays, tensors = model.name, "", list[str]()
+    outputs = model.signature.outputs
+    small = sum(math.prod(shape) for _, shape in inputs) <= _MOST_VALUES
+    for slot, shape in inputs:
+        value, array = _VALUES.get(slot.datatype, (1, f"np.ones({{}}, np.{slot.dtype.name})"))
+        arrays += f"    ({slot.spec.name!r}, {slot.datatype!r}, {array.format(shape)}),\n"
+        data = [value] * math.prod(shape) * small
         tensor = {"name": slot.spec.name, "datatype": slot.datatype, "shape": shape, "data": data}
-        inputs.append(f"    {json.dumps(tensor)}")
-    body = shlex.quote('{\n  "inputs": [\n' + ",\n".join(inputs) + "\n  ]\n}")
-    return f"{call}-d {body}\n"
-
-
-def _array(slot: Slot, shape: list[int]) -> str:
-    if slot.datatype == "BYTES":
-        return f"np.full({shape}, 'text', object)"
-    kind = {"BF16": "ml_dtypes.bfloat16", "BOOL": "np.bool_"}.get(slot.datatype)
-    return f"np.ones({shape}, {kind or 'np.' + slot.dtype.name})"
-
-
-def _tritonclient(
-    name: str, shapes: list[tuple[Slot, list[int]]], outputs: Iterable[str], address: Address
-) -> str:
-    arrays = {slot.spec.name: _array(slot, shape) for slot, shape in shapes}
-    types = {slot.spec.name: slot.datatype for slot, _ in shapes}
+        tensors.append(f"    {json.dumps(tensor)}")
+    programs = {}
+    types = {slot.datatype for slot in (*model.signature.inputs.values(), *outputs.values())}
+    if small and types.isdisjoint(BINARY_ONLY):
+        body = shlex.quote('{\n  "inputs": [\n' + ",\n".join(tensors) + "\n  ]\n}")
+        programs["curl"] = f"{address.curl(name, 'infer')} \\\n  -d {body}\n"
     host = address.host
     host = host if host.endswith("]") else host.rpartition(":")[0] or host  # without the port
     grpc = f"# over gRPC: tritonclient.grpc and {host}:{address.grpc_port}\n"
-    values = "".join(f"    {each!r}: {array},\n" for each, array in arrays.items())
     shown = "".join(f"print({each!r}, answer.as_numpy({each!r}))\n" for each in outputs)
-    imports = "import os\n" * address.token + "import ml_dtypes\n" * ("BF16" in types.values())
+    imports = "import os\n" * address.token + "import ml_dtypes\n" * ("ml_dtypes." in arrays)
     secure = ", ssl=True" if address.scheme == "https" else ""
     headers = ", headers={'authorization': 'Bearer ' + os.environ['TOKEN']}" * address.token
-    return f"""{imports}import numpy as np
+    programs["tritonclient"] = f"""{imports}import numpy as np
 import tritonclient.http as client
 
-arrays = {{
-{values}}}
-types = {types!r}
 inputs = []
-for name, array in arrays.items():
-    inputs.append(client.InferInput(name, list(array.shape), types[name]))
+for name, datatype, array in [
+{arrays}]:
+    inputs.append(client.InferInput(name, list(array.shape), datatype))
     inputs[-1].set_data_from_numpy(array)
 {grpc * (address.grpc_port is not None)}\
 with client.InferenceServerClient("{address.host}{address.root_path}"{secure}) as server:
     answer = server.infer("{name}", inputs{headers})
 {shown}"""
+    return programs

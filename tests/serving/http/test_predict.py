@@ -122,8 +122,8 @@ REFUSED: dict[str, tuple[str, bytes | Make, str, int, str]] = {
         reason: ("classify", body, kind, 400, reason)
         for body, kind, reason in (
             (LIGHT, "multipart/form-data", "has no boundary"),
-            (form()[0], "multipart/form-data; boundary=c", "does not begin with the boundary"),
-            (form(("image", LIGHT))[0][:-20], FORM, "ends before its last boundary"),
+            (form()[0], "multipart/form-data; boundary=c", "does not end with the boundary"),
+            (form(("image", LIGHT))[0][:-20], FORM, "does not end with the boundary"),
             (b"------b\r\nA: b\r\n\r\nx\r\n------b--\r\n", FORM, "of the form has no name"),
             (b"------b\r\nx\r\n------b--\r\n", FORM, "has no end of its headers"),
         )
@@ -281,7 +281,6 @@ SENTENCE = b"good good good"
         (b"text=good+good%20good", URLENCODED),
         (SENTENCE, URLENCODED),  # as `curl -d` sends a sentence
         (SENTENCE, 'text/plain; charset="US-ASCII"'),
-        form(("_charset_", b"UTF-8"), ("text", SENTENCE)),
         (b"old\r\n" + form(("text", SENTENCE))[0] + b"after it", FORM),
         (form(("text", SENTENCE))[0].replace(b"----b\r\n", b"----b \t\r\n"), FORM),
     ],
@@ -338,10 +337,10 @@ def test_a_large_form_and_large_json_are_taken_apart_elsewhere(served: Running) 
 
 
 def test_a_form_may_hold_what_looks_like_its_boundary(served: Running) -> None:
-    body, kind = form(("text", b"good\r\n------bad\r\n----b good"))
+    body, kind = form(("text", b"good\r\n------bad ------b\r\n----b good"))
     status, found = post(served, "text-classify", body, kind)
     assert status == 200, found
-    assert found["top"][0]["score"] == pytest.approx(4 / 6)
+    assert found["top"][0]["score"] == pytest.approx(5 / 7)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -275,7 +275,8 @@ def test_only_protobuf_is_taken_for_protobuf(client: Frames, content_type: str) 
 def test_a_call_whose_deadline_has_passed_is_not_answered(
     client: Frames, timeout: str, path: str
 ) -> None:
-    assert client.call(1, b"", path, grpc_timeout=timeout).status == 4
+    message = infer_bytes() if path == INFER else b""
+    assert client.call(1, message, path, grpc_timeout=timeout).status == 4
 
 
 def test_any_frames_are_answered_or_end_the_connection() -> None:
@@ -533,6 +534,20 @@ def test_answers_beyond_the_clients_window_are_counted_and_refused_above_the_lim
                     refused += 1
             assert refused >= 5
         eventually(lambda: held(server) == 0)
+
+
+def test_an_answer_above_the_memory_budget_ends_its_call() -> None:
+    wired, message = Wired(), b"\0\0\0\3\xe8" + bytes(1000)
+    wired.memory.limit = 2500  # there is room for the request, not for its second answer
+    wired.feed(PREFACE + packed(SETTINGS, 0, 0, NO_WINDOW))
+    for number, path in ((1, "/echo"), (3, "/stream")):
+        head = packed(HEADERS, END_HEADERS, number, block(path=path))
+        wired.feed(head + packed(DATA, END, number, message))
+    for number in (0, 1, 3):
+        wired.feed(packed(WINDOW_UPDATE, 0, number, (1 << 20).to_bytes(4, "big")))
+    out = wired.wire.take()
+    wired.close()
+    assert (out.count(message), out.count(b"grpc-status\x0214"), wired.memory.bytes) == (2, 1, 0)
 
 
 def test_a_connection_with_many_unread_answers_has_no_further_requests_run(

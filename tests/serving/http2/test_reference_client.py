@@ -116,8 +116,8 @@ def test_answers_are_whole_in_any_order_of_calls_data_and_windows(seed: int) -> 
         connection = client.wired.connection
         assert connection.phase is not CLOSED
         assert client.wired.shared.open_streams == len(connection.streams)
-        bytes_of = [stream._answer_bytes for stream in connection.streams.values()]
-        assert connection.answer_bytes == sum(bytes_of)
+        unread = [stream.unread_bytes for stream in connection.streams.values()]
+        assert connection.answer_bytes == sum(unread)
     client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20})
     client.h2.increment_flow_control_window(1 << 28)
     for _ in range(100_000):

@@ -19,7 +19,7 @@ from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Runner, Splitter, stack
 from deploykit.serving.oip import request as oip
-from deploykit.serving.oip.request import Binary, InputData, array_bytes, plan, signature
+from deploykit.serving.oip.request import Binary, array_bytes, plan, signature
 from tests.support.serving.grpc_cases import Echo
 from tests.support.serving.loops import KEY
 from tests.support.serving.running import running
@@ -41,13 +41,14 @@ def test_strings_are_measured_and_encoded_in_blocks(monkeypatch: pytest.MonkeyPa
 def test_the_strings_of_an_input_are_bounded() -> None:
     specs = [TensorSpec("x", "string", ("N", "W"))]
     model = signature(specs, specs, 32, 1 << 30)
+    x = {"name": "x", "datatype": "BYTES"}
     most, more = (
-        InputData("x", "BYTES", [1, count], Binary(0, 4 * count))
+        {"inputs": [{**x, "shape": [1, count], "data": Binary(0, 4 * count)}]}
         for count in (MOST_STRINGS, MOST_STRINGS + 1)
     )
-    assert plan([most], None, {}, None, model).parts[0].elements == MOST_STRINGS
+    assert plan(most, model).parts[0].elements == MOST_STRINGS
     with pytest.raises(TooLarge, match="more than 262144 strings"):
-        plan([more], None, {}, None, model)
+        plan(more, model)
 
 
 @pytest.mark.parametrize(("width", "batches"), [(3, [4]), (MOST_STRINGS // 2, [1, 1, 1, 1])])

@@ -94,7 +94,7 @@ def test_a_non_contiguous_slice_of_a_batch_is_encoded() -> None:
     request = oip.decode(body, json_bytes, model())
     whole = np.arange(24, dtype=np.float32).reshape(4, 6).T  # not contiguous
     parts, _ = oip.encode("m", request, {"y": whole[2:3]}, model())
-    assert json.loads(parts[0])["outputs"][0]["data"] == [2, 8, 14, 20]
+    assert json.loads(b"".join(parts))["outputs"][0]["data"] == [2, 8, 14, 20]
 
 
 def test_a_json_part_that_is_repeated_is_decoded_once_for_its_model_and_its_bytes() -> None:
@@ -154,9 +154,9 @@ def test_a_raw_request_has_one_row_and_a_binary_answer(
     np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
     assert request.rows == 1
     parts, header = oip.encode("m", request, {"y": array}, signature)
-    assert parts[1] == wire(dtype, array)
-    assert header == len(parts[0])
-    assert "id" not in json.loads(parts[0])
+    body = b"".join(parts)
+    assert body[header:] == wire(dtype, array)
+    assert "id" not in json.loads(body[:header])
 
 
 def test_a_raw_string_is_the_whole_body() -> None:
@@ -197,7 +197,7 @@ def test_an_input_is_read_from_and_an_output_written_to_shared_memory(dtype: str
     parts, header = oip.encode("m", request, {"y": array}, signature, memory)
     assert memory.bytes[8 + len(payload) :] == payload
     assert header is None
-    (output,) = json.loads(parts[0])["outputs"]
+    (output,) = json.loads(b"".join(parts))["outputs"]
     assert output == {"name": "y", "datatype": output["datatype"], "shape": [2, 4]}
 
 
@@ -218,14 +218,16 @@ def packed(*elements: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(element)) + element for element in elements)
 
 
-def answer(array: np.ndarray, *, binary: bool) -> list[bytes]:
+def answer(array: np.ndarray, *, binary: bool) -> tuple[bytes, int | None]:
     request = Request({}, 1, (), (RequestedOutput("y", binary),))
-    return oip.encode("m", request, {"y": array}, SIGNATURE)[0]
+    parts, json_bytes = oip.encode("m", request, {"y": array}, SIGNATURE)
+    return b"".join(parts), json_bytes
 
 
 def test_an_output_that_is_not_utf8_is_sent_as_binary_only() -> None:
     array = np.array([[b"\xff\xfe", "é"]], object)
-    assert answer(array, binary=True)[1] == packed(b"\xff\xfe", "é".encode())
+    body, json_bytes = answer(array, binary=True)
+    assert body[json_bytes:] == packed(b"\xff\xfe", "é".encode())
     with pytest.raises(BadInput, match="output 'y' holds bytes that are not UTF-8") as caught:
         answer(array, binary=False)
     assert "binary_data" in (caught.value.hint or "")
@@ -387,7 +389,7 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"shape": [2, 4], "data": [[1, 2, 3, 4], [5, 6]]}, "not nested like"),
     ({"shape": [2, 4], "data": [[1, 2, 3, 4], 5]}, "not nested like"),
     ({"data": [[[1], [2], [3], [4]]]}, r"'data' holds \[1\]"),
-    ({"data": [[1, 2, 3, 4], [1, 2, 3, 4]]}, "'data' has 2 rows"),
+    ({"data": [[1, 2, 3, 4], [1, 2, 3, 4]]}, "not nested like"),
     ({"data": 5}, "'data' must be a list"),
     ({"data": [1, 2, 3, "4"]}, "holds '4'"),
     ({"data": [1, 2, 3, True]}, "holds True"),

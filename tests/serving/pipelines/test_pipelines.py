@@ -183,9 +183,9 @@ FIELD = b'--XX\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n'
     [
         (b"no image", "", 400, "stage 'page': the image"),
         (b"", "", 400, "'page' is needed"),
-        (b"--XX\r\n", FORM, 400, "ends before"),
+        (b"--XX\r\n", FORM, 400, "does not end with"),
         (b"data", "multipart/form-data", 400, "has no boundary"),
-        (b"data", FORM, 400, "does not begin with the boundary"),
+        (b"data", FORM, 400, "does not end with the boundary"),
         (b"a", "text/plain; charset=klingon", 415, "the charset 'klingon' is not offered"),
         (FIELD * 2 + b"--XX--\r\n", FORM, 400, "has 2 fields, one 'page' is"),
     ],

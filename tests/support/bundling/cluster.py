@@ -20,7 +20,7 @@ from deploykit.core.artefact import Artefact, Manifest, write_manifest
 from deploykit.core.files import sha256
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import TensorSpec
-from deploykit.deploying import ray as bundles
+from deploykit.deploying.clusters import write_ray
 from deploykit.deploying.folder import Contents
 from tests.support.onnx_zoo import save
 
@@ -118,5 +118,5 @@ def slow_bundle(folder: Path) -> Path:
     write_manifest(model, Manifest("onnx", *specs, sha256=sha256(model)))
     out = folder / "out"
     out.mkdir()
-    bundles.write(out, Contents(Artefact.open(model), load_profile("cpu"), "slow", (1, 8, 32)))
+    write_ray(out, Contents(Artefact.open(model), load_profile("cpu"), "slow", (1, 8, 32)))
     return out

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
-from deploykit.serving.oip.request import InputData, Request, Signature, fill, plan
+from deploykit.serving.oip.request import Signature
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.shared_memory import Region
 
@@ -105,17 +103,3 @@ class FakeMemory:
         if len(data) > region.byte_size:
             raise BadInput(f"{len(data)} bytes do not fit")
         self.bytes[region.offset : region.offset + len(data)] = data
-
-
-def build(
-    inputs: Sequence[InputData],
-    outputs: Sequence[tuple[object, object]] | None,
-    parameters: Mapping[str, Any],
-    name: object,
-    model: Signature,
-    memory: Any = None,
-    *,
-    binary: bool = False,
-) -> Request:
-    """One request. `name` is its id; see `plan` and `fill`."""
-    return fill(plan(inputs, outputs, parameters, name, model, binary=binary), memory=memory)

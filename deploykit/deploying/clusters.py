@@ -1,11 +1,19 @@
-"""Write a model repository for NVIDIA Triton: config.pbtxt, the model, warm-up data, README.
+"""Write what Triton, KServe and Ray Serve need to serve a model, with a README.
 
-The model is ONNX for Triton's ONNX Runtime backend, with its TensorRT provider on a GPU. A built
-engine would load only on the same GPU and TensorRT, and a Triton image has its own TensorRT.
+Triton gets a model repository: ONNX for its ONNX Runtime backend, with the TensorRT provider on a
+GPU. A built engine would load only on the same GPU and TensorRT, and a Triton image has its own.
+
+KServe gets a ServingRuntime and an InferenceService. The folder is also what a pod serves: it is
+put on a volume, and `deploykit boot` checks every byte, builds the engine on the pod's own device,
+proves it, and only then opens the ports.
+
+Ray Serve gets an application: `app.py` names the model; all else is in deploykit, which every node
+of the cluster needs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +25,7 @@ import numpy as np
 from deploykit.core.errors import Unsupported
 from deploykit.core.precision import names_of
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
+from deploykit.deploying.docker import choose_image
 from deploykit.deploying.folder import Contents, fill_templates, sample_rows
 from deploykit.engines.batching import why_no_batch
 from deploykit.serving.oip.request import to_bytes
@@ -27,7 +36,7 @@ _MODEL = "model.onnx"
 _MODES: Mapping[str, str] = {"fp16": "FP16", "int8": "INT8"}
 
 
-def write(folder: Path, contents: Contents) -> None:
+def write_triton(folder: Path, contents: Contents) -> None:
     """Write a model repository into `folder`. Raises Unsupported if Triton cannot serve it."""
     home = folder / contents.name
     model, joined = home / "1" / _MODEL, not why_not_joined(contents)
@@ -174,3 +183,64 @@ def text_format(message: Mapping[str, Any]) -> str:
     text = re.sub(r"\[\n[-\d,\s]+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
     text = re.sub(r'"(\w+)":', r"\1:", text)
     return re.sub(r'\b(data_type|kind): "(\w+)"', r"\1: \2", text)  # enumerations
+
+
+_NAME_LENGTH = 50  # KServe adds "-predictor" and more; 63 is a label's limit
+_HASH_LENGTH = 6
+_PERIOD_S = 10  # period of the probes
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def write_kserve(folder: Path, contents: Contents) -> None:
+    """Write KServe's manifests into an empty folder. Raises BadInput for a changed model."""
+    contents.copy_model(folder / "model" / f"{contents.name}.onnx")
+    image = choose_image(contents.profile, None, "x86_64").with_extras(contents.extras)
+    gpu = contents.profile.device == "cuda"
+    build_s = 1800 if gpu else 120  # longest first start, with the build
+    model = contents.model.path
+    weights = contents.manifest.evidence.weights
+    files = [model, *([model.with_name(weights.file)] if weights else [])]
+    copies_mib = 4 * sum(path.stat().st_size for path in files) // (1 << 20)
+    known = {
+        "LABEL": dns_label(contents.name),
+        "DOCKERFILE": image.dockerfile,
+        "EXTRAS": image.arguments["EXTRAS"],
+        "ARCHITECTURE": _ARCHITECTURES.get(contents.profile.architecture, ""),
+        "MAX_BATCH": str(contents.batch[2]),
+        "MEMORY": f"{(4096 if gpu else 1024) + copies_mib}Mi",
+        "BUILD_S": str(build_s),
+        "BUILD_MINUTES": str(build_s // 60),
+        "PERIOD_S": str(_PERIOD_S),
+        "BUILD_PERIODS": str(build_s // _PERIOD_S),
+    }
+    fill_templates("kserve", folder, contents, known)
+
+
+def dns_label(name: str) -> str:
+    """Return a Kubernetes name for a model (RFC 1123), with a hash if the name had to change."""
+    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    plain = plain if plain[:1].isalpha() else f"m-{plain}".rstrip("-")
+    if plain == name and len(plain) <= _NAME_LENGTH:
+        return plain
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_LENGTH]
+    return f"{plain[: _NAME_LENGTH - _HASH_LENGTH - 1].rstrip('-')}-{digest}"
+
+
+_CORES = 2  # per replica of Ray on a CPU
+
+
+def write_ray(folder: Path, contents: Contents) -> None:
+    """Write Ray's files into an empty folder. Raises BadInput for a changed model."""
+    contents.copy_model(folder / "model" / f"{contents.name}.onnx")
+    _, usual, largest = contents.batch
+    gpu = contents.profile.device == "cuda"
+    known = {
+        "EXTRAS": ",".join(("serve", "ray", "gpu" if gpu else "cpu", *contents.extras)),
+        "DEVICE": "cuda" if gpu else "cpu",
+        "THREADS": str(None if gpu else _CORES),
+        "CORES": str(_CORES),
+        "BATCH": str(largest),
+        "USUAL": str(usual),
+        "REQUESTS": str(2 * largest),
+    }
+    fill_templates("ray", folder, contents, known)
