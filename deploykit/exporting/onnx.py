@@ -117,13 +117,17 @@ class ExportJob:
     given: Example = field(default_factory=Example)
     cut: list[str] = field(default_factory=list)
 
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """Names of inputs and outputs, as torch.onnx.export takes them."""
-        return {
-            "input_names": [spec.name for spec in self.inputs],
-            "output_names": [spec.name for spec in self.outputs],
-        }
+    def run(self, module: Any, *arguments: Any, **options: Any) -> Any:
+        """Call torch.onnx.export with the names of inputs and outputs, and the opset."""
+        return torch.onnx.export(
+            module,
+            *arguments,
+            input_names=[spec.name for spec in self.inputs],
+            output_names=[spec.name for spec in self.outputs],
+            opset_version=self.opset,
+            verbose=False,
+            **options,
+        )
 
     def example(self) -> tuple[Any, ...]:
         """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
@@ -161,17 +165,8 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
     example, shapes = job.example(), job.dynamic_shapes(named=named)
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
         try:
-            program = torch.onnx.export(
-                job.module,
-                example,
-                dynamo=True,
-                dynamic_shapes=shapes,
-                opset_version=job.opset,
-                custom_translation_table=translations(),
-                verbose=False,
-                **job.names,
-            )
-            graph = program.model
+            options = {"dynamic_shapes": shapes, "custom_translation_table": translations()}
+            graph = job.run(job.module, example, dynamo=True, **options).model
             # torch silently makes an axis a constant, or ties it to another, where the model works
             # at no other size
             axes: dict[str, str] = {}  # of torch's names, where these are not ours
@@ -204,16 +199,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, .
             module, example = job.module, job.example()
             if is_scripted(module) and not isinstance(module, _SCRIPTED):
                 module = torch.jit.trace(module, example, check_trace=False)  # keeps inner scripts
-            torch.onnx.export(
-                module,
-                example,
-                str(file),
-                dynamo=False,
-                dynamic_axes=axes,
-                opset_version=job.opset,
-                verbose=False,
-                **job.names,
-            )
+            job.run(module, example, str(file), dynamo=False, dynamic_axes=axes)
             graph = _fold(ir.load(file))
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
