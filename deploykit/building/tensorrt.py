@@ -340,19 +340,19 @@ def build(
 def check(model: Path, options: Options, on_progress: Progress = no_progress) -> BuildCheck:
     """Parse and build `model` with the installed builder; a refused graph is a result."""
     nv, here = module(rtx=True), with_gpu(this_machine(), options.shapes.device)
-    started, made, refused = time.perf_counter(), None, tuple[Reason, ...]()
+    started, made, refused = time.perf_counter(), None, tuple[DeploykitError, ...]()
     try:
         made = _build_plan(nv, model, options, on_progress, here, checking=True)
     except Refused as exc:
         refused = exc.reasons
-        if any(reason.damaged for reason in refused):
+        if any(isinstance(each, BadInput) for each in refused):
             raise error_of(str(model), refused) from exc
     plan = made.plan if made else b""
     return BuildCheck(
         path=model,
         profile=options.profile.name,
         accepted=made is not None,
-        problems=tuple(reason.text for reason in refused),
+        problems=tuple(each.message for each in refused),
         notes=(*made.notes, _NOT_PROVEN[flavour_of(plan)]) if made else (),
         flavour=flavour_of(plan),
         layers=made.layers if made else 0,
@@ -378,22 +378,23 @@ def _build_plan(
     if options.shapes.dla is not None:
         check_graph(options, Graph.open(model))
     on_progress("parsing", 0.0)
+    release = version_numbers(str(nv.__version__))[:2]
     attempt = partial(_Attempt, nv, start(nv), model, options, on_progress, here, checking)
     load_plugins(nv, map(Path, options.shapes.plugins))
-    if options.shapes.dla is not None and version(nv) < (11,):  # its precision is a flag
+    if options.shapes.dla is not None and release < (11,):  # its precision is a flag
         return attempt().run(strong=False)
     try:
         return attempt().run(strong=True)
     except Refused as exc:
         first, last = _WEAK_ALLOWED
-        if not first <= version(nv) <= last or exc.reasons[0].damaged:
+        if not first <= release <= last or isinstance(exc.reasons[0], BadInput):
             raise
         with contextlib.suppress(Refused):
             weak = attempt().run(strong=False)
             weak.notes.insert(
                 0,
                 f"TensorRT {nv.__version__} refused the strongly typed network "
-                f"({exc.reasons[0].text}): built with {', '.join(weak.flags) or 'no'} flags "
+                f"({exc.reasons[0].message}): built with {', '.join(weak.flags) or 'no'} flags "
                 "instead, so a layer may run in a higher precision than the file's",
             )
             return weak
@@ -422,7 +423,7 @@ class _Attempt:
             try:
                 self._run(strong, lines)
             except FAILURES as exc:
-                raise Refused((reason_of(exc, lines),)) from exc
+                raise Refused((build_refusal(lines.errors or [str(exc)]),)) from exc
         return self
 
     def _run(self, strong: bool, lines: LogLines) -> None:
@@ -521,15 +522,6 @@ NO_DRIVER = "cudaError 35"  # follows every other error of a machine without a d
 NO_REASON = "TensorRT gave no reason in its log"
 
 
-@dataclass(frozen=True)
-class Reason:
-    """The reason for a refused file or build. `damaged`: invalid, not just unsupported."""
-
-    text: str
-    hint: str | None = None
-    damaged: bool = False
-
-
 # pattern in an operator's name, the parser's message or the builder's log -> hint
 _HINTS = {
     "must have same input types|must be of same type": (
@@ -559,8 +551,8 @@ _DAMAGED = re.compile(
 _WARNINGS = 5  # number that a note repeats
 
 
-def parser_refusal(error: trt.ParserError) -> Reason:
-    """Explain one parser error: its node and its own words."""
+def parser_refusal(error: trt.ParserError) -> DeploykitError:
+    """Explain one parser error: its node and its own words; BadInput for a damaged file."""
     operator, message = error.node_operator(), error.desc()
     name = error.node_name() or (f"#{error.node()}" if operator else "")
     node = f"{operator or 'a node'} '{name}'" if name else operator
@@ -571,18 +563,19 @@ def parser_refusal(error: trt.ParserError) -> Reason:
     if str(error.code()).endswith("UNSUPPORTED_NODE") and node:
         reason = "" if why in ("", "false", NO_REASON) else f": {why}"
         text = f"operator {node} is not supported by TensorRT{reason}"
-    return Reason(text, _hint(f"{operator} {message}"), bool(_DAMAGED.search(message)))
+    kind = BadInput if _DAMAGED.search(message) else Unsupported
+    return kind(text, hint=_hint(f"{operator} {message}"))
 
 
-def build_refusal(errors: Sequence[str]) -> Reason:
+def build_refusal(errors: Sequence[str]) -> Unsupported:
     """Explain why a build produced no plan, from the error lines of its log, oldest first."""
     lines = [line for line in errors if NO_DRIVER not in line]
     if lines:
         cause = next(filter(_hint, lines), lines[0])
-        return Reason(first_sentence(cause), _hint(cause))
+        return Unsupported(first_sentence(cause), hint=_hint(cause))
     if errors:
-        return Reason("no NVIDIA driver on this machine", "see: deploykit doctor")
-    return Reason(NO_REASON)
+        return Unsupported("no NVIDIA driver on this machine", hint="see: deploykit doctor")
+    return Unsupported(NO_REASON)
 
 
 def _hint(text: str) -> str | None:
@@ -590,12 +583,10 @@ def _hint(text: str) -> str | None:
     return next(found, None)
 
 
-def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
-    """Return BadInput or Unsupported with all refusals in its message and the first one's hint."""
-    first = refusals[0]
-    text = "; ".join(refusal.text for refusal in refusals)
-    kind = BadInput if first.damaged else Unsupported
-    return kind(f"{where}: {text}", hint=first.hint)
+def error_of(where: str, refusals: Sequence[DeploykitError]) -> DeploykitError:
+    """Return an error of the first one's kind and hint, with all refusals in its message."""
+    text = "; ".join(refusal.message for refusal in refusals)
+    return type(refusals[0])(f"{where}: {text}", hint=refusals[0].hint)
 
 
 def build_warnings(lines: Sequence[str]) -> list[str]:
@@ -634,10 +625,6 @@ def module(*, rtx: bool = False) -> Any:
     return found
 
 
-def version(nv: Any) -> tuple[int, ...]:
-    return version_numbers(str(nv.__version__))[:2]
-
-
 @contextlib.contextmanager
 def collect_log(nv: Any) -> Iterator[LogLines]:
     """Collect TensorRT's log lines during the block; one thread at a time."""
@@ -659,8 +646,8 @@ FAILURES = (RuntimeError, TypeError, ValueError)  # a null pointer, a failed cal
 class Refused(Exception):  # noqa: N818 - a result of a check, not an error
     """TensorRT's reasons against a file or a build."""
 
-    def __init__(self, reasons: tuple[Reason, ...]) -> None:
-        super().__init__(reasons[0].text)
+    def __init__(self, reasons: tuple[DeploykitError, ...]) -> None:
+        super().__init__(reasons[0].message)
         self.reasons = reasons
 
 
@@ -671,11 +658,6 @@ def given(value: _T | None) -> _T:
     return value
 
 
-def reason_of(exc: Exception, lines: LogLines) -> Reason:
-    """Explain one of FAILURES, by the log where it says more."""
-    return build_refusal(lines.errors or [str(exc)])
-
-
 def start(nv: Any) -> trt.Builder:
     """Create a builder. Raises Unsupported where TensorRT cannot start, as without a driver."""
     with collect_log(nv) as lines:
@@ -683,16 +665,16 @@ def start(nv: Any) -> trt.Builder:
             builder: trt.Builder = given(nv.Builder(logger(nv)))
             return builder
         except FAILURES as exc:
-            reason = reason_of(exc, lines)
+            reason = build_refusal(lines.errors or [str(exc)])
             raise Unsupported(
-                f"TensorRT {nv.__version__} cannot start: {reason.text}", hint=reason.hint
+                f"TensorRT {nv.__version__} cannot start: {reason.message}", hint=reason.hint
             ) from exc
 
 
-def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[Reason, ...]:
+def parser_reasons(parser: trt.OnnxParser, lines: LogLines) -> tuple[DeploykitError, ...]:
     """Explain why `parser` refused a file: one reason or more, each once."""
-    errors = (parser.get_error(number) for number in range(parser.num_errors))
-    return tuple(dict.fromkeys(map(parser_refusal, errors))) or (build_refusal(lines.errors),)
+    found = (parser_refusal(parser.get_error(number)) for number in range(parser.num_errors))
+    return tuple({each.message: each for each in found}.values()) or (build_refusal(lines.errors),)
 
 
 DEFAULT_BATCH = "1,8,32"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import math
 import os
 import sys
@@ -94,10 +95,8 @@ def example_sizes(
     taken |= set(given.values())
     found: dict[str, int] = {}
     for axis in axes:
-        size, step = (_LARGE, _STEP) if axis in long else (_SMALL, 1)
-        while size in taken:
-            size += step
-        found[axis] = given.get(axis, size)
+        free = itertools.count(_LARGE, _STEP) if axis in long else itertools.count(_SMALL)
+        found[axis] = given.get(axis) or next(size for size in free if size not in taken)
         taken.add(found[axis])
     return found
 
@@ -118,27 +117,27 @@ class ExportJob:
     given: Example = field(default_factory=Example)
     cut: list[str] = field(default_factory=list)
 
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """Names of inputs and outputs, as torch.onnx.export takes them."""
-        return {
-            "input_names": [spec.name for spec in self.inputs],
-            "output_names": [spec.name for spec in self.outputs],
-        }
+    def run(self, module: Any, *arguments: Any, **options: Any) -> Any:
+        """Call torch.onnx.export with the names of inputs and outputs, and the opset."""
+        return torch.onnx.export(
+            module,
+            *arguments,
+            input_names=[spec.name for spec in self.inputs],
+            output_names=[spec.name for spec in self.outputs],
+            opset_version=self.opset,
+            verbose=False,
+            **options,
+        )
 
     def example(self) -> tuple[Any, ...]:
         """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
         if self.given.arrays:
             feeds = self.given.feeds(self.inputs, self.sizes, floats=True)
-            return tuple(
-                torch.tensor(feeds[spec.name], dtype=getattr(torch, spec.dtype))
-                for spec in self.inputs
-            )
+        else:
+            ones = {x.name for x in self.inputs if x.dtype == "bool" or "mask" in x.name.lower()}
+            feeds = {x.name: np.full(concrete(x, self.sizes), x.name in ones) for x in self.inputs}
         return tuple(
-            (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
-                concrete(spec, self.sizes), dtype=getattr(torch, spec.dtype)
-            )
-            for spec in self.inputs
+            torch.tensor(feeds[x.name], dtype=getattr(torch, x.dtype)) for x in self.inputs
         )
 
     def dynamic_shapes(self, *, named: bool = True) -> tuple[Any, ...]:
@@ -166,17 +165,8 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decisio
     example, shapes = job.example(), job.dynamic_shapes(named=named)
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
         try:
-            program = torch.onnx.export(
-                job.module,
-                example,
-                dynamo=True,
-                dynamic_shapes=shapes,
-                opset_version=job.opset,
-                custom_translation_table=translations(),
-                verbose=False,
-                **job.names,
-            )
-            graph = program.model
+            options = {"dynamic_shapes": shapes, "custom_translation_table": translations()}
+            graph = job.run(job.module, example, dynamo=True, **options).model
             # torch silently makes an axis a constant, or ties it to another, where the model works
             # at no other size
             axes: dict[str, str] = {}  # of torch's names, where these are not ours
@@ -209,16 +199,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, .
             module, example = job.module, job.example()
             if is_scripted(module) and not isinstance(module, _SCRIPTED):
                 module = torch.jit.trace(module, example, check_trace=False)  # keeps inner scripts
-            torch.onnx.export(
-                module,
-                example,
-                str(file),
-                dynamo=False,
-                dynamic_axes=axes,
-                opset_version=job.opset,
-                verbose=False,
-                **job.names,
-            )
+            job.run(module, example, str(file), dynamo=False, dynamic_axes=axes)
             graph = _fold(ir.load(file))
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
@@ -474,9 +455,7 @@ def finish(model: Any, job: ExportJob) -> None:
                 value = graph.initializers.pop(old)
                 value.name = new
                 graph.initializers[new] = value
-    used = {node.domain for node in graph.all_nodes()} | {""}
-    for domain in set(model.opset_imports) - used:
-        del model.opset_imports[domain]
+    common.RemoveUnusedOpsetsPass()(model)
 
 
 def _fit(

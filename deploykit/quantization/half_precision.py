@@ -494,19 +494,17 @@ def _half_places(
     lacking: frozenset[str],
 ) -> tuple[set[int], set[int]]:
     """The float32 inputs and outputs of `node`, by place, that its schema allows to be half."""
-    nothing: tuple[set[int], set[int]] = set(), set()
-    if node.op_type in _FLOAT32_OPERATORS | lacking or node.domain not in ("", "ai.onnx"):
-        return nothing
-    if any(True for _ in subgraphs(node)) or any(
-        name and name not in types for name in (*node.input, *node.output)
-    ):
-        return nothing
-    if node.op_type == "Cast" and helper.get_node_attr_value(node, "to") != _FLOAT:
-        return nothing
     newest = half.kind != TensorProto.FLOAT16
     version = defs.onnx_opset_version() if newest and node.op_type not in _PAIR else opset(model)
-    if not defs.has(node.op_type, version, ""):  # an operator that ONNX Runtime's optimizer wrote
-        return nothing
+    if (
+        node.op_type in _FLOAT32_OPERATORS | lacking
+        or node.domain not in ("", "ai.onnx")
+        or any(subgraphs(node))
+        or any(name and name not in types for name in (*node.input, *node.output))
+        or (node.op_type == "Cast" and helper.get_node_attr_value(node, "to") != _FLOAT)
+        or not defs.has(node.op_type, version, "")  # ONNX Runtime's optimizer wrote it
+    ):
+        return set(), set()
     schema = defs.get_schema(node.op_type, version, "")
     name = f"tensor({half.name})"
     fit = {c.type_param_str for c in schema.type_constraints if name in c.allowed_type_strs}
@@ -519,9 +517,9 @@ def _half_places(
             and formal[min(place, len(formal) - 1)].type_str in fit  # the last one may repeat
         }
 
-    found = places(node.input, schema.inputs), places(node.output, schema.outputs)
-    generates = not found[0] and node.op_type != "Cast"
-    return nothing if generates else found  # the type of what is generated has its own defaults
+    inputs, outputs = places(node.input, schema.inputs), places(node.output, schema.outputs)
+    # the type of what is generated has its own defaults
+    return (inputs, outputs) if inputs or node.op_type == "Cast" else (set(), set())
 
 
 def _names_to_guard(

@@ -365,15 +365,12 @@ def evaluate_engines(
 
 def share_outputs(graph: Graph) -> set[str]:
     """Return the outputs that a sigmoid makes, and nothing but its shape is changed."""
-    makers = {name: node for node in graph.skeleton.graph.node for name in node.output}
-    found = set()
-    for value in graph.skeleton.graph.output:
-        node = makers.get(value.name)
-        while node is not None and node.op_type in _RESHAPES:
-            node = makers.get(node.input[0])
-        if node is not None and node.op_type in ("Sigmoid", "HardSigmoid"):
-            found.add(value.name)
-    return found
+    found = set[str]()
+    for node in graph.skeleton.graph.node:
+        moved = node.op_type in _RESHAPES and node.input[0] in found
+        if moved or node.op_type in ("Sigmoid", "HardSigmoid"):
+            found.update(node.output)
+    return found.intersection(value.name for value in graph.skeleton.graph.output)
 
 
 def evaluate_engine(

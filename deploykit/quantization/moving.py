@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
-from deploykit.graph.edit import Editor, fold
+from deploykit.graph.edit import Editor, evaluate_node, fold
 from deploykit.graph.graph import Graph
-from deploykit.graph.storage import read_names
+from deploykit.graph.storage import read_names, reads
 from deploykit.quantization.qdq import (
     MOVES,
     RANGES_KEY,
@@ -33,6 +33,8 @@ from deploykit.quantization.qdq import (
 )
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
+# of the opset that evaluates constant pairs of any: onnx's evaluator has none below 19
+_NEWER = onnx.ModelProto(ir_version=10, opset_import=[helper.make_opsetid("", 21)])
 
 
 def move_pairs(
@@ -89,74 +91,48 @@ def _without_pairs(source: Graph) -> tuple[Graph, list[str], dict[str, Range]] |
         return None
     editor = Editor(source)
     fold(editor)
-    quantized = {
-        node.output[0]: node for node in editor.graph.node if node.op_type == "QuantizeLinear"
-    }
-    pairs = [node for node in editor.graph.node if node.op_type in _PAIR]
-    last = [node for node in pairs if node.op_type == "DequantizeLinear"]
-    if (
-        any(name not in editor.constants for node in pairs for name in node.input[1:] if name)
-        or any(editor.constants[node.input[1]].data_type != TensorProto.FLOAT for node in pairs)
-        or any(node.input[0] not in {**quantized, **editor.constants} for node in last)
-        or Counter(name for name in read_names(editor.graph) if name in quantized)
-        != Counter(node.input[0] for node in last if node.input[0] in quantized)
-    ):
-        return None
-    names: dict[str, str] = {}  # a dequantized tensor -> what replaces it
+    constants = editor.constants
+    quantized: dict[str, str] = {}  # an activation in integers -> the activation
+    names: dict[str, str] = {}  # what a pair gives -> what replaces it
     seen: dict[str, Range] = {}
-    for node in last:
-        stored, out = node.input[0], node.output[0]
-        before = quantized[stored].input[0] if stored in quantized else None
-        if before is None or before in editor.constants:
-            values = _dequantize(editor, node, quantized.get(stored))
-            names[out] = editor.store(out.removesuffix("_dequantized"), values)
-        else:
-            names[out] = before
-            seen[before] = _range_of_pair(editor, node)
-    kept, nodes = [], []
+    kept, nodes = list[str](), list[onnx.NodeProto]()
     for node in editor.graph.node:
-        if node.op_type in _PAIR:
+        paired = bool(node.input) and names.get(node.input[0]) in seen
+        node.input[:] = [names.get(name, name) for name in node.input]
+        if node.op_type not in _PAIR:
+            if not quantized.keys().isdisjoint(reads(node)):
+                return None
+            kept += [node.name] * (not paired)
+            nodes.append(node)
             continue
-        if not node.input or names.get(node.input[0]) not in seen:
-            kept.append(node.name)
-        for place, name in enumerate(node.input):
-            node.input[place] = names.get(name, name)
-        nodes.append(node)
-    ends = [value.name for value in editor.graph.output if value.name in names]
-    nodes += [editor.node("Identity", [names[name]], name) for name in ends]
-    return (editor.finish(nodes), kept, seen) if seen else None
-
-
-def _dequantize(
-    editor: Editor, node: onnx.NodeProto, quantize: onnx.NodeProto | None
-) -> np.ndarray:
-    """Return the constant behind a DequantizeLinear, which may have been quantized just before."""
-    scale, zero = _parameters(editor, node)
-    values = editor.array((quantize or node).input[0])
-    shape = [1] * values.ndim
-    if scale.size > 1:
-        axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
-        shape[axis if values.ndim > 1 else 0] = -1
-    scale, shift = scale.reshape(shape), zero.astype(np.float32).reshape(shape)
-    if quantize is not None:
-        held = np.iinfo(zero.dtype)
-        values = np.clip(np.rint(values / scale) + shift, held.min, held.max)
-    return np.asarray((values.astype(np.float32) - shift) * scale, np.float32)
-
-
-def _parameters(editor: Editor, node: onnx.NodeProto) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero point of a DequantizeLinear."""
-    scale = editor.array(node.input[1])
-    if len(node.input) > 2 and node.input[2]:
-        return scale, editor.array(node.input[2])
-    stored = editor.constants.get(node.input[0])
-    unsigned = stored is None or stored.data_type == TensorProto.UINT8
-    return scale, np.zeros_like(scale, np.uint8 if unsigned else np.int8)
+        (read, scale, *_), out = node.input, node.output[0]
+        if any(name and name not in constants for name in node.input[1:]):
+            return None
+        if constants[scale].data_type != TensorProto.FLOAT:
+            return None
+        if read in constants:  # a weight
+            feeds = {name: editor.array(name) for name in node.input if name}
+            values = evaluate_node(node, _NEWER, feeds)
+            names[out] = editor.store(out.removesuffix("_dequantized"), values)
+        elif node.op_type == "QuantizeLinear":
+            quantized[out] = read
+        elif read in quantized:
+            names[out] = quantized[read]
+            seen[quantized[read]] = _range_of_pair(editor, node)
+        else:
+            return None
+    ends = [value.name for value in editor.graph.output]
+    nodes += [editor.node("Identity", [names[name]], name) for name in ends if name in names]
+    if not seen or not quantized.keys().isdisjoint(ends):
+        return None
+    return editor.finish(nodes), kept, seen
 
 
 def _range_of_pair(editor: Editor, node: onnx.NodeProto) -> Range:
     """Return the numbers that a tensor's pair can hold; from -127 where its zero is 0."""
-    scale, zero = _parameters(editor, node)
+    scale, zero = editor.array(node.input[1]), np.zeros(1, np.uint8)
+    if len(node.input) > 2 and node.input[2]:
+        zero = editor.array(node.input[2])
     step, shift, held = float(scale.max()), float(zero.max()), np.iinfo(zero.dtype)
     least = -127 if held.min < 0 and shift == 0 else held.min - shift
     return Range(least * step, (held.max - shift) * step)
@@ -171,7 +147,7 @@ def _follow(
     nothing else reads it. `shared`: tensor -> the one whose scale it shares.
     """
     makers = {name: node for node in editor.graph.node for name in node.output}
-    reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
+    counts = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
     found: dict[str, Range] = {}
 
     def note(name: str, bound: Range) -> None:
@@ -192,7 +168,7 @@ def _follow(
                 gated = gate is not None and gate.op_type == "Sigmoid" and gate.input[0] == name
                 before = _before(node.op_type, out, found.get(other), gated=gated)
                 # the gate reads it too
-                if before and reads[name] == list(node.input).count(name) + gated:
+                if before and counts[name] == list(node.input).count(name) + gated:
                     note(name, before)
     return found
 

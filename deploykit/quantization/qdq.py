@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -82,34 +82,18 @@ def box_nodes(graph: onnx.GraphProto) -> set[str]:
 
     float16 holds coordinates from 512 to 1024 to half a pixel, INT8 to several pixels.
     """
-    makers = {name: node for node in graph.node for name in node.output}
-    readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-    for node in graph.node:
-        for name in node.input:
-            readers[name].append(node)
-
-    def before(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        return [makers[name] for name in node.input if name in makers]
-
-    def after(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        return [each for name in node.output for each in readers[name]]
-
-    chosen = [node for node in graph.node if node.op_type == _CHOOSES]
-    named = (value.name for value in graph.output if value.name.endswith(_OUTPUT))
-    made = [makers[name] for name in named if name in makers]
-    return _reached([*chosen, *made], before) | _reached(chosen, after)
-
-
-def _reached(
-    first: Iterable[onnx.NodeProto], around: Callable[[onnx.NodeProto], list[onnx.NodeProto]]
-) -> set[str]:
-    """Return the names of `first` and of all that is around them, up to a product."""
-    left, found = list(first), set[str]()
-    while left:
-        node = left.pop()
-        if node.op_type not in _PRODUCTS and node.name not in found:
+    before = {value.name for value in graph.output if value.name.endswith(_OUTPUT)}
+    after, found = set[str](), set[str]()
+    for node in reversed(graph.node):
+        inner = node.op_type not in _PRODUCTS and not before.isdisjoint(node.output)
+        if inner or node.op_type == _CHOOSES:
             found.add(node.name)
-            left += around(node)
+            before.update(filter(None, node.input))
+    for node in graph.node:
+        inner = node.op_type not in _PRODUCTS and not after.isdisjoint(node.input)
+        if inner or node.op_type == _CHOOSES:
+            found.add(node.name)
+            after.update(filter(None, node.output))
     return found
 
 

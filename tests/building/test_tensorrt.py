@@ -21,7 +21,6 @@ import pytest
 import deploykit as dk
 from deploykit.building.builder import AxisRange, note_dla, parse_axis, parse_batch, ranges
 from deploykit.building.tensorrt import (
-    Reason,
     build_refusal,
     cache_path,
     check,
@@ -477,8 +476,8 @@ def test_the_parsers_own_reason_is_shown(
     error.desc = lambda: desc
     parser: Any = SimpleNamespace(num_errors=1, get_error=lambda _number: error)
     (found,) = parser_reasons(parser, LogLines())
-    assert says in found.text
-    assert found.damaged == code.startswith("INVALID")
+    assert says in found.message
+    assert isinstance(found, BadInput) == code.startswith("INVALID")
 
 
 @pytest.mark.parametrize(
@@ -494,12 +493,12 @@ def test_the_parsers_own_reason_is_shown(
     ],
 )
 def test_a_failed_build_has_an_explanation(lines: list[str], words: str) -> None:
-    assert words in build_refusal(lines).text
-    assert "network.cpp" not in build_refusal(lines).text
+    assert words in build_refusal(lines).message
+    assert "network.cpp" not in build_refusal(lines).message
 
 
 def test_every_refusal_is_in_the_one_line() -> None:
-    error = error_of("m.onnx", [Reason("no Det", "hint"), Reason("no Unique")])
+    error = error_of("m.onnx", [Unsupported("no Det", hint="hint"), Unsupported("no Unique")])
     assert isinstance(error, Unsupported)
     assert (error.message, error.hint) == ("m.onnx: no Det; no Unique", "hint")
-    assert isinstance(error_of("m.onnx", [Reason("cut", damaged=True)]), BadInput)
+    assert isinstance(error_of("m.onnx", [BadInput("cut")]), BadInput)
