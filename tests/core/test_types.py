@@ -152,7 +152,7 @@ CODES = {  # exit code, HTTP, gRPC: the published ones
     "BadInput": (2, 400, "INVALID_ARGUMENT"),
     "NotFound": (2, 404, "NOT_FOUND"),
     "TooLarge": (2, 413, "RESOURCE_EXHAUSTED"),
-    "UnknownEncoding": (2, 415, "INVALID_ARGUMENT"),
+    "UnknownEncoding": (2, 415, "UNIMPLEMENTED"),
     "Unsupported": (3, 501, "UNIMPLEMENTED"),
     "MissingExtra": (3, 501, "UNIMPLEMENTED"),
     "Overloaded": (3, 503, "UNAVAILABLE"),

@@ -204,8 +204,12 @@ class TensorRtEngine(Engine):
         return other
 
     def prepare(self, calls: Iterable[Arrays] = (), *, joined: bool = False) -> None:
-        self._pipeline.reserve(self._optimum(), self.slots)
-        self._pipeline.prepare(calls, pad=joined)
+        try:
+            self._pipeline.reserve(self._optimum(), self.slots)
+            self._pipeline.prepare(calls, pad=joined)
+        except OutOfMemory as exc:
+            traceback.clear_frames(exc.__traceback__)  # they keep the engine alive
+            raise
 
     def _optimum(self) -> list[Shape]:
         return [self.ranges[spec.name][1] for spec in self.inputs]

@@ -380,6 +380,7 @@ def test_replacement_engines_must_accept_the_same_requests(
 
 def test_a_replacement_that_gets_no_thread_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engines, start = [FakeEngine(), FakeEngine()], threading.Thread.start
+    before = {*threading.enumerate()}
 
     def start_one(thread: threading.Thread) -> None:
         if thread.name.endswith(" 1"):
@@ -393,7 +394,8 @@ def test_a_replacement_that_gets_no_thread_changes_nothing(monkeypatch: pytest.M
         assert repository.find("m").submit(ask(), ignore)
         assert repository.find("m").in_use.generation == 1
     assert not any(engine.closed for engine in engines)
-    assert not any(each.name.startswith("engine m") for each in threading.enumerate())
+    started = {*threading.enumerate()} - before
+    assert not any(each.name.startswith("engine m") for each in started)
 
 
 # -- Requests are joined only where their rows were seen not to depend on each other
