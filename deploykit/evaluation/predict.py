@@ -188,7 +188,7 @@ def answer_file(out: Path, task: str = "") -> Iterator[Callable[[str, dict[str, 
 
     The table, which a `task` has, has a row for each box or segment; an item without any has one.
     """
-    with atomic_write(out) as tmp, tmp.open("w", encoding="utf-8", newline="") as handle:
+    with atomic_write(out) as tmp, tmp.open("w", -1, "utf-8", "backslashreplace", "") as handle:
         columns = ("file", "error", *_COLUMNS.get(task, ()))
         table = csv.DictWriter(handle, columns, extrasaction="ignore")
 

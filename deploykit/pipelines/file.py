@@ -181,7 +181,7 @@ def input_files(data: Sequence[StrPath]) -> list[Path]:
 def read_answers(path: Path) -> list[tuple[Path, Any]]:
     """Read files and answers from the lines that `predict` wrote. Raises NotFound, BadInput."""
     found = []
-    lines = check_readable(path).read_text("utf-8", "replace").splitlines()
+    lines = check_readable(path).read_text("utf-8", "replace").removesuffix("\n").split("\n")
     for number, line in enumerate(lines, 1):
         try:
             one = json.loads(line)

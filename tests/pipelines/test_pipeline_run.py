@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from deploykit.core.errors import StageFailed
 from deploykit.core.files import sha256
 from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
 from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation.predict import answer_file
+from deploykit.pipelines.file import read_answers
 from deploykit.pipelines.pipeline import predict_files
 from deploykit.pipelines.stages import Definition, StageGraph
 from tests.support.onnx_zoo import linear, save, two_inputs
@@ -197,6 +200,14 @@ def test_files_are_answered_as_json_lines_in_the_order_of_their_names(tmp_path: 
     other.write_text("{}\n")
     with pytest.raises(dk.BadInput, match="is not what deploykit wrote"):
         predict_files(path, [data], other)
+
+
+def test_a_file_of_any_name_and_its_answer_are_one_line_that_is_read_again(tmp_path: Path) -> None:
+    out, names = tmp_path / "answers.jsonl", [os.fsdecode(b"caf\xe9.png"), "a\u2028b.png"]
+    with answer_file(out) as write:
+        for name in names:
+            write(name, {"label": "\x85"})
+    assert read_answers(out) == [(Path(name), {"label": "\x85"}) for name in names]
 
 
 BAD = """
