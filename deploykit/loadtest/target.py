@@ -102,8 +102,8 @@ def find_model(server: Server, model: str | None) -> RemoteModel:
         if isinstance(known, list):
             status, index = 200, [{"name": name} for name in known]
     names = None
-    if status == 200 and isinstance(index, list):
-        ready = [one for one in map(_mapping, index) if one.get("state", "READY") in ("READY", "")]
+    if status == 200 and isinstance(index, list) and all(isinstance(one, dict) for one in index):
+        ready = [one for one in index if one.get("state", "READY") in ("READY", "")]
         names = list(dict.fromkeys(str(one.get("name")) for one in ready))
     elif not about.get("name"):
         raise server.not_oip(f"index: {error or 'not a list of models'}")
@@ -155,7 +155,7 @@ def _about(
         "server": server.get("name"),
         "version": server.get("version"),
         "platform": metadata.get("platform"),
-        **{name: _mapping(each).get("string_value") for name, each in parameters.items()},
+        **{k: v.get("string_value") for k, v in parameters.items() if isinstance(v, dict)},
         **_mapping(metadata.get("parameters")),
     }
     return {

@@ -70,6 +70,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 EMPTY = StandIn(other=answering(index=reply(200, [])))
 UNLISTED = StandIn(other=answering(about=ABOUT, index=reply(501, {"error": "no"})))
+NAMES = StandIn(other=answering(about=ABOUT, index=reply(200, ["m"])))
 MOVED = always(301, {}, "Location: https://example.org/v2\r\n")
 NO_TENSOR = "not an Open Inference"
 REFUSED: dict[str, tuple[StandIn, dict[str, object], str, str]] = {
@@ -84,6 +85,7 @@ REFUSED: dict[str, tuple[StandIn, dict[str, object], str, str]] = {
     "several models": (StandIn(models=("a", "b")), {}, "serves 2 models: a, b", ""),
     "an empty index": (EMPTY, {}, "does not list its models", ""),
     "no index": (UNLISTED, {}, "does not list its models", ""),
+    "an index of names": (NAMES, {}, "does not list its models", ""),
     "no inputs": (StandIn(inputs=()), {}, "names no inputs", ""),
     "a fixed batch": (StandIn(inputs=[tensor([1, 4])]), {"batch": 2}, "no batch axis", ""),
     "a free axis": (StandIn(inputs=IDS), {}, NO_AXIS, "`data`"),
