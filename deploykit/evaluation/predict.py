@@ -292,7 +292,7 @@ def predict(
         started = time.perf_counter()
         batches = read_ahead(read_batches(source, size, resumed)) if resumed < count else iter(())
         answers: Iterator[Arrays] = map(opened, batches)
-        if on == "ray":
+        if on == "ray" and resumed < count:
             from deploykit.evaluation.ray_data import predict_batches
 
             # `opened` has shown that the file is the one in its manifest

@@ -48,8 +48,6 @@ def predict_batches(
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     blocks = [ray.put(_table([dict(batch)])) for batch in batches]
-    if not blocks:
-        return
     most = max(1, int(ray.cluster_resources().get("GPU" if gpu else "CPU", 1)))
     mapped = ray_data.from_arrow_refs(blocks).map_batches(
         _Actor,

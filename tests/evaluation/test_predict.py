@@ -122,8 +122,8 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(model: Path, da
     assert found.path.read_bytes() == (data.parent / "whole.npz").read_bytes()
     assert not parts(data).exists()
     found.path.unlink()
-    run(model, data, stop=COUNT)  # before its file was written: nothing runs again
-    found, _ = run(model, data)
+    run(model, data, stop=COUNT)  # before its file was written: nothing runs again, on Ray either
+    found, _ = run(model, data, on="ray")
     assert found.resumed == COUNT
     np.testing.assert_allclose(np.load(found.path)["y"], answers(model, X), rtol=1e-5)
 
