@@ -293,7 +293,7 @@ class PipelineRoute:
         body = decompress(body, head.encoding, self._pipeline.options.max_body_bytes)
         fields = split_form(kind, content_type, body)
         if fields is not None:
-            chosen = [field for field in fields if field[0] == name] or fields
+            chosen = [field for field in fields if field[0] == name] or fields * (kind == _FORM)
             if len(chosen) != 1:
                 raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
             body = chosen[0][1]
