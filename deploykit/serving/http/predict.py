@@ -76,7 +76,7 @@ def split_form(kind: bytes, content_type: bytes, body: Bytes) -> list[Field] | N
         if start:
             found.append(_field(body, start, at - 2))
         if last:
-            return found
+            return [field for field in found if field[0] != "_charset_"]
         start = end
     raise BadInput("the form does not end with the boundary of its Content-Type")
 
@@ -92,7 +92,7 @@ def _split_urlencoded(body: bytes) -> list[Field] | None:
         pairs = parse_qsl(body.decode("ascii"), True, max_num_fields=MOST_ITEMS)
     except ValueError as exc:
         raise TooLarge(f"the form has more than {MOST_ITEMS} fields") from exc
-    return [(name, value.encode()) for name, value in pairs]
+    return [(name, value.encode()) for name, value in pairs if name != "_charset_"]
 
 
 def _field(body: Bytes, start: int, stop: int) -> Field:
@@ -111,7 +111,8 @@ def _field(body: Bytes, start: int, stop: int) -> Field:
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     content: Bytes = body[start + end + 4 : stop]
-    check_charset(other_charset(headers.get(b"content-type")), content)
+    kind = b";charset=" + content[:40] if name == "_charset_" else headers.get(b"content-type")
+    check_charset(other_charset(kind), content)
     return name, content
 
 
@@ -170,8 +171,7 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     if fields is None:
         own = kind == b"text/plain" if text else kind.startswith(b"image/")
         if not own and kind not in _UNNAMED:
-            name = quote(kind.decode("latin-1"))
-            raise UnknownEncoding(f"the Content-Type {name} is not offered", hint=hint)
+            raise UnknownEncoding(f"the Content-Type {quote(kind)} is not offered", hint=hint)
         return Items([body], several=False)  # the bytes of an image say what it is
     known = _TEXT if text else _IMAGE
     for name, _ in fields:
@@ -293,7 +293,7 @@ class PipelineRoute:
         body = decompress(body, head.encoding, self._pipeline.options.max_body_bytes)
         fields = split_form(kind, content_type, body)
         if fields is not None:
-            chosen = [field for field in fields if field[0] == name] or fields
+            chosen = [field for field in fields if field[0] == name] or fields * (kind == _FORM)
             if len(chosen) != 1:
                 raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
             body = chosen[0][1]

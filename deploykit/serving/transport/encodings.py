@@ -18,7 +18,7 @@ _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's h
 _PIECE_BYTES = 1 << 16  # input of zlib in one step
 _GROWTH_BYTES = 1 << 20  # output of zlib in one step
 _MEMBERS = 256  # members of one gzip body: each costs time, however short
-_ACCEPTED = re.compile(rb"\s*(gzip|deflate)\s*(?:;\s*q=(?:1(?:\.0*)?|0\.\d*[1-9]\d*))?\s*")
+_ACCEPTED = re.compile(rb"(gzip|deflate)(?:\s*;\s*q=(?:1(?:\.0*)?|0\.0*[1-9]\d*))?")
 _FAST = 1  # compression level: higher ones cost a server more than they save
 
 
@@ -92,7 +92,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
 
 def choose_encoding(accept: bytes) -> bytes | None:
     """Return b"gzip" or b"deflate", which Accept-Encoding names first and allows, else None."""
-    matches = map(_ACCEPTED.fullmatch, accept.lower().split(b","))
+    matches = [_ACCEPTED.fullmatch(each.strip()) for each in accept.lower().split(b",")]
     return next((match[1] for match in matches if match), None)
 
 

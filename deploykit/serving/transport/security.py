@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, quote
-from deploykit.core.files import StrPath
+from deploykit.core.files import StrPath, check_readable
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.connection import Refusal
 from deploykit.serving.transport.listener import reason_of
@@ -173,6 +173,8 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
     cert, key, authority = options.tls_cert, options.tls_key, options.tls_client_ca
     if cert is None or key is None:
         return None
+    for each in (cert, key):
+        check_readable(Path(each))  # it names the file, as OpenSSL does not
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
@@ -184,8 +186,6 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
             context.load_verify_locations(authority)
             context.verify_mode = ssl.CERT_REQUIRED
     except OSError as exc:  # which ssl.SSLError is
-        hint = (
-            "PEM files are needed; openssl pkey -in KEY -out PLAIN writes a key without a password"
-        )
+        hint = "PEM files are needed; openssl pkey -in KEY -out PLAIN writes one without a password"
         raise BadInput(f"{named}: {reason_of(exc)}", hint=hint) from exc
     return context

@@ -220,7 +220,7 @@ def _of_tensors(
     for slot, shape in inputs:
         value, array = _VALUES.get(slot.datatype, (1, f"np.ones({{}}, np.{slot.dtype.name})"))
         arrays += f"    ({slot.spec.name!r}, {slot.datatype!r}, {array.format(shape)}),\n"
-        data = [value] * math.prod(shape) * small
+        data = [value] * (math.prod(shape) * small)
         tensor = {"name": slot.spec.name, "datatype": slot.datatype, "shape": shape, "data": data}
         tensors.append(f"    {json.dumps(tensor)}")
     programs = {}

@@ -12,6 +12,7 @@ import re
 import resource
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -804,3 +805,12 @@ def test_the_answers_encoding_follows_accept_encoding(
     accept: bytes, expected: bytes | None
 ) -> None:
     assert choose_encoding(accept) == expected
+
+
+@pytest.mark.parametrize("text", [b"gzip%bx", b"gzip;q=0.%bx"])
+def test_a_long_accept_encoding_is_read_in_linear_time(text: bytes) -> None:
+    """It is read on the event loop, before the token is checked."""
+    started_s = time.process_time()
+    for filling in (b" ", b"0", b"1"):
+        assert choose_encoding(text % (filling * 20_000)) is None
+    assert time.process_time() - started_s < 0.5

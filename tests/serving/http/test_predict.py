@@ -105,6 +105,12 @@ REFUSED: dict[str, tuple[str, bytes | Make, str, int, str]] = {
         415,
         "the charset 'utf-16' is not offered",
     ),
+    "charset of a form": (
+        "text-classify",
+        *form(("_charset_", b"utf-16"), ("text", b"good")),
+        415,
+        "the charset 'utf-16' is not offered",
+    ),
     "not in its charset": ("text-classify", b"\xe9", "text/plain; charset=ascii", 400, "not UTF-8"),
     "no task": ("plain", LIGHT, "image/png", 501, "model 'plain' has no task"),
     "no model": ("absent", LIGHT, "image/png", 404, "there is no model 'absent'"),
@@ -277,6 +283,7 @@ SENTENCE = b"good good good"
         (SENTENCE, "text/plain; charset=utf-8"),
         (as_json({"text": "good good good"}), "application/json"),
         form(("text", SENTENCE)),
+        form(("_charset_", b"UTF-8"), ("text", SENTENCE)),  # by a browser
         (as_json({"text": "good good good"}), URLENCODED),  # by `curl -d`
         (b"text=good+good%20good", URLENCODED),
         (SENTENCE, URLENCODED),  # as `curl -d` sends a sentence

@@ -188,6 +188,7 @@ FIELD = b'--XX\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n'
         (b"data", FORM, 400, "does not end with the boundary"),
         (b"a", "text/plain; charset=klingon", 415, "the charset 'klingon' is not offered"),
         (FIELD * 2 + b"--XX--\r\n", FORM, 400, "has 2 fields, one 'page' is"),
+        (b"E=mc2", "application/x-www-form-urlencoded", 400, "has 1 fields, one 'page' is"),
     ],
 )
 def test_bodies_that_cannot_be_read(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ import pytest
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.evaluation.verify import open_proven
-from deploykit.serving.web.page import openapi
+from deploykit.serving.oip.request import signature
+from deploykit.serving.web.page import Address, _of_tensors, openapi
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
@@ -109,6 +111,13 @@ def test_the_curl_example_of_a_small_model_contains_its_data(tmp_path: Path) -> 
         assert "gRPC" not in found["tritonclient"]
         assert '"shape": [1, 4], "data": [1, 1, 1, 1]' in found["curl"]
         assert '"data":[3.0,3.0,3.0,3.0]' in execute("curl", found["curl"], tmp_path)
+
+
+def test_the_values_of_a_large_input_are_not_made_to_be_left_out() -> None:
+    large = TensorSpec("x", "float32", (1 << 60,))  # no list is that long
+    model: Any = SimpleNamespace(name="m", signature=signature([large], [], 0, 1))
+    tensors = [(model.signature.inputs["x"], [1 << 60])]
+    assert list(_of_tensors(model, tensors, Address("http", "h", None, False))) == ["tritonclient"]
 
 
 def test_the_status_shows_a_models_file_and_the_guide_its_task(tmp_path: Path) -> None:
