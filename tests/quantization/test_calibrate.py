@@ -328,6 +328,10 @@ def test_the_model_does_not_run_again_on_what_the_calibration_kept(
     again, _ = quantize(outliers, "int8", data)
     assert sum(rows) > 4 + 128
     assert known.evaluation.sqnr_db == pytest.approx(again.evaluation.sqnr_db, abs=0.01)
+    monkeypatch.setattr(scales, "MOST_BYTES", 0)
+    rows.clear()
+    quantize(outliers, "int8", data)
+    assert rows == [scales.FEW, 32, 32, 32, 32, 4]  # to choose on, to evaluate, golden samples
 
 
 @pytest.mark.parametrize("head", ["float s, float[4,N,8] x", "float[4,N,8] x, float s"])
