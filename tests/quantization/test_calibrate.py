@@ -131,6 +131,14 @@ def test_outputs_are_kept_where_each_belongs_to_one_sample(
         np.testing.assert_array_equal(found["y"], np.maximum(data.inputs["x"], 0))
 
 
+def test_an_output_that_is_no_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    head = "(float[N,4] x) => (float[N,4] y, seq(float[N,1]) parts)"
+    model = parse(head, "y = Relu(x) parts = SplitToSequence<axis = 1>(y)")
+    data = Samples({"x": normal(64).reshape(16, 4)}, None, "x.npy")
+    with pytest.raises(dk.Unsupported, match="'parts' is a seq"):
+        calibrate(save(model, tmp_path / "m.onnx"), data)
+
+
 def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: Path) -> None:
     data = samples(linear(), 10)
     found = calibrate(save(gemm(4), tmp_path / "m.onnx"), data)
