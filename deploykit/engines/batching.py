@@ -83,7 +83,7 @@ def prove_rows(
     *,
     sizes: Mapping[str, int] | None = None,
     samples: Arrays | None = None,
-    outputs: Arrays | None = None,
+    joined: tuple[Arrays, Arrays] | None = None,
 ) -> RowIndependence:
     """Run up to `most_rows` rows, at least 2, and report whether they depend on each other.
 
@@ -92,7 +92,7 @@ def prove_rows(
         most_rows: the most rows of a batch.
         sizes: sizes of dynamic axes.
         samples: inputs that the model is known to run; others are invented in addition.
-        outputs: those of `samples` in one batch, which is then not run again.
+        joined: inputs that ran in one batch, and their outputs; it is not run again.
 
     Raises DeviceLost.
     """
@@ -102,13 +102,13 @@ def prove_rows(
     if most < 2:
         return RowIndependence(True, "the engine takes one row at a time", (1,))
     proof, began_s = _Proof(engine), time.perf_counter()
+    whole, outputs = joined or ({}, {})
+    first = [whole] if whole and _count(whole) > 1 else []
     try:
-        joined = [samples] if samples and outputs and _count(samples) > 1 else []
-        pools = _pools(engine, sizes or {}, {} if joined else samples or {})
-        for number, pool in enumerate(chain(joined, pools), 1):
-            proof.run(pool, _NEXT_TO if pool is samples and most >= 4 else _plans(most))
-            if pool is samples:
-                proof.check_whole(outputs or {}, _count(pool))
+        for number, pool in enumerate(chain(first, _pools(engine, sizes or {}, samples or {})), 1):
+            proof.run(pool, _NEXT_TO if pool is whole and most >= 4 else _plans(most))
+            if pool is whole:
+                proof.check_whole(outputs, _count(pool))
             quick = time.perf_counter() - began_s < _QUICK_S
             if number >= _ROUNDS or (proof.decided and not quick):
                 break

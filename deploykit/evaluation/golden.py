@@ -162,10 +162,10 @@ def prove_batch(
         path: its file.
         samples: the golden samples next to it.
         rows: fewer than `ROWS` where those need too much memory; `serve` then tries more itself.
-        joined: what `keep_largest` kept, if anything, in place of the samples.
+        joined: what `keep_largest` kept, if anything.
     """
-    known, outputs = joined[0] if joined else (_row_inputs(engine, path, samples), None)
-    return prove_rows(engine, min(ROWS, rows), samples=known, outputs=outputs)
+    known = _row_inputs(engine, path, samples)
+    return prove_rows(engine, min(ROWS, rows), samples=known, joined=next(iter(joined), None))
 
 
 def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:

@@ -203,7 +203,7 @@ def calibrate(
     needed = 2 * sum(each.write_bytes or 0 for each in costs)  # fused nodes are separate here
     most = max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
     size, used = samples.batching(most, graph.inputs)
-    own = [value.name for value in editor.graph.output]
+    own = [spec.name for spec in graph.outputs]  # raises for one that is no tensor
     outputs = _add_outputs(editor.graph, [n for n in names if n not in counted], counted)
     outputs += [name for name in own if name not in counted]
     ranges: dict[str, Range] = {}

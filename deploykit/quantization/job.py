@@ -294,20 +294,21 @@ def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
 
 
 class KnownOutputs(Engine):
-    """An engine that does not run where it is asked for known samples, in their order.
+    """An engine that does not run where it is asked for known `samples`, in their order.
 
-    `feeds`, `outputs`: rows of these samples, by name.
+    `outputs`: a row for each of these samples, by name.
     """
 
-    def __init__(self, engine: Engine, feeds: Feeds, outputs: Feeds) -> None:
+    def __init__(self, engine: Engine, samples: Samples, outputs: Feeds) -> None:
         self.inputs, self.outputs, self.runtime = engine.inputs, engine.outputs, engine.runtime
         self.device, self.limits, self.max_batch = engine.device, engine.limits, engine.max_batch
-        self._engine, self._feeds, self._outputs, self._at = engine, feeds, outputs, 0
+        self._engine, self._samples, self._outputs, self._at = engine, samples, outputs, 0
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        rows = slice(self._at, self._at + len(next(iter(feeds.values()))))
+        rows = slice(self._at, self._at + len(replace(self._samples, inputs=feeds)))
+        known = self._samples.rows(rows)
         if rows.stop > len(next(iter(self._outputs.values()))) or any(
-            not np.array_equal(array, self._feeds[name][rows]) for name, array in feeds.items()
+            not np.array_equal(array, known[name]) for name, array in feeds.items()
         ):
             return self._engine(feeds)
         self._at = rows.stop
@@ -337,7 +338,7 @@ def evaluate_engines(
     calibration = job.scales.calibration
     known = calibration.outputs if calibration else {}
     found = evaluate(
-        KnownOutputs(reference, job.calib.inputs, known) if job.calib and known else reference,
+        KnownOutputs(reference, job.calib, known) if job.calib and known else reference,
         candidate,
         job.samples,
         Criterion(job.metric, job.request.max_drop, share_outputs(job.source)),

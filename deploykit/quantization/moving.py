@@ -112,6 +112,7 @@ def _without_pairs(source: Graph) -> tuple[Graph, list[str], dict[str, Range]] |
             return None
         if read in constants:  # a weight
             feeds = {name: editor.array(name) for name in node.input if name}
+            node.domain = ""  # not com.microsoft, which onnx's evaluator does not know
             values = evaluate_node(node, _NEWER, feeds)
             names[out] = editor.store(out.removesuffix("_dequantized"), values)
         elif node.op_type == "QuantizeLinear":

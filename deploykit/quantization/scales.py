@@ -31,7 +31,7 @@ from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
 from deploykit.graph.storage import read_names
 from deploykit.quantization import half_precision, qdq, weights
-from deploykit.quantization.calibrate import calibrate, noise_share
+from deploykit.quantization.calibrate import MOST_BYTES, calibrate, noise_share
 from deploykit.quantization.half_precision import open_graph
 from deploykit.quantization.qdq import Calibration, by_rows, is_set, quantizable_nodes
 
@@ -135,13 +135,21 @@ def choose_scales(
 
 
 def _batches(graph: Graph, found: Calibration, samples: Samples, batch_size: int) -> Batches:
-    """Return the samples to choose on, with the outputs that the calibration kept, or new ones."""
-    places = list(places_to_choose_on(graph, samples, batch_size))
-    feeds = [(len(rows), samples.rows(rows)) for rows in places]
+    """Return the samples to choose on, with the outputs that the calibration kept, or new ones.
+
+    The new ones end with the batch that makes them more than 256 MiB.
+    """
+    places = places_to_choose_on(graph, samples, batch_size)
     if known := found.outputs.values():
-        return [(*each, [a[rows] for a in known]) for each, rows in zip(feeds, places, strict=True)]
+        return [(len(rows), samples.rows(rows), [a[rows] for a in known]) for rows in places]
+    batches: Batches = []
     with load(graph.path, "cpu") as engine:
-        return [(*each, [*engine(each[1]).values()]) for each in feeds]
+        for rows in places:
+            feeds = samples.rows(rows)
+            batches.append((len(rows), feeds, [*engine(feeds).values()]))
+            if sum(array.nbytes for *_, each in batches for array in each) > MOST_BYTES:
+                break
+    return batches
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,16 @@ def test_a_batch_that_ran_already_stands_for_the_largest(mixed: bool) -> None:
 
     x = np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32)
     y = x * 2 + mixed * np.roll(x, 1, axis=0)
-    found = prove_rows(Function(outputs), ROWS, samples={"x": x}, outputs={"y": y})
+    found = prove_rows(Function(outputs), ROWS, joined=({"x": x}, {"y": y}))
     assert (found.passed, max(rows), found.rows) == (not mixed, 4, (4, 20))
     assert ("seen with 20 rows" in found.why) == mixed
+
+
+def test_samples_decide_where_random_rows_all_give_the_same() -> None:
+    x = np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32)
+    engine = Function(lambda feeds: {"y": np.maximum(feeds["x"] - 100, 0)})
+    found = prove_rows(engine, ROWS, samples={"x": x + 200}, joined=({"x": x}, {"y": x * 0}))
+    assert (found.passed, found.rows) == (True, (2, 3, 4, 20, 32))
 
 
 def test_the_smaller_feeds_of_a_comparison_are_rows_of_the_largest() -> None:

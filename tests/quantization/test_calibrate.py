@@ -131,6 +131,14 @@ def test_outputs_are_kept_where_each_belongs_to_one_sample(
         np.testing.assert_array_equal(found["y"], np.maximum(data.inputs["x"], 0))
 
 
+def test_an_output_that_is_no_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    head = "(float[N,4] x) => (float[N,4] y, seq(float[N,1]) parts)"
+    model = parse(head, "y = Relu(x) parts = SplitToSequence<axis = 1>(y)")
+    data = Samples({"x": normal(64).reshape(16, 4)}, None, "x.npy")
+    with pytest.raises(dk.Unsupported, match="'parts' is a seq"):
+        calibrate(save(model, tmp_path / "m.onnx"), data)
+
+
 def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: Path) -> None:
     data = samples(linear(), 10)
     found = calibrate(save(gemm(4), tmp_path / "m.onnx"), data)
@@ -328,6 +336,19 @@ def test_the_model_does_not_run_again_on_what_the_calibration_kept(
     again, _ = quantize(outliers, "int8", data)
     assert sum(rows) > 4 + 128
     assert known.evaluation.sqnr_db == pytest.approx(again.evaluation.sqnr_db, abs=0.01)
+    monkeypatch.setattr(scales, "MOST_BYTES", 0)
+    rows.clear()
+    quantize(outliers, "int8", data)
+    assert rows == [scales.FEW, 32, 32, 32, 32, 4]  # to choose on, to evaluate, golden samples
+
+
+@pytest.mark.parametrize("head", ["float s, float[4,N,8] x", "float[4,N,8] x, float s"])
+def test_known_samples_are_told_wherever_they_lie(tmp_path: Path, head: str) -> None:
+    body = "m = MatMul(x, W) n = Mul(m, s) y = ReduceMean<axes = [0], keepdims = 0>(n)"
+    model = parse(f"({head}) => (float[N,8] y)", body, 17, W=normal(64).reshape(8, 8))
+    np.savez(tmp_path / "c.npz", x=normal(4 * 16 * 8).reshape(4, 16, 8), s=np.float32(2))
+    made = dk.quantize(save(model, tmp_path / "m.onnx"), "int8", calib=tmp_path / "c.npz")
+    assert made.evaluation.passed
 
 
 def test_only_a_calibrator_that_gains_on_the_first_batch_is_run_on_more(

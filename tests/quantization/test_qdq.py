@@ -627,7 +627,7 @@ def test_weights_that_pass_through_a_pair_are_taken_as_int8(tmp_path: Path) -> N
 
 
 def by_hand(
-    *, transposed: bool = False, uint8: bool = False, ends: bool = False
+    *, transposed: bool = False, uint8: bool = False, ends: bool = False, contrib: bool = False
 ) -> onnx.ModelProto:
     """Two MatMuls; their weights transposed, or unsigned and shifted; the result through a pair."""
     random = np.random.default_rng(1)
@@ -649,10 +649,16 @@ def by_hand(
                     {out} = MatMul(x{layer}, {weight}) """
         last = out
     body += "qy = QuantizeLinear(mb, s, z) y = DequantizeLinear(qy, s, z)" if ends else ""
-    return parse("(float[N,4] x) => (float[N,4] y)", body, **weights)
+    model = parse("(float[N,4] x) => (float[N,4] y)", body, **weights)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    for node in model.graph.node:  # as ONNX Runtime's quantizer writes them on request
+        node.domain = "com.microsoft" * (contrib and node.op_type.endswith("Linear"))
+    return model
 
 
-@pytest.mark.parametrize("options", [{}, {"transposed": True}, {"uint8": True}, {"ends": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"transposed": True}, {"uint8": True}, {"ends": True}, {"contrib": True}]
+)
 def test_weights_are_read_as_the_pairs_mean_them(options: dict[str, bool], tmp_path: Path) -> None:
     source = by_hand(**options)
     moved = moved_graph(Graph(source))
