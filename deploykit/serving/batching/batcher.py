@@ -386,10 +386,11 @@ class Batcher(Closing):
         self._stack = buckets.stack if buckets else stack
         self._retired: list[Runner] = []  # those of replaced engines that may still run
         self._threads: list[threading.Thread] = []
-        self._workers = self._start(engines, steering)
+        with self._lock:
+            self._workers = self._start(engines, steering)
 
     def _start(self, engines: Sequence[Engine], steering: Steering | None) -> list[Runner]:
-        """Return a runner for each engine, whose thread has started. Raises RuntimeError."""
+        """Return a runner for each engine; its thread waits for our lock. Raises RuntimeError."""
         name, join, split, clock_us = self._name, self._stack, self._split, self._clock_us
         overlaps = steering is None
         workers = [Runner(each, name, join, split, clock_us, overlaps=overlaps) for each in engines]
@@ -402,8 +403,7 @@ class Batcher(Closing):
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError:  # the system has no more threads
-            with self._lock:
-                self._retire(workers)
+            self._retire(workers)
             raise
         return workers
 
@@ -533,12 +533,11 @@ class Batcher(Closing):
         So is each previous one, after the batches that it runs. Raises Overloaded during the end,
         and RuntimeError without threads: then nothing has changed.
         """
-        workers = self._start(engines, steering)
         with self._lock:
-            if self._closing:  # then the new threads end, too
+            if self._closing:
                 raise shutting_down()
-            before, self._workers = self._workers, workers
-            for worker in (*before, *workers):
+            before, self._workers = self._workers, self._start(engines, steering)
+            for worker in (*before, *self._workers):
                 worker.closes = True
             self._retire(before)
             self._retired = [each for each in (*self._retired, *before) if each.running]

@@ -190,6 +190,27 @@ def test_the_end_answers_all_requests(how: str) -> None:
     assert engine.closed is new.closed is (how == "replaced")
 
 
+def test_engines_take_no_request_before_all_have_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owner closes them at once; a request that woke the old engine must not wait for it."""
+    start, new = threading.Thread.start, GatedEngine(warm=True)
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name.endswith(" 1"):
+            assert not new.entered.acquire(timeout=0.1)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with held() as case:
+        sent = [case.enter(), case.send(0)]
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start_one)
+            with pytest.raises(RuntimeError):
+                case.batcher.replace([new, GatedEngine()], None, 0)
+        case.release(2)
+    assert all(map(right, sent))
+    assert not new.fed
+
+
 # -- Several engines
 
 
