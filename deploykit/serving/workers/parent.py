@@ -203,7 +203,7 @@ def counters(reports: Sequence[Report]) -> Report:
     return {
         "samples": [each for each in samples if METRICS[each.name][0] in _COUNTED],
         "statistics": merge_statistics(reports),
-        "status": {**merge_status(reports), "ended": True},
+        "status": merge_status([{"status": {**each["status"], "ended": True}} for each in reports]),
     }
 
 

@@ -793,6 +793,15 @@ def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
     assert model["inference_count"] == 4 + dead
 
 
+def test_the_end_of_the_engines_leaves_the_counters_of_pipelines_which_they_have_not() -> None:
+    front = report(2)
+    (model,) = front["status"]["models"]
+    front["status"]["models"].append({**model, "name": "pipeline"})
+    ended = parent.counters([parent.counters([front]), report(1)])
+    found = parent.merge_status([front, ended])["models"]
+    assert {each["name"]: each["rows"] for each in found} == {"m": 5, "pipeline": 4}
+
+
 def test_many_changes_at_once_do_not_make_a_slow_worker_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
