@@ -490,10 +490,10 @@ class Parent:
             pid = os.fork()
             if pid == 0:
                 become_worker(member, self._serve, self._logging_of, result, keep)
+            for each in inherited:  # now: the log takes a file
+                each.close()
         finally:
             self._open_log()
-        for each in inherited:
-            each.close()
         worker = self._workers[pid] = Worker(number, pid, result)
         follow = partial(self._follow, worker)
         worker.link = Channel(follow, self._hub.answer, worker.lost.set)

@@ -679,6 +679,22 @@ def test_a_worker_that_cannot_be_replaced_is_tried_again_until_it_can(tmp_path: 
         assert "error: m.onnx: cannot be opened once more" in server.log_lines()
 
 
+def test_a_worker_that_leaves_its_parent_no_file_for_the_log_is_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    """Nothing ended it, nor waited for it."""
+    with Process(tmp_path, *TWO, env={"FAULT_DELAY_S": "0.01"}) as server:
+        pid = server.popen.pid
+        most, hard = max(files(pid)), resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+        spare = most + 1 - len(files(pid))  # 3 are left for the worker: its link and the port
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most + 2 - spare, hard))
+        kill(server, workers(server)[0])
+        until(lambda: logged(server, "Too many open files") > 2)
+        leave_files(pid)
+        until(lambda: server.gauge("deploykit_workers") == 2)
+        assert len(workers(server)) == 2
+
+
 def test_a_connection_to_the_engines_that_no_file_is_left_for_is_made_once_there_is(
     tmp_path: Path,
 ) -> None:
