@@ -460,6 +460,7 @@ class Parent:
             if not self._started or (alone and most >= MOST_FAILURES):
                 if self._started:
                     log.error("%s; no worker is left, and %d starts of each failed", why, most)
+                    error = error if isinstance(error, DeploykitError) else DeploykitError(why)
                 self._failure = self._failure or error
                 self._stopped.set()
                 return

@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from deploykit.core.errors import Overloaded, Unsupported
+from deploykit.core.errors import DeploykitError, Overloaded, Unsupported
 from deploykit.core.machine import usable_cores
 from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.models.repository import ModelRepository
@@ -677,6 +678,29 @@ def test_a_worker_that_cannot_be_replaced_is_tried_again_until_it_can(tmp_path: 
         assert server.wait() == 2
         assert logged(server, "no worker is left")
         assert "error: m.onnx: cannot be opened once more" in server.log_lines()
+
+
+def test_what_keeps_the_last_worker_from_starting_again_is_not_reported_as_a_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit code 70, if it was no error of ours: no thread is left, for example."""
+
+    async def keep() -> BaseException | None:
+        found = parent.Parent(1, print, ServeOptions(http_port=0, grpc_port=None), print)
+        found._stopped, found._started = asyncio.Event(), True
+        found._failures[1] = parent.MOST_FAILURES
+        with subprocess.Popen(["true"]) as child:
+            worker = Worker(1, child.pid, mmap(-1, group.RESULT_BYTES))
+            group._leave(RuntimeError("can't start new thread"), worker._result)
+            worker.lost.set()
+            found._workers[worker.pid] = worker
+            monkeypatch.setattr(found, "_fork", lambda _: asyncio.sleep(0, worker))
+            await found._keep(1)
+        for each in (found._listener, *found._ports.values()):
+            each.close()
+        return found._failure
+
+    assert isinstance(asyncio.run(keep()), DeploykitError)
 
 
 def test_a_worker_that_leaves_its_parent_no_file_for_the_log_is_not_forgotten(
