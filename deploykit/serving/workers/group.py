@@ -181,6 +181,7 @@ class Member(ServerGroup):
         if os.getppid() == self.parent:  # it still closes its files, some of them locks
             asyncio.get_running_loop().call_later(_ENDING_S, self._on_lost)
             return
+        self.collect, self.change = super().collect, super().change  # type: ignore[method-assign]
         self._stop_waiting()
         if self._hooks is not None:
             self._hooks.drain()

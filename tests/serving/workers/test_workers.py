@@ -457,6 +457,7 @@ def test_weights_are_in_memory_once_and_kill_9_of_any_process_leaves_nothing(
 
 def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
     """The kernel closes them one after another: the link may be before the lock of the weights."""
+    found: list[int] = []
 
     async def lose() -> None:
         ends = [socket.socketpair() for _ in range(2)]
@@ -471,6 +472,9 @@ def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
         member.parent = 0
         await asyncio.wait_for(drained.wait(), LIMIT_S)
         await joining
+        member.offer({"samples": lambda: 7}, {})
+        member.collect("samples", lambda result: found.append(result()))
+        assert found == [7]  # of itself alone
         asyncio.get_running_loop().remove_reader(ends[1][0])
         for each in (ends[0][0], *ends[1]):
             each.close()
