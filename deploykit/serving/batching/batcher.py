@@ -389,12 +389,11 @@ class Batcher(Closing):
         self._retired: list[Runner] = []  # those of replaced engines that may still run
         self._threads: list[threading.Thread] = []
         with self._lock:
-            self._workers = self._start(engines, steering, self._queue)
+            self._workers = self._start(engines, steering)
 
-    def _start(
-        self, engines: Sequence[Engine], steering: Steering | None, queue: RequestQueue
-    ) -> list[Runner]:
-        """Return a runner for each engine; its thread waits for our lock. Raises RuntimeError."""
+    def _start(self, engines: Sequence[Engine], steering: Steering | None) -> list[Runner]:
+        """Return runners of a new queue; their threads wait for our lock. Raises RuntimeError."""
+        queue = RequestQueue(self.policy)
         common = self._name, self._stack, self._split, self._clock_us, queue
         workers = [Runner(each, *common, overlaps=steering is None) for each in engines]
         try:
@@ -406,6 +405,7 @@ class Batcher(Closing):
         except RuntimeError:  # the system has no more threads
             self._retire(workers)
             raise
+        self._queue = queue
         return workers
 
     def _retire(self, workers: Sequence[Runner]) -> None:
@@ -541,9 +541,7 @@ class Batcher(Closing):
         with self._lock:
             if self._closing:
                 raise shutting_down()
-            queue = RequestQueue(self.policy)
-            before, self._workers = self._workers, self._start(engines, steering, queue)
-            self._queue = queue
+            before, self._workers = self._workers, self._start(engines, steering)
             for worker in (*before, *self._workers):
                 worker.closes = True
             self._retire(before)

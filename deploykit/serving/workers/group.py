@@ -169,12 +169,10 @@ class Member(ServerGroup):
             self._link.send("state", not_ready)
 
     def collect(self, what: str, then: Then) -> None:
-        asked = self._link.ask("collect", what)
-        asked.add_done_callback(lambda done: then(done.result))
+        self._link.ask("collect", what).add_done_callback(lambda done: then(done.result))
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
-        asked = self._link.ask("change", what, arguments)
-        asked.add_done_callback(lambda done: then(done.result))
+        self._link.ask("change", what, arguments).add_done_callback(lambda done: then(done.result))
 
     def _on_lost(self) -> None:
         """Answer the accepted requests, then end, as the parent has ended."""

@@ -520,9 +520,8 @@ class Parent:
         elif self._stopped.is_set() and worker.serving and self._signals.count < 2:
             log.error("worker %d was ended by %s before it had answered", worker.number, how)
             self._dropped += 1  # at least
-        name = (
-            "the process of the engines" if worker.number == ENGINE else f"worker {worker.number}"
-        )
+        number = worker.number
+        name = "the process of the engines" if number == ENGINE else f"worker {number}"
         if isinstance(result, BaseException):
             return f"{name}: {result}", result
         why = f"{name} was ended by {how}"
