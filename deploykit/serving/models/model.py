@@ -406,11 +406,6 @@ class ServedModel:
         return error
 
     @property
-    def waiting(self) -> int:
-        """Return the number of requests in the queue."""
-        return self.batcher.waiting
-
-    @property
     def unanswered(self) -> int:
         return self.batcher.unanswered
 

@@ -326,7 +326,7 @@ def test_a_replaced_engine_finishes_its_requests_and_is_closed() -> None:
     after = model.submit(ask(), lambda _: came.set())
     assert came.wait(WAIT_S)  # the new one serves while the old one is still busy
     assert repository.unanswered == model.unanswered == 6
-    assert model.waiting == 5  # they were prepared for the old one: with its task, for example
+    assert model.batcher.waiting == 5  # they were prepared for the old one: by its task, perhaps
     assert model.batcher.cancel(before[-1])
     old.gate.set()
     repository.close()
